@@ -1,0 +1,25 @@
+"""What is cached where: pure Python, no torch, no threads, no clock of its own (layer 1)."""
+
+from .hashing import BlockHasher, CacheIdentity, MultimodalItem, adopt_hash, root_hash
+from .policy import SavePolicy
+from .pool import BlockPool
+from .states import BlockState, Event, IllegalTransition, advance
+from .tier import CacheTier
+from .tree import ROOT, PrefixTree
+
+__all__ = [
+    "ROOT",
+    "BlockHasher",
+    "BlockPool",
+    "BlockState",
+    "CacheIdentity",
+    "CacheTier",
+    "Event",
+    "IllegalTransition",
+    "MultimodalItem",
+    "PrefixTree",
+    "SavePolicy",
+    "adopt_hash",
+    "advance",
+    "root_hash",
+]

@@ -1,0 +1,127 @@
+"""Chained block hashes: the name of a block, the same in every process, on every run and every machine.
+
+Byte encoding, version 1 (all integers little-endian, no padding):
+
+    root   = SHA-256( "kvc1.root"  | field(identity) | field(lora) | field(salt) )
+    block  = SHA-256( "kvc1.block" | parent (32 bytes) | u32 number of tokens | u32 each token | item* )
+    adopt  = SHA-256( "kvc1.adopt" | root (32 bytes) | u32 length | the engine's hash )
+    item   = u32 length | content hash | i64 (first token of the item - first token of the block)
+    field  = u8 0 where the value is absent, else u8 1 | u32 length | bytes (text is UTF-8)
+
+A multimodal item belongs to a block when they share at least one token, so an item that ends where the block starts
+does not, one that starts where the block ends does not, and one that spans several blocks is in each of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from ..errors import ConfigError
+from ..types import BlockHash
+
+_U32 = struct.Struct("<I")
+_I64 = struct.Struct("<q")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """What must be equal for two engines to share cached bytes; it is hashed into every block.
+
+    model: name and revision of the weights. cache_dtype: element type and quantisation of the cache. layout: how a
+    block's bytes are arranged. block_size: tokens a block. tp_size, pp_size: how ranks split a block.
+    """
+
+    model: str
+    cache_dtype: str
+    layout: str
+    block_size: int
+    tp_size: int = 1
+    pp_size: int = 1
+
+    def encode(self) -> bytes:
+        """The identity as bytes: each field as `field`, in the order above, numbers as decimal text."""
+        return b"".join(_field(str(getattr(self, part.name))) for part in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image, sound or video that stands in the prompt as `length` placeholder tokens from position `start`."""
+
+    content_hash: bytes
+    start: int
+    length: int
+
+
+def root_hash(identity: CacheIdentity, lora: str | None = None, salt: str | None = None) -> BlockHash:
+    """The parent of a sequence's first block. Sequences with different adapters or salts share no block."""
+    text = b"kvc1.root" + _field(identity.encode()) + _field(lora) + _field(salt)
+    return BlockHash(hashlib.sha256(text).digest())
+
+
+def adopt_hash(root: BlockHash, engine_hash: bytes) -> BlockHash:
+    """Our name for a block that an engine has already hashed (its hash covers tokens and its own extra keys)."""
+    return BlockHash(hashlib.sha256(b"kvc1.adopt" + root + _U32.pack(len(engine_hash)) + engine_hash).digest())
+
+
+class BlockHasher:
+    """Hashes one sequence block by block as it grows; earlier tokens and items are never looked at again."""
+
+    __slots__ = ("_block_size", "_first_item", "_items", "hashes", "_root")
+
+    def __init__(self, block_size: int, root: BlockHash, items: Sequence[MultimodalItem] = ()) -> None:
+        if block_size < 1:
+            raise ConfigError(f"block_size={block_size} is impossible: a block holds at least 1 token")
+        self._block_size = block_size
+        self._root = root
+        self._items = sorted((item for item in items if item.length > 0), key=lambda item: item.start)
+        self._first_item = 0
+        self.hashes: list[BlockHash] = []
+
+    def update(self, token_ids: Sequence[int]) -> list[BlockHash]:
+        """Hash the blocks that `token_ids`, the whole sequence so far, has filled since the last call.
+
+        Returns the new hashes, which are also appended to `hashes`. Raises ValueError for a token id outside 32 bits.
+        """
+        done, size = len(self.hashes), self._block_size
+        parent = self.hashes[-1] if done else self._root
+        for start in range(done * size, len(token_ids) - size + 1, size):
+            text = _encode_tokens(token_ids[start : start + size]) + self._encode_items(start)
+            parent = BlockHash(hashlib.sha256(b"kvc1.block" + parent + text).digest())
+            self.hashes.append(parent)
+        return self.hashes[done:]
+
+    def _encode_items(self, start: int) -> bytes:
+        """Items that share a token with the block at `start`; those that end before it are dropped for good."""
+        items, first, end = self._items, self._first_item, start + self._block_size
+        while first < len(items) and items[first].start + items[first].length <= start:
+            first += 1
+        self._first_item = first
+        text = b""
+        for item in items[first:]:
+            if item.start >= end:
+                break
+            if item.start + item.length > start:
+                text += _U32.pack(len(item.content_hash)) + item.content_hash + _I64.pack(item.start - start)
+        return text
+
+
+def _encode_tokens(token_ids: Sequence[int]) -> bytes:
+    try:
+        words = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be integers from 0 to 2**32 - 1, got {list(token_ids)!r}") from error
+    if sys.byteorder == "big":
+        words.byteswap()
+    return _U32.pack(len(words)) + words.tobytes()
+
+
+def _field(value: str | bytes | None) -> bytes:
+    if value is None:
+        return b"\0"
+    raw = value.encode() if isinstance(value, str) else value
+    return b"\1" + _U32.pack(len(raw)) + raw

@@ -1,0 +1,39 @@
+"""Write policies: which blocks are worth a place on the host, and when they are saved.
+
+    write_through            every full block, in the step that computes it
+    write_through_selective  a block that later requests have asked for `threshold` times, in the step of that request
+    write_back               a block that is next in line for reuse on the device
+
+A pinned prefix is saved under every policy as soon as it is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import Config, WritePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """The rule that the scheduler half asks; it keeps no state."""
+
+    policy: WritePolicy
+    threshold: int
+    lookahead: int
+
+    @classmethod
+    def from_config(cls, config: Config) -> SavePolicy:
+        """The policy that a Config asks for."""
+        return cls(config.write_policy, config.write_through_threshold, config.write_back_lookahead)
+
+    def wants(self, hits: int, pinned: bool) -> bool:
+        """Whether a block that is valid on the device, or will be after this step, is to be saved now."""
+        if pinned or self.policy is WritePolicy.WRITE_THROUGH:
+            return True
+        return self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE and hits >= self.threshold
+
+    @property
+    def num_watched(self) -> int:
+        """How many device blocks at the head of the reuse order are to be kept saved."""
+        return self.lookahead if self.policy is WritePolicy.WRITE_BACK else 0

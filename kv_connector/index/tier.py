@@ -1,0 +1,257 @@
+"""One tier of the cache: its pool of blocks, the copies they hold, and which of them go when room is needed.
+
+A block of the pool is free, private (allocated, a copy of nothing), or a copy of a node in the tree. A copy may be
+evicted when it is resident, has no references (no request uses it and no copy job leases it), no child on this tier,
+and no pin. Evicting a leaf may turn its parent into one, so eviction cascades from the tails of prefixes to their
+heads, least recently used first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from ..errors import InvalidBlockError
+from ..types import BlockHash, Tier
+from .eviction import EvictionQueue
+from .pool import BlockPool
+from .states import BlockState, Event, advance
+from .tree import NONE, PrefixTree
+
+_NEVER = float("inf")
+# Plain ints: looking a member up on an enum class costs as much as the rest of a hot loop's turn.
+_RESIDENT = int(BlockState.RESIDENT)
+_DELETING = int(BlockState.DELETING)
+
+
+class CacheTier:
+    """Copies of tree nodes in the blocks of one tier. Single-threaded; every change is all or nothing."""
+
+    def __init__(self, tree: PrefixTree, tier: Tier, capacity: int) -> None:
+        self.tree = tree
+        self.tier = tier
+        self.pool = BlockPool(capacity)
+        self.num_copies = 0  # blocks that hold a copy, resident or on its way
+        self.num_evicted = 0
+        self.removed: list[BlockHash] = []  # resident copies that went; the owner drains it
+        self._state = bytearray()  # by block id
+        self._node = array("i")  # by block id; NONE where the block is private or free
+        self._block = tree.block[tier]
+        self._kids = tree.kids[tier]
+        self._refs = self.pool.ref_counts
+        self._queue = EvictionQueue(tree.used, self._is_evictable)
+        self._num_idle = 0  # resident copies without references: what eviction could free at most
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free or hold an unreferenced copy; `allocate` can hand out at most so many."""
+        return self.pool.num_free + self._num_idle
+
+    def state(self, block_id: int) -> BlockState:
+        """State of the copy in a block; ABSENT for a free or private one."""
+        return BlockState(self._state[block_id]) if block_id < len(self._state) else BlockState.ABSENT
+
+    def node_state(self, node: int) -> BlockState:
+        """State of a node's copy on this tier."""
+        block_id = self._block[node]
+        return BlockState.ABSENT if block_id == NONE else BlockState(self._state[block_id])
+
+    def resident_prefix(self, nodes: Sequence[int]) -> int:
+        """How many of the leading `nodes` have their bytes here, complete and valid; changes nothing."""
+        block, state = self._block, self._state
+        for count, node in enumerate(nodes):
+            block_id = block[node]
+            if block_id == NONE or state[block_id] != _RESIDENT:
+                return count
+        return len(nodes)
+
+    def blocks_of(self, nodes: Iterable[int]) -> list[int]:
+        """Block ids of the nodes' copies on this tier."""
+        block = self._block
+        return [block[node] for node in nodes]
+
+    def hashes_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
+        """Hashes of the copies in these blocks."""
+        return [self.tree.hash_of(self._node[block_id]) for block_id in block_ids]
+
+    def allocate(self, num_blocks: int, older_than: float = _NEVER) -> list[int] | None:
+        """`num_blocks` private blocks with one reference each, evicting where too few are free.
+
+        Only copies last used before `older_than` are evicted. None, and nothing changed, where that is not enough.
+        """
+        short = num_blocks - self.pool.num_free
+        if short > 0:
+            if short > self._num_idle:
+                return None
+            victims = self._select(short, older_than)
+            if len(victims) < short:
+                self._restore(victims)
+                return None
+            self._evict(victims)
+        return self.pool.allocate(num_blocks)
+
+    def allocate_up_to(self, num_blocks: int, older_than: float = _NEVER) -> list[int]:
+        """As `allocate`, but as many as can be had, possibly none."""
+        short = min(num_blocks - self.pool.num_free, self._num_idle)
+        if short > 0:
+            self._evict(self._select(short, older_than))
+        return self.pool.allocate(min(num_blocks, self.pool.num_free)) or []
+
+    def attach(self, block_ids: Sequence[int], nodes: Sequence[int], event: Event) -> None:
+        """Make private blocks the copies of `nodes`; `event` (COMPUTE, SWAP_IN, ...) says who writes them."""
+        self._reserve_rows(max(block_ids, default=-1))
+        filling = advance(self.tier, BlockState.ABSENT, event)
+        for block_id, node in zip(block_ids, nodes, strict=True):
+            if self._refs[block_id] < 1 or self._node[block_id] != NONE or self._state[block_id]:
+                raise InvalidBlockError(f"{self.tier.name} block {block_id} is not a private block in use")
+            self._state[block_id] = filling
+            self._node[block_id] = node
+            self.tree.add_copy(node, self.tier, block_id)
+            self.num_copies += 1
+
+    def fill(self, block_ids: Iterable[int]) -> list[int]:
+        """Copies whose bytes have arrived become resident; returns the blocks of those that were not deleted."""
+        filled, tier, state, event = [], self.tier, self._state, Event.FILL
+        for block_id in block_ids:
+            if state[block_id] != _DELETING:
+                state[block_id] = advance(tier, state[block_id], event)
+                filled.append(block_id)
+        return filled
+
+    def discard(self, block_ids: Iterable[int]) -> None:
+        """These bytes are not to be trusted, or not wanted: copies being written or resident are matched no more.
+
+        A block in use stays with its users and is free when the last one releases it.
+        """
+        for block_id in block_ids:
+            if self.state(block_id) in (BlockState.ABSENT, BlockState.DELETING):
+                continue
+            if self.pool.refs(block_id) > 0:
+                self._detach(block_id, Event.DELETE)
+            else:
+                self._num_idle -= 1
+                self._detach(block_id, Event.EVICT)
+                self.pool.free(block_id)
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """One more reference to each block: a request uses it or a copy job leases it."""
+        self._num_idle -= len(self.pool.acquire(block_ids))
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One reference less. A block nobody uses stays cached when it is resident and is free otherwise."""
+        state, node = self._state, self._node
+        for block_id in self.pool.release(block_ids):
+            if block_id < len(state) and node[block_id] != NONE:
+                if state[block_id] == _RESIDENT and block_id < self.pool.capacity:
+                    self._num_idle += 1
+                    self._offer(node[block_id])
+                    continue
+                # Its writer let go before it was done, or the tier has shrunk below it.
+                self._detach(block_id, Event.EVICT if state[block_id] == _RESIDENT else Event.FAIL)
+            elif block_id < len(state) and state[block_id] == _DELETING:
+                state[block_id] = advance(self.tier, BlockState.DELETING, Event.FREE)
+            self.pool.free(block_id)
+
+    def next_reused(self, limit: int) -> list[tuple[int, BlockHash]]:
+        """Those of the next `limit` blocks that `allocate` would hand out which hold a copy, soonest first, with the
+        hash of the copy; changes nothing that can be observed."""
+        victims = self._select(max(0, limit - self.pool.num_free), _NEVER)
+        self._restore(victims)
+        return [(self._block[node], self.tree.hash_of(node)) for node in victims]
+
+    # The names that `DeviceBlocks` has for the same things.
+    touch = acquire
+    free_blocks = release
+
+    def unpin(self, nodes: Sequence[int]) -> None:
+        """Undo one pin of each node; their copies may be evicted again."""
+        self.tree.unpin(nodes)
+        for node in reversed(nodes):
+            self._offer(node)
+
+    def resize(self, capacity: int) -> None:
+        """Change the number of blocks. Copies above a smaller capacity go at once where nobody uses them, and when
+        their last user lets go otherwise."""
+        self.pool.resize(capacity)
+        self.discard([block_id for block_id in self.pool.live_ids(capacity) if not self.pool.refs(block_id)])
+
+    def reset(self) -> None:
+        """Forget every copy. Blocks in use stay with their users until released."""
+        self.discard([block_id for block_id, node in enumerate(self._node) if node != NONE])
+
+    def check(self) -> None:
+        """Verify every invariant of this tier; O(blocks)."""
+        self.pool.check()
+        idle = 0
+        for block_id, node in enumerate(self._node):
+            state = self.state(block_id)
+            if node == NONE:
+                assert state in (BlockState.ABSENT, BlockState.DELETING), f"block {block_id} is {state.name}, of no node"
+                assert state is BlockState.ABSENT or self.pool.refs(block_id) > 0, f"block {block_id} is never freed"
+                continue
+            assert self._block[node] == block_id, f"node {node} and block {block_id} disagree"
+            assert state not in (BlockState.ABSENT, BlockState.DELETING), f"block {block_id} of a node is {state.name}"
+            refs = self.pool.refs(block_id)
+            assert refs > 0 or state is BlockState.RESIDENT, f"block {block_id} is {state.name} and nobody writes it"
+            idle += refs == 0
+            assert not self._is_evictable(node) or node in self._queue, f"node {node} can never be evicted"
+        assert idle == self._num_idle, f"{idle} copies are idle, {self._num_idle} counted"
+        copies = sum(block_id != NONE for block_id in self._block)
+        assert copies == self.num_copies, f"the tree knows {copies} copies, the tier {self.num_copies}"
+        self._queue.check()
+
+    def _is_evictable(self, node: int) -> bool:
+        block_id = self._block[node]
+        return (
+            block_id != NONE
+            and not self._kids[node]
+            and self._refs[block_id] == 0
+            and self._state[block_id] == _RESIDENT
+            and (not self.tree.pins[node] or self.tier is Tier.DEVICE)
+        )
+
+    def _offer(self, node: int) -> None:
+        if not self._kids[node] and self._is_evictable(node):
+            self._queue.push(node)
+
+    def _select(self, num_blocks: int, older_than: float) -> list[int]:
+        """Take up to `num_blocks` victims out of the queue, in eviction order, counting their parents' kids down."""
+        victims: list[int] = []
+        while len(victims) < num_blocks:
+            node = self._queue.pop(older_than)
+            if node is None:
+                break
+            parent = self.tree.parent[node]
+            self._kids[parent] -= 1
+            self._offer(parent)
+            victims.append(node)
+        return victims
+
+    def _restore(self, victims: list[int]) -> None:
+        for node in reversed(victims):
+            self._kids[self.tree.parent[node]] += 1
+            self._offer(node)
+
+    def _evict(self, victims: list[int]) -> None:
+        for node in victims:
+            self._kids[self.tree.parent[node]] += 1  # counted down by _select; _detach does it for good
+            block_id = self._block[node]
+            self._num_idle -= 1
+            self._detach(block_id, Event.EVICT)
+            self.pool.free(block_id)
+        self.num_evicted += len(victims)
+
+    def _detach(self, block_id: int, event: Event) -> None:
+        node, state = self._node[block_id], self._state[block_id]
+        if state == _RESIDENT:
+            self.removed.append(self.tree.hash_of(node))
+        self._state[block_id] = advance(self.tier, state, event)
+        self._node[block_id] = NONE
+        self.num_copies -= 1
+        self._offer(self.tree.remove_copy(node, self.tier))
+
+    def _reserve_rows(self, block_id: int) -> None:
+        missing = block_id + 1 - len(self._node)
+        if missing > 0:
+            self._node.extend([NONE] * missing)
+            self._state.extend(bytes(missing))

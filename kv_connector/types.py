@@ -1,0 +1,94 @@
+"""Plain data that crosses the halves (layer 0).
+
+Everything here is frozen and picklable. Block ids travel as NumPy int64 arrays, never as lists of objects, so that a
+plan for thousands of blocks costs one buffer to pickle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+BlockHash = NewType("BlockHash", bytes)
+"""Chained hash of a block: it names the block's tokens and everything in front of them."""
+
+
+class Tier(IntEnum):
+    """Where a copy of a block lies. The value indexes per-tier arrays."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+class Direction(Enum):
+    """Which way a copy goes: a load runs toward the device, a save away from it."""
+
+    LOAD = "load"
+    SAVE = "save"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyJob:
+    """One copy of whole blocks between device and host; it ends exactly once on every rank, done or failed.
+
+    `device_ids` and `host_ids` are int64 of shape (num_blocks,): block `device_ids[i]` pairs with `host_ids[i]`.
+    """
+
+    job_id: int
+    direction: Direction
+    device_ids: NDArray[np.int64]
+    host_ids: NDArray[np.int64]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that the job moves."""
+        return len(self.device_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What the worker half does in one step; `build_connector_meta` makes it and every rank gets the same one.
+
+    All loads of the step's requests are in `loads`, all saves in `saves`. Loads are submitted before the forward pass,
+    saves after it: a save may read blocks that this step computes.
+    """
+
+    step: int
+    loads: tuple[CopyJob, ...] = ()
+    saves: tuple[CopyJob, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step copies nothing."""
+        return not self.loads and not self.saves
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTiming:
+    """How one step's loads went on the device, in milliseconds; `exposed_wait_ms[i]` is what layer group i cost."""
+
+    load_ms: float
+    exposed_wait_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one rank says after a step. A job is in `done` only when its last byte has arrived.
+
+    `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows.
+    """
+
+    step: int
+    rank: int
+    done: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    num_host_blocks: int = 0
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+    load_timings: tuple[LoadTiming, ...] = field(default=())
