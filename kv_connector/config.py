@@ -1,0 +1,130 @@
+"""Settings of the connector (layer 0): one frozen dataclass, checked once at start-up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from fractions import Fraction
+from typing import Any, TypeVar
+
+from .errors import ConfigError
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
+}
+_E = TypeVar("_E", bound=Enum)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+class WritePolicy(str, Enum):
+    """When a block is saved to the host: see `index/policy.py`."""
+
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    WRITE_BACK = "write_back"
+
+
+class CopyPath(str, Enum):
+    """How bytes move between device and host: see `transfer/paths.py`."""
+
+    AUTO = "auto"
+    RUNS = "runs"
+    DIRECT = "direct"
+    STAGED = "staged"
+
+
+def parse_size(value: object, key: str = "size") -> int:
+    """Bytes from an int or from text such as `"16GiB"`, `"512 MB"` or `"1.5g"` (a bare letter is binary).
+
+    Raises ConfigError naming `key` where the text is not a size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or (unit == 1 and "." in match[1]):
+        raise ConfigError(f'{key}={value!r} is not a size: give bytes as an integer or text such as "16GiB" or "512MB"')
+    return int(Fraction(match[1]) * unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings, with their defaults. Sizes accept text such as `"16GiB"`.
+
+    host_memory: bytes of host memory for cached blocks, over all ranks of the engine; 0 turns the host tier off.
+    write_policy: when a computed block is saved to the host.
+    write_through_threshold: hits that a block needs under `write_through_selective`.
+    write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved, at least one step's worth.
+    copy_path: `auto` picks a path per job from piece size and count; the others force one.
+    layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each.
+    staging_memory: device bytes for the rings of the staged path, over both directions.
+    pin_memory: page-lock the host pool (in the background) where there is a GPU.
+    numa_bind: put the host pool on the GPU's NUMA node.
+    trace_loads: time each layer group of a load with events and report the exposed wait.
+    """
+
+    host_memory: int = 0
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    write_through_threshold: int = 2
+    write_back_lookahead: int = 64
+    copy_path: CopyPath = CopyPath.AUTO
+    layer_group_bytes: int = 32 << 20
+    staging_memory: int = 128 << 20
+    pin_memory: bool = True
+    numa_bind: bool = True
+    trace_loads: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("host_memory", "layer_group_bytes", "staging_memory"):
+            object.__setattr__(self, name, parse_size(getattr(self, name), name))
+        object.__setattr__(self, "write_policy", _choice(WritePolicy, self.write_policy, "write_policy"))
+        object.__setattr__(self, "copy_path", _choice(CopyPath, self.copy_path, "copy_path"))
+        for name in ("pin_memory", "numa_bind", "trace_loads"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not a boolean: give true or false")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} is not an integer: give one of at least {least}")
+            if value < least:
+                raise ConfigError(f"{name}={value} is too small: give at least {least}")
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> Config:
+        """A Config from a parsed JSON object; an unknown key is refused with the nearest known one."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f'settings={settings!r} is not an object: give one such as {{"host_memory": "16GiB"}}')
+        known = [field.name for field in fields(cls)]
+        for key in settings:
+            if key not in known:
+                near = _suggest(key, known)
+                raise ConfigError(f"unknown setting {key!r}{near}: known settings are {', '.join(known)}")
+        return cls(**settings)
+
+
+_LEAST = {
+    "host_memory": 0,
+    "write_through_threshold": 1,
+    "write_back_lookahead": 1,
+    "layer_group_bytes": 1 << 12,
+    "staging_memory": 1 << 20,
+}
+
+
+def _choice(kind: type[_E], value: object, key: str) -> _E:
+    try:
+        return kind(value)
+    except ValueError:
+        choices = ", ".join(repr(member.value) for member in kind)
+        raise ConfigError(f"{key}={value!r} is unknown: give one of {choices}") from None
+
+
+def _suggest(key: object, known: list[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(str(key), known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

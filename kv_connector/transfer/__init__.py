@@ -1,0 +1,1 @@
+"""Copies between device and host (layer 1): the only owner of CUDA streams and events."""

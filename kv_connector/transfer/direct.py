@@ -1,0 +1,158 @@
+"""The direct path: one kernel reads or writes page-locked host memory itself. And what the kernel paths share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, TransferError
+from ..triton_kernels.copy_pieces import (
+    LINK_LOAD_PROGRAMS,
+    LINK_SAVE_PROGRAMS,
+    RegionTable,
+    gather_pieces,
+    scatter_pieces,
+)
+from ..types import Direction
+from .host_pool import HostPool
+from .layout import CacheLayout
+from .streams import Event, Lane, make_lane
+
+_LEAST_IDS = 4096
+
+
+class RegionTables:
+    """The layout's region table on the device, and its parts; each part is made once."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._table = RegionTable.upload(
+            [region.view for region in layout.regions], [region.offset for region in layout.regions]
+        )
+        self._parts: dict[range, RegionTable] = {}
+
+    def part(self, regions: range) -> RegionTable:
+        """The table of these consecutive regions."""
+        if regions not in self._parts:
+            self._parts[regions] = self._table.narrow(regions.start, len(regions))
+        return self._parts[regions]
+
+
+@dataclass(slots=True, eq=False)
+class UploadedIds:
+    """Pairs of block ids in host order: on the host, and int64 of shape (num_blocks,) on the device."""
+
+    device_ids: NDArray[np.int64]
+    host_ids: NDArray[np.int64]
+    device_ids_there: torch.Tensor
+    host_ids_there: torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class _IdBuffer:
+    here: torch.Tensor
+    there: torch.Tensor
+    last_use: Event | None = None
+
+
+class IdUploads:
+    """Sends block ids to the device through small page-locked buffers, which are reused once their kernels are done.
+
+    The arrays of the last upload are remembered: the groups of one load upload their ids once. Never blocks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lane: Lane = make_lane(device, priority=0, timing=False)
+        self._buffers = [self._new_buffer(_LEAST_IDS) for _ in range(2)]
+        self._current = self._buffers[0]
+        self._source: tuple[Direction, NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._uploaded: UploadedIds | None = None
+
+    def get(self, direction: Direction, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]) -> UploadedIds:
+        """The ids on the device, sent on the current stream. Call `used` once the kernels that read them are launched.
+
+        Only read-only arrays are remembered, their content cannot have changed since, and only for one direction, whose
+        copies are on one stream.
+        """
+        source = (direction, device_ids, host_ids)
+        if self._uploaded is not None and self._source is not None:
+            same = all(new is old for new, old in zip(source, self._source, strict=True))
+            if same and not device_ids.flags.writeable and not host_ids.flags.writeable:
+                return self._uploaded
+        order = np.argsort(host_ids, kind="stable")
+        device_ids_sorted, host_ids_sorted = device_ids[order], host_ids[order]
+        count = len(order)
+        self._current = buffer = self._free_buffer(count)
+        buffer.here[0, :count] = torch.from_numpy(device_ids_sorted)
+        buffer.here[1, :count] = torch.from_numpy(host_ids_sorted)
+        buffer.there.copy_(buffer.here, non_blocking=True)
+        self._source = source
+        self._uploaded = UploadedIds(
+            device_ids_sorted, host_ids_sorted, buffer.there[0, :count], buffer.there[1, :count]
+        )
+        return self._uploaded
+
+    def used(self) -> None:
+        """Everything that reads the last upload is on the current stream now."""
+        if self._current.last_use is not None:
+            self._lane.recycle([self._current.last_use])
+        self._current.last_use = self._lane.mark()
+
+    def close(self) -> None:
+        """Drop the buffers."""
+        self._buffers = []
+        self._source = self._uploaded = None
+
+    def _free_buffer(self, count: int) -> _IdBuffer:
+        self._uploaded = None
+        for i, buffer in enumerate(self._buffers):
+            if buffer.last_use is None or buffer.last_use.query():
+                if buffer.here.shape[1] < count:
+                    self._buffers[i] = self._new_buffer(count)
+                return self._buffers[i]
+        self._buffers.append(self._new_buffer(count))
+        return self._buffers[-1]
+
+    def _new_buffer(self, count: int) -> _IdBuffer:
+        shape = (2, max(_LEAST_IDS, 1 << (count - 1).bit_length()))
+        here = torch.empty(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return _IdBuffer(here, torch.empty(shape, dtype=torch.int64, device=self._device))
+
+
+class DirectPath:
+    """One kernel a copy, over the link (see `paths.CopyPath`): fast at any piece size, but it slows the model."""
+
+    def __init__(self, layout: CacheLayout, host: HostPool) -> None:
+        """Raises ConfigError for host memory that is not to be page-locked: the GPU cannot reach it."""
+        if not host.is_pinned:
+            raise ConfigError('copy_path="direct" needs page-locked host memory: set pin_memory or another copy_path')
+        self._host = host
+        self._tables = RegionTables(layout)
+        self._ids = IdUploads(layout.device)
+
+    def copy(
+        self, direction: Direction, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]
+    ) -> None:
+        """See `CopyPath.copy`. Raises TransferError where page locking has failed since."""
+        if not self._host.is_pinned:
+            raise TransferError("the direct path needs page-locked host memory, and locking it has failed")
+        load = direction is Direction.LOAD
+        move = scatter_pieces if load else gather_pieces
+        ids = self._ids.get(direction, device_ids, host_ids)
+        try:
+            move(
+                self._tables.part(regions),
+                ids.device_ids_there,
+                self._host.tensor,
+                ids.host_ids_there,
+                num_programs=LINK_LOAD_PROGRAMS if load else LINK_SAVE_PROGRAMS,
+            )
+        finally:
+            self._ids.used()
+
+    def close(self) -> None:
+        """See `CopyPath.close`."""
+        self._ids.close()

@@ -1,0 +1,262 @@
+"""Loads and saves beside the forward pass: what was asked for, what is under way, what has ended.
+
+    compute stream  -- submit_load --- wait_layer(0) --- wait_layer(n) ---- submit_save ------->
+                            |               ^                 ^                 |
+    load stream             +-> group 0 -> event, group 1 -> event              |
+    save stream                                                                 +-> copy -> event
+
+Loads run in groups of layers, one event each: the compute stream waits for a layer's group, the host for nothing.
+Threading model: no thread of its own. One thread, the one that launches the model, makes every call; progress is
+`poll`. On the CPU everything is copied on submission.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import Config
+from ..errors import ConfigError, InvalidBlockError, TransferError
+from ..types import CopyJob, Direction, LoadTiming
+from .checks import check_job
+from .host_pool import HostPool
+from .layout import CacheLayout, last_group
+from .paths import CopyPath, make_path
+from .streams import Event, make_lane
+from .timing import LoadTrace, LoadTraces
+
+logger = logging.getLogger("kv_connector.transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of a job. `bytes` were copied, paddings left out; none count where the job failed."""
+
+    job_id: int
+    ok: bool
+    bytes: int
+    direction: Direction
+
+
+@dataclass(slots=True, eq=False)
+class _Submission:
+    """Jobs that were copied together: `events[i]` follows group i, `end` follows everything that was enqueued."""
+
+    direction: Direction
+    jobs: Sequence[CopyJob]
+    groups: tuple[range, ...]
+    events: list[Event] = field(default_factory=list)
+    end: Event | None = None
+    ok: bool = True
+
+
+class TransferEngine:
+    """Copies jobs between the device blocks of `layout` and the blocks of `host`, on a stream for each direction.
+
+    Each submitted job is returned by `poll` exactly once, done or failed, and only after everything that was enqueued
+    for it has completed, so that a job's end frees its blocks.
+    """
+
+    def __init__(self, layout: CacheLayout, host: HostPool, config: Config, path: CopyPath | None = None) -> None:
+        """`path` replaces the one that `config.copy_path` names. Raises ConfigError where pool or path do not fit."""
+        if host.block_bytes != layout.block_bytes:
+            raise ConfigError(
+                f"host pool has blocks of {host.block_bytes} bytes and the layout of {layout.block_bytes}: "
+                "make the pool with layout.block_bytes"
+            )
+        self._layout = layout
+        self._host = host
+        self._config = config
+        self._path = path if path is not None else make_path(layout, host, config)
+        self._lanes = {
+            Direction.LOAD: make_lane(layout.device, priority=-1, timing=config.trace_loads),
+            Direction.SAVE: make_lane(layout.device, priority=0, timing=False),
+        }
+        self._in_flight: list[_Submission] = []
+        self._finished: list[Completion] = []
+        self._unreported: set[int] = set()
+        self._load: _Submission | None = None
+        self._traces = LoadTraces(self._lanes[Direction.LOAD]) if config.trace_loads else None
+        self._closed = False
+
+    def submit_load(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
+        """Enqueue a step's loads, merged, after the current stream's position; call it before the forward pass.
+
+        Returns the ids of the jobs that are known to have failed: their device blocks hold nothing valid. `poll`
+        reports them too. A job with a wrong block id fails alone; an error while copying fails all of the call.
+        Raises InvalidBlockError, before anything is enqueued, for a job id that `poll` has still to return.
+        """
+        return self._submit(Direction.LOAD, jobs)
+
+    def submit_save(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
+        """Enqueue a step's saves, merged, after the current stream's position; call it after the forward pass.
+
+        Errors and result are those of `submit_load`.
+        """
+        return self._submit(Direction.SAVE, jobs)
+
+    def wait_layer(self, layer_name: str) -> None:
+        """Make the current stream wait until the layer's bytes of the last load are there; the host goes on.
+
+        Returns at once for an unknown layer, and where no load is under way or the load failed on submission.
+        """
+        region = self._layout.last_region(layer_name)
+        if self._load is not None and region >= 0:
+            self._wait_group(self._load, last_group(self._load.groups, region))
+
+    def wait_all(self) -> None:
+        """Make the current stream wait for every layer of the last load; the host goes on."""
+        if self._load is not None:
+            self._wait_group(self._load, len(self._load.groups) - 1)
+
+    def poll(self) -> list[Completion]:
+        """The jobs that have ended since the last call; never blocks."""
+        for submission in [entry for entry in self._in_flight if self._has_ended(entry)]:
+            self._retire(submission)
+        finished, self._finished = self._finished, []
+        self._unreported.difference_update(completion.job_id for completion in finished)
+        return finished
+
+    def drain(self) -> list[Completion]:
+        """Block the host until every job has ended; returns what `poll` would."""
+        self._synchronize()
+        return self.poll()
+
+    def take_load_timings(self) -> tuple[LoadTiming, ...]:
+        """Timings of the loads that have ended since the last call, in order; empty without `config.trace_loads`."""
+        return self._traces.take() if self._traces is not None else ()
+
+    def close(self) -> None:
+        """Block until no copy runs, then release the path's buffers. Idempotent.
+
+        `poll` still returns what had not been reported; jobs submitted from now on fail.
+        """
+        if not self._closed:
+            self._synchronize()
+            self._closed = True
+            self._path.close()
+
+    def _submit(self, direction: Direction, jobs: Sequence[CopyJob]) -> frozenset[int]:
+        self._check_new(jobs)
+        self._unreported.update(job.job_id for job in jobs)
+        valid = self._valid_jobs(direction, jobs)
+        failed = {job.job_id for job in jobs} - {job.job_id for job in valid}
+        for job in jobs:
+            if job.job_id in failed or job.num_blocks == 0:
+                self._finish(job, ok=job.job_id not in failed)
+        moving = [job for job in valid if job.num_blocks > 0]
+        if moving and not self._enqueue(direction, moving):
+            failed.update(job.job_id for job in moving)
+        return frozenset(failed)
+
+    def _check_new(self, jobs: Sequence[CopyJob]) -> None:
+        seen = set(self._unreported)
+        for job in jobs:
+            if job.job_id in seen:
+                # Failing it would end the other job of this id, and its leases, while that one's copy runs.
+                raise InvalidBlockError(f"job id {job.job_id} is in flight: it names one job until that is reported")
+            seen.add(job.job_id)
+
+    def _valid_jobs(self, direction: Direction, jobs: Sequence[CopyJob]) -> list[CopyJob]:
+        num_device, num_host = self._layout.num_blocks, self._host.num_ready_blocks
+        taken = np.zeros(num_device if direction is Direction.LOAD else num_host, dtype=np.bool_)
+        valid = []
+        for job in jobs:
+            try:
+                if self._closed:
+                    raise TransferError("the transfer engine is closed")
+                check_job(job, direction, num_device, num_host, taken)
+            except (InvalidBlockError, TransferError) as error:
+                logger.warning("%s job %d failed: %s", direction.value, job.job_id, error)
+            else:
+                valid.append(job)
+        return valid
+
+    def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob]) -> bool:
+        device_ids = _merged([job.device_ids for job in jobs])
+        host_ids = _merged([job.host_ids for job in jobs])
+        groups: tuple[range, ...] = (range(len(self._layout.regions)),)
+        if direction is Direction.LOAD:
+            groups = self._layout.layer_groups(len(device_ids), self._config.layer_group_bytes)
+        submission = _Submission(direction, jobs, groups)
+        lane = self._lanes[direction]
+        with lane.running():
+            start = lane.mark(lane.stream) if self._traces is not None and direction is Direction.LOAD else None
+            try:
+                for group in groups:
+                    self._path.copy(direction, group, device_ids, host_ids)
+                    submission.events.append(lane.mark(lane.stream))
+            except Exception as error:  # noqa: BLE001 - the seam to paths and driver: whatever they raise is a miss, not a crash.
+                submission.ok = False
+                ids = [job.job_id for job in jobs]
+                logger.warning("%s of jobs %s failed: %s: %s", direction.value, ids, type(error).__name__, error)
+            submission.end = submission.events[-1] if submission.ok else lane.mark(lane.stream)
+        self._in_flight.append(submission)
+        if direction is Direction.LOAD:
+            self._take_load(submission, start)
+        return submission.ok
+
+    def _take_load(self, submission: _Submission, start: Event | None) -> None:
+        if not submission.ok:
+            # Blocks of a failed load are computed anew, and what was enqueued must not overwrite that.
+            assert submission.end is not None
+            submission.end.wait()
+            self._lanes[Direction.LOAD].recycle([start] if start is not None else [])
+            return
+        self._load = submission
+        if self._traces is not None and start is not None:
+            self._traces.begin(LoadTrace(start, submission.events))
+
+    def _wait_group(self, load: _Submission, group: int) -> None:
+        if self._traces is None:
+            load.events[group].wait()
+        else:
+            self._traces.wait(group)
+
+    def _has_ended(self, submission: _Submission) -> bool:
+        assert submission.end is not None
+        try:
+            return submission.end.query()
+        except RuntimeError as error:  # The device is lost: nothing runs any more, and nothing has arrived.
+            logger.warning("%s failed on the device: %s", submission.direction.value, error)
+            submission.ok = False
+            return True
+
+    def _retire(self, submission: _Submission) -> None:
+        self._in_flight.remove(submission)
+        for job in submission.jobs:
+            self._finish(job, submission.ok)
+        if submission is self._load:
+            self._load = None  # all of it is there: no layer has to wait any more
+        if submission.direction is Direction.LOAD and self._traces is not None and submission.ok:
+            self._traces.end(submission.events)
+            return
+        end = submission.end
+        assert end is not None
+        events = submission.events
+        self._lanes[submission.direction].recycle(events if end in events[-1:] else [*events, end])
+
+    def _finish(self, job: CopyJob, ok: bool) -> None:
+        num_bytes = job.num_blocks * self._layout.piece_bytes if ok else 0
+        self._finished.append(Completion(job.job_id, ok, num_bytes, job.direction))
+
+    def _synchronize(self) -> None:
+        for submission in list(self._in_flight):
+            assert submission.end is not None
+            try:
+                submission.end.synchronize()
+            except RuntimeError as error:
+                logger.warning("%s failed on the device: %s", submission.direction.value, error)
+                submission.ok = False
+            self._retire(submission)
+
+
+def _merged(ids: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """One array of its own, read-only: paths may keep what they derived from it for the submission's other groups."""
+    merged = np.concatenate(ids)
+    merged.setflags(write=False)
+    return merged

@@ -1,0 +1,131 @@
+"""The host tier's memory: one mapping of whole blocks, page-locked in the background where there is a GPU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from ..errors import ConfigError
+from . import numa
+from .pinning import Pinner
+
+PIN_PIECE_BYTES = 256 << 20
+"""Host memory is registered in pieces of about this many bytes: 0.14 s each on an H200 host (2026-11-21)."""
+
+
+class HostPool:
+    """`num_blocks` host blocks of `block_bytes` in one anonymous mapping of exactly that size.
+
+    tensor: uint8 of shape (num_blocks, block_bytes), on the CPU, zero at first.
+    num_ready_blocks: blocks [0, num_ready_blocks) may be used; it only grows.
+    is_pinned: every ready block is page-locked. It can turn False, once, where locking fails.
+    blocks_per_piece: one copy may not cross a multiple of this many blocks: CUDA refuses a copy over two registrations.
+
+    With `pin_memory` and a CUDA `device` a background thread locks the memory from block 0 on; otherwise all blocks are
+    ready at once. With `numa_bind` that thread, and it alone, runs on the GPU's NUMA node, where the memory then lies.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        *,
+        device: torch.device | None = None,
+        pin_memory: bool = True,
+        numa_bind: bool = True,
+        pin_piece_bytes: int = PIN_PIECE_BYTES,
+    ) -> None:
+        """Reserve the memory. Raises ConfigError where the machine has less, or for an impossible size."""
+        if num_blocks < 1 or block_bytes < 1:
+            raise ConfigError(f"host pool of {num_blocks} blocks of {block_bytes} bytes: give at least one of each")
+        num_bytes = num_blocks * block_bytes
+        _check_machine(num_bytes)
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.blocks_per_piece = max(1, pin_piece_bytes // block_bytes)
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # The mapping goes with its last view, so that nobody who still holds one reads freed memory.
+        self._tensor: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8).view(num_blocks, block_bytes)
+        self._pinner: Pinner | None = None
+        self._num_ready_blocks = num_blocks
+        self._is_pinned = pin_memory and device is not None and device.type == "cuda"
+        if self._is_pinned:
+            assert device is not None
+            self._num_ready_blocks = 0
+            self._pinner = self._start_pinning(device, numa_bind)
+
+    @classmethod
+    def sized(
+        cls,
+        host_memory: int,
+        block_bytes: int,
+        *,
+        device: torch.device | None = None,
+        pin_memory: bool = True,
+        numa_bind: bool = True,
+    ) -> HostPool:
+        """The largest pool within `host_memory` bytes, this rank's share. Raises ConfigError below one block."""
+        if host_memory < block_bytes:
+            raise ConfigError(
+                f"host_memory={host_memory} bytes for this rank is less than one block of {block_bytes} bytes: "
+                f"give at least {block_bytes} bytes a rank, or 0 to turn the host tier off"
+            )
+        num_blocks = host_memory // block_bytes
+        return cls(num_blocks, block_bytes, device=device, pin_memory=pin_memory, numa_bind=numa_bind)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All blocks: uint8 of shape (num_blocks, block_bytes). Raises ValueError after `close`."""
+        if self._tensor is None:
+            raise ValueError("the host pool is closed")
+        return self._tensor
+
+    @property
+    def num_ready_blocks(self) -> int:
+        """How many blocks, counted from block 0, may be used. Safe to read from any thread."""
+        return self._num_ready_blocks
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether every ready block is page-locked. Safe to read from any thread."""
+        return self._is_pinned
+
+    def wait_ready(self) -> None:
+        """Block until every block is ready: for benchmarks and tests, not for service."""
+        if self._pinner is not None:
+            self._pinner.join()
+
+    def close(self) -> None:
+        """Stop locking, unlock, and drop the memory. Idempotent. No copy may be under way."""
+        if self._pinner is not None:
+            self._pinner.close()
+            self._pinner = None
+        self._is_pinned = False
+        self._tensor = None
+
+    def _start_pinning(self, device: torch.device, numa_bind: bool) -> Pinner:
+        node = numa.gpu_node(device) if numa_bind else None
+        return Pinner(
+            address=self.tensor.data_ptr(),
+            num_bytes=self.num_blocks * self.block_bytes,
+            piece_bytes=self.blocks_per_piece * self.block_bytes,
+            device=device,
+            cpus=frozenset() if node is None else numa.node_cpus(node),
+            on_progress=self._progress,
+        )
+
+    def _progress(self, bytes_done: int, failed: bool) -> None:
+        if failed:
+            self._is_pinned = False  # before the new blocks count: a reader never sees them as pinned
+        self._num_ready_blocks = max(self._num_ready_blocks, bytes_done // self.block_bytes)
+
+
+def _check_machine(num_bytes: int) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > total:
+        raise ConfigError(
+            f"host_memory: {num_bytes} bytes are asked for and the machine has {total}: lower host_memory, "
+            "leaving room for the engine's own memory"
+        )

@@ -1,0 +1,158 @@
+"""Cache tensors as regions of bytes, found from their real strides, whatever the engine's layout.
+
+A region is a strided column of equal pieces, one a block: the piece of block b lies at `data_ptr + b * block_stride`
+and is `piece_bytes` long. A tensor whose block is one run of bytes gives one region; K and V apart, heads outside of
+blocks or padding inside a block give several. A host block holds every region's piece, in layer order:
+
+    host block    | layer 0: piece, piece | layer 1: piece | ... | padding to 4 KiB |
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import LayoutError
+from .geometry import byte_strides, check_apart, piece_views
+
+PIECE_ALIGN = 16
+"""A piece's offset in its host block is a multiple of this, the widest load of a GPU thread."""
+BLOCK_ALIGN = 4096
+"""Host blocks start on pages, as page locking and direct I/O want it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """One piece of every block. It keeps the cache tensor's storage alive.
+
+    `view` is uint8 of shape (num_blocks, piece_bytes) with strides (block_stride, 1), in the cache tensor's own
+    memory; `offset` is where the piece starts in a host block, in bytes.
+    """
+
+    layer: str
+    view: torch.Tensor
+    offset: int
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of block 0's piece."""
+        return self.view.data_ptr()
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one block's piece."""
+        return self.view.shape[1]
+
+    @property
+    def block_stride(self) -> int:
+        """Bytes from one block's piece to the next block's."""
+        return self.view.stride(0)
+
+
+class CacheLayout:
+    """Every region of the registered cache tensors, and where each lies in a host block. It never changes.
+
+    num_blocks: blocks of the engine's cache, on the device.
+    regions: in host-block order; the regions of one layer are neighbours.
+    layer_names: in the order of registration, aliases included.
+    block_bytes: size of a host block, a multiple of `BLOCK_ALIGN`.
+    piece_bytes: bytes that a copy of one block moves: `block_bytes` less the padding.
+    device: where the tensors lie.
+    """
+
+    def __init__(
+        self, num_blocks: int, pieces: Sequence[tuple[str, torch.Tensor]], last_region: Mapping[str, int]
+    ) -> None:
+        """`pieces` are (layer, uint8 view) in order; `last_region[name]` is the last region that a layer reads.
+
+        Engines use `from_tensors`, which finds both.
+        """
+        regions: list[Region] = []
+        end = 0
+        for layer, view in pieces:
+            offset = _round_up(end, PIECE_ALIGN)
+            regions.append(Region(layer, view, offset))
+            end = offset + view.shape[1]
+        self.num_blocks = num_blocks
+        self.regions = tuple(regions)
+        self.layer_names = tuple(last_region)
+        self.block_bytes = _round_up(end, BLOCK_ALIGN)
+        self.piece_bytes = sum(region.piece_bytes for region in regions)
+        self.device = regions[0].view.device
+        self._last_region = dict(last_region)
+        self._layer_stops = [
+            i + 1 for i, region in enumerate(regions) if i + 1 == len(regions) or regions[i + 1].layer != region.layer
+        ]
+
+    @classmethod
+    def from_tensors(
+        cls,
+        kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        num_blocks: int,
+        block_dims: Mapping[str, int] | None = None,
+    ) -> CacheLayout:
+        """The layout of `kv_caches`: one tensor or several by layer name, in the order of the forward pass.
+
+        Tensors may have any dtype and strides. One dimension counts blocks: it has size `num_blocks`, or a multiple of
+        it where the engine's kernels use smaller blocks; `block_dims` names that dimension by layer where sizes do not
+        tell. A tensor that is registered twice is copied once. Reads no bytes. Raises LayoutError.
+        """
+        if num_blocks < 1:
+            raise LayoutError(f"num_blocks={num_blocks}: give the number of blocks of the engine's cache, at least 1")
+        pieces: list[tuple[str, torch.Tensor]] = []
+        last_region: dict[str, int] = {}
+        seen: dict[object, int] = {}
+        devices = set()
+        for name, entry in kv_caches.items():
+            for tensor in [entry] if isinstance(entry, torch.Tensor) else entry:
+                geometry = (tensor.data_ptr(), tuple(tensor.shape), byte_strides(tensor), tensor.itemsize)
+                if geometry not in seen:
+                    views = piece_views(name, tensor, num_blocks, None if block_dims is None else block_dims.get(name))
+                    pieces.extend((name, view) for view in views)
+                    seen[geometry] = len(pieces) - 1
+                devices.add(tensor.device)
+                last_region[name] = max(last_region.get(name, -1), seen[geometry])
+        missing = [name for name in kv_caches if name not in last_region]
+        if missing or not pieces:
+            raise LayoutError(f"no cache tensor was registered for {missing or 'any layer'}: pass them all")
+        if len(devices) > 1:
+            raise LayoutError(f"cache tensors lie on {sorted(map(str, devices))}: register one rank's tensors only")
+        check_apart(pieces)
+        return cls(num_blocks, pieces, last_region)
+
+    def last_region(self, layer_name: str) -> int:
+        """Index of the last region that the layer reads; an alias reads its owner's. -1 for an unknown layer."""
+        return self._last_region.get(layer_name, -1)
+
+    def layer_groups(self, num_blocks: int, target_bytes: int) -> tuple[range, ...]:
+        """Cut the regions into consecutive groups of whole layers, in order, for a copy of `num_blocks` blocks.
+
+        A group closes once it holds `target_bytes` or more; the last one may be smaller.
+        """
+        groups: list[range] = []
+        start = size = 0
+        first = 0
+        for stop in self._layer_stops:
+            size += num_blocks * sum(region.piece_bytes for region in self.regions[first:stop])
+            first = stop
+            if size >= target_bytes or stop == len(self.regions):
+                groups.append(range(start, stop))
+                start, size = stop, 0
+        return tuple(groups)
+
+    def host_slice(self, regions: range) -> tuple[int, int]:
+        """Offset and length, in bytes, of the part of a host block that holds these consecutive regions."""
+        start, last = self.regions[regions.start].offset, self.regions[regions.stop - 1]
+        return start, last.offset + last.piece_bytes - start
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def last_group(groups: Sequence[range], region: int) -> int:
+    """Index of the group that holds the region."""
+    return bisect_right([group.stop for group in groups], region)

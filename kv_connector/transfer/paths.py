@@ -1,0 +1,144 @@
+"""How bytes move between device blocks and host blocks: the interface of a copy path, and the choice of one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..config import Config
+from ..config import CopyPath as PathName
+from ..errors import TransferError
+from ..types import Direction
+from .dma import RunsPath
+from .host_pool import HostPool
+from .layout import CacheLayout, Region
+
+# One H200 on PCIe 5, random block ids (2026-11-21). DMA alone moves segments of 256 KiB at 50 and of 2 MiB at 54.6 of
+# 55.4 GB/s, packed rows go at 53 to 54 whatever their pieces.
+RUNS_SEGMENT_BYTES = 1 << 20
+# A direct kernel moves this in 20 us, about what the staged chain takes to start.
+DIRECT_TOTAL_BYTES = 1 << 20
+
+
+class CopyPath(Protocol):
+    """Moves the pieces of some regions of some blocks. One thread calls it.
+
+    Device blocks are read and written after what the current CUDA stream already holds; host blocks may be read at
+    once. What is enqueued on that stream afterwards runs after the copy, also where `copy` raised: a path with streams
+    of its own joins them. On the CPU the copy is done on return.
+    """
+
+    def copy(
+        self, direction: Direction, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]
+    ) -> None:
+        """Copy these consecutive regions of device block `device_ids[i]` to or from host block `host_ids[i]`.
+
+        Ids are int64 of shape (num_blocks,), at least one, in range and without repetition: the engine has checked.
+        Only pieces are written, never padding. Raises TransferError, or what torch raises.
+        """
+
+    def close(self) -> None:
+        """Release buffers. Idempotent. No copy may be under way."""
+
+
+class TorchPath:
+    """Copies at once with torch, on a machine without a GPU."""
+
+    def __init__(self, layout: CacheLayout, host: HostPool) -> None:
+        if layout.device.type != "cpu":
+            raise TransferError(f"the torch path copies on the CPU; the cache lies on {layout.device}")
+        self._views = [_matching_views(region, host.tensor) for region in layout.regions]
+
+    def copy(
+        self, direction: Direction, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]
+    ) -> None:
+        """See `CopyPath.copy`."""
+        device_index, host_index = torch.tensor(device_ids), torch.tensor(host_ids)
+        for device_view, host_view in self._views[regions.start : regions.stop]:
+            if direction is Direction.LOAD:
+                device_view.index_copy_(0, device_index, host_view.index_select(0, host_index))
+            else:
+                host_view.index_copy_(0, host_index, device_view.index_select(0, device_index))
+
+    def close(self) -> None:
+        """Drop the views."""
+        self._views = []
+
+
+def _matching_views(region: Region, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The region and its column of the host pool, as int64 words where both allow it: an eighth of the elements."""
+    column = host[:, region.offset : region.offset + region.piece_bytes]
+    start = region.view.storage_offset()
+    if all(value % 8 == 0 for value in (start, region.piece_bytes, region.block_stride, host.stride(0))):
+        return region.view.view(torch.int64), column.view(torch.int64)
+    return region.view, column
+
+
+class AutoPath:
+    """Chooses a path for each copy by `choose`."""
+
+    def __init__(self, layout: CacheLayout, host: HostPool, staging_memory: int) -> None:
+        """`staging_memory` is what `StagedPath` may take; where a piece does not fit into it, DMA takes its place."""
+        from .direct import DirectPath
+        from .staging import StagedPath, min_staging_memory
+
+        self._layout = layout
+        self._host = host
+        self._runs = RunsPath(layout, host)
+        self._paths: dict[PathName, CopyPath] = {PathName.RUNS: self._runs}
+        if host.is_pinned:
+            self._paths[PathName.DIRECT] = DirectPath(layout, host)
+            if staging_memory >= min_staging_memory(layout):
+                self._paths[PathName.STAGED] = StagedPath(layout, host, staging_memory)
+
+    def copy(
+        self, direction: Direction, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]
+    ) -> None:
+        """See `CopyPath.copy`."""
+        pieces = self._layout.regions[regions.start : regions.stop]
+        name = choose(
+            segment_bytes=self._runs.mean_segment_bytes(regions, device_ids, host_ids),
+            total_bytes=len(device_ids) * sum(region.piece_bytes for region in pieces),
+            is_pinned=self._host.is_pinned,
+        )
+        self._paths.get(name, self._runs).copy(direction, regions, device_ids, host_ids)
+
+    def close(self) -> None:
+        """See `CopyPath.close`."""
+        for path in self._paths.values():
+            path.close()
+
+
+def choose(segment_bytes: int, total_bytes: int, is_pinned: bool) -> PathName:
+    """The path for a copy of `total_bytes` in segments of `segment_bytes` on average.
+
+    Only DMA reaches memory that is not page-locked. Long segments need no packing. What is over in microseconds is not
+    worth a chain of two launches and a copy, and the model does not feel it. All else is packed.
+    """
+    if not is_pinned or segment_bytes >= RUNS_SEGMENT_BYTES:
+        return PathName.RUNS
+    return PathName.DIRECT if total_bytes <= DIRECT_TOTAL_BYTES else PathName.STAGED
+
+
+def make_path(layout: CacheLayout, host: HostPool, config: Config) -> CopyPath:
+    """The path that `config.copy_path` names; a cache on the CPU is always copied with torch.
+
+    Raises ConfigError where the path cannot serve this pool and layout.
+    """
+    if layout.device.type == "cpu":
+        return TorchPath(layout, host)
+    if config.copy_path is PathName.AUTO:
+        return AutoPath(layout, host, config.staging_memory)
+    if config.copy_path is PathName.RUNS:
+        return RunsPath(layout, host)
+    # Only these need Triton.
+    if config.copy_path is PathName.DIRECT:
+        from .direct import DirectPath
+
+        return DirectPath(layout, host)
+    from .staging import StagedPath
+
+    return StagedPath(layout, host, config.staging_memory)

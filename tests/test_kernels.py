@@ -1,0 +1,165 @@
+"""The copy kernel against torch, byte for byte: interpreted where there is no GPU, compiled where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kv_connector.triton_kernels.copy_pieces import (
+    CHUNK_BYTES,
+    RegionTable,
+    copy_pieces_reference,
+    gather_pieces,
+    scatter_pieces,
+)
+
+POISON = 0xA5
+NUM_BLOCKS = 6
+NUM_ROWS = 7
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, for the GPU")
+    return torch.device(request.param)
+
+
+def strided_views(sizes: list[int], padding: int, device: torch.device) -> list[torch.Tensor]:
+    """Views of (NUM_BLOCKS, size) with `padding` poisoned bytes behind each row."""
+    views = []
+    for seed, size in enumerate(sizes):
+        memory = torch.full((NUM_BLOCKS, size + padding), POISON, dtype=torch.uint8)
+        generator = torch.Generator().manual_seed(seed)
+        memory[:, :size] = torch.randint(0, 256, (NUM_BLOCKS, size), dtype=torch.uint8, generator=generator)
+        views.append(memory.to(device)[:, :size])
+    return views
+
+
+def whole(view: torch.Tensor) -> torch.Tensor:
+    """All of the view's memory, padding included."""
+    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+
+
+def offsets_of(sizes: list[int], align: int) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = -(-(end + size) // align) * align
+    return offsets, end
+
+
+def check(
+    views: list[torch.Tensor], offsets: list[int], row_bytes: int, device: torch.device, regions: slice | None = None
+) -> None:
+    """Both directions of scattered blocks; every byte of both sides is compared, untouched ones too."""
+    regions = regions or slice(0, len(views))
+    block_ids = torch.tensor([5, 0, 3, 4], device=device)
+    flat_ids = torch.tensor([1, 6, 2, 0], device=device)
+    first = regions.start
+    table = RegionTable.upload(views, offsets).narrow(first, regions.stop - first)
+    for to_flat in (True, False):
+        flat = torch.randint(
+            0, 256, (NUM_ROWS, row_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(99)
+        ).to(device)
+        expected_flat = flat.clone()
+        expected_memory = [whole(view).clone() for view in views]
+        expected_views = [
+            torch.as_strided(memory, view.shape, view.stride())
+            for memory, view in zip(expected_memory, views, strict=True)
+        ]
+        part = expected_views[regions], offsets[regions]
+        copy_pieces_reference(*part, block_ids, expected_flat, flat_ids, to_flat)
+        move = gather_pieces if to_flat else scatter_pieces
+        move(table, block_ids, flat, flat_ids, num_programs=3)
+        assert torch.equal(flat, expected_flat)
+        for view, memory in zip(views, expected_memory, strict=True):
+            assert torch.equal(whole(view), memory)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 8, 9, 33, 64, 4095, 4096, 16391])
+@pytest.mark.parametrize("padding", [0, 5, 24])
+def test_odd_sizes_and_strides(size: int, padding: int, device: torch.device) -> None:
+    sizes = [size, size]
+    offsets, row_bytes = offsets_of(sizes, 16)
+    check(strided_views(sizes, padding, device), offsets, row_bytes, device)
+
+
+@pytest.mark.parametrize("size", [1, 13, 40, 4095])
+def test_words_with_a_tail(size: int, device: torch.device) -> None:
+    padding = -size % 8 + 8
+    offsets, row_bytes = offsets_of([size, 8, size], 16)
+    views = strided_views([size], padding, device) + strided_views([8, size + 8 - size % 8], 0, device)
+    assert RegionTable.upload(views, offsets).words
+    check(views, offsets, row_bytes + 16, device)
+
+
+def test_regions_of_different_sizes_and_many_chunks(device: torch.device) -> None:
+    sizes = [CHUNK_BYTES * 2 + 24, 16, 3, CHUNK_BYTES]
+    offsets, row_bytes = offsets_of(sizes, 16)
+    check(strided_views(sizes, 0, device), offsets, row_bytes, device)
+
+
+@pytest.mark.parametrize("row_padding", [0, 1])
+@pytest.mark.parametrize("regions", [slice(0, 1), slice(1, 2), slice(1, 4), slice(0, 5)])
+def test_one_layer_and_groups(regions: slice, row_padding: int, device: torch.device) -> None:
+    sizes = [64, 24, 128, 8, 32]
+    offsets, row_bytes = offsets_of(sizes, 16)
+    check(strided_views(sizes, 8, device), offsets, row_bytes + row_padding, device, regions)
+
+
+def test_a_shift_moves_a_group_to_the_start_of_a_row(device: torch.device) -> None:
+    views = strided_views([64, 32, 16], 0, device)
+    table = RegionTable.upload(views, [0, 64, 96]).narrow(1, 2)
+    ids = torch.tensor([4, 2], device=device)
+    flat = torch.full((2, 48), POISON, dtype=torch.uint8, device=device)
+    gather_pieces(table, ids, flat, torch.arange(2, device=device), flat_shift=-64)
+    assert torch.equal(flat, torch.cat([views[1][ids], views[2][ids]], dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.float32])
+def test_any_dtype_is_bytes(dtype: torch.dtype, device: torch.device) -> None:
+    cache = torch.randint(0, 256, (NUM_BLOCKS, 16, 3 * dtype.itemsize), dtype=torch.uint8).to(device).view(dtype)
+    view = cache.view(torch.uint8).view(NUM_BLOCKS, -1)
+    check([view], [0], view.shape[1], device)
+
+
+def test_no_blocks_is_no_launch(device: torch.device) -> None:
+    flat = torch.full((2, 64), POISON, dtype=torch.uint8, device=device)
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    gather_pieces(RegionTable.upload(strided_views([64], 0, device), [0]), empty, flat, empty)
+    assert torch.equal(flat, torch.full_like(flat, POISON))
+
+
+def test_misuse_is_refused(device: torch.device) -> None:
+    table = RegionTable.upload(strided_views([64], 0, device), [0])
+    flat = torch.zeros((2, 64), dtype=torch.uint8, device=device)
+    ids = torch.tensor([0, 1], device=device)
+    with pytest.raises(ValueError, match="rows of uint8"):
+        gather_pieces(table, ids, flat.view(torch.int64), ids)
+    with pytest.raises(ValueError, match="int32"):
+        gather_pieces(table, ids.int(), flat, ids)
+    with pytest.raises(ValueError, match="ids are"):
+        scatter_pieces(table, ids[:1], flat, ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [7, 4096, 65536])
+def test_page_locked_host_memory_both_ways(size: int) -> None:
+    device = torch.device("cuda")
+    views = strided_views([size, size], 0, device)
+    offsets, row_bytes = offsets_of([size, size], 16)
+    table = RegionTable.upload(views, offsets)
+    host = torch.full((NUM_ROWS, row_bytes), POISON, dtype=torch.uint8, pin_memory=True)
+    block_ids, rows = torch.tensor([5, 0, 3], device=device), torch.tensor([2, 6, 0], device=device)
+    expected = host.clone()
+    copy_pieces_reference(views, offsets, block_ids.cpu(), expected, rows.cpu(), to_flat=True)
+    gather_pieces(table, block_ids, host, rows)
+    torch.cuda.synchronize()
+    assert torch.equal(host, expected)
+    before = [view.clone() for view in views]
+    for view in views:
+        view.zero_()
+    scatter_pieces(table, block_ids, host, rows)
+    for view, old in zip(views, before, strict=True):
+        assert torch.equal(view[block_ids], old[block_ids])
+        assert view.sum() == view[block_ids].sum()

@@ -1,0 +1,678 @@
+"""Copy paths against plain indexing, run merging, and the life of jobs in the transfer engine."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_connector.config import Config
+from kv_connector.config import CopyPath as PathName
+from kv_connector.errors import ConfigError, InvalidBlockError, TransferError
+from kv_connector.transfer import engine as engine_module
+from kv_connector.transfer import staging
+from kv_connector.transfer.direct import DirectPath
+from kv_connector.transfer.dma import RunsPath, merge_runs
+from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.host_pool import HostPool
+from kv_connector.transfer.layout import CacheLayout
+from kv_connector.transfer.paths import CopyPath, TorchPath, choose, make_path
+from kv_connector.transfer.staging import StagedPath, min_staging_memory
+from kv_connector.types import CopyJob, Direction
+
+POISON = 0xC3
+NUM_DEVICE = 13
+NUM_HOST = 17
+LOAD, SAVE = Direction.LOAD, Direction.SAVE
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def job(job_id: int, direction: Direction, device_ids: list[int], host_ids: list[int]) -> CopyJob:
+    return CopyJob(job_id, direction, ids(*device_ids), ids(*host_ids))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, for the GPU")
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+
+
+class LockedPool(HostPool):
+    """Says that it is page-locked, so that the direct path's logic runs on the CPU."""
+
+    is_pinned = True  # type: ignore[assignment]
+
+
+def copy_now(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, pinned: bool, stream: int | None) -> None:
+    """A copier for memory of the CPU."""
+    for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+
+
+def make_pool(layout: CacheLayout, num_blocks: int = NUM_HOST) -> HostPool:
+    if layout.device.type == "cpu":
+        pool: HostPool = HostPool.__new__(LockedPool)
+        HostPool.__init__(pool, num_blocks, layout.block_bytes, pin_memory=False)
+        pool.blocks_per_piece = 4
+    else:
+        pool = HostPool(num_blocks, layout.block_bytes, device=layout.device, pin_piece_bytes=4 * layout.block_bytes)
+        pool.wait_ready()
+        assert pool.is_pinned
+    pool.tensor.fill_(POISON)
+    return pool
+
+
+def make_named_path(name: str, layout: CacheLayout, pool: HostPool, staging_memory: int = 0) -> CopyPath:
+    copier = copy_now if layout.device.type == "cpu" else None
+    if name == "runs":
+        return RunsPath(layout, pool, copier)
+    if name == "direct":
+        return DirectPath(layout, pool)
+    if name == "staged":
+        return StagedPath(layout, pool, staging_memory or min_staging_memory(layout) * 3, copier)
+    return make_path(layout, pool, Config())
+
+
+PATHS = ["runs", "direct", "staged", "default"]
+
+
+def bf16_apart() -> dict[str, Any]:
+    return {f"{i}": torch.zeros(2, NUM_DEVICE, 4, 2, 8, dtype=torch.bfloat16) for i in range(3)}
+
+
+def fp8_with_scales() -> dict[str, Any]:
+    return {
+        f"{i}": [torch.zeros(NUM_DEVICE, 4, 8, dtype=torch.float8_e4m3fn), torch.zeros(NUM_DEVICE, 4)] for i in range(3)
+    }
+
+
+def odd_bytes() -> dict[str, Any]:
+    return {f"{i}": torch.zeros(NUM_DEVICE, 3 + i, 11, dtype=torch.uint8) for i in range(4)}
+
+
+def padded_half() -> dict[str, Any]:
+    return {f"{i}": torch.zeros(NUM_DEVICE, 4, 24, dtype=torch.float16)[:, :, :16] for i in range(2)}
+
+
+def layers_inside_blocks() -> dict[str, Any]:
+    whole = torch.zeros(NUM_DEVICE, 4, 1024, dtype=torch.uint8)
+    return {f"{i}": whole[:, i] for i in range(4)}
+
+
+CACHES = [bf16_apart, fp8_with_scales, odd_bytes, padded_half, layers_inside_blocks]
+
+
+def filled(make: Callable[[], dict[str, Any]], device: torch.device) -> CacheLayout:
+    """The layout of caches on `device` whose every byte of storage, padding included, is random."""
+    generator = torch.Generator().manual_seed(7)
+    moved: dict[int, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in moved:
+            noise = torch.randint(0, 256, (storage.nbytes(),), dtype=torch.uint8, generator=generator)
+            moved[storage.data_ptr()] = noise.to(device)
+        memory = moved[storage.data_ptr()].view(tensor.dtype)
+        return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    made = make()
+    caches = {
+        name: move(entry) if isinstance(entry, torch.Tensor) else [move(tensor) for tensor in entry]
+        for name, entry in made.items()
+    }
+    return CacheLayout.from_tensors(caches, NUM_DEVICE)
+
+
+def storages(layout: CacheLayout) -> list[torch.Tensor]:
+    """All memory of the caches, padding included, on the CPU."""
+    found = {}
+    for region in layout.regions:
+        storage = region.view.untyped_storage()
+        found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=region.view.device).set_(storage)
+    return [memory.cpu().clone() for memory in found.values()]
+
+
+def expected_after(
+    layout: CacheLayout, pool: HostPool, direction: Direction, regions: range, device_ids: Any, host_ids: Any
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What plain indexing makes of clones: device views and host blocks."""
+    views = [region.view.cpu().clone() for region in layout.regions]
+    host = pool.tensor.clone()
+    for index in regions:
+        region = layout.regions[index]
+        for device_id, host_id in zip(device_ids, host_ids, strict=True):
+            piece = host[host_id, region.offset : region.offset + region.piece_bytes]
+            if direction is SAVE:
+                piece.copy_(views[index][device_id])
+            else:
+                views[index][device_id] = piece
+    return views, host
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    if device.type == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def check_copy(
+    path: CopyPath, layout: CacheLayout, pool: HostPool, direction: Direction, regions: range, pairs: Any
+) -> None:
+    device_ids, host_ids = (ids(*column) for column in zip(*pairs, strict=True))
+    views, host = expected_after(layout, pool, direction, regions, device_ids, host_ids)
+    padding = storages(layout) if direction is SAVE else None
+    with side_stream(layout.device):
+        path.copy(direction, regions, device_ids, host_ids)
+    assert torch.equal(pool.tensor, host)
+    for region, view in zip(layout.regions, views, strict=True):
+        assert torch.equal(region.view.cpu(), view)
+    if padding is not None:
+        assert all(torch.equal(old, new) for old, new in zip(padding, storages(layout), strict=True))
+
+
+PAIRS = [
+    [(3, 5)],
+    [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5)],
+    [(9, 8), (8, 7), (7, 6), (6, 5)],
+    [(12, 3), (0, 16), (5, 4), (1, 0), (4, 15), (2, 9), (11, 10)],
+    [(1, 9), (2, 8), (3, 7)],
+]
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("make", CACHES)
+def test_paths_copy_exactly_what_indexing_would(name: str, make: Any, device: torch.device) -> None:
+    layout = filled(make, device)
+    pool = make_pool(layout)
+    path = make_named_path(name, layout, pool)
+    count = len(layout.regions)
+    for pairs in PAIRS:
+        check_copy(path, layout, pool, SAVE, range(count), pairs)
+    pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
+    for pairs in PAIRS:
+        check_copy(path, layout, pool, LOAD, range(count), pairs)
+    for regions in (range(1), range(1, count), range(count - 1, count)):
+        check_copy(path, layout, pool, LOAD, regions, PAIRS[3])
+        check_copy(path, layout, pool, SAVE, regions, PAIRS[3])
+    path.close()
+    path.close()
+    pool.close()
+
+
+@pytest.mark.parametrize("extra", [0, 4096])
+def test_a_small_ring_goes_round_and_long_rows_are_cut(extra: int, device: torch.device) -> None:
+    layout = filled(fp8_with_scales, device)
+    pool = make_pool(layout)
+    path = make_named_path("staged", layout, pool, min_staging_memory(layout) + extra)
+    everything = range(len(layout.regions))
+    pairs = [(block, (block * 5 + 2) % NUM_HOST) for block in range(NUM_DEVICE)]
+    for _ in range(2):
+        check_copy(path, layout, pool, SAVE, everything, pairs)
+        pool.tensor.add_(1)
+        check_copy(path, layout, pool, LOAD, everything, pairs)
+    path.close()
+    pool.close()
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), which=st.sampled_from(range(len(CACHES))), direction=st.sampled_from(Direction))
+def test_runs_and_torch_agree_on_any_ids(data: st.DataObject, which: int, direction: Direction) -> None:
+    layout = filled(CACHES[which], torch.device("cpu"))
+    count = data.draw(st.integers(1, NUM_DEVICE))
+    device_ids = data.draw(st.permutations(range(NUM_DEVICE)))[:count]
+    host_ids = data.draw(st.permutations(range(NUM_HOST)))[:count]
+    first = data.draw(st.integers(0, len(layout.regions) - 1))
+    regions = range(first, data.draw(st.integers(first + 1, len(layout.regions))))
+    pairs = list(zip(device_ids, host_ids, strict=True))
+    for kind in ("runs", "torch"):
+        pool = make_pool(layout)
+        path = RunsPath(layout, pool, copy_now) if kind == "runs" else TorchPath(layout, pool)
+        check_copy(path, layout, pool, direction, regions, pairs)
+
+
+def count_segments(make: Any, pairs: list[tuple[int, int]], blocks_per_piece: int = 1000) -> int:
+    layout = filled(make, torch.device("cpu"))
+    pool = make_pool(layout)
+    pool.blocks_per_piece = blocks_per_piece
+    device_ids, host_ids = (ids(*column) for column in zip(*pairs, strict=True))
+    return len(RunsPath(layout, pool, copy_now).plan(range(len(layout.regions)), device_ids, host_ids))
+
+
+def test_runs_merge_across_layers_and_blocks_in_either_order() -> None:
+    ascending = [(2, 5), (3, 6), (4, 7), (9, 1)]
+    assert count_segments(layers_inside_blocks, ascending) == 2
+    assert count_segments(layers_inside_blocks, ascending[::-1]) == 2
+    assert count_segments(layers_inside_blocks, [(2, 7), (3, 6), (4, 5)]) == 3
+    assert count_segments(layers_inside_blocks, ascending, blocks_per_piece=6) == 3
+    assert count_segments(bf16_apart, ascending) == 6 * 4
+    assert count_segments(odd_bytes, ascending) == 4 * 4
+
+
+def test_merged_segments_hold_the_same_bytes() -> None:
+    segments = merge_runs(ids(100, 108, 200, 216), ids(0, 8, 16, 32), ids(8, 8, 16, 8), ids(0, 0, 0, 0))
+    assert segments.device.tolist() == [100, 200]
+    assert segments.host.tolist() == [0, 16]
+    assert segments.sizes.tolist() == [16, 24]
+
+
+@pytest.mark.parametrize(
+    ("segment", "total", "pinned", "name"),
+    [
+        (16 << 10, 64 << 20, True, PathName.STAGED),
+        (16 << 10, 256 << 10, True, PathName.DIRECT),
+        (2 << 20, 64 << 20, True, PathName.RUNS),
+        (16 << 10, 64 << 20, False, PathName.RUNS),
+        (16 << 10, 16 << 10, False, PathName.RUNS),
+    ],
+)
+def test_choice_of_a_path(segment: int, total: int, pinned: bool, name: PathName) -> None:
+    assert choose(segment, total, pinned) is name
+
+
+def test_paths_that_cannot_serve_say_what_to_change() -> None:
+    layout = filled(bf16_apart, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="pin_memory"):
+        DirectPath(layout, HostPool(2, layout.block_bytes))
+    with pytest.raises(ConfigError, match=rf"staging_memory=100 .* give at least {min_staging_memory(layout)} bytes"):
+        StagedPath(layout, HostPool(2, layout.block_bytes), 100, copy_now)
+    assert isinstance(make_path(layout, HostPool(2, layout.block_bytes), Config(copy_path=PathName.STAGED)), TorchPath)
+
+
+def test_staged_joins_its_stream_also_where_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = filled(bf16_apart, torch.device("cpu"))
+    pool = make_pool(layout)
+    joined = []
+    monkeypatch.setattr(staging._Ring, "pass_on", lambda ring, stream, then: joined.append(ring))
+
+    def fail(*_: object) -> None:
+        raise TransferError("no luck")
+
+    path = StagedPath(layout, pool, min_staging_memory(layout), fail)
+    for direction in Direction:
+        with pytest.raises(TransferError):
+            path.copy(direction, range(2), ids(1), ids(2))
+    assert len(joined) == 3  # the save had handed its packed rows on, too
+
+
+# The engine.
+
+
+class FailingPath:
+    """Copies like another path and raises on the k-th call, counted from 0."""
+
+    def __init__(self, path: CopyPath, fail_on: int) -> None:
+        self.path = path
+        self.fail_on = fail_on
+        self.calls = 0
+
+    def copy(self, direction: Direction, regions: range, device_ids: Any, host_ids: Any) -> None:
+        self.calls += 1
+        if self.calls - 1 == self.fail_on:
+            raise TransferError("fault injected")
+        self.path.copy(direction, regions, device_ids, host_ids)
+
+    def close(self) -> None:
+        self.path.close()
+
+
+class ManualLane:
+    """A lane whose events complete when the test says so; it records every wait."""
+
+    is_synchronous = False
+    stream = None
+    handle = 0
+
+    def __init__(self) -> None:
+        self.marks: list[ManualEvent] = []
+        self.waited: list[ManualEvent] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        yield
+
+    def mark(self, stream: Any = None) -> ManualEvent:
+        self.marks.append(ManualEvent(self))
+        return self.marks[-1]
+
+    def recycle(self, events: list[Any]) -> None:
+        assert all(event.done or event.lost for event in events)
+
+
+class ManualEvent:
+    def __init__(self, lane: ManualLane) -> None:
+        self.lane = lane
+        self.done = False
+        self.lost = False
+
+    def query(self) -> bool:
+        if self.lost:
+            raise RuntimeError("device lost")
+        return self.done
+
+    def wait(self, stream: Any = None) -> None:
+        self.lane.waited.append(self)
+
+    def synchronize(self) -> None:
+        self.done = True
+
+    def elapsed_time(self, end_event: ManualEvent) -> float:
+        return float(self.lane.marks.index(end_event) - self.lane.marks.index(self))
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> list[ManualLane]:
+    """The engine's load and save lanes, in this order, once it is made."""
+    made: list[ManualLane] = []
+
+    def make(*_: object, **__: object) -> ManualLane:
+        made.append(ManualLane())
+        return made[-1]
+
+    monkeypatch.setattr(engine_module, "make_lane", make)
+    return made
+
+
+def make_engine(
+    device: torch.device | None = None, fail_on: int | None = None, **settings: Any
+) -> tuple[TransferEngine, CacheLayout, HostPool]:
+    layout = filled(bf16_apart, device or torch.device("cpu"))
+    pool = make_pool(layout)
+    config = Config(layer_group_bytes=4096, **settings)
+    path = None if fail_on is None else FailingPath(make_path(layout, pool, config), fail_on)
+    return TransferEngine(layout, pool, config, path), layout, pool
+
+
+def ends(completions: Any) -> list[tuple[int, bool]]:
+    return sorted((completion.job_id, completion.ok) for completion in completions)
+
+
+@pytest.mark.parametrize("name", list(PathName))
+def test_saved_blocks_load_back_into_other_blocks(name: PathName, device: torch.device) -> None:
+    engine, layout, pool = make_engine(device, copy_path=name)
+    before = [region.view.cpu().clone() for region in layout.regions]
+    assert engine.submit_save([job(1, SAVE, [3, 4, 9], [2, 7, 0]), job(2, SAVE, [1], [16])]) == frozenset()
+    assert ends(engine.drain()) == [(1, True), (2, True)]
+    for region in layout.regions:
+        region.view[:] = POISON
+    assert engine.submit_load([job(3, LOAD, [0, 12], [7, 2]), job(4, LOAD, [5], [16])]) == frozenset()
+    for layer in layout.layer_names:
+        engine.wait_layer(layer)
+    seen = [region.view.clone() for region in layout.regions]  # on the current stream, which waited
+    done = engine.drain()
+    assert ends(done) == [(3, True), (4, True)]
+    assert sum(completion.bytes for completion in done) == 3 * layout.piece_bytes
+    for view, old in zip(seen, before, strict=True):
+        expected = torch.full_like(old, POISON)
+        expected[ids(0, 12, 5)] = old[ids(4, 3, 1)]
+        assert torch.equal(view.cpu(), expected)
+    engine.close()
+    pool.close()
+
+
+def test_a_save_reads_what_the_current_stream_wrote_before_it(device: torch.device) -> None:
+    engine, layout, pool = make_engine(device)
+    for value in range(1, 20):
+        for region in layout.regions:
+            region.view.fill_(value)
+        engine.submit_save([job(value, SAVE, list(range(NUM_DEVICE)), list(range(NUM_DEVICE)))])
+        engine.drain()
+        for region in layout.regions:
+            column = pool.tensor[:NUM_DEVICE, region.offset : region.offset + region.piece_bytes]
+            assert bool((column == value).all())
+    engine.close()
+    pool.close()
+
+
+def test_each_layer_waits_for_its_group_and_only_that(lanes: list[ManualLane]) -> None:
+    engine, layout, _ = make_engine()
+    load = lanes[0]
+    engine.wait_layer("0")
+    engine.wait_all()
+    assert load.waited == []
+    blocks = list(range(8))  # two regions of 128 bytes a layer: 2048 bytes for 8 blocks, so two layers a group
+    engine.submit_load([job(1, LOAD, blocks, blocks)])
+    assert len(load.marks) == len(layout.layer_groups(8, 4096)) == 2
+    for layer in ("0", "1", "2", "unknown"):
+        engine.wait_layer(layer)
+    assert load.waited == [load.marks[0], load.marks[0], load.marks[1]]
+    engine.wait_all()
+    assert load.waited[3:] == [load.marks[1]]
+
+
+def test_jobs_end_once_their_event_has_completed(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    load, save = lanes
+    engine.submit_load([job(1, LOAD, [0], [0]), job(2, LOAD, [1], [1])])
+    engine.submit_save([job(3, SAVE, [2], [2])])
+    engine.submit_save([job(4, SAVE, [3], [3])])
+    assert engine.poll() == []
+    save.marks[0].done = True
+    assert ends(engine.poll()) == [(3, True)]
+    load.marks[-1].done = True
+    assert ends(engine.poll()) == [(1, True), (2, True)]
+    assert engine.poll() == []
+    engine.wait_all()
+    assert load.waited == []  # everything has arrived
+    assert ends(engine.drain()) == [(4, True)]
+
+
+def test_a_failed_job_ends_only_after_what_was_enqueued_for_it(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine(fail_on=1)
+    load = lanes[0]
+    blocks = list(range(8))
+    assert engine.submit_load([job(1, LOAD, blocks, blocks)]) == {1}
+    assert engine.poll() == []
+    assert load.waited == [load.marks[-1]]  # nothing that recomputes those blocks may run before it
+    engine.wait_layer("2")
+    assert len(load.waited) == 1
+    for event in load.marks:
+        event.done = True
+    assert ends(engine.poll()) == [(1, False)]
+    assert engine.poll() == []
+
+
+def test_a_lost_device_fails_jobs_and_raises_nothing(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    engine.submit_save([job(1, SAVE, [0], [0])])
+    lanes[1].marks[0].lost = True
+    assert ends(engine.poll()) == [(1, False)]
+
+
+@pytest.mark.parametrize("fail_on", [0, 1])
+def test_an_error_fails_every_job_of_the_submission_once(
+    fail_on: int, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _, pool = make_engine(device, fail_on=fail_on)
+    blocks = list(range(8))
+    assert engine.submit_load([job(1, LOAD, blocks, blocks), job(2, LOAD, [9], [9])]) == {1, 2}
+    for layer in "012":
+        engine.wait_layer(layer)
+    done = engine.drain()
+    assert ends(done) == [(1, False), (2, False)]
+    assert [completion.bytes for completion in done] == [0, 0]
+    assert [record.name for record in caplog.records] == ["kv_connector.transfer"]
+    assert "fault injected" in caplog.text
+    assert engine.submit_load([job(3, LOAD, blocks, blocks)]) == frozenset()
+    assert ends(engine.drain()) == [(3, True)]
+    engine.close()
+    pool.close()
+
+
+WRONG = [
+    (job(1, LOAD, [13], [0]), "device_ids names block 13, outside of the 13"),
+    (job(1, LOAD, [-1], [0]), "device_ids names block -1"),
+    (job(1, LOAD, [0], [17]), "host_ids names block 17, outside of the 17"),
+    (job(1, LOAD, [4, 5, 4], [0, 1, 2]), "names destination block 4 twice"),
+    (job(1, LOAD, [2, 6], [0, 1]), "names block 6, which an earlier job writes"),
+    (job(1, LOAD, [0, 1], [0]), "2 device_ids do not pair with 1 host_ids"),
+    (job(1, SAVE, [0], [0]), "it is a save, submitted as a load"),
+    (CopyJob(1, LOAD, np.array([0], dtype=np.int32), ids(0)), "int32 of shape"),
+    (CopyJob(1, LOAD, ids(0).reshape(1, 1), ids(0)), r"shape (1, 1)"),
+    (CopyJob(1, LOAD, [0], ids(0)), "is list"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), WRONG)
+def test_a_job_with_wrong_ids_fails_alone(wrong: CopyJob, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine, layout, pool = make_engine()
+    pool.tensor.fill_(1)
+    before = [region.view.clone() for region in layout.regions]
+    good = [job(0, LOAD, [6], [3]), job(2, LOAD, [7], [3])]
+    assert engine.submit_load([good[0], wrong, good[1]]) == {1}
+    assert ends(engine.poll()) == [(0, True), (1, False), (2, True)]
+    assert len(caplog.records) == 1
+    assert text in caplog.text
+    for region, old in zip(layout.regions, before, strict=True):
+        old[ids(6, 7)] = 1
+        assert torch.equal(region.view, old)
+
+
+def test_a_save_checks_its_host_side_against_what_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _, pool = make_engine()
+    pool._num_ready_blocks = 5
+    assert engine.submit_save([job(1, SAVE, [0], [5]), job(2, SAVE, [0, 0], [3, 4]), job(3, SAVE, [1], [4])]) == {1, 3}
+    assert "outside of the 5 blocks" in caplog.text
+    assert ends(engine.poll()) == [(1, False), (2, True), (3, False)]
+
+
+def test_jobs_without_blocks_are_done(device: torch.device) -> None:
+    engine, _, pool = make_engine(device)
+    assert engine.submit_load([]) == frozenset()
+    assert engine.submit_load([job(1, LOAD, [], [])]) == frozenset()
+    assert engine.submit_save([job(2, SAVE, [], [])]) == frozenset()
+    assert [(c.job_id, c.ok, c.bytes) for c in engine.poll()] == [(1, True, 0), (2, True, 0)]
+    engine.close()
+    pool.close()
+
+
+def test_a_job_id_names_one_job_until_it_is_reported(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    engine.submit_save([job(1, SAVE, [0], [0])])
+    with pytest.raises(InvalidBlockError, match="job id 1 is in flight"):
+        engine.submit_load([job(2, LOAD, [1], [1]), job(1, LOAD, [0], [0])])
+    with pytest.raises(InvalidBlockError, match="job id 3"):
+        engine.submit_save([job(3, SAVE, [0], [1]), job(3, SAVE, [0], [2])])
+    assert ends(engine.drain()) == [(1, True)]
+    engine.submit_save([job(1, SAVE, [0], [0])])
+    assert ends(engine.drain()) == [(1, True)]
+
+
+def test_close_ends_what_runs_and_fails_what_comes_later(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    engine.submit_save([job(1, SAVE, [0], [0])])
+    engine.close()
+    engine.close()
+    assert lanes[1].marks[0].done
+    assert engine.submit_load([job(2, LOAD, [0], [0])]) == {2}
+    engine.wait_layer("0")
+    assert ends(engine.poll()) == [(1, True), (2, False)]
+    assert engine.drain() == []
+
+
+def test_pool_and_layout_must_agree_on_the_size_of_a_block() -> None:
+    layout = filled(bf16_apart, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="8192"):
+        TransferEngine(layout, HostPool(2, 8192), Config())
+
+
+def test_timings_of_loads_are_taken_once(device: torch.device) -> None:
+    engine, layout, pool = make_engine(device, trace_loads=True)
+    blocks = list(range(8))
+    assert engine.take_load_timings() == ()
+    for step in range(2):
+        engine.submit_load([job(step, LOAD, blocks, blocks)])
+        for layer in layout.layer_names:
+            engine.wait_layer(layer)
+        engine.drain()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    timings = engine.take_load_timings()
+    assert [len(timing.exposed_wait_ms) for timing in timings] == [2, 2]
+    assert all(timing.load_ms > 0 and min(timing.exposed_wait_ms) >= 0 for timing in timings)
+    assert engine.take_load_timings() == ()
+    engine.close()
+    pool.close()
+
+
+def test_a_timing_counts_the_first_wait_of_each_group(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine(trace_loads=True)
+    load = lanes[0]
+    blocks = list(range(8))
+    engine.submit_load([job(1, LOAD, blocks, blocks)])
+    for layer in ("0", "1"):
+        engine.wait_layer(layer)
+    assert len(load.marks) == 3 + 2
+    assert load.waited == [load.marks[1]] * 2
+    load.marks[2].done = True
+    engine.poll()
+    assert engine.take_load_timings() == ()  # the compute stream has not passed its wait yet
+    for event in load.marks:
+        event.done = True
+    (timing,) = engine.take_load_timings()
+    assert timing.load_ms == 2.0
+    assert timing.exposed_wait_ms == (1.0, 0.0)
+
+
+def test_without_tracing_there_are_no_timings() -> None:
+    engine, _, _ = make_engine()
+    engine.submit_load([job(1, LOAD, [0], [0])])
+    engine.poll()
+    assert engine.take_load_timings() == ()
+
+
+def test_failures_are_logged_as_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _, _ = make_engine(fail_on=0)
+    engine.submit_save([job(1, SAVE, [0], [0])])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.gpu
+def test_nothing_on_the_forward_path_waits_for_the_device() -> None:
+    engine, layout, pool = make_engine(torch.device("cuda", 0))
+    engine.submit_save([job(0, SAVE, [0, 1, 2], [0, 1, 2])])  # compiles the kernels
+    engine.submit_load([job(1, LOAD, [3], [0])])
+    engine.drain()
+    gate = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    gate.record()
+    engine.submit_load([job(2, LOAD, [3, 4, 5], [0, 1, 2])])
+    for layer in layout.layer_names:
+        engine.wait_layer(layer)
+    engine.submit_save([job(3, SAVE, [3, 4, 5], [4, 5, 6])])
+    assert engine.poll() == []
+    assert not gate.query()
+    assert ends(engine.drain()) == [(2, True), (3, True)]
+    torch.cuda.synchronize()
+    for region in layout.regions:
+        column = pool.tensor[:, region.offset : region.offset + region.piece_bytes]
+        assert torch.equal(column[4:7], column[0:3])
+    engine.close()
+    pool.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", list(Direction))
+def test_an_unpinned_pool_is_copied_too(direction: Direction) -> None:
+    layout = filled(bf16_apart, torch.device("cuda", 0))
+    pool = HostPool(NUM_HOST, layout.block_bytes, device=layout.device, pin_memory=False)
+    pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
+    path = make_path(layout, pool, Config())
+    check_copy(path, layout, pool, direction, range(len(layout.regions)), PAIRS[3])
