@@ -1,0 +1,197 @@
+"""The connector interface (layer 1): vLLM's V1 connector stated on engine-neutral types.
+
+Method names and the order of calls are those of vLLM's `KVConnectorBase_V1`, so that an engine's adapter only
+translates; nothing here needs vLLM. One step of an engine calls:
+
+    scheduler process                                  worker process (one per rank)
+    on_new_request(request)              at arrival
+    get_num_new_matched_tokens(...)      per waiting request
+    update_state_after_alloc(...)        per admitted request
+    build_connector_meta(output) ------- StepPlan ---> handle_preemptions(plan)
+                                                       bind_connector_metadata(plan)
+                                                       start_load_kv()
+                                                         wait_for_layer_load(name)   before each layer's attention
+                                                         save_kv_layer(name)         after it
+                                                       wait_for_save()
+                                                       get_block_ids_with_load_errors()
+    update_connector_output(reports) <--- StepReport - build_connector_worker_meta()
+    request_finished(request, block_ids)               clear_connector_metadata()
+
+Scheduler-side calls come from one thread and never block; worker-side calls come from the thread that launches the
+model, and none of them waits for the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from .events import CacheEvent
+    from .types import BlockHash, StepPlan, StepReport
+
+
+class Request(Protocol):
+    """What the connector reads of an engine's request; the engine owns it and the connector never changes it."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique among live requests."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        """Hash of every full block among those tokens, in order; it grows as tokens are generated."""
+
+
+class DeviceBlocks(Protocol):
+    """The engine's device blocks, as far as the scheduler half needs them (vLLM: its `BlockPool`)."""
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Pin each block once: it is neither reused nor evicted until `free_blocks` names it as often."""
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        """Undo one `touch` of each block."""
+
+    def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
+        """Those of the next `limit` blocks to be handed out that hold a cached block, soonest first; changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step.
+
+    `new_block_ids` are the device blocks appended to its table since the last step, without those that
+    `update_state_after_alloc` has already told.
+    """
+
+    request_id: str
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    new_block_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What the engine's scheduler decided for one step. A preempted request has lost its device blocks."""
+
+    scheduled: Sequence[ScheduledRequest] = ()
+    preempted_req_ids: Collection[str] = ()
+
+
+class KVConnectorScheduler(ABC):
+    """Scheduler side: knows what is cached where and plans copies. Called from one thread, never blocks."""
+
+    def bind_block_pool(self, blocks: DeviceBlocks) -> None:
+        """Give access to the engine's device blocks; called once, before the first request."""
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has arrived; nothing is allocated yet."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the engine's own `num_computed_tokens` can be loaded, and whether asynchronously.
+
+        Changes nothing and may be asked any number of times. `None` means "ask again in the next step".
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_local_tokens: int, num_external_tokens: int
+    ) -> None:
+        """The request was admitted: `block_ids` is its whole block table and replaces what was known of it.
+
+        Its first `num_local_tokens` are on the device; the blocks behind them receive `num_external_tokens`, which
+        must be what `get_num_new_matched_tokens` answered just before, or less (whole blocks). Called for every
+        admission, also of a request that was preempted, and with 0 external tokens.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
+        """The plan of this step, for every rank. Called exactly once a step, also for a step without requests."""
+
+    @abstractmethod
+    def update_connector_output(self, reports: Sequence[StepReport]) -> None:
+        """Take in what ranks reported; jobs end here, and only here."""
+
+    @abstractmethod
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended, was aborted or refused. True means "hold its blocks" (we pin instead: always False)."""
+
+    @abstractmethod
+    def reset_cache(self) -> bool:
+        """Forget every cached block, also with copies in flight. True when nothing old can be matched any more."""
+
+    @abstractmethod
+    def has_pending_push_work(self) -> bool:
+        """Whether copies are under way, so that an idle engine keeps stepping until they are reported."""
+
+    @abstractmethod
+    def take_events(self) -> Iterable[CacheEvent]:
+        """What was stored and removed since the last call."""
+
+    @abstractmethod
+    def get_kv_connector_stats(self) -> Mapping[str, float]:
+        """Counters and gauges, by name; the unit is in the name."""
+
+    def shutdown(self) -> None:
+        """Release what this side holds. Idempotent."""
+
+
+class KVConnectorWorker(ABC):
+    """Worker side: moves the bytes of one rank. Called from the thread that launches the model."""
+
+    @abstractmethod
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int
+    ) -> None:
+        """Name the cache tensors, by layer in the order of the forward pass; called once, before the first step.
+
+        Every tensor that a block needs belongs here: keys, values, scales, draft layers. Any strides will do.
+        """
+
+    def handle_preemptions(self, plan: StepPlan) -> None:
+        """Before a step reuses blocks. Sources of saves are pinned in the engine's pool, so nothing needs flushing."""
+
+    @abstractmethod
+    def bind_connector_metadata(self, plan: StepPlan) -> None:
+        """The plan of the step that begins."""
+
+    @abstractmethod
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+
+    @abstractmethod
+    def start_load_kv(self, full_graph: bool = False) -> None:
+        """Submit the step's loads. With `full_graph` the current stream waits for all of them here."""
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Make the current stream wait until this layer's loads are complete; the host does not wait."""
+
+    @abstractmethod
+    def save_kv_layer(self, layer_name: str) -> None:
+        """The layer has written its blocks."""
+
+    @abstractmethod
+    def wait_for_save(self) -> None:
+        """The forward pass has been launched: submit the step's saves. The host does not wait for them."""
+
+    @abstractmethod
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Device blocks whose load failed since the last call: their content must not be used."""
+
+    @abstractmethod
+    def build_connector_worker_meta(self) -> StepReport:
+        """What has completed since the last report. Called once a step, also for empty ones."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Wait for copies in flight, then release streams and host memory. Idempotent."""

@@ -1,0 +1,56 @@
+"""What appeared in and vanished from the cache, for routers that place requests (layer 0)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from .types import BlockHash, Tier
+
+_MAX_PENDING = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """These blocks can now be loaded from `tier`."""
+
+    block_hashes: tuple[BlockHash, ...]
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """These blocks are no longer on `tier`."""
+
+    block_hashes: tuple[BlockHash, ...]
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Nothing is on `tier` any more, or so many events were not fetched that a reader must start afresh."""
+
+    tier: Tier
+
+
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventLog:
+    """Events since the last `take`, bounded: a log that nobody reads turns into one `AllBlocksCleared`."""
+
+    def __init__(self) -> None:
+        self._events: deque[CacheEvent] = deque()
+
+    def add(self, event: CacheEvent) -> None:
+        """Append one event."""
+        if len(self._events) >= _MAX_PENDING:
+            self._events.clear()
+            self._events.append(AllBlocksCleared(event.tier))
+        self._events.append(event)
+
+    def take(self) -> list[CacheEvent]:
+        """All events since the last call, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events

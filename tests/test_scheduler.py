@@ -1,0 +1,303 @@
+"""The scheduler half alone, with a plain pool of device blocks and reports written by hand, as a foreign engine has it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.config import Config
+from kv_connector.errors import KVConnectorError
+from kv_connector.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kv_connector.index import BlockHasher, BlockPool, BlockState, CacheIdentity, root_hash
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import BlockHash, StepPlan, StepReport, Tier
+
+ROOT = root_hash(CacheIdentity("m", "bf16", "NHD", 4))
+
+
+@dataclass
+class Asked:
+    """A request with a fixed prompt."""
+
+    request_id: str
+    tokens: list[int]
+    hasher: BlockHasher = field(default_factory=lambda: BlockHasher(4, ROOT))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        self.hasher.update(self.tokens)
+        return self.hasher.hashes
+
+
+class ForeignBlocks:
+    """Device blocks of an engine that keeps no tree of ours: pins are counted, the reuse order is set by the test."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(100)
+        self.pool.allocate(100)
+        self.order: list[tuple[int, BlockHash]] = []
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        self.pool.acquire(block_ids)
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        self.pool.release(block_ids)
+
+    def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
+        return self.order[:limit]
+
+    def pins(self) -> dict[int, int]:
+        return {b: self.pool.refs(b) - 1 for b in self.pool.live_ids() if self.pool.refs(b) > 1}
+
+
+class Clock:
+    """One second later at every look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def make_half(num_host_blocks: int = 10, world_size: int = 1, **settings: object) -> tuple[SchedulerHalf, ForeignBlocks]:
+    config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through", **settings})
+    half = SchedulerHalf(config, 4, world_size, clock=Clock())
+    blocks = ForeignBlocks()
+    half.bind_block_pool(blocks)
+    half.update_connector_output([StepReport(0, rank, num_host_blocks=num_host_blocks) for rank in range(world_size)])
+    return half, blocks
+
+
+def admit(half: SchedulerHalf, request: Asked, first_block: int = 0, num_local: int = 0) -> int:
+    """Admission as an engine does it; returns the tokens that will be loaded."""
+    matched, _ = half.get_num_new_matched_tokens(request, num_local)
+    num_blocks = -(-request.num_tokens // 4)
+    half.update_state_after_alloc(request, list(range(first_block, first_block + num_blocks)), num_local, matched)
+    return matched
+
+
+def run(half: SchedulerHalf, *requests: Asked, computed: int = 0) -> StepPlan:
+    """A step that computes all the rest of these requests."""
+    items = [ScheduledRequest(r.request_id, computed, r.num_tokens - computed) for r in requests]
+    return half.build_connector_meta(SchedulerOutput(items))
+
+
+def report(
+    half: SchedulerHalf, plan: StepPlan, ok: bool = True, num_host_blocks: int | None = None, rank: int = 0
+) -> None:
+    num_host_blocks = half.host.pool.capacity if num_host_blocks is None else num_host_blocks
+    jobs = tuple(job.job_id for job in (*plan.loads, *plan.saves))
+    half.update_connector_output(
+        [StepReport(plan.step, rank, jobs if ok else (), () if ok else jobs, num_host_blocks=num_host_blocks)]
+    )
+
+
+def save(half: SchedulerHalf, request: Asked, first_block: int = 0) -> None:
+    """A whole life of a request, its blocks saved."""
+    admit(half, request, first_block)
+    report(half, run(half, request))
+    half.request_finished(request, [])
+
+
+def test_a_conversation_comes_back_from_the_host() -> None:
+    half, blocks = make_half()
+    first = Asked("first", list(range(10)))
+    assert admit(half, first) == 0
+    plan = run(half, first)
+    (job,) = plan.saves
+    assert job.device_ids.tolist() == [0, 1], "two full blocks; the third is not full"
+    assert blocks.pins() == {0: 1, 1: 1}
+    assert half.get_num_new_matched_tokens(Asked("x", list(range(12))), 0) == (0, False), "not there yet"
+    report(half, plan)
+    assert blocks.pins() == {}
+    half.request_finished(first, [0, 1, 2])
+
+    again = Asked("again", list(range(12)))
+    assert admit(half, again, first_block=50) == 8
+    plan = run(half, again, computed=8)
+    assert [job.device_ids.tolist() for job in plan.loads] == [[50, 51]]
+    assert [job.device_ids.tolist() for job in plan.saves] == [[52]], "only what the host does not have"
+    assert blocks.pins() == {50: 1, 51: 1, 52: 1}
+    report(half, plan)
+    assert blocks.pins() == {}
+    assert half.metrics.host_hit_tokens == 8
+    half.check()
+
+
+def test_at_least_one_token_is_left_to_compute() -> None:
+    half, _ = make_half()
+    save(half, Asked("a", list(range(8))))
+    assert half.get_num_new_matched_tokens(Asked("same", list(range(8))), 0) == (4, False)
+    assert half.get_num_new_matched_tokens(Asked("more", list(range(9))), 0) == (8, False)
+    assert half.get_num_new_matched_tokens(Asked("local", list(range(9))), 4) == (4, False)
+    assert half.get_num_new_matched_tokens(Asked("odd", list(range(9))), 3) == (0, False)
+
+
+def test_lookups_change_nothing() -> None:
+    half, blocks = make_half()
+    save(half, Asked("a", list(range(8))))
+    before = (half.get_kv_connector_stats(), half.host.next_reused(99), list(half.tree.hits), list(half.tree.used))
+    for _ in range(3):
+        half.get_num_new_matched_tokens(Asked("b", list(range(9))), 0)
+    assert before == (half.get_kv_connector_stats(), half.host.next_reused(99), list(half.tree.hits), list(half.tree.used))
+    assert blocks.pins() == {}
+
+
+def test_a_block_is_saved_when_every_rank_has_it() -> None:
+    half, blocks = make_half(world_size=2)
+    request, again = Asked("a", list(range(4))), Asked("b", list(range(5)))
+    admit(half, request)
+    plan = run(half, request)
+    report(half, plan, rank=0)
+    assert half.get_num_new_matched_tokens(again, 0) == (0, False)
+    assert blocks.pins() == {0: 1} and half.has_pending_push_work()
+    report(half, plan, rank=1)
+    assert half.get_num_new_matched_tokens(again, 0) == (4, False)
+    assert blocks.pins() == {} and not half.has_pending_push_work()
+
+
+def test_a_fault_on_one_rank_is_a_fault_of_the_job() -> None:
+    half, blocks = make_half(world_size=2)
+    request = Asked("a", list(range(4)))
+    admit(half, request)
+    plan = run(half, request)
+    report(half, plan, ok=False, rank=0)
+    report(half, plan, rank=1)
+    assert half.get_num_new_matched_tokens(Asked("b", list(range(5))), 0) == (0, False)
+    assert blocks.pins() == {}
+    assert half.host.num_copies == 0
+    half.check()
+
+
+def test_the_smallest_rank_decides_how_much_host_memory_there_is() -> None:
+    half, _ = make_half(world_size=2, num_host_blocks=0)
+    half.update_connector_output([StepReport(1, 0, num_host_blocks=8), StepReport(1, 1, num_host_blocks=5)])
+    assert half.host.pool.capacity == 5
+    half.resize_host(3)
+    assert half.host.pool.capacity == 3
+    half.resize_host(None)
+    assert half.host.pool.capacity == 5
+
+
+def test_selective_saves_at_the_threshold_and_counts_preempted_requests_once() -> None:
+    half, _ = make_half(write_policy="write_through_selective", write_through_threshold=2)
+    saves = []
+    for turn in range(3):
+        request = Asked(f"turn-{turn}", list(range(8)))
+        admit(half, request)
+        half.build_connector_meta(SchedulerOutput((), {request.request_id}))
+        admit(half, request)
+        plan = run(half, request)
+        saves.append(sum(job.num_blocks for job in plan.saves))
+        report(half, plan)
+        half.request_finished(request, [])
+    assert saves == [0, 0, 2], "first use computes, the second and third are the two hits"
+
+
+def test_write_back_saves_what_is_next_in_line_and_nothing_else() -> None:
+    half, blocks = make_half(write_policy="write_back", write_back_lookahead=2)
+    request = Asked("a", list(range(12)))
+    admit(half, request)
+    assert run(half, request).is_empty
+    half.request_finished(request, [0, 1, 2])
+    blocks.order = [(2, request.block_hashes[2]), (1, request.block_hashes[1]), (0, request.block_hashes[0])]
+    plan = run(half)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[2, 1]]
+    assert blocks.pins() == {1: 1, 2: 1}
+    assert run(half).is_empty, "on its way already"
+    report(half, plan)
+    assert half.metrics.saves_on_reuse_blocks == 2
+
+
+def test_wanted_blocks_wait_for_host_memory_without_leaving_a_hole() -> None:
+    """vLLM's connector moves its cursor over blocks that it had no room for (vllm #54415)."""
+    half, _ = make_half(num_host_blocks=1)
+    request = Asked("a", list(range(12)))
+    admit(half, request)
+    plan = run(half, request)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[0]]
+    report(half, plan, num_host_blocks=3)
+    plan = half.build_connector_meta(SchedulerOutput([ScheduledRequest("a", 12, 0)]))
+    assert [job.device_ids.tolist() for job in plan.saves] == [[1, 2]]
+
+
+def test_pinned_prefixes_are_saved_under_any_policy_and_kept() -> None:
+    half, _ = make_half(num_host_blocks=3, write_policy="write_back")
+    system = Asked("system", list(range(8)))
+    half.pin_prefix(system.block_hashes)
+    save(half, system)
+    half._policy = type(half._policy).from_config(Config(write_policy="write_through"))
+    for user in range(5):
+        save(half, Asked(f"user-{user}", [user] * 8))
+    assert half.get_num_new_matched_tokens(Asked("x", list(range(9))), 0) == (8, False)
+    half.unpin_prefix(system.block_hashes)
+    for user in range(5):
+        save(half, Asked(f"other-{user}", [user + 10] * 12))
+    assert half.get_num_new_matched_tokens(Asked("x", list(range(9))), 0) == (0, False)
+    half.check()
+
+
+def test_events_tell_a_router_what_can_be_loaded() -> None:
+    half, _ = make_half(num_host_blocks=2)
+    first, second = Asked("a", list(range(8))), Asked("b", [9] * 4)
+    save(half, first)
+    assert list(half.take_events()) == [BlockStored(tuple(first.block_hashes), Tier.HOST)]
+    save(half, second)
+    assert list(half.take_events()) == [
+        BlockRemoved((first.block_hashes[1],), Tier.HOST),
+        BlockStored(tuple(second.block_hashes), Tier.HOST),
+    ]
+    half.reset_cache()
+    assert list(half.take_events()) == [AllBlocksCleared(Tier.HOST)]
+
+
+def test_a_plan_is_small_plain_and_the_scheduler_keeps_no_reference_into_it() -> None:
+    half, _ = make_half(num_host_blocks=2000)
+    half._blocks = ForeignBlocks()
+    half._blocks.pool = BlockPool(4000)
+    half._blocks.pool.allocate(4000)
+    request = Asked("long", list(range(8000)))
+    admit(half, request)
+    plan = run(half, request)
+    data = pickle.dumps(plan)
+    assert sum(job.num_blocks for job in plan.saves) == 2000
+    assert len(data) < 2000 * 16 + 1000
+    copy = pickle.loads(data)
+    assert copy.saves[0].host_ids.tolist() == plan.saves[0].host_ids.tolist()
+    plan.saves[0].device_ids[:] = 0
+    assert half._requests["long"].block_ids == list(range(2000))
+
+
+def test_a_missing_pool_is_named() -> None:
+    half = SchedulerHalf(Config(), 4)
+    half.update_state_after_alloc(Asked("a", [1] * 5), [0, 1], 0, 0)
+    with pytest.raises(KVConnectorError, match="bind_block_pool"):
+        run(half, Asked("a", [1] * 5))
+
+
+def test_states_can_be_seen_from_outside() -> None:
+    half, _ = make_half()
+    request = Asked("a", list(range(4)))
+    admit(half, request)
+    plan = run(half, request)
+    (node,) = half.tree.match(request.block_hashes)
+    assert half.host.node_state(node) is BlockState.SWAPPING_TO_HOST
+    report(half, plan)
+    assert half.host.node_state(node) is BlockState.RESIDENT
+    half.tree.pin([node])
+    half.host.acquire(half.host.blocks_of([node]))
+    block_id = half.host.blocks_of([node])[0]
+    half.reset_cache()
+    assert half.host.state(block_id) is BlockState.DELETING
+    half.host.release([block_id])
+    assert half.host.state(block_id) is BlockState.ABSENT
