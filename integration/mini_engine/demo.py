@@ -1,0 +1,190 @@
+"""`make demo`: users chat about documents whose KV cache does not fit on the device, with and without the connector.
+
+A real model (SmolLM2-135M-Instruct) answers the same chats under each way of caching. Users take turns, so by the time
+one asks again, the others have pushed its blocks off the device. All ways must give the same tokens; what differs is
+the time to the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from integration.models.smollm2 import load_smollm2
+from integration.report import Report, hardware
+from kv_connector.build import build_scheduler, build_worker
+from kv_connector.config import Config, WritePolicy
+from kv_connector.index import CacheIdentity
+
+from .engine import MiniEngine
+from .model import PagedLlama
+from .plot import plot_ttft
+from .runner import LlamaModel, LocalRunner
+from .scheduler import Scheduler
+from .workload import Chat, make_chats
+
+NO_CACHE, DEVICE_ONLY = "no cache", "device cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One user's turn under one way of caching. Times in seconds."""
+
+    way: str
+    user: int
+    turn: int
+    prompt_tokens: int
+    device_hit_tokens: int
+    host_hit_tokens: int
+    ttft: float
+    answer: tuple[int, ...]
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make demo ARGS=...", description=__doc__.splitlines()[0])
+    parser.add_argument("--policy", choices=[p.value for p in WritePolicy], help="only this write policy (default: all)")
+    parser.add_argument("--users", type=int, default=4, help="chats side by side (default 4)")
+    parser.add_argument("--turns", type=int, default=5, help="questions per user (default 5)")
+    parser.add_argument("--document-tokens", type=int, default=1000, help="tokens of each user's document (1000)")
+    parser.add_argument("--answer-tokens", type=int, default=16, help="tokens generated per answer (16)")
+    parser.add_argument("--device-blocks", type=int, default=128, help="KV blocks on the device (128)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per block (16)")
+    parser.add_argument("--host-memory", default="2GiB", help='host tier, such as "2GiB" (the default)')
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--model", type=Path, help="folder of the converted model (default: the cache folder)")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--png", type=Path, default=Path("demo.png"), help="write the picture here (demo.png)")
+    options = parser.parse_args(arguments)
+    for name in ("users", "turns", "document_tokens", "answer_tokens", "device_blocks", "block_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} is impossible: give at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 where all ways gave identical tokens."""
+    options = parse_arguments(arguments)
+    torch.backends.cuda.matmul.allow_tf32 = False  # tokens are compared, so fp32 is to be fp32
+    model, tokenizer = load_smollm2(options.model, options.device)
+    chats = make_chats(options.users, options.turns, options.document_tokens, tokenizer)
+    policies = [WritePolicy(options.policy)] if options.policy else list(WritePolicy)
+    print(f"SmolLM2-135M-Instruct (fp32) on {hardware()['gpu'] or hardware()['cpu']}")
+    print(f"{options.users} users, documents of about {options.document_tokens} tokens; {_fit(options, model)}\n")
+    print(f"{'':24} turn   prompt  device hit  host hit  computed   TTFT ms (min..max)    vs no cache")
+    turns: list[Turn] = []
+    for way in (NO_CACHE, DEVICE_ONLY, *policies):
+        engine = make_engine(options, model, way)
+        warm_up(engine)
+        for number in range(options.turns):
+            turns += ask_all(engine, chats, number, way, turns, options.answer_tokens)
+            print_turn(turns, way, number)
+        print_statistics(engine)
+        engine.shutdown()
+    return conclude(options, turns)
+
+
+def make_engine(options: argparse.Namespace, model: PagedLlama, way: str) -> MiniEngine:
+    """An engine that caches in the given way."""
+    blocks, size = options.device_blocks, options.block_size
+    scheduler = Scheduler(blocks, size, max_step_tokens=2048, prefix_caching=way != NO_CACHE)
+    identity = CacheIdentity("SmolLM2-135M-Instruct", str(model.dtype), "NHD", size)
+    if way in (NO_CACHE, DEVICE_ONLY):
+        return MiniEngine(scheduler, LocalRunner(LlamaModel(model), blocks, size), identity)
+    config = Config.from_mapping({"host_memory": options.host_memory, "write_policy": way})
+    runner = LocalRunner(LlamaModel(model), blocks, size, lambda rank, ranks: build_worker(config, rank, ranks))
+    connector = build_scheduler(config, size, runner.world_size, scheduler.tree)
+    return MiniEngine(scheduler, runner, identity, connector)
+
+
+def warm_up(engine: MiniEngine) -> None:
+    """Whatever happens once (allocations, kernels) happens here; nothing of it stays cached."""
+    for _ in range(2):
+        engine.generate([list(range(1, 1 + 8 * engine.scheduler.block_size))], 2)
+    engine.scheduler.reset_cache()
+
+
+def ask_all(
+    engine: MiniEngine, chats: Sequence[Chat], number: int, way: str, before: Sequence[Turn], answer_tokens: int
+) -> Iterator[Turn]:
+    """Every user's question of this turn, one after the other."""
+    for user, chat in enumerate(chats):
+        prompt: list[int] = []
+        for turn in range(number + 1):
+            answer = next((t.answer for t in before if (t.way, t.user, t.turn) == (way, user, turn - 1)), ())
+            prompt = chat.prompt(turn, prompt, answer)
+        (request,) = engine.generate([prompt], answer_tokens)
+        yield Turn(
+            way=str(getattr(way, "value", way)),
+            user=user,
+            turn=number,
+            prompt_tokens=len(prompt),
+            device_hit_tokens=request.device_hit_tokens,
+            host_hit_tokens=request.host_hit_tokens,
+            ttft=request.ttft,
+            answer=tuple(request.output_token_ids),
+        )
+
+
+def print_turn(turns: Sequence[Turn], way: str, number: int) -> None:
+    """One line of the live table: medians over the users."""
+    rows = [t for t in turns if t.way == way and t.turn == number]
+    times = [1e3 * t.ttft for t in rows]
+    prompt = median(t.prompt_tokens for t in rows)
+    device, host = median(t.device_hit_tokens for t in rows), median(t.host_hit_tokens for t in rows)
+    base = median(t.ttft for t in turns if t.way == NO_CACHE and t.turn == number)
+    speedup = f"{base / median(t.ttft for t in rows):9.1f} x" if way != NO_CACHE else ""
+    name = (way if way in (NO_CACHE, DEVICE_ONLY) else f"{WritePolicy(way).value}") if number == 0 else ""
+    print(
+        f"{name:24} {number + 1:4}  {prompt:7.0f}  {device:10.0f}  {host:8.0f}  {prompt - device - host:8.0f}  "
+        f"{median(times):8.1f} ({min(times):.1f}..{max(times):.1f}){speedup:>16}",
+        flush=True,
+    )
+
+
+def print_statistics(engine: MiniEngine) -> None:
+    """What the connector counted."""
+    if engine.connector is None:
+        return
+    stats = engine.connector.get_kv_connector_stats()
+    print(
+        f"{'':24} saved {stats['saved_blocks']:.0f} blocks ({stats['saved_bytes'] / 1e6:.0f} MB): "
+        f"{stats['saves_on_compute_blocks']:.0f} when computed, {stats['saves_on_hit_blocks']:.0f} on a hit, "
+        f"{stats['saves_on_reuse_blocks']:.0f} before reuse; loaded {stats['loaded_blocks']:.0f} blocks "
+        f"({stats['loaded_bytes'] / 1e6:.0f} MB)"
+    )
+
+
+def conclude(options: argparse.Namespace, turns: Sequence[Turn]) -> int:
+    """Compare tokens, state the claims, write JSON and picture."""
+    columns = [field.name for field in fields(Turn) if field.name != "answer"]
+    report = Report("demo", rows=[{name: getattr(t, name) for name in columns} for t in turns])
+    reference = {(t.user, t.turn): t for t in turns if t.way == NO_CACHE}
+    different = [t for t in turns if t.answer != reference[t.user, t.turn].answer]
+    print()
+    report.claim("different_answers", len(different), 0, "answers", "lower")
+    ratios = [reference[t.user, t.turn].ttft / t.ttft for t in turns if t.host_hit_tokens >= 1000]
+    if ratios:
+        print(f"{len(ratios)} turns hit at least 1,000 tokens on the host: {min(ratios):.1f} to {max(ratios):.1f} x sooner")
+        report.claim("ttft_speedup_of_1000_token_host_hit", median(ratios), 5, "x", "higher")
+    report.write(options.json)
+    plot_ttft(options.png, [(t.way, t.turn, 1e3 * t.ttft) for t in turns])
+    for t in different:
+        print(f"user {t.user}, turn {t.turn + 1}, {t.way}: tokens differ from those without a cache", file=sys.stderr)
+    return 1 if different else 0
+
+
+def _fit(options: argparse.Namespace, model: PagedLlama) -> str:
+    device_mb = options.device_blocks * model.block_bytes(options.block_size) / 1e6
+    tokens = options.device_blocks * options.block_size
+    needed = options.users * (options.document_tokens + options.turns * (options.answer_tokens + 40))
+    return f"the device holds {tokens} tokens ({device_mb:.0f} MB), the chats grow to about {needed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

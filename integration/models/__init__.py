@@ -1,0 +1,1 @@
+"""Where the weights of the demo's models come from."""

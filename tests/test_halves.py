@@ -1,0 +1,169 @@
+"""Both halves under random requests, evictions, preemptions, aborts, faults, resets and resizes.
+
+The model's next token depends on every cached byte of a sequence (see `PatternModel`), so equal tokens mean that no
+request ever read a byte that was not its own. Copies come late and fail when the test says so; invariants are checked
+after every step. Deterministic: hypothesis is derandomised.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from integration.mini_engine.request import EngineRequest
+from kv_connector.config import Config, WritePolicy
+from kv_connector.types import Direction
+from tests.fakes import LateWorker, PatternModel, check_engine, make_engine
+
+SEEN: Counter[str] = Counter()
+NUM_DEVICE_BLOCKS = 16
+BLOCK_SIZE = 4
+DOCUMENTS = [[100 * document + position for position in range(40)] for document in range(3)]
+
+
+class HalvesMachine(RuleBasedStateMachine):
+    """A user, an operator and a fault injector act on a mini engine between its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[EngineRequest] = []
+        self.pins: list[list[bytes]] = []
+
+    @initialize(
+        policy=st.sampled_from(WritePolicy),
+        num_ranks=st.integers(1, 2),
+        host_kib=st.sampled_from([60, 100, 160, 0]),
+        threshold=st.sampled_from([1, 2]),
+    )
+    def start(self, policy: WritePolicy, num_ranks: int, host_kib: int, threshold: int) -> None:
+        self.model = PatternModel(num_layers=2, num_ranks=num_ranks)
+        config = Config(
+            host_memory=host_kib << 10,
+            write_policy=policy,
+            write_through_threshold=threshold,
+            write_back_lookahead=6,
+            layer_group_bytes=4096,
+        )
+        self.engine = make_engine(config, NUM_DEVICE_BLOCKS, BLOCK_SIZE, self.model)
+        self.workers = [worker for worker in self.engine._runner.workers if isinstance(worker, LateWorker)]
+        assert len(self.workers) == num_ranks
+
+    @rule(
+        document=st.sampled_from(range(len(DOCUMENTS))),
+        blocks=st.integers(1, 10),
+        own=st.lists(st.integers(900, 901), max_size=2),
+        num_tokens=st.integers(1, 6),
+        steps=st.integers(0, 9),
+    )
+    def ask(self, document: int, blocks: int, own: list[int], num_tokens: int, steps: int) -> None:
+        prompt = DOCUMENTS[document][: blocks * BLOCK_SIZE] + own
+        self.requests.append(self.engine.add(prompt, num_tokens))
+        self.step(steps)
+
+    @rule(documents=st.lists(st.sampled_from(range(len(DOCUMENTS))), min_size=2, max_size=4))
+    def converse(self, documents: list[int]) -> None:
+        """Whole documents one after the other: more than the device holds, so later ones come from the host."""
+        for document in documents:
+            self.ask(document, 9, [], 3, 12)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.engine.scheduler.has_work:
+                self.engine.step()
+                check_engine(self.engine)
+                SEEN["steps"] += 1
+
+    @rule(rank=st.integers(0, 1), fail_in=st.integers(0, 1), direction=st.sampled_from(Direction))
+    def break_copy(self, rank: int, fail_in: int, direction: Direction) -> None:
+        path = self.workers[rank % len(self.workers)].path
+        if path is not None:
+            path.fail_in[direction] = fail_in
+
+    @rule(rank=st.integers(0, 1), hold=st.booleans())
+    def delay_saves(self, rank: int, hold: bool) -> None:
+        self.workers[rank % len(self.workers)].hold = hold
+
+    @rule(which=st.integers(0, 100), is_reset=st.sampled_from([False] * 5 + [True]))
+    def abort_or_reset(self, which: int, is_reset: bool) -> None:
+        live = [*self.engine.scheduler.waiting, *self.engine.scheduler.running]
+        if is_reset:
+            assert self.engine.scheduler.reset_cache()
+        elif live:
+            victim = live[which % len(live)]
+            self.engine.scheduler.abort(victim.request_id)
+            self.requests.remove(victim)
+            SEEN["aborts"] += 1
+
+    @rule(device=st.integers(12, NUM_DEVICE_BLOCKS), host=st.one_of(st.none(), st.integers(0, 40)))
+    def resize(self, device: int, host: int | None) -> None:
+        assert self.engine.connector is not None
+        self.engine.scheduler.device.resize(device)
+        self.engine.connector.resize_host(host)
+
+    @rule(which=st.integers(0, 100), num_blocks=st.integers(0, 4))
+    def pin_or_unpin(self, which: int, num_blocks: int) -> None:
+        assert self.engine.connector is not None
+        if len(self.pins) < 2 and self.requests:
+            self.pins.append(list(self.requests[which % len(self.requests)].block_hashes[:num_blocks]))
+            self.engine.connector.pin_prefix(self.pins[-1])
+        elif self.pins:
+            self.engine.connector.unpin_prefix(self.pins.pop())
+
+    @invariant()
+    def is_consistent(self) -> None:
+        if hasattr(self, "engine"):
+            check_engine(self.engine)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for worker in self.workers:
+            worker.hold = False
+        self.engine.run()
+        check_engine(self.engine)
+        for request in self.requests:
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            expected = self.model.expected_tokens(prompt, request.max_new_tokens)
+            assert request.output_token_ids == expected, f"{request.request_id} read bytes that are not its own"
+        assert self.engine.connector is not None
+        for tier in (self.engine.scheduler.device, self.engine.connector.host):
+            leased = [block_id for block_id in tier.pool.live_ids() if tier.pool.refs(block_id)]
+            assert not leased, f"{tier.tier.name} blocks {leased} are leased for ever"
+        SEEN.update({name: int(value) for name, value in self.engine.connector.get_kv_connector_stats().items()})
+        SEEN["preemptions"] += self.engine.scheduler.num_preemptions
+        self.engine.shutdown()
+
+
+def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
+    SEEN.clear()
+    run_state_machine_as_test(
+        HalvesMachine,
+        settings=settings(
+            max_examples=200,
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    # A run that met none of these would prove nothing.
+    least = {
+        "steps": 5000,
+        "loaded_blocks": 1000,
+        "saved_blocks": 1000,
+        "failed_load_jobs": 50,
+        "failed_save_jobs": 50,
+        "host_evicted_blocks": 500,
+        "preemptions": 50,
+        "aborts": 100,
+        "saves_on_reuse_blocks": 100,
+        "saves_on_hit_blocks": 100,
+        "saves_pinned_blocks": 20,
+    }
+    print(dict(SEEN))
+    assert {name: SEEN[name] for name, count in least.items() if SEEN[name] < count} == {}
