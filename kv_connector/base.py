@@ -61,7 +61,7 @@ class DeviceBlocks(Protocol):
         """Undo one `touch` of each block."""
 
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
-        """Those of the next `limit` blocks to be handed out that hold a cached block, soonest first; changes nothing."""
+        """Those of the next `limit` blocks to be handed out that hold a cached block, soonest first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ class Config:
     host_memory: bytes of host memory for cached blocks, over all ranks of the engine; 0 turns the host tier off.
     write_policy: when a computed block is saved to the host.
     write_through_threshold: hits that a block needs under `write_through_selective`.
-    write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved, at least one step's worth.
+    write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved; it grows by itself to
+        twice what a step has taken so far.
     copy_path: `auto` picks a path per job from piece size and count; the others force one.
     layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each.
     staging_memory: device bytes for the rings of the staged path, over both directions.
@@ -110,7 +111,7 @@ _LEAST = {
     "host_memory": 0,
     "write_through_threshold": 1,
     "write_back_lookahead": 1,
-    "layer_group_bytes": 1 << 12,
+    "layer_group_bytes": 1,
     "staging_memory": 1 << 20,
 }
 

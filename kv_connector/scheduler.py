@@ -35,7 +35,7 @@ class _RequestState:
     block_ids: list[int] = field(default_factory=list)  # its device block table
     num_hit_blocks: int = 0  # leading blocks that were valid, or are loaded, when it was admitted
     next_block: int = 0  # blocks from here on have not been shown to the write policy
-    unsaved: list[int] = field(default_factory=list)  # earlier blocks that the policy wants and the host had no room for
+    unsaved: list[int] = field(default_factory=list)  # earlier blocks that are wanted but found no room
     load: tuple[list[int], list[int]] | None = None  # (device ids, host ids), leased and not yet planned
 
 
@@ -67,6 +67,9 @@ class SchedulerHalf(KVConnectorScheduler):
         self._host_limit: int | None = None
         self._events = EventLog()
         self._step = 0
+        self._num_taken = 0  # device blocks that the step being scheduled has taken so far
+        self._most_taken = 0  # by any step
+        self._may_save_before_reuse = False  # something changed since nothing was left to save
 
     # What the engine asks and tells, in the order of a request's life.
 
@@ -83,6 +86,7 @@ class SchedulerHalf(KVConnectorScheduler):
         assert state.load is None, f"request {request.request_id} is admitted twice without a step in between"
         first, count = num_local_tokens // self._block_size, num_external_tokens // self._block_size
         state.block_ids = list(block_ids)
+        self._num_taken += len(block_ids) - num_local_tokens // self._block_size
         state.num_hit_blocks = first + count
         state.next_block = 0
         state.unsaved = []
@@ -93,7 +97,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self._count_hits(request, known, num_local_tokens, num_external_tokens)
         if count:
             host_ids = self.host.blocks_of(self._loadable(request, num_local_tokens)[:count])
-            assert len(host_ids) == count, f"{count} blocks were promised to {request.request_id}, {len(host_ids)} are here"
+            assert len(host_ids) == count, f"{request.request_id} was promised {count} blocks, not {len(host_ids)}"
             state.load = (state.block_ids[first : first + count], host_ids)
             self._lease(state.load[0], host_ids)
 
@@ -108,7 +112,8 @@ class SchedulerHalf(KVConnectorScheduler):
         pairs: list[tuple[int, int]] = []  # (device id, host id) of every save
         for item in output.scheduled:
             pairs += self._plan_saves(item, now)
-        pairs += self._plan_saves_before_reuse(exclude={device_id for device_id, _ in pairs})
+        if self._policy.saves_before_reuse:
+            pairs += self._plan_saves_before_reuse(exclude={device_id for device_id, _ in pairs})
         for state in self._requests.values():
             state.load = None
         saves = [self._jobs.open(Direction.SAVE, *zip(*pairs, strict=True))] if pairs else []
@@ -134,6 +139,7 @@ class SchedulerHalf(KVConnectorScheduler):
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._drop_blocks(state)
+            self._may_save_before_reuse = self._policy.saves_before_reuse
             self.tree.touch(self.tree.match(request.block_hashes), self._clock())
         return False, None
 
@@ -159,7 +165,7 @@ class SchedulerHalf(KVConnectorScheduler):
         return True
 
     def has_pending_push_work(self) -> bool:
-        return len(self._jobs) > 0
+        return len(self._jobs) > 0 or self._may_save_before_reuse
 
     def take_events(self) -> Iterable[CacheEvent]:
         self._log_removed()
@@ -207,6 +213,7 @@ class SchedulerHalf(KVConnectorScheduler):
         """Saves of blocks that are, or will be after this step, full and valid on the device."""
         state = self._requests[item.request_id]
         state.block_ids.extend(item.new_block_ids)
+        self._num_taken += len(item.new_block_ids)
         hashes, size = state.request.block_hashes, self._block_size
         full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(hashes))
         if full <= state.next_block and not state.unsaved:
@@ -231,8 +238,9 @@ class SchedulerHalf(KVConnectorScheduler):
     def _plan_saves_before_reuse(self, exclude: set[int]) -> list[tuple[int, int]]:
         """Under write_back: saves of the device blocks that the engine will reuse first."""
         pairs = []
-        watched = self._pool.next_reused(self._policy.num_watched) if self._policy.num_watched else ()
-        for device_id, block_hash in watched:
+        self._most_taken, self._num_taken = max(self._most_taken, self._num_taken), 0
+        num_watched = max(self._policy.lookahead, 2 * self._most_taken)
+        for device_id, block_hash in self._pool.next_reused(num_watched):
             node = self.tree.get(block_hash)
             if node is None or device_id in exclude or self.host.node_state(node) is not BlockState.ABSENT:
                 continue
@@ -245,6 +253,7 @@ class SchedulerHalf(KVConnectorScheduler):
             pairs.append((device_id, host_ids[0]))
         self._pool.touch([device_id for device_id, _ in pairs])
         self.metrics.saves_on_reuse_blocks += len(pairs)
+        self._may_save_before_reuse = bool(pairs)
         return pairs
 
     def _is_wanted(self, block_hash: BlockHash) -> bool:
@@ -314,6 +323,7 @@ class SchedulerHalf(KVConnectorScheduler):
         else:
             self.metrics.failed_save_jobs += 1
             self.host.discard(host_ids)
+            self._may_save_before_reuse = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
         self._release(job.device_ids.tolist(), host_ids)
 

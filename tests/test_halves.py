@@ -45,7 +45,7 @@ class HalvesMachine(RuleBasedStateMachine):
             write_policy=policy,
             write_through_threshold=threshold,
             write_back_lookahead=6,
-            layer_group_bytes=4096,
+            layer_group_bytes=1,
         )
         self.engine = make_engine(config, NUM_DEVICE_BLOCKS, BLOCK_SIZE, self.model)
         self.workers = [worker for worker in self.engine._runner.workers if isinstance(worker, LateWorker)]
@@ -165,5 +165,4 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "saves_on_hit_blocks": 100,
         "saves_pinned_blocks": 20,
     }
-    print(dict(SEEN))
     assert {name: SEEN[name] for name, count in least.items() if SEEN[name] < count} == {}

@@ -1,4 +1,4 @@
-"""The scheduler half alone, with a plain pool of device blocks and reports written by hand, as a foreign engine has it."""
+"""The scheduler half alone, as a foreign engine has it: a plain pool of device blocks, reports written by hand."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class Clock:
         return self.now
 
 
-def make_half(num_host_blocks: int = 10, world_size: int = 1, **settings: object) -> tuple[SchedulerHalf, ForeignBlocks]:
+def make_half(
+    num_host_blocks: int = 10, world_size: int = 1, **settings: object
+) -> tuple[SchedulerHalf, ForeignBlocks]:
     config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through", **settings})
     half = SchedulerHalf(config, 4, world_size, clock=Clock())
     blocks = ForeignBlocks()
@@ -146,10 +148,14 @@ def test_at_least_one_token_is_left_to_compute() -> None:
 def test_lookups_change_nothing() -> None:
     half, blocks = make_half()
     save(half, Asked("a", list(range(8))))
-    before = (half.get_kv_connector_stats(), half.host.next_reused(99), list(half.tree.hits), list(half.tree.used))
+
+    def visible() -> tuple[object, ...]:
+        return half.get_kv_connector_stats(), half.host.next_reused(99), list(half.tree.hits), list(half.tree.used)
+
+    before = visible()
     for _ in range(3):
         half.get_num_new_matched_tokens(Asked("b", list(range(9))), 0)
-    assert before == (half.get_kv_connector_stats(), half.host.next_reused(99), list(half.tree.hits), list(half.tree.used))
+    assert visible() == before
     assert blocks.pins() == {}
 
 
@@ -205,17 +211,21 @@ def test_selective_saves_at_the_threshold_and_counts_preempted_requests_once() -
 
 
 def test_write_back_saves_what_is_next_in_line_and_nothing_else() -> None:
+    """The first two blocks at least, and twice as many as a step has taken."""
     half, blocks = make_half(write_policy="write_back", write_back_lookahead=2)
     request = Asked("a", list(range(12)))
-    admit(half, request)
-    assert run(half, request).is_empty
+    half.update_state_after_alloc(request, [0], 0, 0)
+    steps = [ScheduledRequest("a", 4 * index, 4, (index,) if index else ()) for index in range(3)]
+    assert all(half.build_connector_meta(SchedulerOutput([step])).is_empty for step in steps)
     half.request_finished(request, [0, 1, 2])
+    assert half.has_pending_push_work(), "an idle engine is asked for a step"
     blocks.order = [(2, request.block_hashes[2]), (1, request.block_hashes[1]), (0, request.block_hashes[0])]
     plan = run(half)
     assert [job.device_ids.tolist() for job in plan.saves] == [[2, 1]]
     assert blocks.pins() == {1: 1, 2: 1}
     assert run(half).is_empty, "on its way already"
     report(half, plan)
+    assert not half.has_pending_push_work()
     assert half.metrics.saves_on_reuse_blocks == 2
 
 

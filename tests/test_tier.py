@@ -10,32 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kv_connector.errors import InvalidBlockError
 from kv_connector.index import BlockState, CacheTier, Event, IllegalTransition, PrefixTree
 from kv_connector.types import BlockHash, Tier
-
-START = {Tier.DEVICE: Event.COMPUTE, Tier.HOST: Event.SWAP_OUT}
-
-
-def path(*names: int) -> list[BlockHash]:
-    """Hashes of a chain: block names 1, 2, 3 become the prefixes (1), (1, 2), (1, 2, 3)."""
-    return [BlockHash(bytes(names[: end + 1])) for end in range(len(names))]
-
-
-def store(tier: CacheTier, hashes: list[BlockHash], now: float = 0.0) -> list[int]:
-    """Make the whole path resident on the tier, where it is not yet, unreferenced; returns its nodes."""
-    tree = tier.tree
-    missing = sum((node := tree.get(h)) is None or tier.node_state(node) is BlockState.ABSENT for h in hashes)
-    tree.touch(tree.match(hashes), now)
-    ids = tier.allocate(missing)
-    assert ids is not None, "no room"
-    nodes = tree.insert_path(hashes, now)
-    tree.touch(nodes, now)
-    tier.attach(ids, [node for node in nodes if tier.node_state(node) is BlockState.ABSENT], START[tier.tier])
-    tier.fill(ids)
-    tier.release(ids)
-    return nodes
-
-
-def resident(tier: CacheTier, hashes: list[BlockHash]) -> int:
-    return tier.resident_prefix(tier.tree.match(hashes))
+from tests.chains import START, path, resident, store
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -44,7 +19,8 @@ class TierMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tree = PrefixTree(max_remembered=3)
-        self.tiers = {tier: CacheTier(self.tree, tier, capacity) for tier, capacity in ((Tier.DEVICE, 6), (Tier.HOST, 5))}
+        capacities = {Tier.DEVICE: 6, Tier.HOST: 5}
+        self.tiers = {tier: CacheTier(self.tree, tier, capacity) for tier, capacity in capacities.items()}
         self.now = 0.0
         self.used: list[tuple[Tier, list[int]]] = []  # blocks with a reference that a "request" holds
         self.writing: list[tuple[Tier, list[int]]] = []  # copies being written
@@ -60,7 +36,8 @@ class TierMachine(RuleBasedStateMachine):
         target, hashes = self.tiers[tier], path(*names)
         start = resident(target, hashes)
         known = self.tree.match(hashes)
-        lacking = [i for i in range(start, len(hashes)) if i >= len(known) or target.node_state(known[i]) is BlockState.ABSENT]
+        states = [target.node_state(node) for node in known] + [BlockState.ABSENT] * (len(hashes) - len(known))
+        lacking = [i for i in range(start, len(hashes)) if states[i] is BlockState.ABSENT]
         expected = self._naive_victims(target, len(lacking) - target.pool.num_free)
         ids = target.allocate(len(lacking))
         if expected is None:

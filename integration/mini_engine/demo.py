@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -39,7 +39,7 @@ class Turn:
     way: str
     user: int
     turn: int
-    prompt_tokens: int
+    prompt: tuple[int, ...]
     device_hit_tokens: int
     host_hit_tokens: int
     ttft: float
@@ -48,7 +48,7 @@ class Turn:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make demo ARGS=...", description=__doc__.splitlines()[0])
-    parser.add_argument("--policy", choices=[p.value for p in WritePolicy], help="only this write policy (default: all)")
+    parser.add_argument("--policy", choices=[p.value for p in WritePolicy], help="only this one (default: all)")
     parser.add_argument("--users", type=int, default=4, help="chats side by side (default 4)")
     parser.add_argument("--turns", type=int, default=5, help="questions per user (default 5)")
     parser.add_argument("--document-tokens", type=int, default=1000, help="tokens of each user's document (1000)")
@@ -73,18 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False  # tokens are compared, so fp32 is to be fp32
     model, tokenizer = load_smollm2(options.model, options.device)
     chats = make_chats(options.users, options.turns, options.document_tokens, tokenizer)
-    policies = [WritePolicy(options.policy)] if options.policy else list(WritePolicy)
+    policies = [options.policy] if options.policy else [policy.value for policy in WritePolicy]
     print(f"SmolLM2-135M-Instruct (fp32) on {hardware()['gpu'] or hardware()['cpu']}")
     print(f"{options.users} users, documents of about {options.document_tokens} tokens; {_fit(options, model)}\n")
-    print(f"{'':24} turn   prompt  device hit  host hit  computed   TTFT ms (min..max)    vs no cache")
-    turns: list[Turn] = []
-    for way in (NO_CACHE, DEVICE_ONLY, *policies):
-        engine = make_engine(options, model, way)
+    print("turn  cache                    prompt  device hit  host hit  computed   TTFT ms (min..max)     vs no cache")
+    engines = {way: make_engine(options, model, way) for way in (NO_CACHE, DEVICE_ONLY, *policies)}
+    for engine in engines.values():
         warm_up(engine)
-        for number in range(options.turns):
-            turns += ask_all(engine, chats, number, way, turns, options.answer_tokens)
-            print_turn(turns, way, number)
-        print_statistics(engine)
+    turns: list[Turn] = []
+    for number in range(options.turns):
+        turns += ask_all(engines, chats, number, turns, options.answer_tokens)
+        print_turn([turn for turn in turns if turn.turn == number])
+    for way, engine in engines.items():
+        print_statistics(way, engine)
         engine.shutdown()
     return conclude(options, turns)
 
@@ -110,73 +111,82 @@ def warm_up(engine: MiniEngine) -> None:
 
 
 def ask_all(
-    engine: MiniEngine, chats: Sequence[Chat], number: int, way: str, before: Sequence[Turn], answer_tokens: int
+    engines: Mapping[str, MiniEngine], chats: Sequence[Chat], number: int, before: Sequence[Turn], answer_tokens: int
 ) -> Iterator[Turn]:
-    """Every user's question of this turn, one after the other."""
+    """Every user's question of this turn, one user after the other; each is put to all engines before the next, so
+    that whatever else the machine does falls on all of them."""
+    previous = {(turn.way, turn.user): turn for turn in before if turn.turn == number - 1}
     for user, chat in enumerate(chats):
-        prompt: list[int] = []
-        for turn in range(number + 1):
-            answer = next((t.answer for t in before if (t.way, t.user, t.turn) == (way, user, turn - 1)), ())
-            prompt = chat.prompt(turn, prompt, answer)
-        (request,) = engine.generate([prompt], answer_tokens)
-        yield Turn(
-            way=str(getattr(way, "value", way)),
-            user=user,
-            turn=number,
-            prompt_tokens=len(prompt),
-            device_hit_tokens=request.device_hit_tokens,
-            host_hit_tokens=request.host_hit_tokens,
-            ttft=request.ttft,
-            answer=tuple(request.output_token_ids),
+        for way, engine in engines.items():
+            last = previous.get((way, user))
+            prompt = chat.prompt(number, last.prompt, last.answer) if last else chat.prompt(number)
+            (request,) = engine.generate([prompt], answer_tokens)
+            yield Turn(
+                way=way,
+                user=user,
+                turn=number,
+                prompt=tuple(prompt),
+                device_hit_tokens=request.device_hit_tokens,
+                host_hit_tokens=request.host_hit_tokens,
+                ttft=request.ttft,
+                answer=tuple(request.output_token_ids),
+            )
+
+
+def print_turn(turns: Sequence[Turn]) -> None:
+    """The live table's lines for one turn: medians over the users."""
+    base = median(turn.ttft for turn in turns if turn.way == NO_CACHE)
+    for way in dict.fromkeys(turn.way for turn in turns):
+        rows = [turn for turn in turns if turn.way == way]
+        times = [1e3 * turn.ttft for turn in rows]
+        prompt = median(len(turn.prompt) for turn in rows)
+        device, host = median(t.device_hit_tokens for t in rows), median(t.host_hit_tokens for t in rows)
+        spread = f"({min(times):.1f}..{max(times):.1f})"
+        speedup = f"{base / median(turn.ttft for turn in rows):.1f} x" if way != NO_CACHE else ""
+        number = f"{rows[0].turn + 1:4}" if way == NO_CACHE else ""
+        print(
+            f"{number:4}  {way:23} {prompt:7.0f}  {device:10.0f}  {host:8.0f}  {prompt - device - host:8.0f}  "
+            f"{median(times):8.1f} {spread:18} {speedup:>8}",
+            flush=True,
         )
 
 
-def print_turn(turns: Sequence[Turn], way: str, number: int) -> None:
-    """One line of the live table: medians over the users."""
-    rows = [t for t in turns if t.way == way and t.turn == number]
-    times = [1e3 * t.ttft for t in rows]
-    prompt = median(t.prompt_tokens for t in rows)
-    device, host = median(t.device_hit_tokens for t in rows), median(t.host_hit_tokens for t in rows)
-    base = median(t.ttft for t in turns if t.way == NO_CACHE and t.turn == number)
-    speedup = f"{base / median(t.ttft for t in rows):9.1f} x" if way != NO_CACHE else ""
-    name = (way if way in (NO_CACHE, DEVICE_ONLY) else f"{WritePolicy(way).value}") if number == 0 else ""
-    print(
-        f"{name:24} {number + 1:4}  {prompt:7.0f}  {device:10.0f}  {host:8.0f}  {prompt - device - host:8.0f}  "
-        f"{median(times):8.1f} ({min(times):.1f}..{max(times):.1f}){speedup:>16}",
-        flush=True,
-    )
-
-
-def print_statistics(engine: MiniEngine) -> None:
+def print_statistics(way: str, engine: MiniEngine) -> None:
     """What the connector counted."""
     if engine.connector is None:
         return
     stats = engine.connector.get_kv_connector_stats()
     print(
-        f"{'':24} saved {stats['saved_blocks']:.0f} blocks ({stats['saved_bytes'] / 1e6:.0f} MB): "
+        f"{way}: saved {stats['saved_blocks']:.0f} blocks ({stats['saved_bytes'] / 1e6:.0f} MB; "
         f"{stats['saves_on_compute_blocks']:.0f} when computed, {stats['saves_on_hit_blocks']:.0f} on a hit, "
-        f"{stats['saves_on_reuse_blocks']:.0f} before reuse; loaded {stats['loaded_blocks']:.0f} blocks "
+        f"{stats['saves_on_reuse_blocks']:.0f} before reuse), loaded {stats['loaded_blocks']:.0f} blocks "
         f"({stats['loaded_bytes'] / 1e6:.0f} MB)"
     )
 
 
 def conclude(options: argparse.Namespace, turns: Sequence[Turn]) -> int:
     """Compare tokens, state the claims, write JSON and picture."""
-    columns = [field.name for field in fields(Turn) if field.name != "answer"]
-    report = Report("demo", rows=[{name: getattr(t, name) for name in columns} for t in turns])
+    report = Report("demo", rows=[_row(turn) for turn in turns])
     reference = {(t.user, t.turn): t for t in turns if t.way == NO_CACHE}
     different = [t for t in turns if t.answer != reference[t.user, t.turn].answer]
     print()
     report.claim("different_answers", len(different), 0, "answers", "lower")
     ratios = [reference[t.user, t.turn].ttft / t.ttft for t in turns if t.host_hit_tokens >= 1000]
     if ratios:
-        print(f"{len(ratios)} turns hit at least 1,000 tokens on the host: {min(ratios):.1f} to {max(ratios):.1f} x sooner")
+        spread = f"{min(ratios):.1f} to {max(ratios):.1f} x sooner"
+        print(f"{len(ratios)} turns hit 1,000 tokens or more on the host: {spread}")
         report.claim("ttft_speedup_of_1000_token_host_hit", median(ratios), 5, "x", "higher")
     report.write(options.json)
     plot_ttft(options.png, [(t.way, t.turn, 1e3 * t.ttft) for t in turns])
     for t in different:
         print(f"user {t.user}, turn {t.turn + 1}, {t.way}: tokens differ from those without a cache", file=sys.stderr)
     return 1 if different else 0
+
+
+def _row(turn: Turn) -> dict[str, object]:
+    row = asdict(turn)
+    del row["answer"], row["prompt"]
+    return row | {"prompt_tokens": len(turn.prompt)}
 
 
 def _fit(options: argparse.Namespace, model: PagedLlama) -> str:

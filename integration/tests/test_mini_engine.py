@@ -74,7 +74,7 @@ def reference() -> dict[str, list[tuple[list[int], list[int]]]]:
 def test_every_cache_tensor_survives_eviction(
     name: str, policy: WritePolicy, device: str, reference: dict[str, list[tuple[list[int], list[int]]]]
 ) -> None:
-    config = Config(host_memory="16MiB", write_policy=policy, write_through_threshold=1, layer_group_bytes=4096)
+    config = Config(host_memory="16MiB", write_policy=policy, write_through_threshold=1, layer_group_bytes=1)
     engine = make_engine(VARIANTS[name], config, device)
     expected = reference[name] if device == "cpu" else list(chat(make_engine(VARIANTS[name], None, device)))
     assert list(chat(engine)) == expected

@@ -34,6 +34,6 @@ class SavePolicy:
         return self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE and hits >= self.threshold
 
     @property
-    def num_watched(self) -> int:
-        """How many device blocks at the head of the reuse order are to be kept saved."""
-        return self.lookahead if self.policy is WritePolicy.WRITE_BACK else 0
+    def saves_before_reuse(self) -> bool:
+        """Whether the device blocks at the head of the reuse order, at least `lookahead`, are to be kept saved."""
+        return self.policy is WritePolicy.WRITE_BACK

@@ -122,5 +122,5 @@ class BlockPool:
         free = set(self._free)
         assert len(free) == len(self._free), "an id is on the free list twice"
         assert not free & set(live), f"live and free at once: {sorted(free & set(live))}"
-        below = {block_id for block_id in range(min(self._fresh, self.capacity))}
+        below = set(range(min(self._fresh, self.capacity)))
         assert free == below - set(live), f"lost or foreign ids: {sorted(free ^ (below - set(live)))}"

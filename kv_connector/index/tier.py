@@ -186,7 +186,7 @@ class CacheTier:
         for block_id, node in enumerate(self._node):
             state = self.state(block_id)
             if node == NONE:
-                assert state in (BlockState.ABSENT, BlockState.DELETING), f"block {block_id} is {state.name}, of no node"
+                assert state in (BlockState.ABSENT, BlockState.DELETING), f"block {block_id} is {state.name}"
                 assert state is BlockState.ABSENT or self.pool.refs(block_id) > 0, f"block {block_id} is never freed"
                 continue
             assert self._block[node] == block_id, f"node {node} and block {block_id} disagree"

@@ -1,0 +1,1 @@
+"""Benchmarks; each takes `--json FILE`."""

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call: tests marked `gpu`, the demo and the benchmarks.
+#
+#   integration/gpu.sh [OUT_DIR]      results, traces and pictures go to OUT_DIR (default: build/gpu)
+#
+# It needs a Python with torch, triton, numpy and pytest, and installs nothing: the package is copied to a temporary
+# folder, kernels in place. The demo runs where transformers and the model's package are there too.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-build/gpu}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+python3 -m integration.vendor "$site/kv_connector" > /dev/null
+# The copy comes first, so that kv_connector is the one with its kernels.
+export PYTHONPATH="$site:${PYTHONPATH:-}:$PWD" PYTHONUNBUFFERED=1
+failed=0
+step() { printf '\n==> %s\n' "$*"; "$@" || { failed=1; echo "FAILED: $*" >&2; }; }
+
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+tests=$(grep -lr 'mark.gpu' tests integration/tests --include='*.py')
+step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -m gpu -p no:cacheprovider $tests
+step python3 -P -m integration.bench.overlap --json "$out/overlap.json" --trace "$out/overlap_trace.json"
+if python3 -P -c 'import transformers; from integration.models.smollm2 import find_gguf; find_gguf()' 2> /dev/null; then
+  step python3 -P -m integration.mini_engine.demo --json "$out/demo.json" --png "$out/demo.png"
+else
+  echo 'no demo: the model package is not installed here'
+fi
+exit "$failed"

@@ -1,0 +1,142 @@
+"""A user writes settings, by hand or as JSON in an engine's configuration, and is told what is wrong and the fix."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from kv_connector import Config, KVConnectorError
+from kv_connector.config import CopyPath, WritePolicy, parse_size
+from kv_connector.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("0", 0),
+        ("4096", 4096),
+        ("512b", 512),
+        ("1k", 1 << 10),
+        ("1KB", 1000),
+        ("1KiB", 1 << 10),
+        ("512MB", 512 * 10**6),
+        ("512 mib", 512 << 20),
+        (" 16GiB ", 16 << 30),
+        ("16g", 16 << 30),
+        ("1.5GiB", 3 << 29),
+        ("0.1kB", 100),
+        ("2TB", 2 * 10**12),
+        ("2TiB", 2 << 40),
+        ("9007199254740993", 9007199254740993),  # 2**53 + 1: exact, not by way of a float
+    ],
+)
+def test_a_size_is_bytes_or_text(text: object, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+    assert isinstance(parse_size(text), int)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "16 gigs", "16XB", "1,5GiB", "-1GiB", "1e9", "1.5", "1.5B", "0x10", "inf", 1.5, True, None, [16]],
+)
+def test_what_is_not_a_size_is_refused_with_an_example(text: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(host_memory=text)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"host_memory={text!r} is not a size: ")
+    assert '"16GiB"' in str(caught.value)
+
+
+def test_the_largest_number_is_still_a_number() -> None:
+    assert parse_size("9" * 400) == int("9" * 400)
+
+
+def test_the_defaults_are_valid_and_keep_the_host_tier_off() -> None:
+    config = Config()
+    assert config.host_memory == 0
+    assert config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+    assert config.write_through_threshold == 2
+    assert Config.from_mapping({}) == config
+
+
+def test_settings_from_json_become_typed_values() -> None:
+    config = Config.from_mapping(
+        {"host_memory": "16GiB", "write_policy": "write_back", "copy_path": "staged", "staging_memory": "64MiB"}
+    )
+    assert config.host_memory == 16 << 30
+    assert config.write_policy is WritePolicy.WRITE_BACK
+    assert config.copy_path is CopyPath.STAGED
+    assert config.staging_memory == 64 << 20
+
+
+def test_a_config_is_frozen_hashable_and_picklable() -> None:
+    config = Config(host_memory="1GiB")  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert len({config, Config(host_memory=1 << 30)}) == 1
+    with pytest.raises(FrozenInstanceError):
+        config.host_memory = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("host_mem", "host_memory"),
+        ("hostmemory", "host_memory"),
+        ("write-policy", "write_policy"),
+        ("write_trough_threshold", "write_through_threshold"),
+        ("pinned_memory", "pin_memory"),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_the_nearest_known_one(key: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping({"host_memory": 0, key: 1})
+    assert f"unknown setting {key!r} (did you mean {suggestion!r}?)" in str(caught.value)
+
+
+def test_an_unknown_setting_unlike_any_other_gets_the_list() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'zzz': known settings are host_memory, write_policy, "):
+        Config.from_mapping({"zzz": 1})
+
+
+@pytest.mark.parametrize("settings", ['{"host_memory": 0}', [], None, 16])
+def test_settings_that_are_not_an_object_are_refused(settings: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping(settings)
+    assert str(caught.value) == f'settings={settings!r} is not an object: give one such as {{"host_memory": "16GiB"}}'
+
+
+WRONG = [
+    ({"write_policy": "write_trough"}, "'write_trough' is unknown: give one of 'write_through', 'write_through_sel"),
+    ({"write_policy": None}, "write_policy=None is unknown: give one of 'write_through'"),
+    ({"write_policy": []}, "write_policy=[] is unknown: give one of 'write_through'"),
+    ({"copy_path": "dma"}, "copy_path='dma' is unknown: give one of 'auto', 'runs', 'direct', 'staged'"),
+    ({"pin_memory": "yes"}, "pin_memory='yes' is not a boolean: give true or false"),
+    ({"numa_bind": 1}, "numa_bind=1 is not a boolean: give true or false"),
+    ({"trace_loads": None}, "trace_loads=None is not a boolean: give true or false"),
+    ({"write_through_threshold": "2"}, "write_through_threshold='2' is not an integer: give one of at least 1"),
+    ({"write_through_threshold": 2.0}, "write_through_threshold=2.0 is not an integer: give one of at least 1"),
+    ({"write_through_threshold": True}, "write_through_threshold=True is not an integer: give one of at least 1"),
+    ({"write_through_threshold": 0}, "write_through_threshold=0 is too small: give at least 1"),
+    ({"write_back_lookahead": 0}, "write_back_lookahead=0 is too small: give at least 1"),
+    ({"host_memory": -1}, "host_memory=-1 is too small: give at least 0"),
+    ({"layer_group_bytes": 0}, "layer_group_bytes=0 is too small: give at least 1"),
+    ({"staging_memory": 0}, "staging_memory=0 is too small: give at least 1048576"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG)
+def test_a_wrong_value_is_refused_with_value_limit_and_fix(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping(settings)
+    assert message in str(caught.value)
+    assert next(iter(settings)) in str(caught.value)
+
+
+def test_a_config_error_is_a_value_error_and_ours() -> None:
+    with pytest.raises(ValueError, match="threshold"):
+        Config(write_through_threshold=0)
+    assert issubclass(ConfigError, KVConnectorError)
