@@ -20,10 +20,13 @@ step() { printf '\n==> %s\n' "$*"; "$@" || { failed=1; echo "FAILED: $*" >&2; };
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 tests=$(grep -lr 'mark.gpu' tests integration/tests --include='*.py')
-step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -m gpu -p no:cacheprovider $tests
+step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -m gpu -p no:cacheprovider \
+  --disable-warnings $tests
 step python3 -P -m integration.bench.overlap --json "$out/overlap.json" --trace "$out/overlap_trace.json"
 if python3 -P -c 'import transformers; from integration.models.smollm2 import find_gguf; find_gguf()' 2> /dev/null; then
   step python3 -P -m integration.mini_engine.demo --json "$out/demo.json" --png "$out/demo.png"
+  step python3 -P -m integration.mini_engine.demo --document-tokens 6500 --device-blocks 700 --host-memory 8GiB \
+    --json "$out/demo_long.json" --png "$out/demo_long.png"
 else
   echo 'no demo: the model package is not installed here'
 fi

@@ -134,6 +134,11 @@ class KVConnectorScheduler(ABC):
         """Whether copies are under way, so that an idle engine keeps stepping until they are reported."""
 
     @abstractmethod
+    def has_pending_block_frees(self) -> bool:
+        """Whether copies under way pin device blocks: an engine that is short of blocks waits for them instead of
+        preempting a request. They are freed without further ado as the copies end."""
+
+    @abstractmethod
     def take_events(self) -> Iterable[CacheEvent]:
         """What was stored and removed since the last call."""
 

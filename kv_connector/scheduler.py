@@ -167,6 +167,9 @@ class SchedulerHalf(KVConnectorScheduler):
     def has_pending_push_work(self) -> bool:
         return len(self._jobs) > 0 or self._may_save_before_reuse
 
+    def has_pending_block_frees(self) -> bool:
+        return len(self._jobs) > 0
+
     def take_events(self) -> Iterable[CacheEvent]:
         self._log_removed()
         return self._events.take()

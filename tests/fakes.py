@@ -48,14 +48,18 @@ class PatternModel:
             for _ in range(self.num_ranks)
         ]
 
+    def prepare(self, chunks: Sequence[SequenceChunk], block_size: int) -> tuple[Sequence[SequenceChunk], int]:
+        """As `integration.mini_engine.runner.Model.prepare`."""
+        return chunks, block_size
+
     def next_tokens(
         self,
-        chunks: Sequence[SequenceChunk],
+        inputs: tuple[Sequence[SequenceChunk], int],
         kv_caches: Sequence[Mapping[str, LayerCache]],
-        block_size: int,
         hooks: Sequence[LayerHooks],
     ) -> tuple[list[int], list[int] | None]:
         """As `integration.mini_engine.runner.Model.next_tokens`."""
+        chunks, block_size = inputs
         rows = [[_embed(token, chunk.start + i) for i, token in enumerate(chunk.token_ids)] for chunk in chunks]
         for layer in range(self.num_layers):
             name = f"layers.{layer}"

@@ -298,6 +298,7 @@ def test_row_layer_done_counter_and_streams() -> None:
         column = host.tensor[:, index << 16 : (index + 1) << 16].flip(0)
         assert torch.equal(copied.cpu(), column)
     engine.close()
+    host.close()
 
 
 def test_row_failure_marking() -> None:
@@ -423,8 +424,7 @@ def test_row_resize() -> None:
     pool = BlockPool(4)
     ids = pool.allocate(4) or []
     pool.resize(2)
-    for block_id in pool.release(ids):
-        pool.free(block_id)
+    pool.free(pool.release(ids))
     assert sorted(pool.allocate(2) or []) == [0, 1]
     assert pool.allocate(1) is None
     pool.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -171,3 +172,23 @@ def test_real_memory_is_locked_in_the_background_and_blocks_copy() -> None:
         pool.tensor[block].copy_(source)
         assert torch.equal(pool.tensor[block], source.cpu())
     pool.close()
+
+
+@pytest.mark.gpu
+def test_a_pool_that_is_dropped_does_not_haunt_its_addresses() -> None:
+    """CUDA kept the pages of a registered mapping that was unmapped: copies from its addresses, which the system gives
+    to the next mapping, moved old bytes. So a pool unregisters itself when it is dropped without `close`."""
+    device = torch.device("cuda")
+    addresses = set()
+    for fill in range(4):
+        pool = HostPool(64, 1 << 20, device=device)
+        pool.wait_ready()
+        assert pool.is_pinned, "its addresses are registered already"
+        addresses.add(pool.tensor.data_ptr())
+        pool.tensor.fill_(fill + 1)
+        there = pool.tensor.to(device, non_blocking=True)
+        torch.cuda.synchronize()
+        assert bool((there == fill + 1).all())
+        del pool
+        gc.collect()
+    assert len(addresses) < 4, "no address came back: the test shows nothing"

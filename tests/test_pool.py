@@ -54,12 +54,12 @@ class PoolMachine(RuleBasedStateMachine):
         block_id = data.draw(st.sampled_from(sorted(self.refs)))
         if self.refs[block_id]:
             with pytest.raises(InvalidBlockError, match=f"block {block_id} is freed while"):
-                self.pool.free(block_id)
+                self.pool.free([block_id])
         else:
-            self.pool.free(block_id)
+            self.pool.free([block_id])
             del self.refs[block_id]
             with pytest.raises(InvalidBlockError, match=f"block {block_id} is not live"):
-                self.pool.free(block_id)
+                self.pool.free([block_id])
 
     @rule(capacity=st.integers(0, 12))
     def resize(self, capacity: int) -> None:
@@ -102,3 +102,15 @@ def test_a_failing_call_changes_nothing() -> None:
 def test_negative_counts_are_refused(call) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InvalidBlockError, match="-1 blocks"):
         call(-1)
+
+
+def test_a_double_free_in_a_batch_frees_none() -> None:
+    pool = BlockPool(4)
+    ids = pool.release(pool.allocate(2) or [])
+    for wrong in ([ids[0], ids[0]], [ids[0], 3]):
+        with pytest.raises(InvalidBlockError, match="is not live"):
+            pool.free(wrong)
+        assert pool.num_free == 2
+        pool.check()
+    pool.free(ids)
+    assert pool.num_free == 4

@@ -84,7 +84,6 @@ class PagedLlama:
         tensors = (t for cache in first.values() for t in ([cache] if isinstance(cache, Tensor) else cache))
         return sum(tensor.nbytes for tensor in tensors)
 
-    @torch.inference_mode()
     def forward(
         self,
         chunks: Sequence[SequenceChunk],
@@ -92,17 +91,28 @@ class PagedLlama:
         block_size: int,
         hooks: Sequence[LayerHooks] = (),
     ) -> tuple[Tensor, Tensor | None]:
+        """`compute` on what `prepare` gives; see there."""
+        return self.compute(self.prepare(chunks, block_size), kv_caches, hooks)
+
+    def prepare(self, chunks: Sequence[SequenceChunk], block_size: int) -> StepInputs:
+        """The step's indices on the device. All host-to-device copies of a step are in here: called before a load is
+        submitted they go first, called after it they would wait behind all of it on the copy engine."""
+        return StepInputs.build(chunks, block_size, self.device)
+
+    @torch.inference_mode()
+    def compute(
+        self, inputs: StepInputs, kv_caches: Sequence[Mapping[str, LayerCache]], hooks: Sequence[LayerHooks] = ()
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the chunks of one step and write their keys and values into the caches.
 
         `kv_caches` and `hooks` have one entry per rank; no hooks will do. Per layer: write the step's keys and
         values, let every rank wait for the layer's load, attend, let every rank save.
-        Returns fp32 logits (len(chunks), vocab_size) for the last token of each chunk, and those of the draft layers,
-        (num_draft_layers, len(chunks), vocab_size), or None. The host does not wait for the device.
+        Returns fp32 logits (num_chunks, vocab_size) for the last token of each chunk, and those of the draft layers,
+        (num_draft_layers, num_chunks, vocab_size), or None. The host does not wait for the device.
         """
         tp_size = self.config.tp_size
         assert len(kv_caches) == tp_size, f"caches of {len(kv_caches)} ranks, tp_size {tp_size}"
         assert len(hooks) in (0, tp_size), f"hooks of {len(hooks)} ranks, tp_size {tp_size}"
-        inputs = StepInputs.build(chunks, block_size, self.device)
         rope = self._cos[inputs.positions], self._sin[inputs.positions]
         hidden = F.embedding(inputs.token_ids, self.weights.embedding)
         logits = []

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from kv_connector.base import KVConnectorWorker
 from kv_connector.types import StepPlan, StepReport
 
+from .attention import StepInputs
 from .kv_layout import LayerCache
 from .model import LayerHooks, PagedLlama, SequenceChunk
 
@@ -25,12 +26,11 @@ class Model(Protocol):
     def allocate_kv_caches(self, num_blocks: int, block_size: int) -> list[dict[str, LayerCache]]:
         """Cache tensors by layer name, one dict per rank."""
 
+    def prepare(self, chunks: Sequence[SequenceChunk], block_size: int) -> Any:
+        """The step's inputs on the device, before any load is submitted."""
+
     def next_tokens(
-        self,
-        chunks: Sequence[SequenceChunk],
-        kv_caches: Sequence[Mapping[str, LayerCache]],
-        block_size: int,
-        hooks: Sequence[LayerHooks],
+        self, inputs: Any, kv_caches: Sequence[Mapping[str, LayerCache]], hooks: Sequence[LayerHooks]
     ) -> tuple[list[int], list[int] | None]:
         """The token that follows each chunk, and what the first draft layer guesses behind it, if there is one."""
 
@@ -44,14 +44,13 @@ class LlamaModel:
     def allocate_kv_caches(self, num_blocks: int, block_size: int) -> list[dict[str, LayerCache]]:
         return self.llama.allocate_kv_caches(num_blocks, block_size)
 
+    def prepare(self, chunks: Sequence[SequenceChunk], block_size: int) -> StepInputs:
+        return self.llama.prepare(chunks, block_size)
+
     def next_tokens(
-        self,
-        chunks: Sequence[SequenceChunk],
-        kv_caches: Sequence[Mapping[str, LayerCache]],
-        block_size: int,
-        hooks: Sequence[LayerHooks],
+        self, inputs: StepInputs, kv_caches: Sequence[Mapping[str, LayerCache]], hooks: Sequence[LayerHooks]
     ) -> tuple[list[int], list[int] | None]:
-        logits, draft = self.llama.forward(chunks, kv_caches, block_size, hooks)
+        logits, draft = self.llama.compute(inputs, kv_caches, hooks)
         return logits.argmax(-1).tolist(), None if draft is None else draft[0].argmax(-1).tolist()
 
 
@@ -90,6 +89,7 @@ class LocalRunner:
 
     def execute(self, plan: StepPlan | None, chunks: Sequence[SequenceChunk]) -> StepResult:
         """One step, in the order of calls that `kv_connector.base` states."""
+        inputs = self._model.prepare(chunks, self._block_size) if chunks else None
         for worker in self.workers:
             assert plan is not None, "a runner with workers needs a plan in every step"
             worker.handle_preemptions(plan)
@@ -97,9 +97,7 @@ class LocalRunner:
             worker.start_load_kv()
         token_ids, draft_token_ids = [], None
         if chunks:
-            token_ids, draft_token_ids = self._model.next_tokens(
-                chunks, self.kv_caches, self._block_size, self.workers
-            )
+            token_ids, draft_token_ids = self._model.next_tokens(inputs, self.kv_caches, self.workers)
         for worker in self.workers:
             worker.wait_for_save()
         invalid = frozenset().union(*(worker.get_block_ids_with_load_errors() for worker in self.workers))

@@ -151,6 +151,8 @@ class Scheduler:
         count = min(request.num_tokens - request.num_computed_tokens, budget)
         need = self._blocks_for(request.num_computed_tokens + count) - len(request.block_ids)
         while (new_blocks := self.device.allocate(need)) is None:
+            if self.connector and self.connector.has_pending_block_frees():
+                return 0
             victim = self.running[-1]
             self._preempt(victim, step)
             if victim is request:

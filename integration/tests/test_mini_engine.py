@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two ranks": {"tp_size": 2},
     "fp8, draft layer, two ranks": {"kv_dtype": "fp8", "num_draft_layers": 1, "tp_size": 2},
 }
+COPY_SETTINGS = [{"pin_memory": False}, {"copy_path": "runs"}, {"copy_path": "direct"}, {"copy_path": "staged"}]
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -91,6 +92,16 @@ def test_the_worker_half_in_another_process(
     engine = make_engine(VARIANTS[name], config, own_process=True)
     assert list(chat(engine)) == reference[name]
     assert engine.connector is not None and engine.connector.metrics.host_hit_tokens > 200
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", COPY_SETTINGS)
+def test_every_copy_path_on_a_gpu(settings: dict[str, Any]) -> None:
+    expected = list(chat(make_engine({}, None, "cuda")))
+    for extra in ({}, {"layer_group_bytes": 1}):
+        engine = make_engine({}, Config(host_memory="16MiB", write_policy="write_through", **settings, **extra), "cuda")
+        assert list(chat(engine)) == expected
+        assert engine.connector is not None and engine.connector.metrics.host_hit_tokens > 200
 
 
 def test_users_at_once_with_preemptions(reference: dict[str, list[tuple[list[int], list[int]]]]) -> None:

@@ -52,6 +52,10 @@ class EvictionQueue:
                 return node
         return None
 
+    def precedes(self, node: int) -> bool:
+        """Whether this evictable node would come up before all that wait."""
+        return not self._heap or (self._used[node], node) < self._heap[0]
+
     def check(self) -> None:
         """Verify that the flags and the heap agree."""
         waiting = sorted(node for _, node in self._heap)

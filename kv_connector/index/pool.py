@@ -87,14 +87,18 @@ class BlockPool:
                 idle.append(block_id)
         return idle
 
-    def free(self, block_id: int) -> None:
-        """Give an idle id back; raises InvalidBlockError for a double free or an id in use."""
-        if self.refs(block_id) != 0:
-            raise InvalidBlockError(f"block {block_id} is freed while {self.ref_counts[block_id]} still use it")
-        self.ref_counts[block_id] = _FREE
-        self.num_live -= 1
-        if block_id < self.capacity:
-            self._free.append(block_id)
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give idle ids back; raises InvalidBlockError, and frees none, for a double free or an id in use."""
+        counts = self.ref_counts
+        for done, block_id in enumerate(block_ids):
+            if not (0 <= block_id < self._fresh and counts[block_id] == 0):
+                fault = f"is freed while {counts[block_id]} still use it" if self.is_live(block_id) else "is not live"
+                for earlier in block_ids[:done]:
+                    counts[earlier] = 0
+                raise InvalidBlockError(f"block {block_id} {fault}")
+            counts[block_id] = _FREE
+        self.num_live -= len(block_ids)
+        self._free.extend([block_id for block_id in block_ids if block_id < self.capacity])
 
     def resize(self, capacity: int) -> None:
         """Change the capacity. Live ids at or above a smaller one stay valid and leave the pool when freed.

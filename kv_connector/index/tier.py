@@ -16,7 +16,7 @@ from ..types import BlockHash, Tier
 from .eviction import EvictionQueue
 from .pool import BlockPool
 from .states import BlockState, Event, advance
-from .tree import NONE, PrefixTree
+from .tree import NONE, ROOT, PrefixTree
 
 _NEVER = float("inf")
 # Plain ints: looking a member up on an enum class costs as much as the rest of a hot loop's turn.
@@ -101,13 +101,16 @@ class CacheTier:
         """Make private blocks the copies of `nodes`; `event` (COMPUTE, SWAP_IN, ...) says who writes them."""
         self._reserve_rows(max(block_ids, default=-1))
         filling = advance(self.tier, BlockState.ABSENT, event)
-        for block_id, node in zip(block_ids, nodes, strict=True):
-            if self._refs[block_id] < 1 or self._node[block_id] != NONE or self._state[block_id]:
+        refs, node_of, states, kids, parent = self._refs, self._node, self._state, self._kids, self.tree.parent
+        for block_id in block_ids:
+            if refs[block_id] < 1 or node_of[block_id] != NONE or states[block_id]:
                 raise InvalidBlockError(f"{self.tier.name} block {block_id} is not a private block in use")
-            self._state[block_id] = filling
-            self._node[block_id] = node
-            self.tree.add_copy(node, self.tier, block_id)
-            self.num_copies += 1
+        self.tree.add_copies(nodes, self.tier, block_ids)
+        for block_id, node in zip(block_ids, nodes, strict=True):
+            states[block_id] = filling
+            node_of[block_id] = node
+            kids[parent[node]] += 1
+        self.num_copies += len(block_ids)
 
     def fill(self, block_ids: Iterable[int]) -> list[int]:
         """Copies whose bytes have arrived become resident; returns the blocks of those that were not deleted."""
@@ -131,7 +134,7 @@ class CacheTier:
             else:
                 self._num_idle -= 1
                 self._detach(block_id, Event.EVICT)
-                self.pool.free(block_id)
+                self.pool.free((block_id,))
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """One more reference to each block: a request uses it or a copy job leases it."""
@@ -139,7 +142,7 @@ class CacheTier:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less. A block nobody uses stays cached when it is resident and is free otherwise."""
-        state, node = self._state, self._node
+        state, node, free = self._state, self._node, []
         for block_id in self.pool.release(block_ids):
             if block_id < len(state) and node[block_id] != NONE:
                 if state[block_id] == _RESIDENT and block_id < self.pool.capacity:
@@ -150,7 +153,8 @@ class CacheTier:
                 self._detach(block_id, Event.EVICT if state[block_id] == _RESIDENT else Event.FAIL)
             elif block_id < len(state) and state[block_id] == _DELETING:
                 state[block_id] = advance(self.tier, BlockState.DELETING, Event.FREE)
-            self.pool.free(block_id)
+            free.append(block_id)
+        self.pool.free(free)
 
     def next_reused(self, limit: int) -> list[tuple[int, BlockHash]]:
         """Those of the next `limit` blocks that `allocate` would hand out which hold a copy, soonest first, with the
@@ -199,6 +203,10 @@ class CacheTier:
         copies = sum(block_id != NONE for block_id in self._block)
         assert copies == self.num_copies, f"the tree knows {copies} copies, the tier {self.num_copies}"
         self._queue.check()
+        kids = array("i", bytes(len(self._kids) * self._kids.itemsize))
+        for node in self.tree.nodes():
+            kids[self.tree.parent[node]] += self._block[node] != NONE
+        assert all(self._kids[node] == kids[node] for node in (ROOT, *self.tree.nodes())), "kids are miscounted"
 
     def _is_evictable(self, node: int) -> bool:
         block_id = self._block[node]
@@ -217,14 +225,24 @@ class CacheTier:
     def _select(self, num_blocks: int, older_than: float) -> list[int]:
         """Take up to `num_blocks` victims out of the queue, in eviction order, counting their parents' kids down."""
         victims: list[int] = []
+        queue, used, kids, parents = self._queue, self.tree.used, self._kids, self.tree.parent
+        node: int | None = None
         while len(victims) < num_blocks:
-            node = self._queue.pop(older_than)
+            if node is None:
+                node = queue.pop(older_than)
             if node is None:
                 break
-            parent = self.tree.parent[node]
-            self._kids[parent] -= 1
-            self._offer(parent)
             victims.append(node)
+            parent = parents[node]
+            kids[parent] -= 1
+            node = None
+            if not kids[parent] and self._is_evictable(parent):
+                if used[parent] < older_than and queue.precedes(parent):
+                    node = parent  # the usual case, the rest of a prefix: no detour through the queue
+                else:
+                    queue.push(parent)
+        if node is not None:
+            queue.push(node)
         return victims
 
     def _restore(self, victims: list[int]) -> None:
@@ -233,12 +251,16 @@ class CacheTier:
             self._offer(node)
 
     def _evict(self, victims: list[int]) -> None:
-        for node in victims:
-            self._kids[self.tree.parent[node]] += 1  # counted down by _select; _detach does it for good
-            block_id = self._block[node]
-            self._num_idle -= 1
-            self._detach(block_id, Event.EVICT)
-            self.pool.free(block_id)
+        """Let go of victims of `_select`, which has counted them out of their parents' kids."""
+        block_ids = self.blocks_of(victims)
+        for node, block_id in zip(victims, block_ids, strict=True):
+            self.removed.append(self.tree.hash_of(node))
+            self._state[block_id] = advance(self.tier, self._state[block_id], Event.EVICT)
+            self._node[block_id] = NONE
+            self.tree.remove_copy(node, self.tier)
+        self.pool.free(block_ids)
+        self._num_idle -= len(victims)
+        self.num_copies -= len(victims)
         self.num_evicted += len(victims)
 
     def _detach(self, block_id: int, event: Event) -> None:
@@ -248,7 +270,10 @@ class CacheTier:
         self._state[block_id] = advance(self.tier, state, event)
         self._node[block_id] = NONE
         self.num_copies -= 1
-        self._offer(self.tree.remove_copy(node, self.tier))
+        parent = self.tree.parent[node]
+        self._kids[parent] -= 1
+        self.tree.remove_copy(node, self.tier)
+        self._offer(parent)
 
     def _reserve_rows(self, block_id: int) -> None:
         missing = block_id + 1 - len(self._node)

@@ -11,10 +11,10 @@ toward `write_through_selective`) until `max_remembered` newer ones push it out.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ..types import BlockHash, Tier
-from .eviction import EvictionQueue
 
 ROOT = 0
 """The node that stands for the empty prefix; it is never on a tier and never removed."""
@@ -28,8 +28,8 @@ class PrefixTree:
     """Nodes, their order and their copies. The tiers (`CacheTier`) decide; the tree records.
 
     Public arrays, by node: `parent`, `used` (time of last use), `hits` (requests after the first that asked for the
-    block), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none), `kids` (children
-    with a copy on that tier).
+    block), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids` (children
+    with a copy on that tier, kept by the tier).
     """
 
     def __init__(self, max_remembered: int = 1 << 16) -> None:
@@ -46,7 +46,8 @@ class PrefixTree:
         self._index: dict[BlockHash, int] = {}
         self._free: list[int] = []
         self._num_remembered = 0
-        self._remembered = EvictionQueue(self.used, self._is_forgettable)
+        self._leaving: deque[int] = deque()  # forgettable nodes, the longest without a copy first
+        self._is_leaving = bytearray(1)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -84,36 +85,22 @@ class PrefixTree:
         """Every node but the root; O(nodes)."""
         return [node for node, block_hash in enumerate(self._hash) if block_hash is not None]
 
-    def insert(self, parent: int, block_hash: BlockHash, now: float) -> int:
-        """The node of `block_hash`, made under `parent` (a node or ROOT) where it is not known yet.
+    def insert_path(self, hashes: Sequence[BlockHash], now: float, first: int = 0) -> list[int]:
+        """Nodes of `hashes[first:]`, made where they are not known; `hashes` is a prefix from its first block on.
 
         A new node has no copy: the caller attaches one, or calls `settle` so that it is remembered.
         """
-        node = self._index.get(block_hash)
-        if node is not None:
-            assert self.parent[node] == parent, f"block {block_hash.hex()} has two parents"
-            return node
-        if not self._free:
-            self._grow()
-        node = self._free.pop()
-        self.parent[node] = parent
-        self.used[node] = now
-        self.hits[node] = 0
-        self._hash[node] = block_hash
-        self._index[block_hash] = node
-        self._children[parent] += 1
-        self._num_remembered += 1
-        return node
-
-    def insert_path(self, hashes: Sequence[BlockHash], now: float, first: int = 0) -> list[int]:
-        """Nodes of `hashes[first:]`, made where they are not known; `hashes` is a prefix from its first block on."""
-        parent: int | None = self._index.get(hashes[first - 1]) if first else ROOT
+        index, nodes = self._index, []
+        parent = index.get(hashes[first - 1]) if first else ROOT
         if parent is None:  # forgotten meanwhile
             parent = self.insert_path(hashes[:first], now)[-1]
-        nodes = []
         for block_hash in hashes[first:]:
-            parent = self.insert(parent, block_hash, now)
-            nodes.append(parent)
+            node = index.get(block_hash)
+            if node is None:
+                node = self._add(parent, block_hash, now)
+            assert self.parent[node] == parent, f"block {block_hash.hex()} has two parents"
+            nodes.append(node)
+            parent = node
         return nodes
 
     def touch(self, nodes: Iterable[int], now: float) -> None:
@@ -122,26 +109,24 @@ class PrefixTree:
         for node in nodes:
             used[node] = now
 
-    def add_copy(self, node: int, tier: Tier, block_id: int) -> None:
-        """Record that block `block_id` of `tier` is, or is becoming, a copy of this node. Only tiers call this."""
-        assert self.block[tier][node] == NONE, f"node {node} has a {tier.name} copy already"
-        self.block[tier][node] = block_id
-        if self._copies[node] == 0:
-            self._num_remembered -= 1
-        self._copies[node] += 1
-        self.kids[tier][self.parent[node]] += 1
+    def add_copies(self, nodes: Sequence[int], tier: Tier, block_ids: Sequence[int]) -> None:
+        """Record that blocks of `tier` are, or are becoming, copies of these nodes. Only tiers call this."""
+        blocks, copies = self.block[tier], self._copies
+        for node, block_id in zip(nodes, block_ids, strict=True):
+            assert blocks[node] == NONE, f"node {node} has a {tier.name} copy already"
+            blocks[node] = block_id
+            if copies[node] == 0:
+                self._num_remembered -= 1
+            copies[node] += 1
 
-    def remove_copy(self, node: int, tier: Tier) -> int:
-        """Forget the copy on `tier`; returns the parent, which may have become a leaf there. Only tiers call this."""
+    def remove_copy(self, node: int, tier: Tier) -> None:
+        """Forget the copy on `tier`. Only tiers call this."""
         assert self.block[tier][node] != NONE, f"node {node} has no {tier.name} copy"
         self.block[tier][node] = NONE
         self._copies[node] -= 1
-        parent = self.parent[node]
-        self.kids[tier][parent] -= 1
         if self._copies[node] == 0:
             self._num_remembered += 1
             self.settle(node)
-        return parent
 
     def pin(self, nodes: Iterable[int]) -> None:
         """Keep these nodes and their host and storage copies until `unpin`."""
@@ -156,14 +141,16 @@ class PrefixTree:
             self.settle(node)
 
     def settle(self, node: int) -> None:
-        """Let a node without copies be forgotten once newer ones need its place."""
-        if self._is_forgettable(node):
-            self._remembered.push(node)
-        while self._num_remembered > self.max_remembered:
-            victim = self._remembered.pop()
-            if victim is None:
-                break  # the rest hold up nodes that have copies
-            self._remove(victim)
+        """Let a node without copies be forgotten once `max_remembered` newer ones have come."""
+        if self._is_forgettable(node) and not self._is_leaving[node]:
+            self._is_leaving[node] = 1
+            self._leaving.append(node)
+        while self._num_remembered > self.max_remembered and self._leaving:
+            oldest = self._leaving.popleft()
+            self._is_leaving[oldest] = 0
+            # Tails lose their copies first and so leave first; a head that waited for them has left the queue by now.
+            while self._is_forgettable(oldest) and not self._is_leaving[oldest]:
+                oldest = self._remove(oldest)
 
     def check(self) -> None:
         """Verify every invariant that does not concern the pools; O(nodes)."""
@@ -177,34 +164,42 @@ class PrefixTree:
             copies = sum(blocks[node] != NONE for blocks in self.block)
             assert copies == self._copies[node], f"node {node} counts {self._copies[node]} copies, has {copies}"
             remembered += copies == 0
-            assert not self._is_forgettable(node) or node in self._remembered, f"node {node} can never be forgotten"
+            assert not self._is_forgettable(node) or self._is_leaving[node], f"node {node} can never be forgotten"
         assert remembered == self._num_remembered, f"{remembered} nodes remembered, {self._num_remembered} counted"
         for node, count in children.items():
             assert count == self._children[node], f"node {node} counts {self._children[node]} children, has {count}"
-        for tier in Tier:
-            kids = dict.fromkeys(children, 0)
-            for node in nodes:
-                kids[self.parent[node]] += self.block[tier][node] != NONE
-            assert all(self.kids[tier][node] == count for node, count in kids.items()), f"{tier.name} kids miscounted"
-        self._remembered.check()
+        assert sorted(self._leaving) == [n for n, flag in enumerate(self._is_leaving) if flag], "a node leaves twice"
 
     def _is_forgettable(self, node: int) -> bool:
         return (
-            self._hash[node] is not None
-            and not self._copies[node]
+            not self._copies[node]
             and not self._children[node]
             and not self.pins[node]
+            and self._hash[node] is not None
         )
 
-    def _remove(self, node: int) -> None:
+    def _add(self, parent: int, block_hash: BlockHash, now: float) -> int:
+        if not self._free:
+            self._grow()
+        node = self._free.pop()
+        self.parent[node] = parent
+        self.used[node] = now
+        self.hits[node] = 0
+        self._hash[node] = block_hash
+        self._index[block_hash] = node
+        self._children[parent] += 1
+        self._num_remembered += 1
+        return node
+
+    def _remove(self, node: int) -> int:
+        """Forget a node; returns its parent."""
         del self._index[self.hash_of(node)]
         self._hash[node] = None
         self._num_remembered -= 1
         self._free.append(node)
         parent = self.parent[node]
         self._children[parent] -= 1
-        if parent != ROOT and self._is_forgettable(parent):
-            self._remembered.push(parent)
+        return parent
 
     def _grow(self) -> None:
         """Add free rows; the lowest is taken first, so that a prefix lies in ascending rows."""
@@ -218,4 +213,5 @@ class PrefixTree:
             blocks.extend(none)
         self._hash.extend([None] * _ROWS)
         self._copies.extend(zeros)
+        self._is_leaving.extend(zeros)
         self._free.extend(range(first + _ROWS - 1, first - 1, -1))

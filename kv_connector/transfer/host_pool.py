@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
+from typing import Any
 
 import torch
 
@@ -49,12 +51,18 @@ class HostPool:
         # The mapping goes with its last view, so that nobody who still holds one reads freed memory.
         self._tensor: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8).view(num_blocks, block_bytes)
         self._pinner: Pinner | None = None
+        self._close_at_end: weakref.finalize[Any, Any] | None = None
         self._num_ready_blocks = num_blocks
         self._is_pinned = pin_memory and device is not None and device.type == "cuda"
         if self._is_pinned:
             assert device is not None
             self._num_ready_blocks = 0
-            self._pinner = self._start_pinning(device, numa_bind)
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._pinner = self._start_pinning(torch.device("cuda", index), numa_bind)
+            # A pool that is dropped without `close` must be unregistered all the same: CUDA would go on using its old
+            # pages for whatever the system maps at these addresses next. Not at exit, when all memory goes anyway.
+            self._close_at_end = weakref.finalize(self, self._pinner.close)
+            self._close_at_end.atexit = False
 
     @classmethod
     def sized(
@@ -107,13 +115,13 @@ class HostPool:
 
     def _start_pinning(self, device: torch.device, numa_bind: bool) -> Pinner:
         node = numa.gpu_node(device) if numa_bind else None
+        progress = weakref.WeakMethod(self._progress)  # the thread must not keep the pool alive
         return Pinner(
-            address=self.tensor.data_ptr(),
-            num_bytes=self.num_blocks * self.block_bytes,
+            memory=self.tensor.flatten(),
             piece_bytes=self.blocks_per_piece * self.block_bytes,
             device=device,
             cpus=frozenset() if node is None else numa.node_cpus(node),
-            on_progress=self._progress,
+            on_progress=lambda *state: (method := progress()) and method(*state),
         )
 
     def _progress(self, bytes_done: int, failed: bool) -> None:

@@ -30,7 +30,9 @@ def _cudart() -> Any:
 
 
 class Pinner:
-    """Registers `num_bytes` at `address` with CUDA in pieces of `piece_bytes`, in order, and tells of progress.
+    """Registers `memory`, uint8 of shape (num_bytes,), with CUDA in pieces of `piece_bytes`, in order.
+
+    It holds the memory until it is unregistered again: pages that CUDA knows must never be unmapped under it.
 
     `on_progress(bytes_done, failed)` is called on the thread after each piece, and once with `failed` where
     registering stopped; nothing follows that. `cpus` binds the thread, and so the memory, to their NUMA node.
@@ -38,15 +40,15 @@ class Pinner:
 
     def __init__(
         self,
-        address: int,
-        num_bytes: int,
+        memory: torch.Tensor,
         piece_bytes: int,
         device: torch.device,
         cpus: frozenset[int],
-        on_progress: Callable[[int, bool], None],
+        on_progress: Callable[[int, bool], object],
     ) -> None:
-        self._address = address
-        self._num_bytes = num_bytes
+        self._memory: torch.Tensor | None = memory
+        self._address = memory.data_ptr()
+        self._num_bytes = memory.numel()
         self._piece_bytes = piece_bytes
         self._device = device
         self._cpus = cpus
@@ -62,13 +64,26 @@ class Pinner:
         self._thread.join()
 
     def close(self) -> None:
-        """Stop after the piece at hand, then unregister everything. Idempotent. No copy may be under way."""
+        """Stop after the piece at hand, wait for the device, then unregister everything. Idempotent."""
         self._stop.set()
+        if threading.current_thread() is self._thread:
+            return  # the garbage collector called from here: `_run` unregisters on its way out
         self._thread.join()
+        self._unregister()
+
+    def _unregister(self) -> None:
+        if self._registered and torch.cuda.is_available():
+            torch.cuda.synchronize(self._device)
         while self._registered:
             _cudart().cudaHostUnregister(self._registered.pop())
+        self._memory = None
 
     def _run(self) -> None:
+        self._register_all()
+        if self._stop.is_set():
+            self._unregister()
+
+    def _register_all(self) -> None:
         try:
             if self._cpus:
                 numa.bind_thread(self._cpus)
