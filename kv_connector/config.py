@@ -59,7 +59,7 @@ class Config:
     write_policy: when a computed block is saved to the host.
     write_through_threshold: hits that a block needs under `write_through_selective`.
     write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved; it grows by itself to
-        twice what a step has taken so far.
+        twice what the requests admitted in one step have had use for.
     copy_path: `auto` picks a path per job from piece size and count; the others force one.
     layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each.
     staging_memory: device bytes for the rings of the staged path, over both directions.

@@ -67,8 +67,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._host_limit: int | None = None
         self._events = EventLog()
         self._step = 0
-        self._num_taken = 0  # device blocks that the step being scheduled has taken so far
-        self._most_taken = 0  # by any step
+        self._num_taken = 0  # device blocks that requests admitted in the step being scheduled have use for
+        self._most_taken = 0  # in any step
         self._may_save_before_reuse = False  # something changed since nothing was left to save
 
     # What the engine asks and tells, in the order of a request's life.
@@ -85,8 +85,9 @@ class SchedulerHalf(KVConnectorScheduler):
         state = self._requests.setdefault(request.request_id, _RequestState(request))
         assert state.load is None, f"request {request.request_id} is admitted twice without a step in between"
         first, count = num_local_tokens // self._block_size, num_external_tokens // self._block_size
+        # A request takes its blocks step by step where it computes and all at once where it loads: count them all.
+        self._num_taken += -(-request.num_tokens // self._block_size) - num_local_tokens // self._block_size
         state.block_ids = list(block_ids)
-        self._num_taken += len(block_ids) - num_local_tokens // self._block_size
         state.num_hit_blocks = first + count
         state.next_block = 0
         state.unsaved = []
@@ -216,7 +217,6 @@ class SchedulerHalf(KVConnectorScheduler):
         """Saves of blocks that are, or will be after this step, full and valid on the device."""
         state = self._requests[item.request_id]
         state.block_ids.extend(item.new_block_ids)
-        self._num_taken += len(item.new_block_ids)
         hashes, size = state.request.block_hashes, self._block_size
         full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(hashes))
         if full <= state.next_block and not state.unsaved:

@@ -44,6 +44,7 @@ class ForeignBlocks:
         self.pool = BlockPool(100)
         self.pool.allocate(100)
         self.order: list[tuple[int, BlockHash]] = []
+        self.looked_ahead = 0
 
     def touch(self, block_ids: Sequence[int]) -> None:
         self.pool.acquire(block_ids)
@@ -52,6 +53,7 @@ class ForeignBlocks:
         self.pool.release(block_ids)
 
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
+        self.looked_ahead = limit
         return self.order[:limit]
 
     def pins(self) -> dict[int, int]:
@@ -211,7 +213,7 @@ def test_selective_saves_at_the_threshold_and_counts_preempted_requests_once() -
 
 
 def test_write_back_saves_what_is_next_in_line_and_nothing_else() -> None:
-    """The first two blocks at least, and twice as many as a step has taken."""
+    """It looks two blocks ahead at least, and twice as far as the largest request needed."""
     half, blocks = make_half(write_policy="write_back", write_back_lookahead=2)
     request = Asked("a", list(range(12)))
     half.update_state_after_alloc(request, [0], 0, 0)
@@ -221,12 +223,13 @@ def test_write_back_saves_what_is_next_in_line_and_nothing_else() -> None:
     assert half.has_pending_push_work(), "an idle engine is asked for a step"
     blocks.order = [(2, request.block_hashes[2]), (1, request.block_hashes[1]), (0, request.block_hashes[0])]
     plan = run(half)
-    assert [job.device_ids.tolist() for job in plan.saves] == [[2, 1]]
-    assert blocks.pins() == {1: 1, 2: 1}
+    assert [job.device_ids.tolist() for job in plan.saves] == [[2, 1, 0]]
+    assert blocks.pins() == {0: 1, 1: 1, 2: 1}
+    assert blocks.looked_ahead == 6
     assert run(half).is_empty, "on its way already"
     report(half, plan)
     assert not half.has_pending_push_work()
-    assert half.metrics.saves_on_reuse_blocks == 2
+    assert half.metrics.saves_on_reuse_blocks == 3
 
 
 def test_wanted_blocks_wait_for_host_memory_without_leaving_a_hole() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .kv_layout import PagedKV
 
+_FEW_ROWS = 64  # the tile of rows of fused attention kernels
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
@@ -100,10 +102,23 @@ def attend(queries: Tensor, cache: PagedKV, spans: Sequence[Span]) -> Tensor:
             x.transpose(0, 1).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1)
             for x in cache.read(span.block_ids, span.num_tokens, queries.dtype)
         )
-        grouped_out[:, :, span.rows] = F.scaled_dot_product_attention(
-            grouped[:, :, span.rows], keys, values, attn_mask=span.mask, is_causal=span.is_causal
-        )
+        rows = grouped[:, :, span.rows]
+        if rows.shape[2] <= _FEW_ROWS and not span.is_causal:
+            grouped_out[:, :, span.rows] = _attend_few(rows, keys, values, span.mask)
+        else:
+            grouped_out[:, :, span.rows] = F.scaled_dot_product_attention(
+                rows, keys, values, attn_mask=span.mask, is_causal=span.is_causal
+            )
     return out.view(total, -1)
+
+
+def _attend_few(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of few rows to many keys by plain products, which use the whole GPU where a fused kernel, with one
+    program per head and tile of rows, uses a corner of it."""
+    scores = (rows @ keys.transpose(-1, -2)) * rows.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1) @ values
 
 
 def _span(chunk: SequenceChunk, end: int, block_ids: Tensor, device: torch.device) -> Span:
