@@ -103,7 +103,7 @@ def attend(queries: Tensor, cache: PagedKV, spans: Sequence[Span]) -> Tensor:
             for x in cache.read(span.block_ids, span.num_tokens, queries.dtype)
         )
         rows = grouped[:, :, span.rows]
-        if rows.shape[2] <= _FEW_ROWS and not span.is_causal:
+        if rows.is_cuda and rows.shape[2] <= _FEW_ROWS and not span.is_causal:
             grouped_out[:, :, span.rows] = _attend_few(rows, keys, values, span.mask)
         else:
             grouped_out[:, :, span.rows] = F.scaled_dot_product_attention(
@@ -113,12 +113,13 @@ def attend(queries: Tensor, cache: PagedKV, spans: Sequence[Span]) -> Tensor:
 
 
 def _attend_few(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of few rows to many keys by plain products, which use the whole GPU where a fused kernel, with one
-    program per head and tile of rows, uses a corner of it."""
-    scores = (rows @ keys.transpose(-1, -2)) * rows.shape[-1] ** -0.5
+    """Attention of few rows to many keys by plain products: they use the whole GPU where a fused kernel, with one
+    program per head and tile of rows, uses a corner of it. (On the CPU the fused kernel is the quicker one.)"""
+    # Query heads of one KV head are rows of one product: broadcasting would copy the keys for each of them.
+    scores = (rows.flatten(1, 2) @ keys[:, 0].transpose(-1, -2)).unflatten(1, rows.shape[1:3]) * rows.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1) @ values
+    return (scores.softmax(-1).flatten(1, 2) @ values[:, 0]).unflatten(1, rows.shape[1:3])
 
 
 def _span(chunk: SequenceChunk, end: int, block_ids: Tensor, device: torch.device) -> Span:
