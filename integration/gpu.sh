@@ -25,8 +25,8 @@ step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importl
 step python3 -P -m integration.bench.overlap --json "$out/overlap.json" --trace "$out/overlap_trace.json"
 if python3 -P -c 'import transformers; from integration.models.smollm2 import find_gguf; find_gguf()' 2> /dev/null; then
   step python3 -P -m integration.mini_engine.demo --json "$out/demo.json" --png "$out/demo.png"
-  step python3 -P -m integration.mini_engine.demo --document-tokens 6500 --device-blocks 700 --host-memory 8GiB \
-    --json "$out/demo_long.json" --png "$out/demo_long.png"
+  step python3 -P -m integration.mini_engine.demo --document-tokens 1000 --device-blocks 128 \
+    --json "$out/demo_1000.json" --png "$out/demo_1000.png"
 else
   echo 'no demo: the model package is not installed here'
 fi

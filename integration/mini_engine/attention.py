@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .kv_layout import PagedKV
 
-_FEW_ROWS = 64  # the tile of rows of fused attention kernels
+_FEW_ROWS = 128  # one or two tiles of rows of a fused attention kernel
+_MANY_KEYS = 4096  # below, launching three kernels costs more than the idle part of the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def attend(queries: Tensor, cache: PagedKV, spans: Sequence[Span]) -> Tensor:
             for x in cache.read(span.block_ids, span.num_tokens, queries.dtype)
         )
         rows = grouped[:, :, span.rows]
-        if rows.is_cuda and rows.shape[2] <= _FEW_ROWS and not span.is_causal:
+        if rows.is_cuda and rows.shape[2] <= _FEW_ROWS and span.num_tokens >= _MANY_KEYS:
             grouped_out[:, :, span.rows] = _attend_few(rows, keys, values, span.mask)
         else:
             grouped_out[:, :, span.rows] = F.scaled_dot_product_attention(
