@@ -28,7 +28,7 @@ class WritePolicy(str, Enum):
     WRITE_BACK = "write_back"
 
 
-class CopyPath(str, Enum):
+class PathName(str, Enum):
     """How bytes move between device and host: see `transfer/paths.py`."""
 
     AUTO = "auto"
@@ -72,7 +72,7 @@ class Config:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
     write_through_threshold: int = 2
     write_back_lookahead: int = 64
-    copy_path: CopyPath = CopyPath.AUTO
+    copy_path: PathName = PathName.AUTO
     layer_group_bytes: int = 32 << 20
     staging_memory: int = 128 << 20
     pin_memory: bool = True
@@ -83,7 +83,7 @@ class Config:
         for name in ("host_memory", "layer_group_bytes", "staging_memory"):
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
         object.__setattr__(self, "write_policy", _choice(WritePolicy, self.write_policy, "write_policy"))
-        object.__setattr__(self, "copy_path", _choice(CopyPath, self.copy_path, "copy_path"))
+        object.__setattr__(self, "copy_path", _choice(PathName, self.copy_path, "copy_path"))
         for name in ("pin_memory", "numa_bind", "trace_loads"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a boolean: give true or false")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv_connector import Config, KVConnectorError
-from kv_connector.config import CopyPath, WritePolicy, parse_size
+from kv_connector.config import PathName, WritePolicy, parse_size
 from kv_connector.errors import ConfigError
 
 
@@ -69,7 +69,7 @@ def test_settings_from_json_become_typed_values() -> None:
     )
     assert config.host_memory == 16 << 30
     assert config.write_policy is WritePolicy.WRITE_BACK
-    assert config.copy_path is CopyPath.STAGED
+    assert config.copy_path is PathName.STAGED
     assert config.staging_memory == 64 << 20
 
 

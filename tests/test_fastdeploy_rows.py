@@ -1,7 +1,7 @@
 """FastDeploy's Cache Manager V1, row by row: each test fails on the behaviour that its row describes.
 
 The rows are those of a feature-by-feature reading of that system (its pull request #7097). Where a row is about
-storage, IPC or RDMA, it waits for those parts. Rows that a test elsewhere covers whole are named at its place.
+storage, IPC or RDMA, it waits for those parts. Row "NUMA" is in test_numa.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def half_hashes(prompt: Sequence[int]) -> list[Any]:
 
 
 def test_row_prefix_index() -> None:
-    """LRU was O(n) per eviction (`nsmallest` over all leaves): ours looks at a handful, however many there are."""
+    """Row "Prefix index". LRU was O(n) per eviction (`nsmallest` over all leaves): ours looks at a handful, however
+    many there are."""
     looked_at = []
     for count in (100, 10_000):
         host = CacheTier(PrefixTree(), Tier.HOST, count)
@@ -86,7 +87,8 @@ def test_row_prefix_index() -> None:
 
 
 def test_row_block_hash() -> None:
-    """Hashes came from pickle, without LoRA, salt or model (see test_hashing), and every block rescanned all items."""
+    """Row "Block hash". Hashes came from pickle, without LoRA, salt or model (see test_hashing), and every block
+    rescanned all items."""
 
     class CountingItem(MultimodalItem):
         reads = 0
@@ -103,7 +105,8 @@ def test_row_block_hash() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "preempt"])
 def test_row_insert(end: str) -> None:
-    """Blocks were matchable from allocation on: an abort before the forward pass left garbage for others to read."""
+    """Row "Insert". Blocks were matchable from allocation on: an abort before the forward pass left garbage for others
+    to read."""
     engine = through(write_policy="write_through")
     engine.add(PROMPT, 2, "doomed")
     step = engine.scheduler.schedule()
@@ -118,7 +121,7 @@ def test_row_insert(end: str) -> None:
 
 
 def test_row_ref_counts() -> None:
-    """References were taken in the first of two matches, so an abort in between leaked them."""
+    """Row "Ref counts". References were taken in the first of two matches, so an abort in between leaked them."""
     engine = through(write_policy="write_through")
     answer(engine)
     push_off_device(engine)
@@ -131,7 +134,8 @@ def test_row_ref_counts() -> None:
 
 
 def test_row_lru_eviction_heads_first() -> None:
-    """Touching root to leaf made the heads of prefixes the oldest: they went first and orphaned their tails."""
+    """Row "LRU eviction". Touching root to leaf made the heads of prefixes the oldest: they went first and orphaned
+    their tails."""
     host = CacheTier(PrefixTree(), Tier.HOST, 4)
     store(host, path(1, 2, 3, 4))
     host.release(host.allocate(2) or [])
@@ -139,7 +143,7 @@ def test_row_lru_eviction_heads_first() -> None:
 
 
 def test_row_lru_eviction_host_parent_of_a_device_child() -> None:
-    """A match split by status and joined device and host blocks in the wrong order."""
+    """Row "LRU eviction". A match split by status and joined device and host blocks in the wrong order."""
     tree = PrefixTree()
     device, host = CacheTier(tree, Tier.DEVICE, 4), CacheTier(tree, Tier.HOST, 3)
     store(host, path(1, 2, 3))
@@ -154,21 +158,23 @@ def test_row_lru_eviction_host_parent_of_a_device_child() -> None:
 
 
 def test_row_evict_nodes_selective() -> None:
-    """A shortage returned [] instead of None; and `allocate(0)` handed out every block."""
+    """Row "evict_nodes_selective". A shortage returned [] instead of None; and `allocate(0)` handed out every block."""
     host = CacheTier(PrefixTree(), Tier.HOST, 3)
     assert host.allocate(4) is None
     assert host.allocate(0) == []
 
 
 def test_row_write_through() -> None:
-    """write_through was "selective, threshold 1": a block that is never matched again was never saved."""
+    """Row "write_through". write_through was "selective, threshold 1": a block that is never matched again was never
+    saved."""
     engine = through(write_policy="write_through")
     answer(engine)
     assert half_of(engine).metrics.saved_blocks == 6
 
 
 def test_row_write_through_selective_backed_up_at_issue() -> None:
-    """A block counted as backed up when its copy was issued: a failed or unfinished copy could be matched."""
+    """Row "write_through_selective". A block counted as backed up when its copy was issued: a failed or unfinished copy
+    could be matched."""
     engine = through(write_policy="write_through")
     worker_of(engine).hold = True
     engine.add(PROMPT, 1)
@@ -184,14 +190,15 @@ def test_row_write_through_selective_backed_up_at_issue() -> None:
 
 
 def test_row_write_through_selective_all_or_nothing() -> None:
-    """With room for some candidates none was saved."""
+    """Row "write_through_selective". With room for some candidates none was saved."""
     engine = through(num_host_blocks=4, write_policy="write_through")
     answer(engine)
     assert half_of(engine).metrics.saved_blocks == 4
 
 
 def test_row_write_through_selective_hidden_copies() -> None:
-    """Host copies of blocks that were on the device as well could not be evicted: the pool filled, saving stopped."""
+    """Row "write_through_selective". Host copies of blocks that were on the device as well could not be evicted: the
+    pool filled, saving stopped."""
     engine = through(num_host_blocks=4, write_policy="write_through")
     answer(engine, [1] * 17)
     answer(engine, [2] * 17)
@@ -201,7 +208,7 @@ def test_row_write_through_selective_hidden_copies() -> None:
 
 
 def test_row_write_through_selective_error_path() -> None:
-    """Host blocks of a failed copy leaked."""
+    """Row "write_through_selective". Host blocks of a failed copy leaked."""
     engine = through(num_host_blocks=6, write_policy="write_through")
     path_of = worker_of(engine).path
     assert path_of is not None
@@ -213,8 +220,8 @@ def test_row_write_through_selective_error_path() -> None:
 
 
 def test_row_write_back() -> None:
-    """The tree said "not implemented"; the worker thread waited up to 300 s. Ours saves ahead of reuse and waits for
-    nothing: while the copy is late, the engine goes on and the block stays pinned."""
+    """Row "write_back". The tree said "not implemented"; the worker thread waited up to 300 s. Ours saves ahead of
+    reuse and waits for nothing: while the copy is late, the engine goes on and the block stays pinned."""
     engine = through(write_policy="write_back", write_back_lookahead=16)
     worker_of(engine).hold = True
     answer_request = engine.add(PROMPT, 2)
@@ -231,7 +238,8 @@ def test_row_write_back() -> None:
 
 
 def test_row_write_back_ordering() -> None:
-    """The host source of a load was freed when it was planned, and another copy of the batch was evicted into it."""
+    """Row "write_back ordering". The host source of a load was freed when it was planned, and another copy of the batch
+    was evicted into it."""
     engine = through(num_host_blocks=6, write_policy="write_through")
     expected = answer(engine).output_token_ids
     engine.scheduler.device.reset()
@@ -247,7 +255,7 @@ def test_row_write_back_ordering() -> None:
 
 
 def test_row_pending_evicts() -> None:
-    """A failed copy was never marked done, and every later one waited 300 s for it."""
+    """Row "Pending evicts". A failed copy was never marked done, and every later one waited 300 s for it."""
     engine = through(write_policy="write_through")
     path_of = worker_of(engine).path
     assert path_of is not None
@@ -278,8 +286,9 @@ def load_job(num_blocks: int, job_id: int = 1) -> CopyJob:
 
 @pytest.mark.gpu
 def test_row_layer_done_counter_and_streams() -> None:
-    """Waiting blocked the host, the streams may have been the compute stream itself, and a late waiter found its event
-    gone and read stale bytes. Ours: the host runs ahead of a busy GPU, and any number of waits see every byte."""
+    """Row "LayerDoneCounter, cleanup(), Evict counters, Dual streams". Waiting blocked the host, the streams may have
+    been the compute stream itself, and a late waiter found its event gone and read stale bytes. Ours: the host runs
+    ahead of a busy GPU, and any number of waits see every byte."""
     caches, host, engine, _ = copy_parts("cuda")
     busy = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
@@ -301,8 +310,30 @@ def test_row_layer_done_counter_and_streams() -> None:
     host.close()
 
 
+@pytest.mark.gpu
+def test_row_d2h_all_layers() -> None:
+    """Row "D2H all layers". The copy ended in a stream synchronise: ours returns while the GPU is still at work, and is
+    reported when the bytes are on the host."""
+    caches, host, engine, _ = copy_parts("cuda")
+    for index, tensor in enumerate(caches.values()):
+        tensor.fill_(index + 1)
+    host.tensor.zero_()
+    busy = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(20):
+        busy @ busy
+    ids = np.arange(64, dtype=np.int64)
+    engine.submit_save([CopyJob(1, Direction.SAVE, ids, ids)])
+    assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
+    assert engine.poll() == [], "reported before the bytes arrived"
+    assert [completion.ok for completion in engine.drain()] == [True]
+    assert host.tensor.view(64, len(caches), -1).float().mean((0, 2)).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    engine.close()
+    host.close()
+
+
 def test_row_failure_marking() -> None:
-    """A layer whose copy failed was counted as done: silent garbage."""
+    """Row "Failure marking". A layer whose copy failed was counted as done: silent garbage."""
     engine = through(write_policy="write_through", layer_group_bytes=1)
     answer(engine)
     engine.scheduler.device.reset()
@@ -315,14 +346,15 @@ def test_row_failure_marking() -> None:
 
 
 def test_row_failure_marking_empty_ids() -> None:
-    """A transfer of no blocks never completed."""
+    """Row "Failure marking". A transfer of no blocks never completed."""
     _, _, engine, _ = copy_parts("cpu", num_blocks=2, piece=16)
     assert engine.submit_load([load_job(0)]) == frozenset()
     assert [(c.job_id, c.ok) for c in engine.poll()] == [(1, True)]
 
 
 def test_row_h2d_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls, an event and two id uploads per layer: ours merges a step's requests, and layers into groups."""
+    """Row "H2D per layer". Two calls, an event and two id uploads per layer: ours merges a step's requests, and layers
+    into groups."""
     caches, _, _, _ = copy_parts("cpu", num_blocks=8, piece=512, layers=32)
     layout = CacheLayout.from_tensors(caches, 8)
     host = HostPool(8, layout.block_bytes)
@@ -337,8 +369,9 @@ def test_row_h2d_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_row_dtypes_and_mtp_and_scales_and_key_only() -> None:
-    """Only contiguous 4-D bf16, fp16 and uint8 were copied; draft layers, the scales of a layer-wise load and key-only
-    layers were not, and were marked done. Real engines: integration/tests/test_mini_engine.py."""
+    """Row "Dtypes, MTP layers, fp8 block scales, MLA / key-only". Only contiguous 4-D bf16, fp16 and uint8 were copied;
+    draft layers, the scales of a layer-wise load and key-only layers were not, and were marked done. Real engines:
+    integration/tests/test_mini_engine.py."""
     bf16 = torch.randn(2, 3, 4, 2, 6).to(torch.bfloat16)[..., :5]
     caches = {
         "layers.0": bf16,
@@ -365,7 +398,8 @@ def tensors_of(caches: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def test_row_host_layout() -> None:
-    """Layer-first host arrays needed a gather for storage: here one block is one contiguous run with every layer."""
+    """Row "Host layout". Layer-first host arrays needed a gather for storage: here one block is one contiguous run with
+    every layer."""
     caches, host, engine, _ = copy_parts("cpu", num_blocks=2, piece=4096, layers=3)
     for index, tensor in enumerate(caches.values()):
         tensor[1] = index + 1
@@ -375,7 +409,7 @@ def test_row_host_layout() -> None:
 
 
 def test_row_batch_request_merge() -> None:
-    """Merging a batch mutated the first request's lists and lost which request failed."""
+    """Row "BatchRequest merge". Merging a batch mutated the first request's lists and lost which request failed."""
     engine = through(write_policy="write_through")
     answer(engine)
     answer(engine, [5] * 24)
@@ -389,7 +423,8 @@ def test_row_batch_request_merge() -> None:
 
 
 def test_row_reset_with_copies_in_flight() -> None:
-    """Reset did not drain copies and kept pending maps: ours forgets at once and keeps the memory until they end."""
+    """Row "reset/free". Reset did not drain copies and kept pending maps: ours forgets at once and keeps the memory
+    until they end."""
     engine = through(write_policy="write_through")
     worker_of(engine).hold = True
     engine.add(PROMPT, 1)
@@ -408,7 +443,8 @@ def test_row_reset_with_copies_in_flight() -> None:
 
 
 def test_row_start_stop() -> None:
-    """Pausing called methods that did not exist: every method of the interface is there, and stopping twice is fine."""
+    """Row "start/stop (pause)". Pausing called methods that did not exist: every method of the interface is there, and
+    stopping twice is fine."""
     assert not SchedulerHalf.__abstractmethods__
     assert not WorkerHalf.__abstractmethods__
     for interface, half in ((KVConnectorScheduler, SchedulerHalf), (KVConnectorWorker, WorkerHalf)):
@@ -420,7 +456,7 @@ def test_row_start_stop() -> None:
 
 
 def test_row_resize() -> None:
-    """After shrinking, a live id above the new size came back to the free list."""
+    """Row "resize". After shrinking, a live id above the new size came back to the free list."""
     pool = BlockPool(4)
     ids = pool.allocate(4) or []
     pool.resize(2)
@@ -431,7 +467,7 @@ def test_row_resize() -> None:
 
 
 def test_row_stats() -> None:
-    """There were counts, but no bytes, no policy and nothing of what was waited for."""
+    """Row "Stats". There were counts, but no bytes, no policy and nothing of what was waited for."""
     engine = through(write_policy="write_through", trace_loads=True)
     answer(engine)
     engine.scheduler.device.reset()
@@ -446,7 +482,8 @@ def test_row_stats() -> None:
 
 
 def test_row_rank_naming() -> None:
-    """One side named tensors by rank modulo TP size, the other by rank: here a rank is an index on both sides."""
+    """Row "Rank naming". One side named tensors by rank modulo TP size, the other by rank: here a rank is an index on
+    both sides."""
     engine = make_engine(Config(host_memory="1MiB", write_policy="write_through"), model=PatternModel(num_ranks=3))
     answer(engine)
     engine.scheduler.device.reset()

@@ -1,4 +1,8 @@
-"""The GPU's NUMA node from made-up sysfs trees; no GPU needed."""
+"""The GPU's NUMA node from made-up sysfs trees; no GPU needed.
+
+FastDeploy's row "NUMA": a physical index that ignores CUDA_VISIBLE_DEVICES, the first NVIDIA device as fallback, and a
+binding that persists on the thread.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_connector.config import Config
-from kv_connector.config import CopyPath as PathName
+from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, InvalidBlockError, TransferError
 from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer import staging

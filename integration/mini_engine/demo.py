@@ -192,7 +192,8 @@ def conclude(options: argparse.Namespace, turns: Sequence[Turn]) -> int:
         print(f"{len(ratios)} turns hit 1,000 tokens or more on the host: {spread}")
         report.claim("ttft_speedup_of_1000_token_host_hit", median(ratios), 5, "x", "higher")
     report.write(options.json)
-    plot_ttft(options.png, [(t.way, t.turn, 1e3 * t.ttft) for t in turns])
+    title = f"{options.users} chats that do not fit on the device together, {hardware()['gpu'] or hardware()['cpu']}"
+    plot_ttft(options.png, title, [(t.way, t.turn, 1e3 * t.ttft) for t in turns])
     for t in different:
         print(f"user {t.user}, turn {t.turn + 1}, {t.way}: tokens differ from those without a cache", file=sys.stderr)
     return 1 if different else 0

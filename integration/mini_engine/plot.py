@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 
-def plot_ttft(path: Path, points: Sequence[tuple[str, int, float]]) -> None:
+def plot_ttft(path: Path, title: str, points: Sequence[tuple[str, int, float]]) -> None:
     """Write a PNG of (way, turn, TTFT in ms): medians as lines, single users as dots. Needs matplotlib."""
     try:
         import matplotlib
@@ -15,7 +15,7 @@ def plot_ttft(path: Path, points: Sequence[tuple[str, int, float]]) -> None:
         print("no picture: pip install matplotlib")
         return
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for way in dict.fromkeys(way for way, _, _ in points):
@@ -25,10 +25,12 @@ def plot_ttft(path: Path, points: Sequence[tuple[str, int, float]]) -> None:
         for turn, times in zip(turns, by_turn, strict=True):
             axes.scatter([turn + 1] * len(times), times, s=9, color=line.get_color(), alpha=0.5)
     axes.set_yscale("log")
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(ticker.FuncFormatter(lambda ms, _: f"{ms:g}"))
     axes.set_xticks(sorted({turn + 1 for _, turn, _ in points}))
     axes.set_xlabel("turn of the conversation")
     axes.set_ylabel("time to first token, ms (median over users)")
-    axes.set_title("SmolLM2-135M-Instruct: documents that do not fit on the device together")
+    axes.set_title(title)
     axes.grid(True, which="both", alpha=0.2)
     axes.legend()
     figure.savefig(path, dpi=120)

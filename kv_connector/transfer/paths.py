@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..config import Config
-from ..config import CopyPath as PathName
+from ..config import Config, PathName
 from ..errors import TransferError
 from ..types import Direction
 from .dma import RunsPath
