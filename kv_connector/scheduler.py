@@ -114,7 +114,7 @@ class SchedulerHalf(KVConnectorScheduler):
         for item in output.scheduled:
             pairs += self._plan_saves(item, now)
         if self._policy.saves_before_reuse:
-            pairs += self._plan_saves_before_reuse(exclude={device_id for device_id, _ in pairs})
+            pairs += self._plan_saves_before_reuse()
         for state in self._requests.values():
             state.load = None
         saves = [self._jobs.open(Direction.SAVE, *zip(*pairs, strict=True))] if pairs else []
@@ -219,8 +219,8 @@ class SchedulerHalf(KVConnectorScheduler):
         state.block_ids.extend(item.new_block_ids)
         hashes, size = state.request.block_hashes, self._block_size
         full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(hashes))
-        if full <= state.next_block and not state.unsaved:
-            return []
+        if (full <= state.next_block and not state.unsaved) or not self.host.num_available:
+            return []  # with no room at all the blocks are looked at when there is some
         first = state.next_block
         wanted = [index for index in (*state.unsaved, *range(first, full)) if self._is_wanted(hashes[index])]
         state.next_block = max(first, full)
@@ -238,14 +238,14 @@ class SchedulerHalf(KVConnectorScheduler):
         self._pool.touch(device_ids)
         return list(zip(device_ids, host_ids, strict=True))
 
-    def _plan_saves_before_reuse(self, exclude: set[int]) -> list[tuple[int, int]]:
+    def _plan_saves_before_reuse(self) -> list[tuple[int, int]]:
         """Under write_back: saves of the device blocks that the engine will reuse first."""
         pairs = []
         self._most_taken, self._num_taken = max(self._most_taken, self._num_taken), 0
         num_watched = max(self._policy.lookahead, 2 * self._most_taken)
         for device_id, block_hash in self._pool.next_reused(num_watched):
             node = self.tree.get(block_hash)
-            if node is None or device_id in exclude or self.host.node_state(node) is not BlockState.ABSENT:
+            if node is None or self.host.node_state(node) is not BlockState.ABSENT:
                 continue
             host_ids = self.host.allocate_up_to(1, older_than=self.tree.used[node])
             node = self.tree.get(block_hash)
@@ -322,7 +322,8 @@ class SchedulerHalf(KVConnectorScheduler):
         if ok:
             filled = self.host.fill(host_ids)
             self.metrics.saved_blocks += len(filled)
-            self._events.add(BlockStored(tuple(self.host.hashes_of(filled)), Tier.HOST))
+            if filled:
+                self._events.add(BlockStored(tuple(self.host.hashes_of(filled)), Tier.HOST))
         else:
             self.metrics.failed_save_jobs += 1
             self.host.discard(host_ids)

@@ -292,7 +292,8 @@ def test_a_plan_is_small_plain_and_the_scheduler_keeps_no_reference_into_it() ->
 
 
 def test_a_missing_pool_is_named() -> None:
-    half = SchedulerHalf(Config(), 4)
+    half = SchedulerHalf(Config(write_policy="write_through"), 4)
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=4)])
     half.update_state_after_alloc(Asked("a", [1] * 5), [0, 1], 0, 0)
     with pytest.raises(KVConnectorError, match="bind_block_pool"):
         run(half, Asked("a", [1] * 5))

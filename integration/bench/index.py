@@ -2,7 +2,8 @@
 
 Beside it, on the same work in the same run, vLLM's block pool where vllm is installed. One unit of work is a chain of
 64 blocks: `evict` makes room for it at the cost of the least recently used, `insert` names, fills and releases it
-there, `match` finds all of a random one. Both sides take turns, `--repeats` times; medians count.
+there, `match` finds all of a random one. All sizes and both sides take turns,
+`--repeats` times, so that whatever else the machine does falls on all of them; medians count.
 """
 
 from __future__ import annotations
@@ -147,36 +148,39 @@ def main() -> int:
     report, sides = Report("index"), [OurIndex, *_vllm()]
     print(f"{hardware()['cpu']}, {hardware()['cores']} cores; ns per block, median of {options.repeats} repeats")
     print(f"{'cached blocks':>13}  {'':13}" + "".join(f"{name:>24}" for name in OPERATIONS))
-    costs: dict[tuple[str, str, int], float] = {}
-    for size in SIZES:
-        repeats = [(side.name, measure(side(size // CHAIN * CHAIN), size)) for side in sides]
-        results: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
-        for number in range(options.repeats):
-            for name, repeat in repeats:
-                results[name].append(repeat(number))
-        for name, rows in results.items():
-            cells = []
-            for operation in OPERATIONS:
-                values = [row[operation] for row in rows]
-                low, *_, high = quantiles(values, n=10)
-                costs[name, operation, size] = median(values)
-                cells.append(f"{median(values):8.0f} ({low:.0f}..{high:.0f})")
-                report.rows.append(
-                    {"index": name, "operation": operation, "cached_blocks": size, "ns_per_block": median(values)}
-                    | {"p10": low, "p90": high}
-                )
-            print(f"{size:13,}  {name:13}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
-        del repeats
-        gc.collect()
+    keys = [(side, size) for size in SIZES for side in sides]
+    repeats = {(side.name, size): measure(side(size // CHAIN * CHAIN), size) for side, size in keys}
+    gc.collect()
+    gc.freeze()  # as vLLM does after start-up: what is cached is not walked again and again
+    results: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in repeats}
+    for number in range(options.repeats):
+        for key, repeat in repeats.items():
+            results[key].append(repeat(number))
+    gc.unfreeze()
+    costs = {key: summarize(report, *key, rows) for key, rows in results.items()}
     claim(report, costs, sides)
     report.write(options.json)
     return 0
 
 
-def claim(report: Report, costs: dict[tuple[str, str, int], float], sides: Sequence[type[Any]]) -> None:
+def summarize(report: Report, name: str, size: int, rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Print and record one line; returns the medians by operation."""
+    cells, medians = [], {}
+    for operation in OPERATIONS:
+        values = [row[operation] for row in rows]
+        low, *_, high = quantiles(values, n=10)
+        medians[operation] = median(values)
+        cells.append(f"{medians[operation]:8.0f} ({low:.0f}..{high:.0f})")
+        row = {"index": name, "operation": operation, "cached_blocks": size, "ns_per_block": medians[operation]}
+        report.rows.append(row | {"p10": low, "p90": high})
+    print(f"{size:13,}  {name:13}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
+    return medians
+
+
+def claim(report: Report, costs: dict[tuple[str, int], dict[str, float]], sides: Sequence[type[Any]]) -> None:
     """What was asked for, and how it compares."""
     for operation in OPERATIONS:
-        ours = [costs["kv_connector", operation, size] for size in SIZES]
+        ours = [costs["kv_connector", size][operation] for size in SIZES]
         growth = max(ours) / ours[0]
         report.claim(f"{operation}_growth_from_1e3_to_1e6_blocks", growth, 1.3, "x", "lower")
     report.claim("memory_per_cached_block", memory_per_block(SIZES[-1]), 400, "bytes", "lower")
@@ -184,7 +188,7 @@ def claim(report: Report, costs: dict[tuple[str, str, int], float], sides: Seque
         print("vllm is not installed: no comparison")
         return
     for operation in OPERATIONS:
-        ratios = [costs["vllm", operation, size] / costs["kv_connector", operation, size] for size in SIZES]
+        ratios = [costs["vllm", size][operation] / costs["kv_connector", size][operation] for size in SIZES]
         print(f"        vLLM's {operation} takes {min(ratios):.2f} to {max(ratios):.2f} times as long")
 
 

@@ -253,11 +253,12 @@ class CacheTier:
     def _evict(self, victims: list[int]) -> None:
         """Let go of victims of `_select`, which has counted them out of their parents' kids."""
         block_ids = self.blocks_of(victims)
-        for node, block_id in zip(victims, block_ids, strict=True):
-            self.removed.append(self.tree.hash_of(node))
-            self._state[block_id] = advance(self.tier, self._state[block_id], Event.EVICT)
+        absent = advance(self.tier, _RESIDENT, Event.EVICT)
+        self.removed += map(self.tree.hash_of, victims)
+        for block_id in block_ids:
+            self._state[block_id] = absent
             self._node[block_id] = NONE
-            self.tree.remove_copy(node, self.tier)
+        self.tree.remove_copies(victims, self.tier)
         self.pool.free(block_ids)
         self._num_idle -= len(victims)
         self.num_copies -= len(victims)
@@ -272,7 +273,7 @@ class CacheTier:
         self.num_copies -= 1
         parent = self.tree.parent[node]
         self._kids[parent] -= 1
-        self.tree.remove_copy(node, self.tier)
+        self.tree.remove_copies((node,), self.tier)
         self._offer(parent)
 
     def _reserve_rows(self, block_id: int) -> None:

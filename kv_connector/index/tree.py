@@ -119,14 +119,17 @@ class PrefixTree:
                 self._num_remembered -= 1
             copies[node] += 1
 
-    def remove_copy(self, node: int, tier: Tier) -> None:
-        """Forget the copy on `tier`. Only tiers call this."""
-        assert self.block[tier][node] != NONE, f"node {node} has no {tier.name} copy"
-        self.block[tier][node] = NONE
-        self._copies[node] -= 1
-        if self._copies[node] == 0:
-            self._num_remembered += 1
-            self.settle(node)
+    def remove_copies(self, nodes: Iterable[int], tier: Tier) -> None:
+        """Forget the copies of these nodes on `tier`. Only tiers call this."""
+        blocks, copies = self.block[tier], self._copies
+        for node in nodes:
+            assert blocks[node] != NONE, f"node {node} has no {tier.name} copy"
+            blocks[node] = NONE
+            copies[node] -= 1
+            if not copies[node]:
+                self._num_remembered += 1
+                self._let_leave(node)
+        self._forget()
 
     def pin(self, nodes: Iterable[int]) -> None:
         """Keep these nodes and their host and storage copies until `unpin`."""
@@ -142,15 +145,8 @@ class PrefixTree:
 
     def settle(self, node: int) -> None:
         """Let a node without copies be forgotten once `max_remembered` newer ones have come."""
-        if self._is_forgettable(node) and not self._is_leaving[node]:
-            self._is_leaving[node] = 1
-            self._leaving.append(node)
-        while self._num_remembered > self.max_remembered and self._leaving:
-            oldest = self._leaving.popleft()
-            self._is_leaving[oldest] = 0
-            # Tails lose their copies first and so leave first; a head that waited for them has left the queue by now.
-            while self._is_forgettable(oldest) and not self._is_leaving[oldest]:
-                oldest = self._remove(oldest)
+        self._let_leave(node)
+        self._forget()
 
     def check(self) -> None:
         """Verify every invariant that does not concern the pools; O(nodes)."""
@@ -169,6 +165,23 @@ class PrefixTree:
         for node, count in children.items():
             assert count == self._children[node], f"node {node} counts {self._children[node]} children, has {count}"
         assert sorted(self._leaving) == [n for n, flag in enumerate(self._is_leaving) if flag], "a node leaves twice"
+
+    def _let_leave(self, node: int) -> None:
+        if self._is_forgettable(node) and not self._is_leaving[node]:
+            self._is_leaving[node] = 1
+            self._leaving.append(node)
+
+    def _forget(self) -> None:
+        while self._num_remembered > self.max_remembered and self._leaving:
+            node = self._leaving.popleft()
+            self._is_leaving[node] = 0
+            # A head has waited for its tail, which leaves first, and is at least as old.
+            while self._is_forgettable(node) and not self._is_leaving[node]:
+                if self._num_remembered <= self.max_remembered:
+                    self._is_leaving[node] = 1
+                    self._leaving.appendleft(node)
+                    break
+                node = self._remove(node)
 
     def _is_forgettable(self, node: int) -> bool:
         return (
