@@ -8,6 +8,7 @@ the wheel nor `gguf`. Run `python -m integration.models.smollm2` to make the fol
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -91,7 +92,8 @@ def load_smollm2(
 def convert(folder: Path | str | None = None) -> Path:
     """Make the folder unless it is complete, and return it. Progress goes to stderr.
 
-    The folder appears at once, by renaming a finished one; of two processes that convert, the second's work is lost.
+    The folder appears at once, by renaming a finished one. Of two processes that ask for it, one converts and the other
+    waits; what a killed one left behind is removed.
     """
     folder = default_folder() if folder is None else Path(folder)
     if is_converted(folder):
@@ -104,26 +106,25 @@ def convert(folder: Path | str | None = None) -> Path:
         raise ImportError(f"the conversion needs the package gguf:\n  {PIP_LINES}") from error
     gguf_file = find_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        reader = GGUFReader(gguf_file)
-        _write_weights(reader, unfinished)
-        (unfinished / "config.json").write_text(json.dumps(_hf_config(reader), indent=2) + "\n")
-        _write_tokenizer(gguf_file, unfinished)
-        _rename(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_converted(folder):
+            for leftover in folder.parent.glob(f".{folder.name}-*"):
+                shutil.rmtree(leftover)
+            _write_folder(GGUFReader(gguf_file), gguf_file, folder)
     return folder
 
 
-def _rename(unfinished: Path, folder: Path) -> None:
-    unfinished.chmod(0o755)
+def _write_folder(reader: GGUFReader, gguf_file: Path, folder: Path) -> None:
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
+        _write_weights(reader, unfinished)
+        (unfinished / "config.json").write_text(json.dumps(_hf_config(reader), indent=2) + "\n")
+        _write_tokenizer(gguf_file, unfinished)
+        unfinished.chmod(0o755)
         unfinished.rename(folder)
-    except OSError:
-        # A non-empty target refuses the rename: another process has finished the same work.
-        if not is_converted(folder):
-            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _field(reader: GGUFReader, name: str) -> Any:
