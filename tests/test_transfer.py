@@ -1,317 +1,38 @@
-"""Copy paths against plain indexing, run merging, and the life of jobs in the transfer engine."""
+"""The transfer engine: order, readiness, failures, and the end of every job."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, InvalidBlockError, TransferError
 from kv_connector.transfer import engine as engine_module
-from kv_connector.transfer import staging
-from kv_connector.transfer.direct import DirectPath
-from kv_connector.transfer.dma import RunsPath, merge_runs
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import CopyPath, TorchPath, choose, make_path
-from kv_connector.transfer.staging import StagedPath, min_staging_memory
+from kv_connector.transfer.paths import CopyPath, make_path
 from kv_connector.types import CopyJob, Direction
-
-POISON = 0xC3
-NUM_DEVICE = 13
-NUM_HOST = 17
-LOAD, SAVE = Direction.LOAD, Direction.SAVE
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
-
-
-def job(job_id: int, direction: Direction, device_ids: list[int], host_ids: list[int]) -> CopyJob:
-    return CopyJob(job_id, direction, ids(*device_ids), ids(*host_ids))
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled here, for the GPU")
-    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
-
-
-class LockedPool(HostPool):
-    """Says that it is page-locked, so that the direct path's logic runs on the CPU."""
-
-    is_pinned = True  # type: ignore[assignment]
-
-
-def copy_now(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, pinned: bool, stream: int | None) -> None:
-    """A copier for memory of the CPU."""
-    for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-        ctypes.memmove(target, source, size)
-
-
-def make_pool(layout: CacheLayout, num_blocks: int = NUM_HOST) -> HostPool:
-    if layout.device.type == "cpu":
-        pool: HostPool = HostPool.__new__(LockedPool)
-        HostPool.__init__(pool, num_blocks, layout.block_bytes, pin_memory=False)
-        pool.blocks_per_piece = 4
-    else:
-        pool = HostPool(num_blocks, layout.block_bytes, device=layout.device, pin_piece_bytes=4 * layout.block_bytes)
-        pool.wait_ready()
-        assert pool.is_pinned
-    pool.tensor.fill_(POISON)
-    return pool
-
-
-def make_named_path(name: str, layout: CacheLayout, pool: HostPool, staging_memory: int = 0) -> CopyPath:
-    copier = copy_now if layout.device.type == "cpu" else None
-    if name == "runs":
-        return RunsPath(layout, pool, copier)
-    if name == "direct":
-        return DirectPath(layout, pool)
-    if name == "staged":
-        return StagedPath(layout, pool, staging_memory or min_staging_memory(layout) * 3, copier)
-    return make_path(layout, pool, Config())
-
-
-PATHS = ["runs", "direct", "staged", "default"]
-
-
-def bf16_apart() -> dict[str, Any]:
-    return {f"{i}": torch.zeros(2, NUM_DEVICE, 4, 2, 8, dtype=torch.bfloat16) for i in range(3)}
-
-
-def fp8_with_scales() -> dict[str, Any]:
-    return {
-        f"{i}": [torch.zeros(NUM_DEVICE, 4, 8, dtype=torch.float8_e4m3fn), torch.zeros(NUM_DEVICE, 4)] for i in range(3)
-    }
-
-
-def odd_bytes() -> dict[str, Any]:
-    return {f"{i}": torch.zeros(NUM_DEVICE, 3 + i, 11, dtype=torch.uint8) for i in range(4)}
-
-
-def padded_half() -> dict[str, Any]:
-    return {f"{i}": torch.zeros(NUM_DEVICE, 4, 24, dtype=torch.float16)[:, :, :16] for i in range(2)}
-
-
-def layers_inside_blocks() -> dict[str, Any]:
-    whole = torch.zeros(NUM_DEVICE, 4, 1024, dtype=torch.uint8)
-    return {f"{i}": whole[:, i] for i in range(4)}
-
-
-CACHES = [bf16_apart, fp8_with_scales, odd_bytes, padded_half, layers_inside_blocks]
-
-
-def filled(make: Callable[[], dict[str, Any]], device: torch.device) -> CacheLayout:
-    """The layout of caches on `device` whose every byte of storage, padding included, is random."""
-    generator = torch.Generator().manual_seed(7)
-    moved: dict[int, torch.Tensor] = {}
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in moved:
-            noise = torch.randint(0, 256, (storage.nbytes(),), dtype=torch.uint8, generator=generator)
-            moved[storage.data_ptr()] = noise.to(device)
-        memory = moved[storage.data_ptr()].view(tensor.dtype)
-        return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    made = make()
-    caches = {
-        name: move(entry) if isinstance(entry, torch.Tensor) else [move(tensor) for tensor in entry]
-        for name, entry in made.items()
-    }
-    return CacheLayout.from_tensors(caches, NUM_DEVICE)
-
-
-def storages(layout: CacheLayout) -> list[torch.Tensor]:
-    """All memory of the caches, padding included, on the CPU."""
-    found = {}
-    for region in layout.regions:
-        storage = region.view.untyped_storage()
-        found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=region.view.device).set_(storage)
-    return [memory.cpu().clone() for memory in found.values()]
-
-
-def expected_after(
-    layout: CacheLayout, pool: HostPool, direction: Direction, regions: range, device_ids: Any, host_ids: Any
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What plain indexing makes of clones: device views and host blocks."""
-    views = [region.view.cpu().clone() for region in layout.regions]
-    host = pool.tensor.clone()
-    for index in regions:
-        region = layout.regions[index]
-        for device_id, host_id in zip(device_ids, host_ids, strict=True):
-            piece = host[host_id, region.offset : region.offset + region.piece_bytes]
-            if direction is SAVE:
-                piece.copy_(views[index][device_id])
-            else:
-                views[index][device_id] = piece
-    return views, host
-
-
-@contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
-    if device.type == "cpu":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-def check_copy(
-    path: CopyPath, layout: CacheLayout, pool: HostPool, direction: Direction, regions: range, pairs: Any
-) -> None:
-    device_ids, host_ids = (ids(*column) for column in zip(*pairs, strict=True))
-    views, host = expected_after(layout, pool, direction, regions, device_ids, host_ids)
-    padding = storages(layout) if direction is SAVE else None
-    with side_stream(layout.device):
-        path.copy(direction, regions, device_ids, host_ids)
-    assert torch.equal(pool.tensor, host)
-    for region, view in zip(layout.regions, views, strict=True):
-        assert torch.equal(region.view.cpu(), view)
-    if padding is not None:
-        assert all(torch.equal(old, new) for old, new in zip(padding, storages(layout), strict=True))
-
-
-PAIRS = [
-    [(3, 5)],
-    [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 5)],
-    [(9, 8), (8, 7), (7, 6), (6, 5)],
-    [(12, 3), (0, 16), (5, 4), (1, 0), (4, 15), (2, 9), (11, 10)],
-    [(1, 9), (2, 8), (3, 7)],
-]
-
-
-@pytest.mark.parametrize("name", PATHS)
-@pytest.mark.parametrize("make", CACHES)
-def test_paths_copy_exactly_what_indexing_would(name: str, make: Any, device: torch.device) -> None:
-    layout = filled(make, device)
-    pool = make_pool(layout)
-    path = make_named_path(name, layout, pool)
-    count = len(layout.regions)
-    for pairs in PAIRS:
-        check_copy(path, layout, pool, SAVE, range(count), pairs)
-    pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
-    for pairs in PAIRS:
-        check_copy(path, layout, pool, LOAD, range(count), pairs)
-    for regions in (range(1), range(1, count), range(count - 1, count)):
-        check_copy(path, layout, pool, LOAD, regions, PAIRS[3])
-        check_copy(path, layout, pool, SAVE, regions, PAIRS[3])
-    path.close()
-    path.close()
-    pool.close()
-
-
-@pytest.mark.parametrize("extra", [0, 4096])
-def test_a_small_ring_goes_round_and_long_rows_are_cut(extra: int, device: torch.device) -> None:
-    layout = filled(fp8_with_scales, device)
-    pool = make_pool(layout)
-    path = make_named_path("staged", layout, pool, min_staging_memory(layout) + extra)
-    everything = range(len(layout.regions))
-    pairs = [(block, (block * 5 + 2) % NUM_HOST) for block in range(NUM_DEVICE)]
-    for _ in range(2):
-        check_copy(path, layout, pool, SAVE, everything, pairs)
-        pool.tensor.add_(1)
-        check_copy(path, layout, pool, LOAD, everything, pairs)
-    path.close()
-    pool.close()
-
-
-@settings(deadline=None, max_examples=60)
-@given(data=st.data(), which=st.sampled_from(range(len(CACHES))), direction=st.sampled_from(Direction))
-def test_runs_and_torch_agree_on_any_ids(data: st.DataObject, which: int, direction: Direction) -> None:
-    layout = filled(CACHES[which], torch.device("cpu"))
-    count = data.draw(st.integers(1, NUM_DEVICE))
-    device_ids = data.draw(st.permutations(range(NUM_DEVICE)))[:count]
-    host_ids = data.draw(st.permutations(range(NUM_HOST)))[:count]
-    first = data.draw(st.integers(0, len(layout.regions) - 1))
-    regions = range(first, data.draw(st.integers(first + 1, len(layout.regions))))
-    pairs = list(zip(device_ids, host_ids, strict=True))
-    for kind in ("runs", "torch"):
-        pool = make_pool(layout)
-        path = RunsPath(layout, pool, copy_now) if kind == "runs" else TorchPath(layout, pool)
-        check_copy(path, layout, pool, direction, regions, pairs)
-
-
-def count_segments(make: Any, pairs: list[tuple[int, int]], blocks_per_piece: int = 1000) -> int:
-    layout = filled(make, torch.device("cpu"))
-    pool = make_pool(layout)
-    pool.blocks_per_piece = blocks_per_piece
-    device_ids, host_ids = (ids(*column) for column in zip(*pairs, strict=True))
-    return len(RunsPath(layout, pool, copy_now).plan(range(len(layout.regions)), device_ids, host_ids))
-
-
-def test_runs_merge_across_layers_and_blocks_in_either_order() -> None:
-    ascending = [(2, 5), (3, 6), (4, 7), (9, 1)]
-    assert count_segments(layers_inside_blocks, ascending) == 2
-    assert count_segments(layers_inside_blocks, ascending[::-1]) == 2
-    assert count_segments(layers_inside_blocks, [(2, 7), (3, 6), (4, 5)]) == 3
-    assert count_segments(layers_inside_blocks, ascending, blocks_per_piece=6) == 3
-    assert count_segments(bf16_apart, ascending) == 6 * 4
-    assert count_segments(odd_bytes, ascending) == 4 * 4
-
-
-def test_merged_segments_hold_the_same_bytes() -> None:
-    segments = merge_runs(ids(100, 108, 200, 216), ids(0, 8, 16, 32), ids(8, 8, 16, 8), ids(0, 0, 0, 0))
-    assert segments.device.tolist() == [100, 200]
-    assert segments.host.tolist() == [0, 16]
-    assert segments.sizes.tolist() == [16, 24]
-
-
-@pytest.mark.parametrize(
-    ("segment", "total", "pinned", "name"),
-    [
-        (16 << 10, 64 << 20, True, PathName.STAGED),
-        (16 << 10, 256 << 10, True, PathName.DIRECT),
-        (2 << 20, 64 << 20, True, PathName.RUNS),
-        (16 << 10, 64 << 20, False, PathName.RUNS),
-        (16 << 10, 16 << 10, False, PathName.RUNS),
-    ],
+from tests.copies import (
+    LOAD,
+    NUM_DEVICE,
+    NUM_HOST,
+    PAIRS,
+    POISON,
+    SAVE,
+    bf16_apart,
+    check_copy,
+    filled,
+    ids,
+    job,
+    make_pool,
 )
-def test_choice_of_a_path(segment: int, total: int, pinned: bool, name: PathName) -> None:
-    assert choose(segment, total, pinned) is name
-
-
-def test_paths_that_cannot_serve_say_what_to_change() -> None:
-    layout = filled(bf16_apart, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="pin_memory"):
-        DirectPath(layout, HostPool(2, layout.block_bytes))
-    with pytest.raises(ConfigError, match=rf"staging_memory=100 .* give at least {min_staging_memory(layout)} bytes"):
-        StagedPath(layout, HostPool(2, layout.block_bytes), 100, copy_now)
-    assert isinstance(make_path(layout, HostPool(2, layout.block_bytes), Config(copy_path=PathName.STAGED)), TorchPath)
-
-
-def test_staged_joins_its_stream_also_where_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = filled(bf16_apart, torch.device("cpu"))
-    pool = make_pool(layout)
-    joined = []
-    monkeypatch.setattr(staging._Ring, "pass_on", lambda ring, stream, then: joined.append(ring))
-
-    def fail(*_: object) -> None:
-        raise TransferError("no luck")
-
-    path = StagedPath(layout, pool, min_staging_memory(layout), fail)
-    for direction in Direction:
-        with pytest.raises(TransferError):
-            path.copy(direction, range(2), ids(1), ids(2))
-    assert len(joined) == 3  # the save had handed its packed rows on, too
-
-
-# The engine.
 
 
 class FailingPath:
