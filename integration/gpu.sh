@@ -3,7 +3,7 @@
 #
 #   integration/gpu.sh [OUT_DIR]      results, traces and pictures go to OUT_DIR (default: build/gpu)
 #
-# It needs a Python with torch, triton, numpy and pytest, and installs nothing: the package is copied to a temporary
+# It needs a Python with torch, triton, numpy, pytest and hypothesis, and installs nothing: the package is copied to a temporary
 # folder, kernels in place. The demo runs where transformers and the model's package are there too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,9 +19,8 @@ failed=0
 step() { printf '\n==> %s\n' "$*"; "$@" || { failed=1; echo "FAILED: $*" >&2; }; }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-tests=$(grep -lr 'mark.gpu' tests integration/tests --include='*.py')
 step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -m gpu -p no:cacheprovider \
-  --disable-warnings $tests
+  --disable-warnings tests integration/tests
 step python3 -P -m integration.bench.overlap --json "$out/overlap.json" --trace "$out/overlap_trace.json"
 if python3 -P -c 'import transformers; from integration.models.smollm2 import find_gguf; find_gguf()' 2> /dev/null; then
   step python3 -P -m integration.mini_engine.demo --json "$out/demo.json" --png "$out/demo.png"
