@@ -3,8 +3,8 @@
 #
 #   integration/gpu.sh [OUT_DIR]      results, traces and pictures go to OUT_DIR (default: build/gpu)
 #
-# It needs a Python with torch, triton, numpy, pytest and hypothesis, and installs nothing: the package is copied to a temporary
-# folder, kernels in place. The demo runs where transformers and the model's package are there too.
+# It needs a Python with torch, triton, numpy, pytest and hypothesis, and installs nothing: the package is copied to a
+# temporary folder, kernels in place. The demo runs where transformers and the model's package are there too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-build/gpu}

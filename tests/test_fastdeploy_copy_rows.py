@@ -33,16 +33,22 @@ def load_job(num_blocks: int, job_id: int = 1) -> CopyJob:
     return CopyJob(job_id, Direction.LOAD, ids, ids[::-1].copy())
 
 
+def keep_gpu_busy(engine: TransferEngine) -> None:
+    """Put about a second of work on the current stream, once the copy kernels are compiled."""
+    ids = np.arange(64, dtype=np.int64)
+    engine.submit_load([CopyJob(98, Direction.LOAD, ids, ids)])
+    engine.submit_save([CopyJob(99, Direction.SAVE, ids, ids)])
+    engine.drain()
+    torch.cuda._sleep(2_000_000_000)
+
+
 @pytest.mark.gpu
 def test_row_layer_done_counter_and_streams() -> None:
     """Row "LayerDoneCounter, cleanup(), Evict counters, Dual streams". Waiting blocked the host, the streams may have
     been the compute stream itself, and a late waiter found its event gone and read stale bytes. Ours: the host runs
     ahead of a busy GPU, and any number of waits see every byte."""
     caches, host, engine, _ = copy_parts("cuda")
-    busy = torch.randn(8192, 8192, device="cuda")
-    torch.cuda.synchronize()
-    for _ in range(20):
-        busy @ busy
+    keep_gpu_busy(engine)
     engine.submit_load([load_job(64)])
     for name in (*caches, *caches):
         engine.wait_layer(name)
@@ -64,13 +70,10 @@ def test_row_d2h_all_layers() -> None:
     """Row "D2H all layers". The copy ended in a stream synchronise: ours returns while the GPU is still at work, and is
     reported when the bytes are on the host."""
     caches, host, engine, _ = copy_parts("cuda")
+    keep_gpu_busy(engine)
     for index, tensor in enumerate(caches.values()):
         tensor.fill_(index + 1)
     host.tensor.zero_()
-    busy = torch.randn(8192, 8192, device="cuda")
-    torch.cuda.synchronize()
-    for _ in range(20):
-        busy @ busy
     ids = np.arange(64, dtype=np.int64)
     engine.submit_save([CopyJob(1, Direction.SAVE, ids, ids)])
     assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
