@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .base import KVConnectorWorker
 from .config import Config
-from .errors import ConfigError, KVConnectorError
+from .errors import KVConnectorError
 from .transfer.engine import Completion, TransferEngine
 from .transfer.host_pool import HostPool
 from .transfer.layout import CacheLayout
@@ -56,15 +56,9 @@ class WorkerHalf(KVConnectorWorker):
         block_dims: Mapping[str, int] | None = None,
     ) -> None:
         layout = CacheLayout.from_tensors(kv_caches, num_blocks, block_dims)
-        share = self._config.host_memory // self._world_size
-        if 0 < share < layout.block_bytes:
-            raise ConfigError(
-                f"host_memory={self._config.host_memory} is too small: {self._world_size} rank(s) with blocks of "
-                f"{layout.block_bytes} bytes need at least {layout.block_bytes * self._world_size}; 0 turns it off"
-            )
-        if share:
-            self._host = HostPool(
-                share // layout.block_bytes,
+        if self._config.host_memory:
+            self._host = HostPool.sized(
+                self._config.host_memory // self._world_size,
                 layout.block_bytes,
                 device=layout.device,
                 pin_memory=self._config.pin_memory,

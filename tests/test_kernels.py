@@ -17,13 +17,6 @@ NUM_BLOCKS = 6
 NUM_ROWS = 7
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled here, for the GPU")
-    return torch.device(request.param)
-
-
 def strided_views(sizes: list[int], padding: int, device: torch.device) -> list[torch.Tensor]:
     """Views of (NUM_BLOCKS, size) with `padding` poisoned bytes behind each row."""
     views = []
