@@ -5,7 +5,6 @@
     +-- LayoutError          a cache tensor cannot be described as regions; raised at registration (a ValueError)
     +-- InvalidBlockError    a block id is out of range, repeated or not in the state that the call needs (a ValueError)
     +-- TransferError        a copy could not be submitted or did not complete; it fails its job, never the engine
-    +-- MissingExtraError    an optional package is needed and absent; the text has the pip line (an ImportError)
 """
 
 from __future__ import annotations
@@ -29,7 +28,3 @@ class InvalidBlockError(KVConnectorError, ValueError):
 
 class TransferError(KVConnectorError):
     """A copy could not be submitted or did not complete."""
-
-
-class MissingExtraError(KVConnectorError, ImportError):
-    """An optional package is needed and absent; the text has the pip line that installs it."""

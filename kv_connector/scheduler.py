@@ -55,7 +55,7 @@ class SchedulerHalf(KVConnectorScheduler):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
-        self.host = CacheTier(self.tree, Tier.HOST, 0)  # grows as ranks report memory that is ready
+        self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=True)  # grows as ranks report memory that is ready
         self.metrics = CacheMetrics()
         self._block_size = block_size
         self._policy = SavePolicy.from_config(config)
@@ -106,17 +106,17 @@ class SchedulerHalf(KVConnectorScheduler):
         for request_id in output.preempted_req_ids:
             self._drop_blocks(self._requests[request_id])
         self._step += 1
-        loads = [
-            self._jobs.open(Direction.LOAD, *state.load) for state in self._requests.values() if state.load is not None
-        ]
+        loads = []
+        for state in self._requests.values():
+            if state.load is not None:
+                loads.append(self._jobs.open(Direction.LOAD, *state.load))
+                state.load = None
         now = self._clock()
         pairs: list[tuple[int, int]] = []  # (device id, host id) of every save
         for item in output.scheduled:
             pairs += self._plan_saves(item, now)
         if self._policy.saves_before_reuse:
             pairs += self._plan_saves_before_reuse()
-        for state in self._requests.values():
-            state.load = None
         saves = [self._jobs.open(Direction.SAVE, *zip(*pairs, strict=True))] if pairs else []
         self._log_removed()
         return StepPlan(self._step, tuple(loads), tuple(saves))

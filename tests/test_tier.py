@@ -214,3 +214,12 @@ def test_what_was_forgotten_by_every_tier_is_remembered_for_a_while() -> None:
     assert len(tree) == 4, "two on the host, two remembered"
     assert tree.match(path(6, 6)) and not tree.match(path(1))
     tree.check()
+
+
+@pytest.mark.parametrize("log_removed", [False, True])
+def test_removals_are_logged_for_an_owner_that_asked_and_pile_up_for_no_other(log_removed: bool) -> None:
+    tier = CacheTier(PrefixTree(), Tier.HOST, 2, log_removed)
+    for name in range(1, 6):
+        store(tier, path(name), now=float(name))
+    tier.reset()
+    assert sorted(tier.removed) == ([path(name)[0] for name in range(1, 6)] if log_removed else [])

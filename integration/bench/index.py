@@ -50,7 +50,7 @@ class OurIndex:
 
     def __init__(self, capacity: int) -> None:
         self.tree = PrefixTree(max_remembered=0)
-        self.tier = CacheTier(self.tree, Tier.HOST, capacity)
+        self.tier = CacheTier(self.tree, Tier.HOST, capacity, log_removed=True)  # as the scheduler half has it
         self._now = 0.0
         self._room: list[list[int]] = []
 

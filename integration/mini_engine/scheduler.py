@@ -122,7 +122,7 @@ class Scheduler:
                 self._to_waiting(request)
                 continue
             request.num_computed_tokens += len(chunk.token_ids)
-            self._fill_computed(request)
+            self._fill_computed(request, first=chunk.start // self.block_size)
             if request.num_computed_tokens == request.num_tokens:
                 request.append(token_ids[index])
                 if draft_token_ids is not None:
@@ -233,9 +233,9 @@ class Scheduler:
         ]
         self.device.attach([block_id for block_id, _ in pairs], [node for _, node in pairs], event)
 
-    def _fill_computed(self, request: EngineRequest) -> None:
-        full = request.num_computed_tokens // self.block_size
-        blocks = request.block_ids[:full]
+    def _fill_computed(self, request: EngineRequest, first: int) -> None:
+        """Blocks from `first` on that the step has completed are resident now."""
+        blocks = request.block_ids[first : request.num_computed_tokens // self.block_size]
         self.device.fill(b for b in blocks if self.device.state(b) is BlockState.COMPUTING)
 
     def _preempt(self, request: EngineRequest, step: Step) -> None:

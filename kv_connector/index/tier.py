@@ -27,13 +27,15 @@ _DELETING = int(BlockState.DELETING)
 class CacheTier:
     """Copies of tree nodes in the blocks of one tier. Single-threaded; every change is all or nothing."""
 
-    def __init__(self, tree: PrefixTree, tier: Tier, capacity: int) -> None:
+    def __init__(self, tree: PrefixTree, tier: Tier, capacity: int, log_removed: bool = False) -> None:
+        """`log_removed` keeps the hashes of resident copies that went in `removed`, for an owner that drains it."""
         self.tree = tree
         self.tier = tier
         self.pool = BlockPool(capacity)
         self.num_copies = 0  # blocks that hold a copy, resident or on its way
         self.num_evicted = 0
-        self.removed: list[BlockHash] = []  # resident copies that went; the owner drains it
+        self.removed: list[BlockHash] = []
+        self._log_removed = log_removed
         self._state = bytearray()  # by block id
         self._node = array("i")  # by block id; NONE where the block is private or free
         self._block = tree.block[tier]
@@ -254,7 +256,8 @@ class CacheTier:
         """Let go of victims of `_select`, which has counted them out of their parents' kids."""
         block_ids = self.blocks_of(victims)
         absent = advance(self.tier, _RESIDENT, Event.EVICT)
-        self.removed += map(self.tree.hash_of, victims)
+        if self._log_removed:
+            self.removed += map(self.tree.hash_of, victims)
         for block_id in block_ids:
             self._state[block_id] = absent
             self._node[block_id] = NONE
@@ -266,7 +269,7 @@ class CacheTier:
 
     def _detach(self, block_id: int, event: Event) -> None:
         node, state = self._node[block_id], self._state[block_id]
-        if state == _RESIDENT:
+        if self._log_removed and state == _RESIDENT:
             self.removed.append(self.tree.hash_of(node))
         self._state[block_id] = advance(self.tier, state, event)
         self._node[block_id] = NONE

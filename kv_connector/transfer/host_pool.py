@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from typing import Any
 
 import torch
 
@@ -51,7 +50,6 @@ class HostPool:
         # The mapping goes with its last view, so that nobody who still holds one reads freed memory.
         self._tensor: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8).view(num_blocks, block_bytes)
         self._pinner: Pinner | None = None
-        self._close_at_end: weakref.finalize[Any, Any] | None = None
         self._num_ready_blocks = num_blocks
         self._is_pinned = pin_memory and device is not None and device.type == "cuda"
         if self._is_pinned:
@@ -61,8 +59,7 @@ class HostPool:
             self._pinner = self._start_pinning(torch.device("cuda", index), numa_bind)
             # A pool that is dropped without `close` must be unregistered all the same: CUDA would go on using its old
             # pages for whatever the system maps at these addresses next. Not at exit, when all memory goes anyway.
-            self._close_at_end = weakref.finalize(self, self._pinner.close)
-            self._close_at_end.atexit = False
+            weakref.finalize(self, self._pinner.close).atexit = False
 
     @classmethod
     def sized(
