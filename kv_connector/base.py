@@ -13,9 +13,10 @@ translates; nothing here needs vLLM. One step of an engine calls:
                                                          wait_for_layer_load(name)   before each layer's attention
                                                          save_kv_layer(name)         after it
                                                        wait_for_save()
+                                                       get_finished()
                                                        get_block_ids_with_load_errors()
     update_connector_output(reports) <--- StepReport - build_connector_worker_meta()
-    request_finished(request, block_ids)               clear_connector_metadata()
+    request_finished(request)                          clear_connector_metadata()
 
 Scheduler-side calls come from one thread and never block; worker-side calls come from the thread that launches the
 model, and none of them waits for the device.
@@ -61,7 +62,10 @@ class DeviceBlocks(Protocol):
         """Undo one `touch` of each block."""
 
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
-        """Those of the next `limit` blocks to be handed out that hold a cached block, soonest first."""
+        """Those of the next `limit` blocks to be handed out that hold a cached block, soonest first.
+
+        With several block groups a block's name is `index.group_key` of its hash and group.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +73,13 @@ class ScheduledRequest:
     """One request's share of a step.
 
     `new_block_ids` are the device blocks appended to its table since the last step, without those that
-    `update_state_after_alloc` has already told.
+    `update_state_after_alloc` has already told: one sequence for each block group, or nothing where none has any.
     """
 
     request_id: str
     num_computed_tokens: int
     num_scheduled_tokens: int
-    new_block_ids: Sequence[int] = ()
+    new_block_ids: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +103,25 @@ class KVConnectorScheduler(ABC):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own `num_computed_tokens` can be loaded, and whether asynchronously.
 
-        Changes nothing and may be asked any number of times. `None` means "ask again in the next step".
+        Changes nothing and may be asked any number of times. `None` means "ask again in the next step". The blocks of
+        an asynchronous load are allocated at once; the request is scheduled when every rank's `get_finished` has named
+        it, and is not looked up again unless the load failed.
         """
 
     @abstractmethod
     def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_local_tokens: int, num_external_tokens: int
+        self,
+        request: Request,
+        block_ids: Sequence[Sequence[int]],
+        num_local_tokens: int,
+        num_external_tokens: int,
     ) -> None:
-        """The request was admitted: `block_ids` is its whole block table and replaces what was known of it.
+        """The request was admitted: `block_ids` is its whole block table, by block group, and replaces what was known.
 
-        Its first `num_local_tokens` are on the device; the blocks behind them receive `num_external_tokens`, which
-        must be what `get_num_new_matched_tokens` answered just before, or less (whole blocks). Called for every
-        admission, also of a request that was preempted, and with 0 external tokens.
+        A block that the engine does not hold is `NO_BLOCK`. The first `num_local_tokens` are on the device; the blocks
+        behind them receive `num_external_tokens`, which must be what `get_num_new_matched_tokens` answered just before,
+        or less (whole blocks). Called for every admission, also of a request that was preempted, and with 0 external
+        tokens; after an asynchronous load once more, when the request is scheduled.
         """
 
     @abstractmethod
@@ -122,8 +133,11 @@ class KVConnectorScheduler(ABC):
         """Take in what ranks reported; jobs end here, and only here."""
 
     @abstractmethod
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended, was aborted or refused. True means "hold its blocks" (we pin instead: always False)."""
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended, was aborted or refused. True means "hold its blocks" (we pin instead: always False).
+
+        The engine holds the blocks of an asynchronous load that is under way until `get_finished` has named it.
+        """
 
     @abstractmethod
     def reset_cache(self) -> bool:
@@ -163,7 +177,7 @@ class KVConnectorWorker(ABC):
         """
 
     def handle_preemptions(self, plan: StepPlan) -> None:
-        """Before a step reuses blocks. Sources of saves are pinned in the engine's pool, so nothing needs flushing."""
+        """Before a step reuses blocks. Blocks that copies use are pinned in the engine's pool, unless `plan.fence`."""
 
     @abstractmethod
     def bind_connector_metadata(self, plan: StepPlan) -> None:
@@ -175,7 +189,10 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def start_load_kv(self, full_graph: bool = False) -> None:
-        """Submit the step's loads. With `full_graph` the current stream waits for all of them here."""
+        """Submit the step's loads. With `full_graph` the current stream waits for all of them here.
+
+        Called before the forward pass where the plan has `loads`; where it has only background loads, later will do.
+        """
 
     @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -187,7 +204,11 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """The forward pass has been launched: submit the step's saves. The host does not wait for them."""
+        """The forward pass has been launched: submit the step's saves. The host does not wait for them. Idempotent."""
+
+    @abstractmethod
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose asynchronous load ended on this rank since the last call, and those of them that failed."""
 
     @abstractmethod
     def get_block_ids_with_load_errors(self) -> set[int]:

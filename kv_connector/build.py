@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import Config
-    from .index import PrefixTree
     from .scheduler import SchedulerHalf
     from .worker import WorkerHalf
 
 
-def build_scheduler(
-    config: Config, block_size: int, world_size: int = 1, tree: PrefixTree | None = None
-) -> SchedulerHalf:
-    """The scheduler half of one engine. `block_size` in tokens; `tree` where the engine keeps its blocks in ours."""
+def build_scheduler(config: Config, block_size: int, world_size: int = 1, **options: Any) -> SchedulerHalf:
+    """The scheduler half of one engine. `block_size` in tokens; `options` as for `SchedulerHalf`."""
     from .scheduler import SchedulerHalf
 
-    return SchedulerHalf(config, block_size, world_size, tree)
+    return SchedulerHalf(config, block_size, world_size, **options)
 
 
-def build_worker(config: Config, rank: int = 0, world_size: int = 1) -> WorkerHalf:
+def build_worker(config: Config, rank: int = 0, world_size: int = 1, fails_by_request: bool = True) -> WorkerHalf:
     """The worker half of one rank; imports torch."""
     from .worker import WorkerHalf
 
-    return WorkerHalf(config, rank, world_size)
+    return WorkerHalf(config, rank, world_size, fails_by_request=fails_by_request)

@@ -37,6 +37,14 @@ class PathName(str, Enum):
     STAGED = "staged"
 
 
+class LoadChoice(str, Enum):
+    """How hits are loaded: see `loads.py`."""
+
+    AUTO = "auto"
+    SYNC = "sync"
+    ASYNC = "async"
+
+
 def parse_size(value: object, key: str = "size") -> int:
     """Bytes from an int or from text such as `"16GiB"`, `"512 MB"` or `"1.5g"` (a bare letter is binary).
 
@@ -60,6 +68,9 @@ class Config:
     write_through_threshold: hits that a block needs under `write_through_selective`.
     write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved; it grows by itself to
         twice what the requests admitted in one step have had use for.
+    load_choice: `auto` loads, asynchronously or not, or computes, whatever is estimated to be sooner; `sync` and
+        `async` load every hit, and that way.
+    max_load_stall_ms: under `auto`, a load that would hold running requests up for longer is asynchronous.
     copy_path: `auto` picks a path per job from piece size and count; the others force one.
     layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each.
     staging_memory: device bytes for the rings of the staged path, over both directions.
@@ -72,6 +83,8 @@ class Config:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
     write_through_threshold: int = 2
     write_back_lookahead: int = 64
+    load_choice: LoadChoice = LoadChoice.AUTO
+    max_load_stall_ms: int = 2
     copy_path: PathName = PathName.AUTO
     layer_group_bytes: int = 32 << 20
     staging_memory: int = 128 << 20
@@ -83,6 +96,7 @@ class Config:
         for name in ("host_memory", "layer_group_bytes", "staging_memory"):
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
         object.__setattr__(self, "write_policy", _choice(WritePolicy, self.write_policy, "write_policy"))
+        object.__setattr__(self, "load_choice", _choice(LoadChoice, self.load_choice, "load_choice"))
         object.__setattr__(self, "copy_path", _choice(PathName, self.copy_path, "copy_path"))
         for name in ("pin_memory", "numa_bind", "trace_loads"):
             if not isinstance(getattr(self, name), bool):
@@ -111,6 +125,7 @@ _LEAST = {
     "host_memory": 0,
     "write_through_threshold": 1,
     "write_back_lookahead": 1,
+    "max_load_stall_ms": 0,
     "layer_group_bytes": 1,
     "staging_memory": 1 << 20,
 }

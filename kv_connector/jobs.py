@@ -15,6 +15,19 @@ class _OpenJob:
     job: CopyJob
     waiting_for: set[int]
     failed: bool = False
+    pins_device: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """A job that every rank has reported.
+
+    `ok`: it is done on all of them. `pins_device`: its device blocks are still to be freed.
+    """
+
+    job: CopyJob
+    ok: bool
+    pins_device: bool
 
 
 class JobLedger:
@@ -28,20 +41,39 @@ class JobLedger:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, direction: Direction, device_ids: Sequence[int], host_ids: Sequence[int]) -> CopyJob:
+    @property
+    def num_pinning(self) -> int:
+        """Jobs whose device blocks are pinned in the engine's pool."""
+        return sum(entry.pins_device for entry in self._open.values())
+
+    def open(
+        self,
+        direction: Direction,
+        device_ids: Sequence[int],
+        host_ids: Sequence[int],
+        request_id: str | None = None,
+    ) -> CopyJob:
         """A new job that every rank has to report; its blocks are leased by the caller until then."""
         job = CopyJob(
             job_id=self._next_id,
             direction=direction,
             device_ids=np.array(device_ids, dtype=np.int64),
             host_ids=np.array(host_ids, dtype=np.int64),
+            request_id=request_id,
         )
         self._next_id += 1
         self._open[job.job_id] = _OpenJob(job, set(range(self._world_size)))
         return job
 
-    def take_in(self, report: StepReport) -> list[tuple[CopyJob, bool]]:
-        """Count one rank's report; returns the jobs that end with it and whether they are done on every rank."""
+    def unpin(self) -> list[CopyJob]:
+        """Jobs under way that pinned their device blocks until now; the caller frees these."""
+        pinning = [entry for entry in self._open.values() if entry.pins_device]
+        for entry in pinning:
+            entry.pins_device = False
+        return [entry.job for entry in pinning]
+
+    def take_in(self, report: StepReport) -> list[EndedJob]:
+        """Count one rank's report; returns the jobs that end with it."""
         ended = []
         for job_id, ok in [(job_id, True) for job_id in report.done] + [(job_id, False) for job_id in report.failed]:
             entry = self._open[job_id]
@@ -50,5 +82,5 @@ class JobLedger:
             entry.failed |= not ok
             if not entry.waiting_for:
                 del self._open[job_id]
-                ended.append((entry.job, not entry.failed))
+                ended.append(EndedJob(entry.job, not entry.failed, entry.pins_device))
         return ended

@@ -1,4 +1,4 @@
-"""Counters of the scheduler half (layer 0). Each is a plain attribute; `snapshot` names them with their units."""
+"""Counters of the scheduler half (layer 0). Each is a plain attribute; units are in the names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(slots=True)
 class CacheMetrics:
-    """Sums since start-up. Blocks and tokens are counted once, whatever the number of ranks; bytes over all ranks.
+    """Sums since start-up; `DOCUMENTATION` says what each counts.
 
-    queries_tokens: tokens of admitted requests, of which device_hit_tokens were on the device and host_hit_tokens on
-    the host. missed_pending_tokens: tokens whose block was still being saved when it was asked for.
-    saves_*_blocks: saves begun, by the reason: the policy wanted the block when it was computed, when a request hit
-    it, when it was about to be reused, or because its prefix is pinned. saved_blocks: saves whose bytes arrived.
-    dropped_saves_blocks: wanted by the policy, but the request ended before the host had room.
+    Blocks and tokens are counted once, whatever the number of ranks; bytes over all ranks.
     """
 
     requests: int = 0
@@ -21,6 +17,10 @@ class CacheMetrics:
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     missed_pending_tokens: int = 0
+    recomputed_tokens: int = 0
+    sync_loads: int = 0
+    async_loads: int = 0
+    ridden_loads: int = 0
     saves_on_compute_blocks: int = 0
     saves_on_hit_blocks: int = 0
     saves_on_reuse_blocks: int = 0
@@ -38,3 +38,37 @@ class CacheMetrics:
     def snapshot(self) -> dict[str, float]:
         """All counters by name."""
         return asdict(self)
+
+
+DOCUMENTATION = {
+    "requests": "Requests admitted.",
+    "queries_tokens": "Tokens of admitted requests.",
+    "device_hit_tokens": "Tokens of admitted requests that were on the device.",
+    "host_hit_tokens": "Tokens of admitted requests that were loaded from the host.",
+    "missed_pending_tokens": "Tokens whose block was still being saved when it was asked for.",
+    "recomputed_tokens": "Tokens on the host that were computed because that was estimated to be sooner.",
+    "sync_loads": "Loads that the request's first step waited for, layer by layer.",
+    "async_loads": "Loads that the request waited for while others ran.",
+    "ridden_loads": "Requests that waited for another's load of their prefix.",
+    "saves_on_compute_blocks": "Saves begun when the block was computed.",
+    "saves_on_hit_blocks": "Saves begun when a request hit the block.",
+    "saves_on_reuse_blocks": "Saves begun before the device block was reused.",
+    "saves_pinned_blocks": "Saves begun because the prefix is pinned.",
+    "saved_blocks": "Saves whose bytes arrived.",
+    "loaded_blocks": "Blocks loaded.",
+    "dropped_saves_blocks": "Blocks that the policy wanted and that found no room on the host in time.",
+    "failed_save_jobs": "Save jobs that failed.",
+    "failed_load_jobs": "Load jobs that failed; their tokens were recomputed.",
+    "saved_bytes": "Bytes saved, all ranks.",
+    "loaded_bytes": "Bytes loaded, all ranks.",
+    "load_milliseconds": "Time in which loads ran on the link, all ranks.",
+    "exposed_wait_milliseconds": "Time that the model waited for layers of a load, all ranks.",
+    "host_capacity_blocks": "Blocks of host memory that are ready for use.",
+    "host_cached_blocks": "Blocks of host memory that hold a cached block.",
+    "host_evicted_blocks": "Blocks evicted from the host.",
+    "jobs_in_flight": "Copy jobs under way.",
+    "known_blocks": "Blocks that the index knows, with or without a copy.",
+}
+"""What each statistic of the scheduler half counts, gauges included."""
+
+GAUGES = frozenset({"host_capacity_blocks", "host_cached_blocks", "jobs_in_flight", "known_blocks"})

@@ -14,16 +14,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .base import DeviceBlocks, KVConnectorScheduler, Request, ScheduledRequest, SchedulerOutput
-from .config import Config
+from .base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
+from .config import Config, LoadChoice
 from .errors import KVConnectorError
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EventLog
-from .index import BlockState, CacheTier, Event, PrefixTree, SavePolicy
-from .jobs import JobLedger
+from .index import BlockGroup, BlockState, CacheTier, GroupedTree, Lookup, PrefixTree, SavePolicy
+from .jobs import EndedJob, JobLedger
+from .loads import LoadEstimate, LoadMode
 from .metrics import CacheMetrics
-from .types import BlockHash, CopyJob, Direction, StepPlan, StepReport, Tier
+from .saves import BlockTable, SavePlanner
+from .types import NO_BLOCK, BlockHash, CopyJob, Direction, StepPlan, StepReport, Tier
 
 logger = logging.getLogger("kv_connector.scheduler")
+
+
+@dataclass(slots=True)
+class _Load:
+    """Blocks of an admitted request that are leased and not yet planned."""
+
+    mode: LoadMode
+    device_ids: list[int]
+    host_ids: list[int]
 
 
 @dataclass(slots=True)
@@ -32,18 +43,18 @@ class _RequestState:
 
     request: Request
     counted: bool = False  # its hits and tokens are in the statistics
-    block_ids: list[int] = field(default_factory=list)  # its device block table
+    tables: list[BlockTable] = field(default_factory=list)  # by block group
     num_hit_blocks: int = 0  # leading blocks that were valid, or are loaded, when it was admitted
-    next_block: int = 0  # blocks from here on have not been shown to the write policy
-    unsaved: list[int] = field(default_factory=list)  # earlier blocks that are wanted but found no room
-    load: tuple[list[int], list[int]] | None = None  # (device ids, host ids), leased and not yet planned
+    load: _Load | None = None
 
 
 class SchedulerHalf(KVConnectorScheduler):
     """See `KVConnectorScheduler` for the calls.
 
+    `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `Lookup`.
+    `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
     An engine that keeps its own device blocks in our index passes its `tree`, so that one tree knows every tier.
-    `clock` gives seconds that never go back; it orders evictions.
+    `clock` gives seconds that never go back; it orders evictions and times loads.
     """
 
     def __init__(
@@ -53,106 +64,133 @@ class SchedulerHalf(KVConnectorScheduler):
         world_size: int = 1,
         tree: PrefixTree | None = None,
         clock: Callable[[], float] = time.monotonic,
+        groups: Sequence[BlockGroup] = (BlockGroup(),),
+        drop_last_block: bool = False,
+        unpins_when_idle: bool = True,
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
         self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=True)  # grows as ranks report memory that is ready
         self.metrics = CacheMetrics()
         self._block_size = block_size
-        self._policy = SavePolicy.from_config(config)
         self._clock = clock
         self._blocks: DeviceBlocks | None = None
         self._requests: dict[str, _RequestState] = {}
         self._jobs = JobLedger(world_size)
+        self._grouped = GroupedTree(self.tree, groups)
+        self._lookup = Lookup(self._grouped, self.host, drop_last_block)
+        self._saves = SavePlanner(self._grouped, self.host, SavePolicy.from_config(config), self.metrics)
+        self._load_choice = config.load_choice
+        self._estimate = LoadEstimate(config.max_load_stall_ms / 1e3)
+        self._asked: dict[str, LoadMode] = {}  # what waiting requests were answered last
+        self._loading: dict[int, float] = {}  # host blocks that background loads read, and when those will end
         self._ready_host_blocks = [0] * world_size
         self._host_limit: int | None = None
         self._events = EventLog()
         self._step = 0
-        self._num_taken = 0  # device blocks that requests admitted in the step being scheduled have use for
-        self._most_taken = 0  # in any step
-        self._may_save_before_reuse = False  # something changed since nothing was left to save
+        self._unpins_when_idle = unpins_when_idle
+        self._fence = False  # blocks that copies under way use are no longer pinned
 
     # What the engine asks and tells, in the order of a request's life.
 
     def bind_block_pool(self, blocks: DeviceBlocks) -> None:
         self._blocks = blocks
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        return len(self._loadable(request, num_computed_tokens)) * self._block_size, False
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_blocks = self._num_loadable(request, num_computed_tokens)
+        if not num_blocks:
+            self._asked.pop(request.request_id, None)
+            return 0, False
+        mode = self._choose(request, num_computed_tokens, num_blocks)
+        before, self._asked[request.request_id] = self._asked.get(request.request_id), mode
+        if mode is LoadMode.RIDE:
+            self.metrics.ridden_loads += before is not mode
+            return None, False
+        return (0 if mode is LoadMode.RECOMPUTE else num_blocks * self._block_size), mode is LoadMode.ASYNC
 
     def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_local_tokens: int, num_external_tokens: int
+        self,
+        request: Request,
+        block_ids: Sequence[Sequence[int]],
+        num_local_tokens: int,
+        num_external_tokens: int,
     ) -> None:
         state = self._requests.setdefault(request.request_id, _RequestState(request))
         assert state.load is None, f"request {request.request_id} is admitted twice without a step in between"
+        assert len(block_ids) == len(self._grouped.groups), "one block table for each block group"
         first, count = num_local_tokens // self._block_size, num_external_tokens // self._block_size
-        # A request takes its blocks step by step where it computes and all at once where it loads: count them all.
-        self._num_taken += -(-request.num_tokens // self._block_size) - num_local_tokens // self._block_size
-        state.block_ids = list(block_ids)
+        self._saves.note_admitted(-(-request.num_tokens // self._block_size) - first)
+        state.tables = [BlockTable(list(ids)) for ids in block_ids]
         state.num_hit_blocks = first + count
-        state.next_block = 0
-        state.unsaved = []
-        known = self.tree.match(request.block_hashes)
+        known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
         self.tree.touch(known, self._clock())
+        mode = self._asked.pop(request.request_id, LoadMode.SYNC)
         if not state.counted:
             state.counted = True
-            self._count_hits(request, known, num_local_tokens, num_external_tokens)
+            self._count_hits(request, known, num_local_tokens, num_external_tokens, mode)
         if count:
-            host_ids = self.host.blocks_of(self._loadable(request, num_local_tokens)[:count])
-            assert len(host_ids) == count, f"{request.request_id} was promised {count} blocks, not {len(host_ids)}"
-            state.load = (state.block_ids[first : first + count], host_ids)
-            self._lease(state.load[0], host_ids)
+            state.load = self._lease_load(request, state, first, count, mode)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
         for request_id in output.preempted_req_ids:
-            self._drop_blocks(self._requests[request_id])
+            if request_id in self._requests:
+                self._drop_blocks(self._requests[request_id])
         self._step += 1
-        loads = []
-        for state in self._requests.values():
-            if state.load is not None:
-                loads.append(self._jobs.open(Direction.LOAD, *state.load))
-                state.load = None
         now = self._clock()
+        loads, background = self._plan_loads(now)
         pairs: list[tuple[int, int]] = []  # (device id, host id) of every save
+        num_tokens = 0
         for item in output.scheduled:
-            pairs += self._plan_saves(item, now)
-        if self._policy.saves_before_reuse:
-            pairs += self._plan_saves_before_reuse()
-        saves = [self._jobs.open(Direction.SAVE, *zip(*pairs, strict=True))] if pairs else []
+            state = self._requests[item.request_id]
+            num_tokens += item.num_scheduled_tokens
+            for table, ids in zip(state.tables, item.new_block_ids, strict=False):
+                table.block_ids.extend(ids)
+            pairs += self._saves.plan(state.request, state.tables, item, state.num_hit_blocks, self._block_size, now)
+        pairs += self._saves.plan_before_reuse(self._pool)
+        device_ids, host_ids = zip(*pairs, strict=True) if pairs else ((), ())
+        self._pool.touch(device_ids)
+        saves = [self._jobs.open(Direction.SAVE, device_ids, host_ids)] if pairs else []
+        self._estimate.step_planned(self._step, num_tokens, len(loads), now)
         self._log_removed()
-        return StepPlan(self._step, tuple(loads), tuple(saves))
+        fence = self._fence and bool(num_tokens or loads or background)  # an empty step overwrites nothing
+        self._fence &= not fence
+        return StepPlan(self._step, tuple(loads), tuple(saves), tuple(background), fence)
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
-            for job, ok in self._jobs.take_in(report):
-                if job.direction is Direction.LOAD:
-                    self._end_load(job, ok)
+            ended = self._jobs.take_in(report)
+            for job in ended:
+                if job.job.direction is Direction.LOAD:
+                    self._end_load(job)
                 else:
-                    self._end_save(job, ok)
+                    self._end_save(job)
             self._ready_host_blocks[report.rank] = report.num_host_blocks
-            self.metrics.loaded_bytes += report.loaded_bytes
-            self.metrics.saved_bytes += report.saved_bytes
-            for timing in report.load_timings:
-                self.metrics.load_milliseconds += timing.load_ms
-                self.metrics.exposed_wait_milliseconds += sum(timing.exposed_wait_ms)
+            self._count_report(report, ended)
+        if reports:
+            self._estimate.step_ended(max(report.step for report in reports), self._clock())
         self._fit_host()
 
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._asked.pop(request.request_id, None)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._drop_blocks(state)
-            self._may_save_before_reuse = self._policy.saves_before_reuse
-            self.tree.touch(self.tree.match(request.block_hashes), self._clock())
+            self._saves.note_changed()
+            self.tree.touch(self._grouped.known(request.block_hashes, state.num_hit_blocks), self._clock())
+            if not self._requests and self._unpins_when_idle:
+                self._unpin()
         return False, None
 
     # What an operator asks.
 
     def pin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
         """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host."""
-        self.tree.pin(self.tree.insert_path(block_hashes, self._clock()))
+        for group in range(len(self._grouped.groups)):
+            self.tree.pin(self._grouped.insert(block_hashes, group, self._clock()))
 
     def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
         """Undo one `pin_prefix` of the same hashes."""
-        self.host.unpin(self.tree.match(block_hashes))
+        for group in range(len(self._grouped.groups)):
+            self.host.unpin(self._grouped.find(block_hashes, group))
 
     def resize_host(self, num_blocks: int | None) -> None:
         """Use at most `num_blocks` host blocks from now on; None uses all that are ready."""
@@ -166,10 +204,10 @@ class SchedulerHalf(KVConnectorScheduler):
         return True
 
     def has_pending_push_work(self) -> bool:
-        return len(self._jobs) > 0 or self._may_save_before_reuse
+        return len(self._jobs) > 0 or self._saves.may_save_before_reuse
 
     def has_pending_block_frees(self) -> bool:
-        return len(self._jobs) > 0
+        return self._jobs.num_pinning > 0
 
     def take_events(self) -> Iterable[CacheEvent]:
         self._log_removed()
@@ -191,16 +229,32 @@ class SchedulerHalf(KVConnectorScheduler):
 
     # Decisions.
 
-    def _loadable(self, request: Request, num_computed_tokens: int) -> list[int]:
-        """Nodes that can be loaded right behind the computed tokens; at least one token is left to compute."""
+    def _num_loadable(self, request: Request, num_computed_tokens: int) -> int:
+        """Blocks that can be loaded right behind the computed tokens; at least one token is left to compute."""
         size = self._block_size
         if num_computed_tokens % size:
-            return []
-        hashes = request.block_hashes[num_computed_tokens // size : (request.num_tokens - 1) // size]
-        nodes = self.tree.match(hashes)
-        return nodes[: self.host.resident_prefix(nodes)]
+            return 0
+        return self._lookup.find(request.block_hashes, num_computed_tokens // size, (request.num_tokens - 1) // size)
 
-    def _count_hits(self, request: Request, known: list[int], num_local_tokens: int, num_external_tokens: int) -> None:
+    def _choose(self, request: Request, num_computed_tokens: int, num_blocks: int) -> LoadMode:
+        if self._load_choice is LoadChoice.SYNC:
+            return LoadMode.SYNC
+        first = num_computed_tokens // self._block_size
+        to_ride = None
+        if self._loading:
+            leading = self._lookup.hit(request.block_hashes, first, 1).nodes[0]
+            ends = [self._loading.get(block_id) for block_id in self.host.blocks_of(leading)]
+            to_ride = max(0.0, ends[0] - self._clock()) if ends and ends[0] is not None else None
+        if self._load_choice is LoadChoice.ASYNC:
+            return LoadMode.ASYNC if to_ride is None else LoadMode.RIDE
+        num_hit = num_blocks * self._block_size
+        num_new = request.num_tokens - num_computed_tokens - num_hit
+        others = len(self._requests) > (request.request_id in self._requests)
+        return self._estimate.choose(num_blocks, num_hit, num_new, others, to_ride)
+
+    def _count_hits(
+        self, request: Request, known: list[int], num_local_tokens: int, num_external_tokens: int, mode: LoadMode
+    ) -> None:
         for node in known:
             self.tree.hits[node] += 1
         metrics, size = self.metrics, self._block_size
@@ -208,79 +262,29 @@ class SchedulerHalf(KVConnectorScheduler):
         metrics.queries_tokens += request.num_tokens
         metrics.device_hit_tokens += num_local_tokens
         metrics.host_hit_tokens += num_external_tokens
-        for node in known[(num_local_tokens + num_external_tokens) // size :]:
+        if mode is LoadMode.RECOMPUTE and not num_external_tokens:
+            metrics.recomputed_tokens += self._num_loadable(request, num_local_tokens) * size
+        for node in self.tree.match(request.block_hashes)[(num_local_tokens + num_external_tokens) // size :]:
             if self.host.node_state(node) is not BlockState.SWAPPING_TO_HOST:
                 break
             metrics.missed_pending_tokens += size
 
-    def _plan_saves(self, item: ScheduledRequest, now: float) -> list[tuple[int, int]]:
-        """Saves of blocks that are, or will be after this step, full and valid on the device."""
-        state = self._requests[item.request_id]
-        state.block_ids.extend(item.new_block_ids)
-        hashes, size = state.request.block_hashes, self._block_size
-        full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(hashes))
-        if (full <= state.next_block and not state.unsaved) or not self.host.num_available:
-            return []  # with no room at all the blocks are looked at when there is some
-        first = state.next_block
-        wanted = [index for index in (*state.unsaved, *range(first, full)) if self._is_wanted(hashes[index])]
-        state.next_block = max(first, full)
-        host_ids = self._allocate_host(len(wanted), hashes[:full], now)
-        # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
-        nodes = self.tree.insert_path(hashes[:full], now, first)
-        saved = wanted[: len(host_ids)]
-        targets = [nodes[i - first] if i >= first else self.tree.insert_path(hashes[: i + 1], now, i)[0] for i in saved]
-        self.host.attach(host_ids, targets, Event.SWAP_OUT)
-        for node in nodes:
-            self.tree.settle(node)
-        state.unsaved = wanted[len(host_ids) :]
-        self._count_saves(saved, targets, state.num_hit_blocks)
-        device_ids = [state.block_ids[index] for index in saved]
-        self._pool.touch(device_ids)
-        return list(zip(device_ids, host_ids, strict=True))
-
-    def _plan_saves_before_reuse(self) -> list[tuple[int, int]]:
-        """Under write_back: saves of the device blocks that the engine will reuse first."""
-        pairs = []
-        self._most_taken, self._num_taken = max(self._most_taken, self._num_taken), 0
-        num_watched = max(self._policy.lookahead, 2 * self._most_taken)
-        for device_id, block_hash in self._pool.next_reused(num_watched):
-            node = self.tree.get(block_hash)
-            if node is None or self.host.node_state(node) is not BlockState.ABSENT:
+    def _plan_loads(self, now: float) -> tuple[list[CopyJob], list[CopyJob]]:
+        """Jobs of the requests admitted in this step: those it waits for, and those that run behind it."""
+        loads, background = [], []
+        for request_id, state in self._requests.items():
+            load, state.load = state.load, None
+            if load is None:
                 continue
-            host_ids = self.host.allocate_up_to(1, older_than=self.tree.used[node])
-            node = self.tree.get(block_hash)
-            if not host_ids or node is None:
-                self.host.release(host_ids)
-                continue
-            self.host.attach(host_ids, [node], Event.SWAP_OUT)
-            pairs.append((device_id, host_ids[0]))
-        self._pool.touch([device_id for device_id, _ in pairs])
-        self.metrics.saves_on_reuse_blocks += len(pairs)
-        self._may_save_before_reuse = bool(pairs)
-        return pairs
-
-    def _is_wanted(self, block_hash: BlockHash) -> bool:
-        node = self.tree.get(block_hash)
-        if node is None:
-            return self._policy.wants(hits=0, pinned=False)
-        if self.host.node_state(node) is not BlockState.ABSENT:
-            return False
-        return self._policy.wants(self.tree.hits[node], self.tree.pins[node] > 0)
-
-    def _allocate_host(self, num_blocks: int, path: Sequence[BlockHash], now: float) -> list[int]:
-        """Up to `num_blocks` host blocks, evicting older prefixes but nothing of the path that they continue."""
-        if num_blocks > self.host.pool.num_free and self.host.num_available:
-            self.tree.touch(self.tree.match(path), now)
-        return self.host.allocate_up_to(num_blocks, older_than=now)
-
-    def _count_saves(self, indices: list[int], nodes: list[int], num_hit_blocks: int) -> None:
-        for index, node in zip(indices, nodes, strict=True):
-            if self.tree.pins[node]:
-                self.metrics.saves_pinned_blocks += 1
-            elif index < num_hit_blocks:
-                self.metrics.saves_on_hit_blocks += 1
+            if load.mode is LoadMode.ASYNC:
+                background.append(self._jobs.open(Direction.LOAD, load.device_ids, load.host_ids, request_id))
+                end = max([now, *self._loading.values()]) + (self._estimate.load_seconds(len(load.host_ids)) or 0.0)
+                self._loading |= dict.fromkeys(load.host_ids, end)
             else:
-                self.metrics.saves_on_compute_blocks += 1
+                loads.append(self._jobs.open(Direction.LOAD, load.device_ids, load.host_ids))
+        self.metrics.sync_loads += len(loads)
+        self.metrics.async_loads += len(background)
+        return loads, background
 
     # Leases and the ends of jobs.
 
@@ -290,36 +294,57 @@ class SchedulerHalf(KVConnectorScheduler):
             raise KVConnectorError("bind_block_pool(...) must be called before the first request")
         return self._blocks
 
-    def _lease(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        self._pool.touch(device_ids)
-        self.host.acquire(host_ids)
+    def _lease_load(self, request: Request, state: _RequestState, first: int, num_blocks: int, mode: LoadMode) -> _Load:
+        hit = self._lookup.hit(request.block_hashes, first, num_blocks)
+        load = _Load(mode, [], [])
+        for table, indices, nodes in zip(state.tables, hit.indices, hit.nodes, strict=True):
+            host_ids = self.host.blocks_of(nodes)
+            device_ids = table.block_ids[indices.start : indices.stop]
+            assert len(host_ids) == len(device_ids), (
+                f"{request.request_id} was promised {len(indices)} blocks, not {len(host_ids)}"
+            )
+            pairs = [pair for pair in zip(device_ids, host_ids, strict=True) if pair[0] != NO_BLOCK]
+            load.device_ids += [device_id for device_id, _ in pairs]
+            load.host_ids += [host_id for _, host_id in pairs]
+        self._pool.touch(load.device_ids)
+        self.host.acquire(load.host_ids)
+        return load
 
-    def _release(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        self._pool.free_blocks(device_ids)
-        self.host.release(host_ids)
+    def _unpin(self) -> None:
+        """No request is left, and an idle engine may not step again: nothing of its cache stays pinned.
+
+        What the copies under way read and write is guarded by the next step, which waits for them first.
+        """
+        jobs = self._jobs.unpin()
+        self._fence |= bool(jobs)
+        for job in jobs:
+            self._pool.free_blocks(job.device_ids.tolist())
 
     def _drop_blocks(self, state: _RequestState) -> None:
         """The request has lost its device blocks: preempted, aborted or finished."""
         if state.load is not None:
-            self._release(*state.load)
+            self._pool.free_blocks(state.load.device_ids)
+            self.host.release(state.load.host_ids)
             state.load = None
-        self.metrics.dropped_saves_blocks += len(state.unsaved)
-        state.unsaved = []
-        state.block_ids = []
+        self.metrics.dropped_saves_blocks += sum(len(table.unsaved) for table in state.tables)
+        state.tables = []
 
-    def _end_load(self, job: CopyJob, ok: bool) -> None:
-        host_ids = job.host_ids.tolist()
-        if ok:
+    def _end_load(self, ended: EndedJob) -> None:
+        job, host_ids = ended.job, ended.job.host_ids.tolist()
+        if job.request_id is not None:
+            for block_id in host_ids:
+                self._loading.pop(block_id, None)
+        if ended.ok:
             self.metrics.loaded_blocks += job.num_blocks
         else:
             self.metrics.failed_load_jobs += 1
             self.host.discard(host_ids)  # a second try would fail as well: the blocks are a miss from now on
             logger.warning("load job %d failed: %d blocks will be recomputed", job.job_id, job.num_blocks)
-        self._release(job.device_ids.tolist(), host_ids)
+        self._release(ended)
 
-    def _end_save(self, job: CopyJob, ok: bool) -> None:
-        host_ids = job.host_ids.tolist()
-        if ok:
+    def _end_save(self, ended: EndedJob) -> None:
+        job, host_ids = ended.job, ended.job.host_ids.tolist()
+        if ended.ok:
             filled = self.host.fill(host_ids)
             self.metrics.saved_blocks += len(filled)
             if filled:
@@ -327,9 +352,24 @@ class SchedulerHalf(KVConnectorScheduler):
         else:
             self.metrics.failed_save_jobs += 1
             self.host.discard(host_ids)
-            self._may_save_before_reuse = False  # an idle engine does not try again and again
+            self._saves.may_save_before_reuse = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
-        self._release(job.device_ids.tolist(), host_ids)
+        self._release(ended)
+
+    def _release(self, ended: EndedJob) -> None:
+        if ended.pins_device:
+            self._pool.free_blocks(ended.job.device_ids.tolist())
+        self.host.release(ended.job.host_ids.tolist())
+
+    def _count_report(self, report: StepReport, ended: Sequence[EndedJob]) -> None:
+        self.metrics.loaded_bytes += report.loaded_bytes
+        self.metrics.saved_bytes += report.saved_bytes
+        self.metrics.load_milliseconds += report.load_milliseconds
+        for timing in report.load_timings:
+            self.metrics.exposed_wait_milliseconds += sum(timing.exposed_wait_ms)
+        loaded = sum(job.job.num_blocks for job in ended if job.ok and job.job.direction is Direction.LOAD)
+        if loaded:
+            self._estimate.observe_load(loaded, report.load_milliseconds / 1e3)
 
     def _fit_host(self) -> None:
         """Use as many host blocks as every rank has ready and the operator allows."""

@@ -18,6 +18,10 @@ BlockHash = NewType("BlockHash", bytes)
 """Chained hash of a block: it names the block's tokens and everything in front of them."""
 
 
+NO_BLOCK = -1
+"""Stands in a block table where the engine holds no block: in front of a sliding window."""
+
+
 class Tier(IntEnum):
     """Where a copy of a block lies. The value indexes per-tier arrays."""
 
@@ -38,12 +42,14 @@ class CopyJob:
     """One copy of whole blocks between device and host; it ends exactly once on every rank, done or failed.
 
     `device_ids` and `host_ids` are int64 of shape (num_blocks,): block `device_ids[i]` pairs with `host_ids[i]`.
+    `request_id` names the request that waits for an asynchronous load.
     """
 
     job_id: int
     direction: Direction
     device_ids: NDArray[np.int64]
     host_ids: NDArray[np.int64]
+    request_id: str | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -55,18 +61,21 @@ class CopyJob:
 class StepPlan:
     """What the worker half does in one step; `build_connector_meta` makes it and every rank gets the same one.
 
-    All loads of the step's requests are in `loads`, all saves in `saves`. Loads are submitted before the forward pass,
-    saves after it: a save may read blocks that this step computes.
+    `loads` are those of the step's requests, submitted before the forward pass, which waits for them; no request of
+    this step waits for `background_loads`. Saves are submitted after the forward pass: they may read blocks that it
+    computes. With `fence` blocks that copies of earlier steps use may be written by this step: they are waited for.
     """
 
     step: int
     loads: tuple[CopyJob, ...] = ()
     saves: tuple[CopyJob, ...] = ()
+    background_loads: tuple[CopyJob, ...] = ()
+    fence: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether the step copies nothing."""
-        return not self.loads and not self.saves
+        return not self.loads and not self.background_loads and not self.saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,8 @@ class LoadTiming:
 class StepReport:
     """What one rank says after a step. A job is in `done` only when its last byte has arrived.
 
-    `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows.
+    `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `load_milliseconds` is how
+    long the loads of `loaded_bytes` took.
     """
 
     step: int
@@ -91,4 +101,5 @@ class StepReport:
     num_host_blocks: int = 0
     loaded_bytes: int = 0
     saved_bytes: int = 0
+    load_milliseconds: float = 0.0
     load_timings: tuple[LoadTiming, ...] = field(default=())

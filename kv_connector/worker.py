@@ -7,7 +7,7 @@ device: what has completed is found by polling when the step is reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .base import KVConnectorWorker
@@ -22,11 +22,14 @@ from .types import CopyJob, Direction, StepPlan, StepReport
 if TYPE_CHECKING:
     import torch
 
+    from .transfer.streams import Event
+
 
 class WorkerHalf(KVConnectorWorker):
     """See `KVConnectorWorker` for the calls. `rank` is this rank's index among `world_size` equal ranks.
 
-    `make_path` makes the copy path that moves the bytes; tests put one that fails in its place.
+    `make_path` makes the copy path that moves the bytes; tests put one that fails in its place. `fails_by_request`:
+    background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
     """
 
     def __init__(
@@ -35,11 +38,14 @@ class WorkerHalf(KVConnectorWorker):
         rank: int = 0,
         world_size: int = 1,
         make_path: Callable[[CacheLayout, HostPool, Config], CopyPath] = make_path,
+        fails_by_request: bool = True,
     ) -> None:
         self._config = config
         self._rank = rank
         self._world_size = world_size
         self._make_path = make_path
+        self._fails_by_request = fails_by_request
+        self._layout: CacheLayout | None = None
         self._engine: TransferEngine | None = None
         self._host: HostPool | None = None
         self._plan: StepPlan | None = None
@@ -48,6 +54,12 @@ class WorkerHalf(KVConnectorWorker):
         self._load_failed = False  # in this step
         self._invalid_blocks: set[int] = set()
         self._completed: list[Completion] = []
+        self._received: set[str] = set()  # requests whose background load ended
+        self._failed_receiving: set[str] = set()
+        self._mark: Event | None = None  # where background loads may start
+        self._saves_pending = False
+        self._layers: frozenset[str] = frozenset()
+        self._hooked: set[str] = set()  # layers that have waited for their load
 
     def register_kv_caches(
         self,
@@ -56,6 +68,8 @@ class WorkerHalf(KVConnectorWorker):
         block_dims: Mapping[str, int] | None = None,
     ) -> None:
         layout = CacheLayout.from_tensors(kv_caches, num_blocks, block_dims)
+        self._layout = layout
+        self._layers = frozenset(layout.layer_names)
         if self._config.host_memory:
             self._host = HostPool.sized(
                 self._config.host_memory // self._world_size,
@@ -67,23 +81,40 @@ class WorkerHalf(KVConnectorWorker):
             path = self._make_path(layout, self._host, self._config)
             self._engine = TransferEngine(layout, self._host, self._config, path)
 
+    def handle_preemptions(self, plan: StepPlan) -> None:
+        if plan.fence and plan.step != self._step and self._engine is not None:
+            self._engine.fence()
+
     def bind_connector_metadata(self, plan: StepPlan) -> None:
+        self.handle_preemptions(plan)
         self._plan = plan
         self._step = plan.step
         self._load_failed = False
+        self._saves_pending = bool(plan.saves)
+        self._mark = self._transfer.mark() if plan.background_loads else None
 
     def clear_connector_metadata(self) -> None:
         self._plan = None
 
     def start_load_kv(self, full_graph: bool = False) -> None:
-        if self._plan is None or not self._plan.loads:
+        """A layer that was never seen to wait for its load may never do so: until all were, the whole load is waited
+        for here, as in front of a full graph."""
+        if self._plan is None:
             return
-        self._loads |= {job.job_id: job for job in self._plan.loads}
-        self._note_failed_loads(self._transfer.submit_load(self._plan.loads))
-        if full_graph:
-            self._transfer.wait_all()
+        loads, background = self._plan.loads, self._plan.background_loads
+        self._loads |= {job.job_id: job for job in (*loads, *background)}
+        if loads:
+            for job_id in self._transfer.submit_load(loads):
+                self._load_failed = True
+                self._end_load(self._loads.pop(job_id), ok=False)  # the engine must know before it uses the step
+            if full_graph or not self._hooked >= self._layers:
+                self._transfer.wait_all()
+        if background and self._mark is not None:
+            self._transfer.submit_background_load(background, self._mark)
+            self._mark = None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
+        self._hooked.add(layer_name)
         if self._plan is not None and self._plan.loads:
             self._transfer.wait_layer(layer_name)
 
@@ -91,13 +122,24 @@ class WorkerHalf(KVConnectorWorker):
         """Nothing to do: a save packs all layers of a block into one run of host memory, after the last of them."""
 
     def wait_for_save(self) -> None:
-        if self._plan is None or not self._plan.saves:
+        if self._plan is None:
             return
+        if self._plan.loads:
+            self._transfer.wait_all()  # whatever the hooks did, later steps find the load complete
+        if not self._saves_pending:
+            return
+        self._saves_pending = False
         if self._load_failed:
             # Whatever this step computed may rest on bytes that never came: none of it may become matchable.
             self._completed += [Completion(job.job_id, False, 0, Direction.SAVE) for job in self._plan.saves]
         else:
             self._transfer.submit_save(self._plan.saves)
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        self._poll()
+        finished = self._received, self._failed_receiving
+        self._received, self._failed_receiving = set(), set()
+        return finished
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         self._poll()
@@ -108,8 +150,6 @@ class WorkerHalf(KVConnectorWorker):
         self._poll()
         completed, self._completed = self._completed, []
         loaded = [c for c in completed if c.direction is Direction.LOAD]
-        for completion in loaded:
-            del self._loads[completion.job_id]
         return StepReport(
             step=self._step,
             rank=self._rank,
@@ -118,7 +158,18 @@ class WorkerHalf(KVConnectorWorker):
             num_host_blocks=self._host.num_ready_blocks if self._host else 0,
             loaded_bytes=sum(c.bytes for c in loaded),
             saved_bytes=sum(c.bytes for c in completed if c.direction is Direction.SAVE),
+            load_milliseconds=sum(c.milliseconds for c in loaded),
             load_timings=self._transfer.take_load_timings() if self._engine else (),
+        )
+
+    def describe(self) -> str:
+        """One line for a log: what was registered and what it is copied to."""
+        if self._layout is None or self._host is None:
+            return "nothing registered"
+        return (
+            f"{len(self._layout.layer_names)} layers in {len(self._layout.regions)} regions of "
+            f"{self._layout.num_blocks} blocks on {self._layout.device}; {self._host.num_blocks} host blocks of "
+            f"{self._layout.block_bytes} bytes"
         )
 
     def shutdown(self) -> None:
@@ -138,9 +189,16 @@ class WorkerHalf(KVConnectorWorker):
             return
         completions = self._engine.poll()
         self._completed += completions
-        self._note_failed_loads(c.job_id for c in completions if not c.ok and c.direction is Direction.LOAD)
+        for completion in completions:
+            if completion.job_id in self._loads:
+                self._end_load(self._loads.pop(completion.job_id), completion.ok)
 
-    def _note_failed_loads(self, job_ids: Iterable[int]) -> None:
-        for job_id in job_ids:
-            self._load_failed = True
-            self._invalid_blocks.update(self._loads[job_id].device_ids.tolist())
+    def _end_load(self, job: CopyJob, ok: bool) -> None:
+        if job.request_id is not None:
+            self._received.add(job.request_id)
+        if ok:
+            return
+        if job.request_id is not None and self._fails_by_request:
+            self._failed_receiving.add(job.request_id)
+        else:
+            self._invalid_blocks.update(job.device_ids.tolist())

@@ -69,14 +69,14 @@ def serve(scheduler: Any, worker: Any, request: Request, block_ids: list[int]) -
     """Runs a request in one step and waits for its copies; returns the tokens that came from the host."""
     num_loaded, asynchronous = scheduler.get_num_new_matched_tokens(request, 0)
     assert not asynchronous
-    scheduler.update_state_after_alloc(request, block_ids, 0, num_loaded)
+    scheduler.update_state_after_alloc(request, [block_ids], 0, num_loaded)
     count = request.num_tokens - num_loaded
     step(scheduler, worker, [base.ScheduledRequest(request.request_id, num_loaded, count)])
     deadline = time.monotonic() + 60
     while scheduler.has_pending_push_work():
         assert time.monotonic() < deadline
         step(scheduler, worker)
-    assert scheduler.request_finished(request, block_ids) == (False, None)
+    assert scheduler.request_finished(request) == (False, None)
     return int(num_loaded)
 
 

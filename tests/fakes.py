@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from kv_connector.scheduler import SchedulerHalf
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import CacheLayout
 from kv_connector.transfer.paths import CopyPath, make_path
-from kv_connector.types import CopyJob, Direction
+from kv_connector.types import CopyJob, Direction, StepPlan
 from kv_connector.worker import WorkerHalf
 
 ROW_BYTES = 8
@@ -114,17 +115,31 @@ class FaultyPath:
 
 
 class LateWorker(WorkerHalf):
-    """A worker whose saves read the device only when `hold` is off: the GPU is busy with something else."""
+    """A worker whose saves and background loads move bytes only when `hold` is off: the link is busy otherwise."""
 
     def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(config, rank, world_size, self._make_faulty)
         self.hold = False
         self.path: FaultyPath | None = None
         self._late: list[CopyJob] = []
+        self._late_loads: list[CopyJob] = []
 
     def _make_faulty(self, layout: CacheLayout, host: HostPool, config: Config) -> CopyPath:
         self.path = FaultyPath(make_path(layout, host, config), layout)
         return self.path
+
+    def handle_preemptions(self, plan: StepPlan) -> None:
+        """As `WorkerHalf.handle_preemptions`: a fence waits for late copies too."""
+        if plan.fence:
+            self._catch_up()
+        super().handle_preemptions(plan)
+
+    def start_load_kv(self, full_graph: bool = False) -> None:
+        """As `WorkerHalf.start_load_kv`, background loads late."""
+        assert self._plan is not None
+        self._late_loads += self._plan.background_loads
+        self._plan = replace(self._plan, background_loads=())
+        super().start_load_kv(full_graph)
 
     def wait_for_save(self) -> None:
         """As `WorkerHalf.wait_for_save`, but late."""
@@ -132,9 +147,16 @@ class LateWorker(WorkerHalf):
             super().wait_for_save()
         elif self._plan is not None:
             self._late += self._plan.saves
-        if not self.hold and self._late:
+        if not self.hold:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        if self._late:
             self._transfer.submit_save(self._late)
-            self._late = []
+        if self._late_loads:
+            self._loads |= {job.job_id: job for job in self._late_loads}
+            self._transfer.submit_background_load(self._late_loads, self._transfer.mark())
+        self._late, self._late_loads = [], []
 
 
 def make_engine(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from integration.mini_engine.request import EngineRequest
-from kv_connector.config import Config, WritePolicy
+from kv_connector.config import Config, LoadChoice, WritePolicy
 from kv_connector.types import Direction
 from tests.fakes import LateWorker, PatternModel, check_engine, make_engine
 
@@ -37,8 +37,9 @@ class HalvesMachine(RuleBasedStateMachine):
         num_ranks=st.integers(1, 2),
         host_kib=st.sampled_from([60, 100, 160, 0]),
         threshold=st.sampled_from([1, 2]),
+        choice=st.sampled_from([LoadChoice.SYNC, LoadChoice.ASYNC]),
     )
-    def start(self, policy: WritePolicy, num_ranks: int, host_kib: int, threshold: int) -> None:
+    def start(self, policy: WritePolicy, num_ranks: int, host_kib: int, threshold: int, choice: LoadChoice) -> None:
         self.model = PatternModel(num_layers=2, num_ranks=num_ranks)
         config = Config(
             host_memory=host_kib << 10,
@@ -46,6 +47,7 @@ class HalvesMachine(RuleBasedStateMachine):
             write_through_threshold=threshold,
             write_back_lookahead=6,
             layer_group_bytes=1,
+            load_choice=choice,
         )
         self.engine = make_engine(config, NUM_DEVICE_BLOCKS, BLOCK_SIZE, self.model)
         self.workers = [worker for worker in self.engine._runner.workers if isinstance(worker, LateWorker)]
@@ -89,7 +91,9 @@ class HalvesMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100), is_reset=st.sampled_from([False] * 5 + [True]))
     def abort_or_reset(self, which: int, is_reset: bool) -> None:
-        live = [*self.engine.scheduler.waiting, *self.engine.scheduler.running]
+        scheduler = self.engine.scheduler
+        loading = [request for request in scheduler.loading.values() if not request.is_aborted]
+        live = loading or [*scheduler.waiting, *scheduler.running]
         if is_reset:
             assert self.engine.scheduler.reset_cache()
         elif live:
@@ -97,6 +101,7 @@ class HalvesMachine(RuleBasedStateMachine):
             self.engine.scheduler.abort(victim.request_id)
             self.requests.remove(victim)
             SEEN["aborts"] += 1
+            SEEN["aborts_while_loading"] += victim in loading
 
     @rule(device=st.integers(12, NUM_DEVICE_BLOCKS), host=st.one_of(st.none(), st.integers(0, 40)))
     def resize(self, device: int, host: int | None) -> None:
@@ -143,7 +148,7 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
     run_state_machine_as_test(
         HalvesMachine,
         settings=settings(
-            max_examples=200,
+            max_examples=250,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,
@@ -157,7 +162,10 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "loaded_blocks": 1000,
         "saved_blocks": 1000,
         "failed_load_jobs": 50,
-        "failed_save_jobs": 50,
+        "async_loads": 200,
+        "ridden_loads": 10,
+        "aborts_while_loading": 5,
+        "failed_save_jobs": 40,
         "host_evicted_blocks": 500,
         "preemptions": 50,
         "aborts": 100,

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "kv_connector"
 
-THIRD_PARTY = {"torch", "triton", "numpy", "cuda"}
+THIRD_PARTY = {"torch", "triton", "numpy", "cuda", "vllm", "prometheus_client"}
 LAYER_0 = {"types", "errors", "config", "metrics", "events"}
 
 # What each part may import beyond the standard library and itself. A dotted entry allows only that module.
@@ -30,8 +30,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": {*LAYER_0, "torch", "numpy", "cuda", "triton_kernels"},
     "base": {*LAYER_0},
     "jobs": {*LAYER_0, "numpy"},
-    "scheduler": {*LAYER_0, "base", "index", "jobs", "numpy"},
+    "saves": {*LAYER_0, "base", "index"},
+    "loads": {*LAYER_0},
+    "scheduler": {*LAYER_0, "base", "index", "jobs", "loads", "saves", "numpy"},
     "worker": {*LAYER_0, "base", "transfer", "torch", "numpy"},
+    "engines": {*LAYER_0, "base", "index", "build", "vllm", "torch", "prometheus_client"},
     "build": {*LAYER_0, "base", "index", "transfer", "scheduler", "worker", "torch", "numpy"},
 }
 # In addition, under `if TYPE_CHECKING`: costs nothing at run time.
@@ -45,7 +48,13 @@ ONLY_LAZILY: dict[str, set[str]] = {"build": {"transfer", "worker", "torch"}}
 # One thread and a clock that is passed in: a run is repeatable from a seed.
 THREADS = {"threading", "asyncio", "concurrent", "multiprocessing", "queue"}
 CLOCKS = {"time", "datetime"}
-MAY_NOT_IMPORT = {"index": THREADS | CLOCKS, "jobs": THREADS | CLOCKS, "scheduler": THREADS}
+MAY_NOT_IMPORT = {
+    "index": THREADS | CLOCKS,
+    "jobs": THREADS | CLOCKS,
+    "saves": THREADS | CLOCKS,
+    "loads": THREADS | CLOCKS,
+    "scheduler": THREADS,
+}
 
 
 @dataclass(frozen=True)

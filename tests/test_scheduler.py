@@ -12,7 +12,7 @@ from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.config import Config
 from kv_connector.errors import KVConnectorError
 from kv_connector.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kv_connector.index import BlockHasher, BlockPool, BlockState, CacheIdentity, root_hash
+from kv_connector.index import BlockHasher, BlockPool, BlockState, CacheIdentity, SavePolicy, root_hash
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import BlockHash, StepPlan, StepReport, Tier
 
@@ -86,7 +86,7 @@ def admit(half: SchedulerHalf, request: Asked, first_block: int = 0, num_local: 
     """Admission as an engine does it; returns the tokens that will be loaded."""
     matched, _ = half.get_num_new_matched_tokens(request, num_local)
     num_blocks = -(-request.num_tokens // 4)
-    half.update_state_after_alloc(request, list(range(first_block, first_block + num_blocks)), num_local, matched)
+    half.update_state_after_alloc(request, [list(range(first_block, first_block + num_blocks))], num_local, matched)
     return matched
 
 
@@ -110,7 +110,7 @@ def save(half: SchedulerHalf, request: Asked, first_block: int = 0) -> None:
     """A whole life of a request, its blocks saved."""
     admit(half, request, first_block)
     report(half, run(half, request))
-    half.request_finished(request, [])
+    half.request_finished(request)
 
 
 def test_a_conversation_comes_back_from_the_host() -> None:
@@ -124,7 +124,7 @@ def test_a_conversation_comes_back_from_the_host() -> None:
     assert half.get_num_new_matched_tokens(Asked("x", list(range(12))), 0) == (0, False), "not there yet"
     report(half, plan)
     assert blocks.pins() == {}
-    half.request_finished(first, [0, 1, 2])
+    half.request_finished(first)
 
     again = Asked("again", list(range(12)))
     assert admit(half, again, first_block=50) == 8
@@ -208,7 +208,7 @@ def test_selective_saves_at_the_threshold_and_counts_preempted_requests_once() -
         plan = run(half, request)
         saves.append(sum(job.num_blocks for job in plan.saves))
         report(half, plan)
-        half.request_finished(request, [])
+        half.request_finished(request)
     assert saves == [0, 0, 2], "first use computes, the second and third are the two hits"
 
 
@@ -216,10 +216,10 @@ def test_write_back_saves_what_is_next_in_line_and_nothing_else() -> None:
     """It looks two blocks ahead at least, and twice as far as the largest request needed."""
     half, blocks = make_half(write_policy="write_back", write_back_lookahead=2)
     request = Asked("a", list(range(12)))
-    half.update_state_after_alloc(request, [0], 0, 0)
-    steps = [ScheduledRequest("a", 4 * index, 4, (index,) if index else ()) for index in range(3)]
+    half.update_state_after_alloc(request, [[0]], 0, 0)
+    steps = [ScheduledRequest("a", 4 * index, 4, [[index]] if index else ()) for index in range(3)]
     assert all(half.build_connector_meta(SchedulerOutput([step])).is_empty for step in steps)
-    half.request_finished(request, [0, 1, 2])
+    half.request_finished(request)
     assert half.has_pending_push_work(), "an idle engine is asked for a step"
     blocks.order = [(2, request.block_hashes[2]), (1, request.block_hashes[1]), (0, request.block_hashes[0])]
     plan = run(half)
@@ -249,7 +249,7 @@ def test_pinned_prefixes_are_saved_under_any_policy_and_kept() -> None:
     system = Asked("system", list(range(8)))
     half.pin_prefix(system.block_hashes)
     save(half, system)
-    half._policy = type(half._policy).from_config(Config(write_policy="write_through"))
+    half._saves._policy = SavePolicy.from_config(Config(write_policy="write_through"))
     for user in range(5):
         save(half, Asked(f"user-{user}", [user] * 8))
     assert half.get_num_new_matched_tokens(Asked("x", list(range(9))), 0) == (8, False)
@@ -288,13 +288,13 @@ def test_a_plan_is_small_plain_and_the_scheduler_keeps_no_reference_into_it() ->
     copy = pickle.loads(data)
     assert copy.saves[0].host_ids.tolist() == plan.saves[0].host_ids.tolist()
     plan.saves[0].device_ids[:] = 0
-    assert half._requests["long"].block_ids == list(range(2000))
+    assert half._requests["long"].tables[0].block_ids == list(range(2000))
 
 
 def test_a_missing_pool_is_named() -> None:
     half = SchedulerHalf(Config(write_policy="write_through"), 4)
     half.update_connector_output([StepReport(0, 0, num_host_blocks=4)])
-    half.update_state_after_alloc(Asked("a", [1] * 5), [0, 1], 0, 0)
+    half.update_state_after_alloc(Asked("a", [1] * 5), [[0, 1]], 0, 0)
     with pytest.raises(KVConnectorError, match="bind_block_pool"):
         run(half, Asked("a", [1] * 5))
 

@@ -15,9 +15,7 @@ NUM_BLOCKS = 4
 
 
 def make_worker(device: torch.device, **settings: object) -> tuple[WorkerHalf, dict[str, torch.Tensor]]:
-    caches = {
-        f"layers.{i}": torch.full((NUM_BLOCKS, 8, 16), i + 1, dtype=torch.int32, device=device) for i in range(3)
-    }
+    caches = {f"layers.{i}": torch.full((NUM_BLOCKS, 8, 16), i + 1, dtype=torch.int32, device=device) for i in range(3)}
     worker = WorkerHalf(Config.from_mapping({"host_memory": "1MiB", "layer_group_bytes": 1, **settings}))
     worker.register_kv_caches(caches, NUM_BLOCKS)
     if worker._host is not None:

@@ -47,7 +47,13 @@ class MiniEngine:
         step = self.scheduler.schedule()
         result = self._runner.execute(step.plan, step.chunks)
         return self.scheduler.update(
-            step, result.token_ids, result.reports, result.invalid_block_ids, result.draft_token_ids
+            step,
+            result.token_ids,
+            result.reports,
+            result.invalid_block_ids,
+            result.draft_token_ids,
+            result.received,
+            result.failed_receiving,
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[EngineRequest]:

@@ -25,6 +25,8 @@ class EngineRequest:
     num_attached: int = 0  # leading full blocks that have been offered to the device tier as copies
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
+    has_received: bool = False  # an asynchronous load has filled its blocks
+    is_aborted: bool = False  # while such a load was under way
     first_token_at: float | None = None
     draft_token_ids: list[int] = field(default_factory=list)
 

@@ -7,6 +7,7 @@ shows that a plan and a report are all that crosses.
 from __future__ import annotations
 
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -62,6 +63,8 @@ class StepResult:
     draft_token_ids: list[int] | None = None
     reports: tuple[StepReport, ...] = ()
     invalid_block_ids: frozenset[int] = frozenset()
+    received: frozenset[str] = frozenset()
+    failed_receiving: frozenset[str] = frozenset()
 
 
 class LocalRunner:
@@ -78,6 +81,8 @@ class LocalRunner:
         self._block_size = block_size
         self.kv_caches = model.allocate_kv_caches(num_blocks, block_size)
         world_size = len(self.kv_caches)
+        self._received: Counter[str] = Counter()  # ranks on which a request's asynchronous load has ended
+        self._failed: set[str] = set()
         self.workers = [build_worker(rank, world_size) for rank in range(world_size)] if build_worker else []
         for worker, caches in zip(self.workers, self.kv_caches, strict=False):
             worker.register_kv_caches(caches, num_blocks)
@@ -100,11 +105,25 @@ class LocalRunner:
             token_ids, draft_token_ids = self._model.next_tokens(inputs, self.kv_caches, self.workers)
         for worker in self.workers:
             worker.wait_for_save()
+        received, failed = self._receive()
         invalid = frozenset().union(*(worker.get_block_ids_with_load_errors() for worker in self.workers))
         reports = tuple(worker.build_connector_worker_meta() for worker in self.workers)
         for worker in self.workers:
             worker.clear_connector_metadata()
-        return StepResult(token_ids, draft_token_ids, reports, invalid)
+        return StepResult(token_ids, draft_token_ids, reports, invalid, received, failed)
+
+    def _receive(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Requests whose load has ended on all ranks by now, and those of them where it failed on one."""
+        for worker in self.workers:
+            ended, failed = worker.get_finished()
+            self._received.update(ended)
+            self._failed |= failed
+        received = frozenset(r for r, count in self._received.items() if count == len(self.workers))
+        for request_id in received:
+            del self._received[request_id]
+        failed_receiving = received & self._failed
+        self._failed -= received
+        return received, failed_receiving
 
     def shutdown(self) -> None:
         """Stop the worker halves."""

@@ -51,6 +51,7 @@ class Scheduler:
         self.connector: KVConnectorScheduler | None = None
         self.waiting: deque[EngineRequest] = deque()
         self.running: list[EngineRequest] = []
+        self.loading: dict[str, EngineRequest] = {}  # waiting for an asynchronous load, aborted ones included
         self.num_preemptions = 0
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
@@ -76,6 +77,9 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """Drop a request in whatever phase it is, between two steps."""
+        if request_id in self.loading and self.connector:
+            self.loading[request_id].is_aborted = True
+            self.connector.request_finished(self.loading[request_id])
         for request in [r for r in (*self.waiting, *self.running) if r.request_id == request_id]:
             if request in self.running:
                 self.running.remove(request)
@@ -89,15 +93,17 @@ class Scheduler:
         for request in list(self.running):
             if request in self.running and budget:
                 budget -= self._schedule_running(request, budget, step)
-        while self.waiting and budget and len(self.running) < self._max_running and not step.preempted:
-            scheduled = self._admit(self.waiting[0], budget, step)
-            if not scheduled:
+        for request in sorted(self.waiting, key=lambda request: not request.has_received):  # holders of blocks first
+            if not budget or len(self.running) >= self._max_running or step.preempted:
+                break
+            scheduled = self._admit(request, budget, step)
+            if scheduled is None:
                 break
             budget -= scheduled
         self._attach_computed(step)
         if self.connector:
             items = zip(step.requests, step.chunks, step.new_block_ids, strict=True)
-            scheduled_requests = [ScheduledRequest(r.request_id, c.start, len(c.token_ids), n) for r, c, n in items]
+            scheduled_requests = [ScheduledRequest(r.request_id, c.start, len(c.token_ids), [n]) for r, c, n in items]
             step.plan = self.connector.build_connector_meta(SchedulerOutput(scheduled_requests, step.preempted))
         return step
 
@@ -108,8 +114,13 @@ class Scheduler:
         reports: Sequence[StepReport] = (),
         invalid_block_ids: Collection[int] = (),
         draft_token_ids: Sequence[int] | None = None,
+        received: Collection[str] = (),
+        failed_receiving: Collection[str] = (),
     ) -> list[EngineRequest]:
         """Take in what the step computed; `token_ids[i]` follows `step.chunks[i]`. Returns requests that finished.
+
+        `received`: requests whose asynchronous load has ended on every rank, `failed_receiving` those of them where it
+        failed on one.
 
         Requests that hold an invalid block are computed again: nothing that this step made of them is kept.
         """
@@ -130,6 +141,8 @@ class Scheduler:
         self.device.fill(b for b in step.loading if self.device.state(b) is BlockState.SWAPPING_TO_DEVICE)
         if self.connector:
             self.connector.update_connector_output(reports)
+        for request_id in received:
+            self._end_receiving(self.loading.pop(request_id), ok=request_id not in failed_receiving)
         for request in [r for r in self.running if r.is_finished]:
             self.running.remove(request)
             self._finish(request)
@@ -140,7 +153,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         pending = self.connector.has_pending_push_work() if self.connector else False
-        return bool(self.waiting or self.running) or pending
+        return bool(self.waiting or self.running or self.loading) or pending
 
     def reset_cache(self) -> bool:
         """Forget all cached blocks, on the device and behind the connector; running requests keep their own."""
@@ -161,33 +174,84 @@ class Scheduler:
         self._append(request, count, new_blocks, step)
         return count
 
-    def _admit(self, request: EngineRequest, budget: int, step: Step) -> int:
-        """Admit a waiting request with what is cached of it; returns the tokens scheduled, 0 where there is no room."""
+    def _admit(self, request: EngineRequest, budget: int, step: Step) -> int | None:
+        """Admit a waiting request with what is cached of it; returns the tokens scheduled, None where there is no room.
+
+        0 where the connector asks to wait, and where the request's asynchronous load begins.
+        """
+        if request.has_received:
+            return self._admit_received(request, budget, step)
         local_blocks = self._match_device(request) if self._prefix_caching else []
         num_local = len(local_blocks) * self.block_size
-        num_external = 0
+        num_external, is_async = 0, False
         if self.connector:
-            matched, _ = self.connector.get_num_new_matched_tokens(request, num_local)
-            num_external = matched or 0
+            matched, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
+            if matched is None:
+                return 0
+            num_external = matched
         computed = num_local + num_external
-        count = min(request.num_tokens - computed, budget)
+        count = 0 if is_async else min(request.num_tokens - computed, budget)
         self.device.acquire(local_blocks)
         new_blocks = self.device.allocate(self._blocks_for(computed + count) - len(local_blocks))
         if new_blocks is None:
             self.device.release(local_blocks)
-            return 0
-        self.waiting.popleft()
-        self.running.append(request)
+            return None
+        self.waiting.remove(request)
         request.block_ids = local_blocks + new_blocks
         request.num_computed_tokens = computed
-        request.num_attached = computed // self.block_size
         request.device_hit_tokens, request.host_hit_tokens = num_local, num_external
-        self._attach_loading(request, len(local_blocks), step)
         self.tree.touch(self.tree.match(request.block_hashes), self._clock())
+        if is_async:
+            request.num_attached = len(local_blocks)
+            self.loading[request.request_id] = request
+        else:
+            request.num_attached = computed // self.block_size
+            self._attach_cached(request, len(local_blocks), Event.SWAP_IN)
+            step.loading += request.block_ids[len(local_blocks) : request.num_attached]
+            self.running.append(request)
         if self.connector:
-            self.connector.update_state_after_alloc(request, request.block_ids, num_local, num_external)
+            self.connector.update_state_after_alloc(request, [request.block_ids], num_local, num_external)
+        if count:
+            self._append(request, count, [], step)
+        return count
+
+    def _admit_received(self, request: EngineRequest, budget: int, step: Step) -> int | None:
+        """Admit a request whose asynchronous load is complete: its blocks are its own, and matchable from now on."""
+        count = min(request.num_tokens - request.num_computed_tokens, budget)
+        new_blocks = self.device.allocate(
+            self._blocks_for(request.num_computed_tokens + count) - len(request.block_ids)
+        )
+        if new_blocks is None:
+            if not self.running and not step.requests:
+                self._make_room(request)
+            return None
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.has_received = False
+        request.block_ids += new_blocks
+        assert self.connector is not None
+        self.connector.update_state_after_alloc(request, [request.block_ids], request.num_computed_tokens, 0)
         self._append(request, count, [], step)
         return count
+
+    def _make_room(self, request: EngineRequest) -> None:
+        """Requests that hold received blocks and need more must not wait for one another: the last one starts anew."""
+        holders = [other for other in self.waiting if other.has_received and other is not request]
+        if holders:
+            self.waiting.remove(holders[-1])
+            self._to_waiting(holders[-1])
+
+    def _end_receiving(self, request: EngineRequest, ok: bool) -> None:
+        if request.is_aborted:
+            self._release_blocks(request)
+        elif not ok:
+            self._to_waiting(request)
+        else:
+            first, request.num_attached = request.num_attached, request.num_computed_tokens // self.block_size
+            blocks = self._attach_cached(request, first, Event.SWAP_IN)
+            self.device.fill(blocks)
+            request.has_received = True
+            self.waiting.appendleft(request)
 
     def _append(self, request: EngineRequest, count: int, new_block_ids: list[int], step: Step) -> None:
         start = request.num_computed_tokens
@@ -207,12 +271,10 @@ class Scheduler:
             blocks += self.device.blocks_of([node])
         return blocks
 
-    def _attach_loading(self, request: EngineRequest, first: int, step: Step) -> None:
-        """Blocks that a load fills become copies on the device, matchable by this step's other requests."""
-        hashes = request.block_hashes[: request.num_attached]
-        nodes = self.tree.insert_path(hashes, self._clock(), first)
-        self._attach(request, first, nodes, Event.SWAP_IN)
-        step.loading += request.block_ids[first : request.num_attached]
+    def _attach_cached(self, request: EngineRequest, first: int, event: Event) -> list[int]:
+        """Blocks that a load fills become copies on the device; returns those that do."""
+        nodes = self.tree.insert_path(request.block_hashes[: request.num_attached], self._clock(), first)
+        return self._attach(request, first, nodes, event)
 
     def _attach_computed(self, step: Step) -> None:
         """Blocks that this step completes become copies on the device, matchable once it has run."""
@@ -224,14 +286,16 @@ class Scheduler:
             nodes = self.tree.insert_path(request.block_hashes[:full], self._clock(), first) if full > first else []
             self._attach(request, first, nodes, Event.COMPUTE)
 
-    def _attach(self, request: EngineRequest, first: int, nodes: list[int], event: Event) -> None:
+    def _attach(self, request: EngineRequest, first: int, nodes: list[int], event: Event) -> list[int]:
         """A block whose node has a copy on the device already, made by another request, stays private."""
         pairs = [
             (block_id, node)
             for block_id, node in zip(request.block_ids[first:], nodes, strict=False)
             if self.device.node_state(node) is BlockState.ABSENT
         ]
-        self.device.attach([block_id for block_id, _ in pairs], [node for _, node in pairs], event)
+        attached = [block_id for block_id, _ in pairs]
+        self.device.attach(attached, [node for _, node in pairs], event)
+        return attached
 
     def _fill_computed(self, request: EngineRequest, first: int) -> None:
         """Blocks from `first` on that the step has completed are resident now."""
@@ -251,11 +315,12 @@ class Scheduler:
     def _to_waiting(self, request: EngineRequest) -> None:
         self._release_blocks(request)
         request.num_computed_tokens = 0
+        request.has_received = False
         self.waiting.appendleft(request)
 
     def _finish(self, request: EngineRequest) -> None:
         if self.connector:
-            self.connector.request_finished(request, request.block_ids)
+            self.connector.request_finished(request)
         self.tree.touch(self.tree.match(request.block_hashes), self._clock())
         self._release_blocks(request)
 

@@ -1,6 +1,7 @@
 """What is cached where: pure Python, no torch, no threads, no clock of its own (layer 1)."""
 
 from .hashing import BlockHasher, CacheIdentity, MultimodalItem, adopt_hash, root_hash
+from .lookup import BlockGroup, GroupedTree, Hit, Lookup, group_key, split_key
 from .policy import SavePolicy
 from .pool import BlockPool
 from .states import BlockState, Event, IllegalTransition, advance
@@ -9,17 +10,23 @@ from .tree import ROOT, PrefixTree
 
 __all__ = [
     "ROOT",
+    "BlockGroup",
     "BlockHasher",
     "BlockPool",
     "BlockState",
     "CacheIdentity",
     "CacheTier",
     "Event",
+    "GroupedTree",
+    "Hit",
     "IllegalTransition",
+    "Lookup",
     "MultimodalItem",
     "PrefixTree",
     "SavePolicy",
     "adopt_hash",
     "advance",
+    "group_key",
     "root_hash",
+    "split_key",
 ]

@@ -185,10 +185,7 @@ class PrefixTree:
 
     def _is_forgettable(self, node: int) -> bool:
         return (
-            not self._copies[node]
-            and not self._children[node]
-            and not self.pins[node]
-            and self._hash[node] is not None
+            not self._copies[node] and not self._children[node] and not self.pins[node] and self._hash[node] is not None
         )
 
     def _add(self, parent: int, block_hash: BlockHash, now: float) -> int:

@@ -34,12 +34,16 @@ logger = logging.getLogger("kv_connector.transfer")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of a job. `bytes` were copied, paddings left out; none count where the job failed."""
+    """The end of a job. `bytes` were copied, paddings left out; none count where the job failed.
+
+    `milliseconds` are those of all that was submitted with the job, counted on the first of these jobs.
+    """
 
     job_id: int
     ok: bool
     bytes: int
     direction: Direction
+    milliseconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +53,7 @@ class _Submission:
     direction: Direction
     jobs: Sequence[CopyJob]
     groups: tuple[range, ...]
+    start: Event
     events: list[Event] = field(default_factory=list)
     end: Event | None = None
     ok: bool = True
@@ -73,8 +78,8 @@ class TransferEngine:
         self._config = config
         self._path = path if path is not None else make_path(layout, host, config)
         self._lanes = {
-            Direction.LOAD: make_lane(layout.device, priority=-1, timing=config.trace_loads),
-            Direction.SAVE: make_lane(layout.device, priority=0, timing=False),
+            Direction.LOAD: make_lane(layout.device, priority=-1, timing=True),
+            Direction.SAVE: make_lane(layout.device, priority=0, timing=True),
         }
         self._in_flight: list[_Submission] = []
         self._finished: list[Completion] = []
@@ -91,6 +96,26 @@ class TransferEngine:
         Raises InvalidBlockError, before anything is enqueued, for a job id that `poll` has still to return.
         """
         return self._submit(Direction.LOAD, jobs)
+
+    def mark(self) -> Event:
+        """The current stream's position, for a background load that need not wait for what is enqueued behind it."""
+        return self._lanes[Direction.LOAD].mark()
+
+    def submit_background_load(self, jobs: Sequence[CopyJob], after: Event) -> frozenset[int]:
+        """Enqueue loads that no forward pass waits for: whoever needs the blocks waits for `poll` to return the jobs.
+
+        Errors and result are those of `submit_load`. `after` comes from `mark` and is taken back.
+        """
+        lane = self._lanes[Direction.LOAD]
+        after.wait(lane.stream)
+        lane.recycle([after])
+        return self._submit(Direction.LOAD, jobs, background=True)
+
+    def fence(self) -> None:
+        """Make the current stream wait for every copy under way; the host goes on."""
+        for submission in self._in_flight:
+            assert submission.end is not None
+            submission.end.wait()
 
     def submit_save(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
         """Enqueue a step's saves, merged, after the current stream's position; call it after the forward pass.
@@ -140,7 +165,7 @@ class TransferEngine:
             self._closed = True
             self._path.close()
 
-    def _submit(self, direction: Direction, jobs: Sequence[CopyJob]) -> frozenset[int]:
+    def _submit(self, direction: Direction, jobs: Sequence[CopyJob], background: bool = False) -> frozenset[int]:
         self._check_new(jobs)
         self._unreported.update(job.job_id for job in jobs)
         valid = self._valid_jobs(direction, jobs)
@@ -149,7 +174,7 @@ class TransferEngine:
             if job.job_id in failed or job.num_blocks == 0:
                 self._finish(job, ok=job.job_id not in failed)
         moving = [job for job in valid if job.num_blocks > 0]
-        if moving and not self._enqueue(direction, moving):
+        if moving and not self._enqueue(direction, moving, background):
             failed.update(job.job_id for job in moving)
         return frozenset(failed)
 
@@ -176,16 +201,15 @@ class TransferEngine:
                 valid.append(job)
         return valid
 
-    def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob]) -> bool:
+    def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob], background: bool) -> bool:
         device_ids = _merged([job.device_ids for job in jobs])
         host_ids = _merged([job.host_ids for job in jobs])
         groups: tuple[range, ...] = (range(len(self._layout.regions)),)
         if direction is Direction.LOAD:
             groups = self._layout.layer_groups(len(device_ids), self._config.layer_group_bytes)
-        submission = _Submission(direction, jobs, groups)
         lane = self._lanes[direction]
-        with lane.running():
-            start = lane.mark(lane.stream) if self._traces is not None and direction is Direction.LOAD else None
+        with lane.running(after_current=not background):
+            submission = _Submission(direction, jobs, groups, lane.mark(lane.stream))
             try:
                 for group in groups:
                     self._path.copy(direction, group, device_ids, host_ids)
@@ -196,20 +220,19 @@ class TransferEngine:
                 logger.warning("%s of jobs %s failed: %s: %s", direction.value, ids, type(error).__name__, error)
             submission.end = submission.events[-1] if submission.ok else lane.mark(lane.stream)
         self._in_flight.append(submission)
-        if direction is Direction.LOAD:
-            self._take_load(submission, start)
+        if direction is Direction.LOAD and not background:
+            self._take_load(submission)
         return submission.ok
 
-    def _take_load(self, submission: _Submission, start: Event | None) -> None:
+    def _take_load(self, submission: _Submission) -> None:
         if not submission.ok:
             # Blocks of a failed load are computed anew, and what was enqueued must not overwrite that.
             assert submission.end is not None
             submission.end.wait()
-            self._lanes[Direction.LOAD].recycle([start] if start is not None else [])
             return
         self._load = submission
-        if self._traces is not None and start is not None:
-            self._traces.begin(LoadTrace(start, submission.events))
+        if self._traces is not None:
+            self._traces.begin(LoadTrace(submission.start, submission.events))
 
     def _wait_group(self, load: _Submission, group: int) -> None:
         if self._traces is None:
@@ -228,21 +251,20 @@ class TransferEngine:
 
     def _retire(self, submission: _Submission) -> None:
         self._in_flight.remove(submission)
+        end, events = submission.end, submission.events
+        assert end is not None
+        milliseconds = submission.start.elapsed_time(end) if submission.ok else 0.0
         for job in submission.jobs:
-            self._finish(job, submission.ok)
+            self._finish(job, submission.ok, milliseconds)
+            milliseconds = 0.0
         if submission is self._load:
             self._load = None  # all of it is there: no layer has to wait any more
-        if submission.direction is Direction.LOAD and self._traces is not None and submission.ok:
-            self._traces.end(submission.events)
-            return
-        end = submission.end
-        assert end is not None
-        events = submission.events
-        self._lanes[submission.direction].recycle(events if end in events[-1:] else [*events, end])
+        if self._traces is None or not self._traces.end(events):
+            self._lanes[submission.direction].recycle([submission.start, *events, *([] if end in events else [end])])
 
-    def _finish(self, job: CopyJob, ok: bool) -> None:
+    def _finish(self, job: CopyJob, ok: bool, milliseconds: float = 0.0) -> None:
         num_bytes = job.num_blocks * self._layout.piece_bytes if ok else 0
-        self._finished.append(Completion(job.job_id, ok, num_bytes, job.direction))
+        self._finished.append(Completion(job.job_id, ok, num_bytes, job.direction, milliseconds))
 
     def _synchronize(self) -> None:
         for submission in list(self._in_flight):

@@ -42,8 +42,8 @@ class Lane(Protocol):
     def current(self) -> Any:
         """The stream that is current on the lane's device; None on the CPU."""
 
-    def running(self) -> Any:
-        """Context in which the lane's stream is current, after what the stream that is current now holds."""
+    def running(self, after_current: bool = True) -> Any:
+        """Context in which the lane's stream is current, after what the stream that is current now holds if wanted."""
 
     def mark(self, stream: Any = None) -> Event:
         """An event at the position of `stream`, the current one by default."""
@@ -91,7 +91,7 @@ class HostLane:
         """See `Lane.current`."""
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, after_current: bool = True) -> Iterator[None]:
         """See `Lane.running`."""
         yield
 
@@ -120,12 +120,13 @@ class CudaLane:
         return torch.cuda.current_stream(self._device)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, after_current: bool = True) -> Iterator[None]:
         """See `Lane.running`."""
-        start = self.mark()
-        start.wait(self.stream)
-        # The stream keeps the recorded position, so the event may be recorded anew at once.
-        self._free.append(start)
+        if after_current:
+            start = self.mark()
+            start.wait(self.stream)
+            # The stream keeps the recorded position, so the event may be recorded anew at once.
+            self._free.append(start)
         with torch.cuda.stream(self.stream):
             yield
 

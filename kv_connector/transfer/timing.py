@@ -43,11 +43,13 @@ class LoadTraces:
         trace.groups[group].wait()
         trace.waits[group] = before, self._lane.mark()
 
-    def end(self, groups: list[Event]) -> None:
-        """The load with this very list of group events has completed."""
+    def end(self, groups: list[Event]) -> bool:
+        """The load with this very list of group events has completed; False where it is not traced."""
         for trace in self._traces:
             if trace.groups is groups:
                 trace.has_ended = True
+                return True
+        return False
 
     def take(self) -> tuple[LoadTiming, ...]:
         """Timings of loads that have completed, and so have the waits for them; each once, in order."""

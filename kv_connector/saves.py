@@ -1,0 +1,155 @@
+"""Which blocks are saved in a step (layer 1): the write policy applied to what the engine computes and reuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .base import DeviceBlocks, Request, ScheduledRequest
+from .index import BlockState, CacheTier, Event, GroupedTree, SavePolicy
+from .metrics import CacheMetrics
+from .types import NO_BLOCK, BlockHash
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """A request's device blocks in one group, and how far the write policy has seen them."""
+
+    block_ids: list[int] = field(default_factory=list)  # NO_BLOCK where the engine holds none
+    next_block: int = 0  # blocks from here on have not been shown to the policy
+    unsaved: list[int] = field(default_factory=list)  # earlier blocks that are wanted but found no room
+
+
+class SavePlanner:
+    """Pairs device blocks with host blocks. The caller opens a job for the pairs, which are leased on both sides."""
+
+    def __init__(self, grouped: GroupedTree, host: CacheTier, policy: SavePolicy, metrics: CacheMetrics) -> None:
+        self.may_save_before_reuse = False  # something changed since nothing was left to save
+        self._grouped = grouped
+        self._tree = grouped.tree
+        self._host = host
+        self._policy = policy
+        self._metrics = metrics
+        self._num_taken = 0  # device blocks that requests admitted in the step being scheduled have use for
+        self._most_taken = 0  # in any step
+
+    def note_admitted(self, num_blocks: int) -> None:
+        """A request was admitted that will take so many device blocks in all.
+
+        It takes them step by step where it computes and all at once where it loads: they are counted as a whole.
+        """
+        self._num_taken += num_blocks
+
+    def note_changed(self) -> None:
+        """Device blocks were freed: there may be something to save before reuse."""
+        self.may_save_before_reuse = self._policy.saves_before_reuse
+
+    def plan(
+        self,
+        request: Request,
+        tables: Sequence[BlockTable],
+        item: ScheduledRequest,
+        num_hit_blocks: int,
+        size: int,
+        now: float,
+    ) -> list[tuple[int, int]]:
+        """(device id, host id) of blocks that are, or will be after this step, full and valid on the device."""
+        full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
+        pairs = []
+        for group, table in enumerate(tables):
+            if full <= table.next_block and not table.unsaved:
+                continue
+            if self._grouped.groups[group].window_blocks is None:
+                pairs += self._plan_full(request.block_hashes, group, table, full, num_hit_blocks, now)
+            else:
+                pairs += self._plan_window(request.block_hashes, group, table, full, num_hit_blocks, now)
+        return pairs
+
+    def plan_before_reuse(self, blocks: DeviceBlocks) -> list[tuple[int, int]]:
+        """Under write_back: saves of the device blocks that the engine will reuse first."""
+        if not self._policy.saves_before_reuse:
+            return []
+        pairs = []
+        self._most_taken, self._num_taken = max(self._most_taken, self._num_taken), 0
+        num_watched = max(self._policy.lookahead, 2 * self._most_taken)
+        for device_id, key in blocks.next_reused(num_watched):
+            node = self._tree.get(key)
+            if node is None or self._host.node_state(node) is not BlockState.ABSENT:
+                continue
+            host_ids = self._host.allocate_up_to(1, older_than=self._tree.used[node])
+            node = self._tree.get(key)
+            if not host_ids or node is None:
+                self._host.release(host_ids)
+                continue
+            self._host.attach(host_ids, [node], Event.SWAP_OUT)
+            pairs.append((device_id, host_ids[0]))
+        self._metrics.saves_on_reuse_blocks += len(pairs)
+        self.may_save_before_reuse = bool(pairs)
+        return pairs
+
+    def _plan_full(
+        self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
+    ) -> list[tuple[int, int]]:
+        if not self._host.num_available:
+            return []  # with no room at all the blocks are looked at when there is some
+        first, keys = table.next_block, self._grouped.keys(hashes[:full], group)
+        wanted = [index for index in (*table.unsaved, *range(first, full)) if self._is_wanted(keys[index])]
+        table.next_block = max(first, full)
+        host_ids = self._allocate(len(wanted), keys, now)
+        # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
+        nodes = self._tree.insert_path(keys, now, first)
+        saved = wanted[: len(host_ids)]
+        targets = [nodes[i - first] if i >= first else self._tree.insert_path(keys[: i + 1], now, i)[0] for i in saved]
+        table.unsaved = wanted[len(host_ids) :]
+        return self._attach(table, saved, targets, nodes, host_ids, num_hit_blocks)
+
+    def _plan_window(
+        self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
+    ) -> list[tuple[int, int]]:
+        """Blocks slide out of the window and are gone: what finds no room in this step is not saved later."""
+        held = [i for i in range(table.next_block, full) if table.block_ids[i] != NO_BLOCK]
+        table.next_block = max(table.next_block, full)
+        keys = {index: self._grouped.keys((hashes[index],), group)[0] for index in held}
+        wanted = [index for index in held if self._is_wanted(keys[index])]
+        host_ids = self._host.allocate_up_to(len(wanted), older_than=now) if wanted else []
+        nodes = {index: self._tree.insert_path((keys[index],), now)[0] for index in held}
+        # The window's end is what a later prefix needs, so its blocks go first where there is no room for all.
+        saved = wanted[len(wanted) - len(host_ids) :]
+        self._metrics.dropped_saves_blocks += len(wanted) - len(saved)
+        targets = [nodes[index] for index in saved]
+        return self._attach(table, saved, targets, list(nodes.values()), host_ids, num_hit_blocks)
+
+    def _attach(
+        self,
+        table: BlockTable,
+        saved: list[int],
+        targets: list[int],
+        nodes: list[int],
+        host_ids: list[int],
+        num_hit_blocks: int,
+    ) -> list[tuple[int, int]]:
+        self._host.attach(host_ids, targets, Event.SWAP_OUT)
+        for node in nodes:
+            self._tree.settle(node)
+        for index, node in zip(saved, targets, strict=True):
+            if self._tree.pins[node]:
+                self._metrics.saves_pinned_blocks += 1
+            elif index < num_hit_blocks:
+                self._metrics.saves_on_hit_blocks += 1
+            else:
+                self._metrics.saves_on_compute_blocks += 1
+        return list(zip([table.block_ids[index] for index in saved], host_ids, strict=True))
+
+    def _is_wanted(self, key: BlockHash) -> bool:
+        node = self._tree.get(key)
+        if node is None:
+            return self._policy.wants(hits=0, pinned=False)
+        if self._host.node_state(node) is not BlockState.ABSENT:
+            return False
+        return self._policy.wants(self._tree.hits[node], self._tree.pins[node] > 0)
+
+    def _allocate(self, num_blocks: int, path: Sequence[BlockHash], now: float) -> list[int]:
+        """Up to `num_blocks` host blocks, evicting older prefixes but nothing of the path that they continue."""
+        if num_blocks > self._host.pool.num_free and self._host.num_available:
+            self._tree.touch(self._tree.match(path), now)
+        return self._host.allocate_up_to(num_blocks, older_than=now)
