@@ -186,9 +186,7 @@ def overlap_ms(path: Path) -> tuple[float, float]:
         for e in events
         if e.get("cat") == "kernel" and e["args"]["stream"] not in streams and "copy_pieces" not in e["name"]
     )
-    shared = sum(
-        max(0.0, min(end, e["ts"] + e["dur"]) - max(start, e["ts"])) for e in copies for start, end in kernels
-    )
+    shared = sum(max(0.0, min(end, e["ts"] + e["dur"]) - max(start, e["ts"])) for e in copies for start, end in kernels)
     return sum(e["dur"] for e in copies) / 1e3, shared / 1e3
 
 

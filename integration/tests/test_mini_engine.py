@@ -85,9 +85,7 @@ def test_every_cache_tensor_survives_eviction(
 
 
 @pytest.mark.parametrize("name", ["plain", "fp8, draft layer, two ranks"])
-def test_the_worker_half_in_another_process(
-    name: str, reference: dict[str, list[tuple[list[int], list[int]]]]
-) -> None:
+def test_the_worker_half_in_another_process(name: str, reference: dict[str, list[tuple[list[int], list[int]]]]) -> None:
     config = Config(host_memory="16MiB", write_policy="write_through")
     engine = make_engine(VARIANTS[name], config, own_process=True)
     assert list(chat(engine)) == reference[name]

@@ -1,0 +1,196 @@
+"""`TieredKVConnector`: a role switch and translation. Every decision is made in the halves.
+
+One instance lives in the scheduler's process and one in each worker. Calls that only newer versions of vLLM make are
+defined for all: an older one leaves them out, and the others are enough.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from ...errors import KVConnectorError
+from .specs import read_config, read_shape
+from .stats import PromMetrics, TieredStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from .scheduler import SchedulerRole
+    from .steps import PlanMetadata, ReportMetadata
+    from .worker import WorkerRole
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.26
+    CacheHitSource = None
+
+# vLLM sets up only its own logger: ours speaks through it, in its format and at its level.
+logging.getLogger("kv_connector").parent = logging.getLogger("vllm")
+
+
+class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV cache on pinned host memory and brings it back. See docs/vllm.md for its settings."""
+
+    if CacheHitSource is not None:
+        _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Raises ConfigError for settings or a model that are not served, before any memory is taken."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        config, shape = read_config(vllm_config), read_shape(vllm_config, kv_cache_config)
+        self._scheduler_role: SchedulerRole | None = None
+        self._worker_role: WorkerRole | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            from .scheduler import SchedulerRole
+
+            self._scheduler_role = SchedulerRole(config, shape)
+        else:
+            from .worker import WorkerRole
+
+            self._worker_role = WorkerRole(config, shape)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache may lose what it was given."""
+        return False
+
+    @property
+    def _scheduler(self) -> SchedulerRole:
+        if self._scheduler_role is None:
+            raise KVConnectorError("a scheduler-side call on the worker's connector")
+        return self._scheduler_role
+
+    @property
+    def _worker(self) -> WorkerRole:
+        if self._worker_role is None:
+            raise KVConnectorError("a worker-side call on the scheduler's connector")
+        return self._worker_role
+
+    # Scheduler side.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.half.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A load fills whole blocks: none of any group needs zeroing before it."""
+        return self._scheduler.shape.group_ids
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.half.has_pending_push_work()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.half.has_pending_block_frees()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_events()
+
+    def reset_cache(self) -> bool:
+        return self._scheduler.reset_cache()
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: PlanMetadata) -> None:
+        self._worker.half.handle_preemptions(kv_connector_metadata.plan)
+
+    def bind_connector_metadata(self, connector_metadata: PlanMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.half.bind_connector_metadata(connector_metadata.plan)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._worker.half.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker.start_load_kv(forward_context, kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._worker.half.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: blocks are saved whole, after the last layer."""
+
+    def wait_for_save(self) -> None:
+        self._worker.half.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        received, _ = self._worker.get_finished()
+        return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As `get_finished`, with the failed ones; called by versions that know of them."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        received, failed = self._worker.get_finished()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self) -> ReportMetadata:
+        return self._worker.build_connector_worker_meta()
+
+    # Both sides.
+
+    def get_kv_connector_stats(self) -> TieredStats | None:
+        if self._scheduler_role is not None:
+            return self._scheduler_role.take_stats()
+        return self._worker.take_stats()
+
+    def shutdown(self) -> None:
+        if self._scheduler_role is not None:
+            self._scheduler_role.shutdown()
+        if self._worker_role is not None:
+            self._worker_role.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredStats:
+        return TieredStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,99 @@
+"""The scheduler half behind vLLM's calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ...build import build_scheduler
+from ...config import Config
+from .blocks import PoolBlocks
+from .events import to_vllm
+from .specs import EngineShape
+from .stats import StatsFeed, TieredStats
+from .steps import PlanMetadata, ReportMetadata, to_step, to_tables
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("kv_connector.vllm")
+
+
+class SchedulerRole:
+    """Translates; `half` decides."""
+
+    def __init__(self, config: Config, shape: EngineShape) -> None:
+        self.shape = shape
+        self.half = build_scheduler(
+            config,
+            shape.block_size,
+            shape.world_size,
+            groups=shape.groups,
+            drop_last_block=shape.drop_last_block,
+            unpins_when_idle=shape.unpins_when_idle,
+        )
+        self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
+        self._feed = StatsFeed()
+        logger.info(
+            "kv_connector: %s over %d rank(s), %d bytes of host memory in all, blocks of %d tokens in %d group(s)",
+            config.write_policy.value,
+            shape.world_size,
+            config.host_memory,
+            shape.block_size,
+            len(shape.groups),
+        )
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self.half.bind_block_pool(PoolBlocks(pool, {v: ours for ours, v in enumerate(self.shape.group_ids)}))
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._local_tokens[request.request_id] = num_computed_tokens
+        if request.skip_reading_prefix_cache:
+            return 0, False  # it wants its prompt computed, and vLLM drops what we answer
+        return self.half.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Behind an asynchronous load comes a second call without a look-up: all of it is on the device by then."""
+        num_local = self._local_tokens.pop(request.request_id, request.num_computed_tokens)
+        tables = to_tables(blocks.get_block_ids(), self.shape.group_ids)
+        self.half.update_state_after_alloc(request, tables, num_local, num_external_tokens)
+
+    def build_connector_meta(self, output: SchedulerOutput) -> PlanMetadata:
+        return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids)))
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, ReportMetadata):
+            self.half.update_connector_output(meta.reports)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._local_tokens.pop(request.request_id, None)
+        return self.half.request_finished(request)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return to_vllm(self.half.take_events(), self.shape)
+
+    def take_stats(self) -> TieredStats | None:
+        return self._feed.take(self.half.get_kv_connector_stats())
+
+    def reset_cache(self) -> bool:
+        done = self.half.reset_cache()
+        logger.info("kv_connector: the host cache was reset")
+        return done
+
+    def shutdown(self) -> None:
+        stats = self.half.get_kv_connector_stats()
+        logger.info(
+            "kv_connector: shut down after %d requests: %d of %d tokens came from the device, %d from the host",
+            stats["requests"],
+            stats["device_hit_tokens"],
+            stats["queries_tokens"],
+            stats["host_hit_tokens"],
+        )
+        self.half.shutdown()

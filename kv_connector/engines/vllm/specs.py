@@ -1,0 +1,147 @@
+"""What vLLM's configuration means for the halves, and what of it cannot be served, said at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1 import kv_cache_interface
+
+from ...config import Config
+from ...errors import ConfigError
+from ...index import BlockGroup, CacheIdentity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What the halves need to know of the engine.
+
+    `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
+    """
+
+    block_size: int
+    num_blocks: int
+    world_size: int
+    rank: int
+    groups: tuple[BlockGroup, ...]
+    group_ids: tuple[int, ...]
+    drop_last_block: bool
+    unpins_when_idle: bool
+    identity: CacheIdentity
+
+
+def read_config(vllm_config: VllmConfig) -> Config:
+    """Our settings, from `kv_connector_extra_config`."""
+    assert vllm_config.kv_transfer_config is not None
+    config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    if not config.host_memory:
+        raise ConfigError(
+            "host_memory=0: there is nothing to cache in; give kv_connector_extra_config a size such as "
+            '{"host_memory": "64GiB"} (all ranks together)'
+        )
+    return config
+
+
+def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineShape:
+    """The engine's shape. Raises ConfigError, naming the reason and what would help, for what is not served."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    _refuse_unsupported(vllm_config)
+    groups = [(index, _block_group(group)) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
+    block_size = _block_size(kv_cache_config)
+    groups.sort(key=lambda entry: entry[1].window_blocks is not None)
+    speculative = vllm_config.speculative_config
+    model = vllm_config.model_config
+    return EngineShape(
+        block_size=block_size,
+        num_blocks=kv_cache_config.num_blocks,
+        world_size=parallel.world_size,
+        rank=parallel.rank,
+        groups=tuple(group for _, group in groups),
+        group_ids=tuple(index for index, _ in groups),
+        drop_last_block=speculative is not None and _drops_last_block(speculative),
+        # Freshly allocated blocks are zeroed before a connector can order anything in front of that.
+        unpins_when_idle=not getattr(kv_cache_config, "needs_kv_cache_zeroing", False),
+        identity=CacheIdentity(
+            model=f"{model.model}@{model.revision or ''}",
+            cache_dtype=f"{cache.cache_dtype}/{model.dtype}",
+            layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or ""),
+            block_size=block_size,
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+        ),
+    )
+
+
+def layer_specs(spec: Any) -> Iterable[Any]:
+    """The layers' own specs: a group of one type with different sizes wraps one for each layer."""
+    wrapped = getattr(spec, "kv_cache_specs", None)
+    return wrapped.values() if wrapped is not None else (spec,)
+
+
+def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if not cache.enable_prefix_caching:
+        raise ConfigError("enable_prefix_caching=False: blocks have no names without it; leave prefix caching on")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ConfigError(f"{name}={size} is not supported: a block then holds a part of its tokens; set it to 1")
+    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} together with speculative decoding is not "
+            "supported: vLLM leaves out the save calls of all but the last stage; use one or the other"
+        )
+
+
+def _block_size(kv_cache_config: KVCacheConfig) -> int:
+    sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
+    if not sizes:
+        raise ConfigError("the model has no KV cache: there is nothing to keep, leave the connector out")
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"block sizes {sizes} in one model are not supported: layers with states of different sizes get them; "
+            "use --disable-hybrid-kv-cache-manager where the model allows it"
+        )
+    finer = getattr(kv_cache_config, "hash_block_size", None)
+    if finer is not None and finer != sizes[0]:
+        raise ConfigError(f"hash_block_size={finer} is not supported with block_size={sizes[0]}: make them equal")
+    return int(sizes[0])
+
+
+def _block_group(group: Any) -> BlockGroup:
+    specs = list(layer_specs(group.kv_cache_spec))
+    layer = group.layer_names[0] if group.layer_names else "?"
+    reason = _refusal(group, specs)
+    if reason:
+        raise ConfigError(f"layer {layer!r}: {type(specs[0]).__name__} is not supported: {reason}")
+    if isinstance(specs[0], kv_cache_interface.SlidingWindowSpec):
+        kept = max(spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) for spec in specs)
+        return BlockGroup(window_blocks=-(-kept // specs[0].block_size))
+    return BlockGroup()
+
+
+def _refusal(group: Any, specs: Sequence[Any]) -> str:
+    if any(isinstance(spec, kv_cache_interface.MambaSpec) for spec in specs):
+        return "the state of a recurrent layer exists at one token only, and a prefix of it cannot be cut to blocks"
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        return "its blocks are not in the device's pool"
+    if not all(getattr(spec, "prefix_cacheable", True) for spec in specs):
+        return "vLLM itself does not cache prefixes of it"
+    if any(getattr(spec, "prefix_replay_tokens", 0) for spec in specs):
+        return "it computes the end of every hit again"
+    cached = (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindowSpec)
+    if not all(isinstance(spec, cached) for spec in specs):
+        return "only full attention, MLA and sliding windows are"
+    return ""
+
+
+def _drops_last_block(speculative: Any) -> bool:
+    """Whether the last block of a hit is computed again, because a draft layer's last row depends on the next token."""
+    if hasattr(speculative, "use_eagle_block_drop"):
+        return bool(speculative.use_eagle_block_drop())
+    return bool(speculative.use_eagle())

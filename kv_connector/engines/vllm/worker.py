@@ -1,0 +1,79 @@
+"""The worker half behind vLLM's calls."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from ...build import build_worker
+from ...config import Config
+from .specs import EngineShape
+from .stats import TieredStats
+from .steps import ReportMetadata
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.forward_context import ForwardContext
+
+logger = logging.getLogger("kv_connector.vllm")
+
+TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
+"""Whether this vLLM takes failed requests (since 0.27); before, it takes their blocks."""
+NEEDS_WORKER_STATS = not hasattr(base.KVConnectorBase_V1, "on_new_request")
+"""Whether this vLLM asks the scheduler side for statistics only where a worker had some (0.20)."""
+
+
+class WorkerRole:
+    """Translates; `half` moves the bytes."""
+
+    def __init__(self, config: Config, shape: EngineShape) -> None:
+        self._shape = shape
+        self.half = build_worker(config, shape.rank, shape.world_size, fails_by_request=TELLS_FAILED_REQUESTS)
+        self._is_empty_step = False
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
+        ordered = dict(sorted(kv_caches.items(), key=lambda item: _forward_order(item[0])))
+        dims = {name: _block_dim(entry, self._shape.num_blocks) for name, entry in ordered.items()}
+        self.half.register_kv_caches(ordered, self._shape.num_blocks, dims)
+        logger.info("kv_connector: rank %d: %s", self._shape.rank, self.half.describe())
+
+    def start_load_kv(self, forward_context: ForwardContext, kwargs: Mapping[str, Any]) -> None:
+        """Hooks do not run where a full CUDA graph is replayed, nor where there is no forward pass."""
+        self._is_empty_step = forward_context.attn_metadata is None and "attn_metadata" not in kwargs
+        mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+        self.half.start_load_kv(forward_context.attn_metadata is None or mode is CUDAGraphMode.FULL)
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        if self._is_empty_step:
+            self.half.wait_for_save()  # older versions do not call it where there is no forward pass
+        return self.half.get_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.half.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self) -> ReportMetadata:
+        return ReportMetadata((self.half.build_connector_worker_meta(),))
+
+    def take_stats(self) -> TieredStats | None:
+        return TieredStats() if NEEDS_WORKER_STATS else None
+
+    def shutdown(self) -> None:
+        self.half.shutdown()
+        logger.info("kv_connector: rank %d: host memory released", self._shape.rank)
+
+
+def _forward_order(layer_name: str) -> tuple[int, ...]:
+    """Layers run in the order of their numbers; draft layers are numbered behind the model's."""
+    return tuple(int(number) for number in re.findall(r"\d+", layer_name))
+
+
+def _block_dim(entry: torch.Tensor | Sequence[torch.Tensor], num_blocks: int) -> int:
+    """Blocks come first, but for the (2, blocks, ...) of keys and values apart in older versions."""
+    shape = tuple(entry.shape) if hasattr(entry, "shape") else ()
+    apart = len(shape) == 5 and shape[0] == 2 and shape[1] % num_blocks == 0
+    return 1 if apart else 0
