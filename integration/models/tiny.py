@@ -1,0 +1,99 @@
+"""Models of random weights and a few layers, as folders that hold only a config.json (vLLM's `load_format="dummy"`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_LLAMA = _SHAPE | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dense": _LLAMA,
+    "draft": _LLAMA | {"num_hidden_layers": 1},
+    # Full attention in every third layer, windows of three blocks of 32 in the others: two kinds of block group.
+    "windows": _SHAPE
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 96,
+        "sliding_window_pattern": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    # One latent vector a token: DeepSeek's attention.
+    "latent": _SHAPE
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "head_dim": 192,
+        "first_k_dense_replace": 4,
+        "n_routed_experts": None,
+        "n_shared_experts": None,
+        "moe_intermediate_size": 64,
+        "num_experts_per_tok": 1,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+    },
+    "recurrent": _SHAPE
+    | {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "state_size": 16,
+        "conv_kernel": 4,
+        "expand": 2,
+        "intermediate_size": 256,
+        "time_step_rank": 8,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "layer_norm_epsilon": 1e-5,
+        "hidden_act": "silu",
+    },
+}
+
+
+def write(name: str, folder: Path) -> Path:
+    """Write the model's config.json into `folder` / `name`; returns that folder. KeyError for an unknown name."""
+    target = folder / name
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(CONFIGS[name], indent=1))
+    return target

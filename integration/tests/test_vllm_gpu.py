@@ -1,0 +1,106 @@
+"""Our connector in a real vLLM engine on a GPU: streams, CUDA graphs and the kernels are real here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM is needed")
+
+from integration.models import tiny
+from integration.tests.vllm_engines import (
+    BLOCK_SIZE,
+    check_loaded_bytes_and_tokens,
+    prompts,
+    running,
+    transfer_config,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("choice", ["sync", "async"])
+@pytest.mark.parametrize("model", ["dense", "windows"])
+def test_a_loaded_prefix_has_the_bytes_and_gives_the_tokens_of_a_cached_one(
+    tmp_path: Path, model: str, choice: str
+) -> None:
+    check_loaded_bytes_and_tokens(tmp_path, model, choice)
+
+
+@pytest.mark.parametrize("choice", ["sync", "async"])
+def test_cuda_graphs_wait_for_their_load(tmp_path: Path, choice: str) -> None:
+    check_loaded_bytes_and_tokens(tmp_path, "dense", choice, enforce_eager=False)
+
+
+def test_a_hit_that_leaves_one_token_may_be_a_full_graph(tmp_path: Path) -> None:
+    """Such a step looks like a decode: no hook runs in it, and the load is waited for in front of it."""
+    config = transfer_config({"write_policy": "write_through", "load_choice": "sync"})
+    asked = prompts(4, 13 * BLOCK_SIZE + 1)
+    with running(tmp_path, num_blocks=160, kv_transfer_config=config, enforce_eager=False) as engine:
+        engine.alone(asked)
+        from_device = engine.alone(asked, 16)
+        for _ in range(3):
+            engine.drain()
+            assert engine.llm.reset_prefix_cache()
+            assert engine.alone(asked, 16) == from_device
+        assert engine.stats()["host_hit_tokens"] == 3 * 4 * 13 * BLOCK_SIZE
+        engine.check_all_free()
+
+
+def test_draft_layers_are_saved_and_loaded(tmp_path: Path) -> None:
+    draft = {
+        "method": "eagle",
+        "model": str(tiny.write("draft", tmp_path)),
+        "num_speculative_tokens": 2,
+        "draft_load_config": {"load_format": "dummy"},
+    }
+    config = transfer_config({"write_policy": "write_through"})
+    asked = prompts(2)
+    with running(tmp_path, num_blocks=120, kv_transfer_config=config, speculative_config=draft) as engine:
+        engine.alone(asked)
+        engine.alone(asked)
+        engine.drain()
+        saved = engine.cached_bytes()
+        assert len(engine.layer_names()) == 5
+        engine.llm.reset_prefix_cache()
+        engine.alone(asked)
+        loaded = engine.cached_bytes()
+        assert engine.stats()["host_hit_tokens"] == 2 * 12 * BLOCK_SIZE
+        engine.check_all_free()
+    assert sum(saved[key] == loaded[key] for key in saved.keys() & loaded.keys()) >= 2 * 12
+
+
+def test_fp8_caches_are_bytes_like_any_other(tmp_path: Path) -> None:
+    check_loaded_bytes_and_tokens(tmp_path, "dense", "sync", kv_cache_dtype="fp8")
+
+
+def test_a_cache_of_latents_is_copied_too(tmp_path: Path) -> None:
+    """MLA: one vector a token instead of keys and values."""
+    check_loaded_bytes_and_tokens(tmp_path, "latent", "sync")
+
+
+def test_sleep_and_wake(tmp_path: Path) -> None:
+    """Sleeping forgets every cache; what comes after is right."""
+    config = transfer_config({"write_policy": "write_through"})
+    asked = prompts(3)
+    with running(tmp_path, num_blocks=100, kv_transfer_config=config, enable_sleep_mode=True) as engine:
+        expected = engine.alone(asked)
+        engine.llm.sleep(level=1)
+        engine.llm.wake_up()
+        before = engine.stats()["host_hit_tokens"]
+        assert engine.alone(asked) == expected
+        assert engine.stats()["host_hit_tokens"] == before
+        engine.check_all_free()
+
+
+def test_a_working_set_larger_than_the_device(tmp_path: Path) -> None:
+    config = transfer_config({"write_policy": "write_back"})
+    asked = prompts(6)
+    with running(tmp_path, num_blocks=40, kv_transfer_config=config) as engine:
+        engine.alone(asked)
+        rounds = [engine.alone(asked) for _ in range(4)]
+        stats = engine.stats()
+        engine.check_all_free()
+    assert all(answers == rounds[0] for answers in rounds)
+    assert stats["host_hit_tokens"] >= 3 * 6 * 13 * BLOCK_SIZE

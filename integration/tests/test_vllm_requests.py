@@ -1,0 +1,79 @@
+"""What single requests may ask of an engine with our connector: salts, log-probabilities, resets in their middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    """An engine whose device cache holds all that a test asks; the host holds it too."""
+    folder = tmp_path_factory.getbasetemp() / "models"
+    with running(folder, num_blocks=200, kv_transfer_config=transfer_config({"write_policy": "write_through"})) as one:
+        yield one
+
+
+def test_salts_separate_prefixes(roomy: VllmEngine) -> None:
+    asked = prompts(1, seed=20)
+    roomy.alone(asked, cache_salt="alice")
+    roomy.drain()
+    roomy.llm.reset_prefix_cache()
+    before = roomy.stats()["host_hit_tokens"]
+    roomy.alone(asked, cache_salt="bob")
+    assert roomy.stats()["host_hit_tokens"] == before
+    roomy.llm.reset_prefix_cache()
+    roomy.alone(asked, cache_salt="alice")
+    assert roomy.stats()["host_hit_tokens"] == before + 13 * BLOCK_SIZE
+    roomy.check_all_free()
+
+
+def test_a_request_that_skips_reading_is_computed(roomy: VllmEngine) -> None:
+    """Prompt log-probabilities need every position computed."""
+    from vllm import SamplingParams
+
+    (asked,) = prompts(1, seed=21)
+    roomy.alone([asked])
+    roomy.drain()
+    roomy.llm.reset_prefix_cache()
+    before = roomy.stats()["host_hit_tokens"]
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, detokenize=False)
+    roomy.llm.generate([{"prompt_token_ids": asked}], params, use_tqdm=False)
+    assert roomy.stats()["host_hit_tokens"] == before
+    roomy.check_all_free()
+
+
+def test_a_reset_with_the_connector_forgets_the_host(roomy: VllmEngine) -> None:
+    asked = prompts(1, seed=22)
+    first = roomy.alone(asked)
+    assert roomy.llm.reset_prefix_cache(reset_connector=True), "also right behind the last step, with saves under way"
+    before = roomy.stats()["host_hit_tokens"]
+    assert roomy.alone(asked) == first
+    assert roomy.stats()["host_hit_tokens"] == before
+    roomy.check_all_free()
+
+
+def test_running_requests_survive_a_reset_in_their_middle(roomy: VllmEngine) -> None:
+    from vllm import SamplingParams
+
+    asked = prompts(3, seed=23)
+    expected = roomy.alone(asked, 24)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    engine = roomy.llm.llm_engine
+    for index, prompt in enumerate(asked):
+        engine.add_request(f"reset-{index}", {"prompt_token_ids": prompt}, params)
+    answers: dict[str, list[int]] = {}
+    for step in range(400):
+        if not engine.has_unfinished_requests():
+            break
+        if step in (2, 9):
+            assert roomy.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        for output in engine.step():
+            answers[output.request_id.split("-")[1]] = list(output.outputs[0].token_ids)
+    assert [answers[str(index)] for index in range(3)] == expected
+    roomy.check_all_free()

@@ -1,0 +1,72 @@
+"""What a user reads when the settings or the model are not served: one error at start-up, with the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, running, transfer_config
+from kv_connector.errors import ConfigError
+
+
+def refusal(folder: Path, model: str = "dense", **options: Any) -> str:
+    """What start-up says."""
+    with pytest.raises(ConfigError) as error, running(folder, model, **options):
+        pass
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host_memory": 0}, "give kv_connector_extra_config a size"),
+        ({"host_memory": "64 gallons"}, 'text such as "16GiB"'),
+        ({"host_memry": "1GiB"}, "did you mean 'host_memory'?"),
+        ({"write_policy": "never"}, "'write_through_selective'"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    assert words in refusal(tmp_path, kv_transfer_config=transfer_config(settings))
+
+
+def test_host_memory_has_no_default(tmp_path: Path) -> None:
+    assert 'such as {"host_memory": "64GiB"}' in refusal(tmp_path, kv_transfer_config=CONNECTOR)
+
+
+def test_prefix_caching_is_needed(tmp_path: Path) -> None:
+    assert "leave prefix caching on" in refusal(tmp_path, enable_prefix_caching=False)
+
+
+def test_the_short_name_alone_is_enough(tmp_path: Path) -> None:
+    """The plugin registers it, so that the module's path can be left out."""
+    config = transfer_config({"write_policy": "write_through"})
+    del config["kv_connector_module_path"]
+    with running(tmp_path, kv_transfer_config=config) as engine:
+        engine.alone(prompts(1))
+        assert engine.stats()["saved_blocks"] == 13
+
+
+def test_several_connectors_share_an_engine(tmp_path: Path) -> None:
+    """Under vLLM's MultiConnector the first one with a hit loads, and all save."""
+    ours = transfer_config({"write_policy": "write_through"})
+    del ours["kv_connector_module_path"]
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [ours, ours]},
+    }
+    asked = prompts(4)
+    with running(tmp_path, kv_transfer_config=both) as engine:
+        rounds = [engine.alone(asked) for _ in range(3)]
+        children = engine.scheduler.connector._connectors
+        first, second = (child._scheduler.half.get_kv_connector_stats() for child in children)
+        engine.drain()
+        assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+    assert all(answers == rounds[0] for answers in rounds)
+    assert first["host_hit_tokens"] == 2 * 4 * 13 * BLOCK_SIZE
+    assert first["saved_blocks"] == second["saved_blocks"] == 4 * 13
+    assert second["host_hit_tokens"] == 0

@@ -1,0 +1,212 @@
+"""Real vLLM engines on small random models, in this process, so that tests can look at their blocks and ours."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integration.models import tiny
+from kv_connector.errors import TransferError
+from kv_connector.types import Direction
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to workers
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+BLOCK_SIZE = 32
+CONNECTOR = {
+    "kv_connector": "TieredKVConnector",
+    "kv_connector_module_path": "kv_connector.engines.vllm",
+    "kv_role": "kv_both",
+}
+
+
+def vllm_version() -> str:
+    """Such as "0.32.0+cpu"."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def transfer_config(settings: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """What a user pastes behind --kv-transfer-config."""
+    return CONNECTOR | options | {"kv_connector_extra_config": {"host_memory": "64MiB"} | (settings or {})}
+
+
+def prompts(count: int, num_tokens: int = 420, seed: int = 0) -> list[list[int]]:
+    """Random prompts that share nothing."""
+    rng = random.Random(seed)
+    return [[rng.randrange(2, tiny.VOCABULARY) for _ in range(num_tokens)] for _ in range(count)]
+
+
+class VllmEngine:
+    """An `LLM` with our connector, stepped by this thread."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler."""
+        return self.core.scheduler
+
+    @property
+    def pool(self) -> Any:
+        """vLLM's device blocks."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def half(self) -> Any:
+        """Our scheduler half."""
+        return self.scheduler.connector._scheduler.half
+
+    def stats(self) -> dict[str, float]:
+        """Our counters since start-up."""
+        stats: dict[str, float] = self.half.get_kv_connector_stats()
+        return stats
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **options: Any) -> list[list[int]]:
+        """Greedy continuations; all prompts are asked at once."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": list(prompt)} | options for prompt in prompts]
+        return [list(out.outputs[0].token_ids) for out in self.llm.generate(asked, params, use_tqdm=False)]
+
+    def alone(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **options: Any) -> list[list[int]]:
+        """As `generate`, one after the other."""
+        return [self.generate([prompt], num_tokens, **options)[0] for prompt in prompts]
+
+    def drain(self) -> None:
+        """Step until nothing is under way, as an engine in a process of its own does by itself."""
+        while self.scheduler.has_requests():
+            self.core.step_fn()
+
+    def cached_bytes(self) -> dict[bytes, bytes]:
+        """What lies in the device blocks that vLLM has cached, by its name of the block (hash and group).
+
+        With several ranks, the bytes of all of them.
+        """
+        cached = [block for block in self.pool.blocks if block.block_hash is not None]
+        ranks = self.llm.collective_rpc(_read_blocks, args=([block.block_id for block in cached],))
+        return {bytes(block.block_hash): b"".join(rows) for block, *rows in zip(cached, *ranks, strict=True)}
+
+    def layer_names(self) -> list[str]:
+        """Layers that our worker half copies."""
+        names: list[str] = self.llm.collective_rpc(_layer_names)[0]
+        return names
+
+    def break_loads(self, broken: bool) -> None:
+        """Let every load fail from now on, or none."""
+        self.llm.collective_rpc(_break_loads, args=(broken,))
+
+    def check_all_free(self) -> None:
+        """No block is pinned or leased on either side, and every invariant of the index holds."""
+        self.drain()
+        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1, "device blocks are held for ever"
+        host = self.half.host.pool
+        assert not [block for block in host.live_ids() if host.refs(block)], "host blocks are leased for ever"
+        assert not self.half.has_pending_push_work()
+        self.half.check()
+
+
+@contextmanager
+def running(folder: Path, model: str = "dense", num_blocks: int = 40, **options: Any) -> Iterator[VllmEngine]:
+    """An engine on a model of `tiny`; `options` are vLLM's and go before ours."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings = {
+        "model": str(tiny.write(model, folder)),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        "max_model_len": 1024,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": num_blocks,
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "disable_log_stats": False,
+        "kv_transfer_config": transfer_config(),
+    }
+    if torch.cuda.is_available():
+        settings["gpu_memory_utilization"] = 0.1
+    llm = LLM(**(settings | options))
+    try:
+        yield VllmEngine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def check_loaded_bytes_and_tokens(folder: Path, model: str, choice: str, **options: Any) -> None:
+    """Two prompts from vLLM's own cache, and from the host after vLLM forgot them and wrote other things over them."""
+    config = transfer_config({"write_policy": "write_through", "load_choice": choice})
+    with running(folder, model, num_blocks=160, kv_transfer_config=config, **options) as engine:
+        engine.alone(prompts(1, seed=9))  # the engine's first step reports what host memory is ready
+        asked = prompts(2)
+        engine.alone(asked)
+        from_device = engine.alone(asked)
+        assert engine.stats()["device_hit_tokens"] == 2 * 13 * BLOCK_SIZE
+        engine.drain()
+        saved = engine.cached_bytes()
+        assert engine.llm.reset_prefix_cache()
+        engine.alone(prompts(6, 900, seed=1))
+        assert engine.llm.reset_prefix_cache()
+        from_host = engine.alone(asked)
+        loaded = engine.cached_bytes()
+        stats = engine.stats()
+        engine.check_all_free()
+    assert stats["host_hit_tokens"] == 2 * 13 * BLOCK_SIZE
+    assert stats[f"{choice}_loads"] == 2
+    same = saved.keys() & loaded.keys()
+    assert len(same) >= 2 * 13
+    assert all(saved[key] == loaded[key] for key in same)
+    assert from_host == from_device
+
+
+def _half() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker.half
+
+
+def _read_blocks(worker: Any, block_ids: list[int]) -> list[bytes]:
+    regions = _half()._layout.regions
+    return [b"".join(region.view[block_id].cpu().numpy().tobytes() for region in regions) for block_id in block_ids]
+
+
+def _layer_names(worker: Any) -> list[str]:
+    return list(_half()._layout.layer_names)
+
+
+class _BreakablePath:
+    """Moves bytes like another path, but loads fail while `broken`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.broken = False
+
+    def copy(self, direction: Direction, *args: Any) -> None:
+        if self.broken and direction is Direction.LOAD:
+            raise TransferError("the link is down")
+        self.inner.copy(direction, *args)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def _break_loads(worker: Any, broken: bool) -> None:
+    engine = _half()._engine
+    if not isinstance(engine._path, _BreakablePath):
+        engine._path = _BreakablePath(engine._path)
+    engine._path.broken = broken
