@@ -17,8 +17,8 @@ def build_scheduler(config: Config, block_size: int, world_size: int = 1, **opti
     return SchedulerHalf(config, block_size, world_size, **options)
 
 
-def build_worker(config: Config, rank: int = 0, world_size: int = 1, fails_by_request: bool = True) -> WorkerHalf:
-    """The worker half of one rank; imports torch."""
+def build_worker(config: Config, rank: int = 0, world_size: int = 1, **options: Any) -> WorkerHalf:
+    """The worker half of one rank; `options` as for `WorkerHalf`. Imports torch."""
     from .worker import WorkerHalf
 
-    return WorkerHalf(config, rank, world_size, fails_by_request=fails_by_request)
+    return WorkerHalf(config, rank, world_size, **options)

@@ -14,7 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-_SMOOTHING = 0.25  # share of a new observation in a rate
+_SMOOTHING = 0.25  # share of a slower observation in a rate
+_MOST_SKIPPED = (
+    8  # hits computed in a row, after which one is loaded all the same: else a rate would never change again
+)
 _PREFILL_TOKENS = 64  # a step of fewer tokens says nothing about the speed of prefill
 
 
@@ -29,7 +32,10 @@ class LoadMode(Enum):
 
 @dataclass(slots=True)
 class Rate:
-    """A smoothed quotient; 0 where nothing was observed."""
+    """A quotient that follows faster observations at once and slower ones slowly; 0 where nothing was observed.
+
+    What delays a measurement (another copy, a busy host, a compiler) makes it slower and never faster.
+    """
 
     value: float = 0.0
 
@@ -37,7 +43,7 @@ class Rate:
         """Take in one measurement; those without duration say nothing."""
         if seconds > 0:
             rate = amount / seconds
-            self.value = rate if not self.value else self.value + _SMOOTHING * (rate - self.value)
+            self.value = max(rate, self.value + _SMOOTHING * (rate - self.value))
 
     def seconds(self, amount: float) -> float | None:
         """How long `amount` takes; None where that is unknown."""
@@ -54,6 +60,7 @@ class LoadEstimate:
         self._prefill = Rate()  # tokens a second
         self._steps: dict[int, tuple[float, int]] = {}  # step: (when it was planned, tokens that it computes)
         self._last_end = 0.0
+        self._num_skipped = 0
 
     def observe_load(self, num_blocks: int, seconds: float) -> None:
         """A load of so many blocks took so long on the slowest rank."""
@@ -70,6 +77,10 @@ class LoadEstimate:
         if planned is not None:
             self._prefill.observe(planned[1], now - max(planned[0], self._last_end))
         self._last_end = now
+
+    def admitted(self, mode: LoadMode) -> None:
+        """A request with a hit was admitted on this choice."""
+        self._num_skipped = self._num_skipped + 1 if mode is LoadMode.RECOMPUTE else 0
 
     def load_seconds(self, num_blocks: int) -> float | None:
         """How long a load of so many blocks will take."""
@@ -92,7 +103,7 @@ class LoadEstimate:
             return LoadMode.RECOMPUTE if recompute is not None and recompute < seconds_to_ride else LoadMode.RIDE
         if load is None or recompute is None:
             return LoadMode.SYNC
-        if recompute < load:
+        if recompute < load and self._num_skipped < _MOST_SKIPPED:
             return LoadMode.RECOMPUTE
         hidden = self._prefill.seconds(num_new_tokens) or 0.0
         return LoadMode.ASYNC if others_running and load - hidden > self._max_stall else LoadMode.SYNC

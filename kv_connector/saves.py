@@ -93,15 +93,24 @@ class SavePlanner:
         if not self._host.num_available:
             return []  # with no room at all the blocks are looked at when there is some
         first, keys = table.next_block, self._grouped.keys(hashes[:full], group)
-        wanted = [index for index in (*table.unsaved, *range(first, full)) if self._is_wanted(keys[index])]
         table.next_block = max(first, full)
+        wanted = [index for index in table.unsaved if self._is_wanted(keys[index])] + self._wanted(keys, first)
         host_ids = self._allocate(len(wanted), keys, now)
+        saved, table.unsaved = wanted[: len(host_ids)], wanted[len(host_ids) :]
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
-        nodes = self._tree.insert_path(keys, now, first)
-        saved = wanted[: len(host_ids)]
-        targets = [nodes[i - first] if i >= first else self._tree.insert_path(keys[: i + 1], now, i)[0] for i in saved]
-        table.unsaved = wanted[len(host_ids) :]
+        start = first + len(self._tree.match(keys[first:]))  # every block has a node from now on
+        nodes = self._tree.insert_path(keys, now, start)
+        targets = [nodes[i - start] if i >= start else self._tree.insert_path(keys[: i + 1], now, i)[0] for i in saved]
         return self._attach(table, saved, targets, nodes, host_ids, num_hit_blocks)
+
+    def _wanted(self, keys: Sequence[BlockHash], first: int) -> list[int]:
+        """Which blocks from `first` on the policy wants: a hit shows it thousands that are saved already."""
+        known = self._tree.match(keys[first:])
+        hits, pins, wants = self._tree.hits, self._tree.pins, self._policy.wants
+        wanted = [first + i for i in self._host.absent(known) if wants(hits[known[i]], pins[known[i]] > 0)]
+        if wants(hits=0, pinned=False):
+            wanted += range(first + len(known), len(keys))
+        return wanted
 
     def _plan_window(
         self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float

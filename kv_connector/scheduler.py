@@ -46,6 +46,7 @@ class _RequestState:
     tables: list[BlockTable] = field(default_factory=list)  # by block group
     num_hit_blocks: int = 0  # leading blocks that were valid, or are loaded, when it was admitted
     load: _Load | None = None
+    is_newly_admitted: bool = False  # since the last step was planned
 
 
 class SchedulerHalf(KVConnectorScheduler):
@@ -121,22 +122,29 @@ class SchedulerHalf(KVConnectorScheduler):
         self._saves.note_admitted(-(-request.num_tokens // self._block_size) - first)
         state.tables = [BlockTable(list(ids)) for ids in block_ids]
         state.num_hit_blocks = first + count
+        state.is_newly_admitted = True
         known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
         self.tree.touch(known, self._clock())
-        mode = self._asked.pop(request.request_id, LoadMode.SYNC)
+        mode = self._asked.pop(request.request_id, None)
+        if mode is not None:
+            self._estimate.admitted(mode)
         if not state.counted:
             state.counted = True
             self._count_hits(request, known, num_local_tokens, num_external_tokens, mode)
         if count:
-            state.load = self._lease_load(request, state, first, count, mode)
+            state.load = self._lease_load(request, state, first, count, mode or LoadMode.SYNC)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
         for request_id in output.preempted_req_ids:
-            if request_id in self._requests:
-                self._drop_blocks(self._requests[request_id])
+            state = self._requests.get(request_id)
+            # One that was preempted between two steps may have been admitted again since: then its blocks are new ones.
+            if state is not None and not state.is_newly_admitted:
+                self._drop_blocks(state)
         self._step += 1
         now = self._clock()
         loads, background = self._plan_loads()
+        for state in self._requests.values():
+            state.is_newly_admitted = False
         pairs: list[tuple[int, int]] = []  # (device id, host id) of every save
         num_tokens = 0
         for item in output.scheduled:
@@ -253,7 +261,7 @@ class SchedulerHalf(KVConnectorScheduler):
         return self._estimate.choose(num_blocks, num_hit, num_new, others, to_ride)
 
     def _count_hits(
-        self, request: Request, known: list[int], num_local_tokens: int, num_external_tokens: int, mode: LoadMode
+        self, request: Request, known: list[int], num_local_tokens: int, num_external_tokens: int, mode: LoadMode | None
     ) -> None:
         for node in known:
             self.tree.hits[node] += 1
@@ -264,7 +272,7 @@ class SchedulerHalf(KVConnectorScheduler):
         metrics.host_hit_tokens += num_external_tokens
         if mode is LoadMode.RECOMPUTE and not num_external_tokens:
             metrics.recomputed_tokens += self._num_loadable(request, num_local_tokens) * size
-        for node in self.tree.match(request.block_hashes)[(num_local_tokens + num_external_tokens) // size :]:
+        for node in self.tree.match(request.block_hashes[(num_local_tokens + num_external_tokens) // size :]):
             if self.host.node_state(node) is not BlockState.SWAPPING_TO_HOST:
                 break
             metrics.missed_pending_tokens += size

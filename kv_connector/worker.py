@@ -16,7 +16,7 @@ from .errors import KVConnectorError
 from .transfer.engine import Completion, TransferEngine
 from .transfer.host_pool import HostPool
 from .transfer.layout import CacheLayout
-from .transfer.paths import CopyPath, make_path
+from .transfer.paths import CopyPath, make_fallback, make_path
 from .types import CopyJob, Direction, StepPlan, StepReport
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class WorkerHalf(KVConnectorWorker):
 
     `make_path` makes the copy path that moves the bytes; tests put one that fails in its place. `fails_by_request`:
     background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
+    `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class WorkerHalf(KVConnectorWorker):
         world_size: int = 1,
         make_path: Callable[[CacheLayout, HostPool, Config], CopyPath] = make_path,
         fails_by_request: bool = True,
+        retries_loads: bool = False,
     ) -> None:
         self._config = config
         self._rank = rank
         self._world_size = world_size
         self._make_path = make_path
         self._fails_by_request = fails_by_request
+        self._retries_loads = retries_loads
         self._layout: CacheLayout | None = None
         self._engine: TransferEngine | None = None
         self._host: HostPool | None = None
@@ -79,7 +82,8 @@ class WorkerHalf(KVConnectorWorker):
                 numa_bind=self._config.numa_bind,
             )
             path = self._make_path(layout, self._host, self._config)
-            self._engine = TransferEngine(layout, self._host, self._config, path)
+            fallback = make_fallback(layout, self._host) if self._retries_loads else None
+            self._engine = TransferEngine(layout, self._host, self._config, path, fallback)
 
     def handle_preemptions(self, plan: StepPlan) -> None:
         if plan.fence and plan.step != self._step and self._engine is not None:

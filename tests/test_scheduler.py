@@ -315,3 +315,20 @@ def test_states_can_be_seen_from_outside() -> None:
     assert half.host.state(block_id) is BlockState.DELETING
     half.host.release([block_id])
     assert half.host.state(block_id) is BlockState.ABSENT
+
+
+def test_a_request_preempted_between_steps_and_admitted_again_keeps_its_new_load() -> None:
+    """vLLM names requests that a cache reset preempted in the step that has admitted them anew."""
+    half, _ = make_half(write_policy="write_through")
+    request = Asked("a", list(range(9)))
+    save(half, request)
+    again = Asked("b", list(range(9)))
+    admit(half, again)
+    report(half, run(half, again, computed=8))
+    assert admit(half, again, first_block=4) == 8, "reset: its blocks are gone, and it comes back before the next step"
+    plan = half.build_connector_meta(SchedulerOutput([ScheduledRequest("b", 8, 1)], {"b"}))
+    assert plan.loads[0].device_ids.tolist() == [4, 5]
+    report(half, plan)
+    plan = half.build_connector_meta(SchedulerOutput((), {"b"}))
+    assert plan.is_empty
+    half.check()

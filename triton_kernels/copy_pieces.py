@@ -183,10 +183,12 @@ def _move(  # type: ignore[no-untyped-def]
         tl.store(target_ptr + start + lanes, tl.load(source_ptr + start + lanes, mask=mask), mask=mask)
 
 
-# Counts and addresses change with every call: specialising on them would compile during service.
+# Counts, addresses and the alignment of slices change from call to call: specialising on them would compile during
+# service.
 @triton.jit(  # type: ignore[untyped-decorator]
     launch_metadata=_launch_metadata,
     do_not_specialize=["flat_base", "row_bytes", "num_items", "num_regions", "chunks", "total_bytes"],
+    do_not_specialize_on_alignment=["block_ids", "flat_ids", "bases", "strides", "sizes", "offsets"],
 )
 def _copy_pieces(  # type: ignore[no-untyped-def]
     block_ids,

@@ -1,4 +1,4 @@
-"""Models of random weights and a few layers, as folders that hold only a config.json (vLLM's `load_format="dummy"`)."""
+"""Models of a few layers with random weights, as folders that any engine loads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 VOCABULARY = 512
+_GAINS = {"embed": 11.0, "lm_head": 4.0, "q_proj": 1.8, "k_proj": 1.8, "kv_": 1.8, "v_proj": 2.0, "o_proj": 2.0}
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": 128,
@@ -62,8 +65,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "head_dim": 192,
         "first_k_dense_replace": 4,
-        "n_routed_experts": None,
-        "n_shared_experts": None,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
         "moe_intermediate_size": 64,
         "num_experts_per_tok": 1,
         "moe_layer_freq": 1,
@@ -95,5 +98,30 @@ def write(name: str, folder: Path) -> Path:
     """Write the model's config.json into `folder` / `name`; returns that folder. KeyError for an unknown name."""
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(CONFIGS[name], indent=1))
+    return target
+
+
+def write_weights(name: str, folder: Path) -> Path:
+    """As `write`, with random weights under which a token depends on all that came before; always the same ones.
+
+    vLLM's own dummy weights hardly look at the context: they give the same tokens whatever is in the cache.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    target = write(name, folder)
+    if (target / "model.safetensors").exists():
+        return target
+    # Gemma scales its embedding itself, and uses it as its head.
+    gains = _GAINS | ({"embed": 0.3} if name == "windows" else {})
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                gain = next((gain for part, gain in gains.items() if part in parameter_name), 1.0)
+                scale = gain / parameter.shape[-1] ** 0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.save_pretrained(target)
     (target / "config.json").write_text(json.dumps(CONFIGS[name], indent=1))
     return target

@@ -67,6 +67,11 @@ class CacheTier:
                 return count
         return len(nodes)
 
+    def absent(self, nodes: Sequence[int]) -> list[int]:
+        """Indices of the `nodes` that have no copy on this tier, not even one on its way."""
+        block = self._block
+        return [index for index, node in enumerate(nodes) if block[node] == NONE]
+
     def blocks_of(self, nodes: Iterable[int]) -> list[int]:
         """Block ids of the nodes' copies on this tier."""
         block = self._block

@@ -22,6 +22,7 @@ from .layout import CacheLayout
 from .streams import Event, Lane, make_lane
 
 _LEAST_IDS = 4096
+_BUFFERS = 4  # made at start: page-locking one more during service takes milliseconds
 
 
 class RegionTables:
@@ -66,7 +67,7 @@ class IdUploads:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lane: Lane = make_lane(device, priority=0, timing=False)
-        self._buffers = [self._new_buffer(_LEAST_IDS) for _ in range(2)]
+        self._buffers = [self._new_buffer(_LEAST_IDS) for _ in range(_BUFFERS)]
         self._current = self._buffers[0]
         self._source: tuple[Direction, NDArray[np.int64], NDArray[np.int64]] | None = None
         self._uploaded: UploadedIds | None = None

@@ -26,7 +26,7 @@ from .checks import check_job
 from .host_pool import HostPool
 from .layout import CacheLayout, last_group
 from .paths import CopyPath, make_path
-from .streams import Event, make_lane
+from .streams import Event, Lane, make_lane
 from .timing import LoadTrace, LoadTraces
 
 logger = logging.getLogger("kv_connector.transfer")
@@ -66,8 +66,18 @@ class TransferEngine:
     for it has completed, so that a job's end frees its blocks.
     """
 
-    def __init__(self, layout: CacheLayout, host: HostPool, config: Config, path: CopyPath | None = None) -> None:
-        """`path` replaces the one that `config.copy_path` names. Raises ConfigError where pool or path do not fit."""
+    def __init__(
+        self,
+        layout: CacheLayout,
+        host: HostPool,
+        config: Config,
+        path: CopyPath | None = None,
+        fallback: CopyPath | None = None,
+    ) -> None:
+        """`path` replaces the one that `config.copy_path` names; a load that fails on it is tried on `fallback`.
+
+        Raises ConfigError where pool or path do not fit.
+        """
         if host.block_bytes != layout.block_bytes:
             raise ConfigError(
                 f"host pool has blocks of {host.block_bytes} bytes and the layout of {layout.block_bytes}: "
@@ -77,6 +87,7 @@ class TransferEngine:
         self._host = host
         self._config = config
         self._path = path if path is not None else make_path(layout, host, config)
+        self._fallback = fallback
         self._lanes = {
             Direction.LOAD: make_lane(layout.device, priority=-1, timing=True),
             Direction.SAVE: make_lane(layout.device, priority=0, timing=True),
@@ -164,6 +175,8 @@ class TransferEngine:
             self._synchronize()
             self._closed = True
             self._path.close()
+            if self._fallback is not None:
+                self._fallback.close()
 
     def _submit(self, direction: Direction, jobs: Sequence[CopyJob], background: bool = False) -> frozenset[int]:
         self._check_new(jobs)
@@ -210,19 +223,34 @@ class TransferEngine:
         lane = self._lanes[direction]
         with lane.running(after_current=not background):
             submission = _Submission(direction, jobs, groups, lane.mark(lane.stream))
-            try:
-                for group in groups:
-                    self._path.copy(direction, group, device_ids, host_ids)
-                    submission.events.append(lane.mark(lane.stream))
-            except Exception as error:  # noqa: BLE001 - the seam to paths and driver: whatever they raise is a miss, not a crash.
-                submission.ok = False
-                ids = [job.job_id for job in jobs]
-                logger.warning("%s of jobs %s failed: %s: %s", direction.value, ids, type(error).__name__, error)
+            submission.ok = self._copy(submission, self._path, device_ids, host_ids, lane)
+            if not submission.ok and direction is Direction.LOAD and self._fallback is not None:
+                submission.ok = self._copy(submission, self._fallback, device_ids, host_ids, lane)
             submission.end = submission.events[-1] if submission.ok else lane.mark(lane.stream)
         self._in_flight.append(submission)
         if direction is Direction.LOAD and not background:
             self._take_load(submission)
         return submission.ok
+
+    def _copy(
+        self,
+        submission: _Submission,
+        path: CopyPath,
+        device_ids: NDArray[np.int64],
+        host_ids: NDArray[np.int64],
+        lane: Lane,
+    ) -> bool:
+        submission.events.clear()
+        try:
+            for group in submission.groups:
+                path.copy(submission.direction, group, device_ids, host_ids)
+                submission.events.append(lane.mark(lane.stream))
+        except Exception as error:  # noqa: BLE001 - the seam to paths and driver: whatever they raise is a miss, not a crash.
+            ids = [job.job_id for job in submission.jobs]
+            way, name = submission.direction.value, type(path).__name__
+            logger.warning("%s of jobs %s failed on %s: %s: %s", way, ids, name, type(error).__name__, error)
+            return False
+        return True
 
     def _take_load(self, submission: _Submission) -> None:
         if not submission.ok:

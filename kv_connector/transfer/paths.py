@@ -122,6 +122,11 @@ def choose(segment_bytes: int, total_bytes: int, is_pinned: bool) -> PathName:
     return PathName.DIRECT if total_bytes <= DIRECT_TOTAL_BYTES else PathName.STAGED
 
 
+def make_fallback(layout: CacheLayout, host: HostPool) -> CopyPath:
+    """The path that needs least: no kernels, no staging, any memory."""
+    return TorchPath(layout, host) if layout.device.type == "cpu" else RunsPath(layout, host)
+
+
 def make_path(layout: CacheLayout, host: HostPool, config: Config) -> CopyPath:
     """The path that `config.copy_path` names; a cache on the CPU is always copied with torch.
 

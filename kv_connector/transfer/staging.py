@@ -107,6 +107,8 @@ class StagedPath:
         self._slots = torch.arange(min(layout.num_blocks, largest), dtype=torch.int64, device=layout.device)
         self._row_numbers = np.arange(len(self._slots), dtype=np.int64)
         self._parts: dict[range, tuple[_Part, ...]] = {}
+        if layout.device.type == "cuda":
+            self._compile()
 
     def copy(
         self, direction: Direction, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]
@@ -131,6 +133,18 @@ class StagedPath:
         """See `CopyPath.close`."""
         self._ids.close()
         self._rings = {}
+
+    def _compile(self) -> None:
+        """Compile both kernels, on bytes that stay what they are.
+
+        The first load would wait for the compiler otherwise, and be taken for the speed of the link.
+        """
+        ring = self._rings[Direction.LOAD]
+        part = self._fitting_parts(range(1), ring.buffer_bytes)[0]
+        rows = part.rows(ring.take(ring.lane.current()), 1)
+        gather_pieces(part.table, self._slots[:1], rows, self._slots[:1], flat_shift=-part.start)
+        scatter_pieces(part.table, self._slots[:1], rows, self._slots[:1], flat_shift=-part.start)
+        ring.give(ring.lane.current())
 
     def _save_chunk(self, ring: _Ring, current: Any, part: _Part, ids: UploadedIds, chunk: slice) -> None:
         block_ids = ids.device_ids_there[chunk]

@@ -33,7 +33,10 @@ class WorkerRole:
 
     def __init__(self, config: Config, shape: EngineShape) -> None:
         self._shape = shape
-        self.half = build_worker(config, shape.rank, shape.world_size, fails_by_request=TELLS_FAILED_REQUESTS)
+        # A failed load in front of a step is what vLLM takes worst: it may kill the engine under async scheduling.
+        self.half = build_worker(
+            config, shape.rank, shape.world_size, fails_by_request=TELLS_FAILED_REQUESTS, retries_loads=True
+        )
         self._is_empty_step = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
