@@ -36,8 +36,9 @@ def vllm_version() -> str:
 
 
 def transfer_config(settings: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """What a user pastes behind --kv-transfer-config."""
-    return CONNECTOR | options | {"kv_connector_extra_config": {"host_memory": "64MiB"} | (settings or {})}
+    """What a user pastes behind --kv-transfer-config, but every hit is loaded: tiny models are sooner computed."""
+    ours = {"host_memory": "64MiB", "load_choice": "sync"} | (settings or {})
+    return CONNECTOR | options | {"kv_connector_extra_config": ours}
 
 
 def prompts(count: int, num_tokens: int = 420, seed: int = 0) -> list[list[int]]:

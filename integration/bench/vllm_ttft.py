@@ -1,0 +1,256 @@
+"""Time to first token of vLLM with its prefix computed, on the device and on the host: ours beside vLLM's connectors.
+
+One prompt at a time, one output token, wall time of `generate`; for each prompt every engine in turn. A host hit is
+the same prompt after the device's prefixes are forgotten. A second part asks for prompts of which 75 % lie on the host
+and reads from our statistics how long the model waited for layers; a third starts engines with a large host memory and
+tells when the first token is served and how much of that memory was ready then. Needs vLLM, and a GPU or `--tiny`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from integration.bench.vllm_engine import (
+    Engine,
+    EngineError,
+    EngineOptions,
+    EngineServer,
+    Sample,
+    add_arguments,
+    drop,
+    engine_options,
+    everywhere,
+    start_engines,
+    unavailable,
+)
+from integration.report import Report, hardware
+from kv_connector.config import parse_size
+
+OVER_OFFLOADING = {2048: 1.0, 8192: 0.85, 32768: 0.92}
+"""Goals: a host hit of ours over one of OffloadingConnector, by tokens."""
+TAIL = 8  # tokens behind the hit, so that all of it can be one
+_seeds = count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one engine did with one prompt; `clearing` is how the device was cleared, empty without a connector."""
+
+    cold: Sample
+    device_hit: Sample
+    host_hit: Sample | None
+    clearing: str
+
+
+def probe(server: EngineServer, token_ids: Sequence[int]) -> Probe:
+    """Runs in the engine's process. Saves have arrived before anything that is measured begins."""
+    cold = server.generate(token_ids)
+    server.settle()
+    device_hit = server.generate(token_ids)
+    if server.options.connector == "none":
+        return Probe(cold, device_hit, None, "")
+    clearing = server.clear_device()
+    return Probe(cold, device_hit, server.generate(token_ids), clearing)
+
+
+def probe_part(server: EngineServer, token_ids: Sequence[int], num_hit: int) -> tuple[Sample, dict[str, float]]:
+    """Runs in the engine's process: a prompt whose first `num_hit` tokens are on the host, and what ours counted."""
+    server.generate(token_ids[: num_hit + TAIL])
+    server.clear_device()
+    before = server.stats()
+    sample = server.generate(token_ids)
+    server.settle()
+    return sample, {name: value - before[name] for name, value in server.stats().items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser, host_memory="16GiB", device_tokens=49152)
+    parser.add_argument("--lengths", default="2048,8192,32768", help="tokens of the hits")
+    parser.add_argument("--part-length", type=int, default=8192, help="prompt of which 75 %% are hit on the host")
+    parser.add_argument("--prompts", type=int, default=6, help="of each length")
+    parser.add_argument("--startup-connectors", default="ours", help="for the third part, such as ours,offloading")
+    parser.add_argument("--startup-host-memory", default="48GiB", help="for the third part; 0 leaves it out")
+    options = parser.parse_args()
+    if reason := unavailable(options):
+        print(reason)
+        return 0
+    if options.tiny:
+        options.lengths, options.part_length, options.startup_host_memory = "256,512", 512, "0"
+        options.host_memory, options.device_tokens = "32MiB", 2048
+    report = Report("vllm_ttft")
+    link = link_rate()
+    report.rows.append({"part": "options", "eager": options.eager, "tiny": options.tiny, "link_bytes_per_second": link})
+    print(f"{hardware()['gpu'] or hardware()['cpu']}: one large pinned copy to the device, {link / 1e9:.1f} GB/s")
+    lengths = [int(length) for length in options.lengths.split(",")]
+    wanted = [
+        engine_options(options, connector, max(lengths) + 2 * TAIL, trace_loads=True)
+        for connector in options.connectors.split(",")
+    ]
+    print(f"logs of the engines: {wanted[0].logs}", flush=True)
+    measure_hits(options, report, wanted, lengths, link)
+    if large := parse_size(options.startup_host_memory):
+        for connector in options.startup_connectors.split(","):
+            measure_startup(report, replace(wanted[0], connector=connector, host_bytes=large), options.start_timeout)
+    report.write(options.json)
+    return 0
+
+
+def measure_hits(
+    options: argparse.Namespace, report: Report, wanted: Sequence[EngineOptions], lengths: Sequence[int], link: float
+) -> None:
+    """Parts one and two, on engines that run beside each other."""
+    engines, _ = start_engines(wanted, options.start_timeout)
+    try:
+        everywhere(engines, EngineServer.wait_for_host)
+        for length in lengths:  # compiles what a first use compiles
+            everywhere(engines, probe, prompt(length + TAIL))
+        print(f"{'tokens':>7}  {'engine':14} {'cold':>18} {'device hit':>22} {'host hit':>22} ms, median (spread)")
+        for length in lengths:
+            measure_length(report, engines, length, options.prompts)
+            claim_length(report, length, length * wanted[0].bytes_per_token / link)
+            report.write(options.json)
+        measure_part(report, engines, options.part_length, options.prompts)
+        report.write(options.json)
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+def prompt(length: int) -> list[int]:
+    """Tokens that no prompt had before."""
+    return [int(token) for token in np.random.default_rng(next(_seeds)).integers(3, 500, length)]
+
+
+def in_turn(engines: dict[str, Engine], num_prompts: int, length: int) -> Iterator[tuple[Engine, list[int]]]:
+    """Every prompt for every engine, which ones first changing from prompt to prompt."""
+    for turn in range(num_prompts):
+        token_ids = prompt(length)
+        names = list(engines)
+        for name in names if turn % 2 else reversed(names):
+            yield engines[name], token_ids
+
+
+def measure_length(report: Report, engines: dict[str, Engine], length: int, num_prompts: int) -> None:
+    """One length, all engines in turn; a row for each engine and kind of hit."""
+    probes: dict[str, list[Probe]] = {name: [] for name in engines}
+    for engine, token_ids in in_turn(engines, num_prompts, length + TAIL):
+        try:
+            probes[engine.name].append(engine.call(probe, token_ids))
+        except EngineError as error:
+            drop(engines, engine.name, error)
+    for name in engines:
+        kinds = {"cold": [p.cold for p in probes[name]], "device_hit": [p.device_hit for p in probes[name]]}
+        if hits := [p.host_hit for p in probes[name] if p.host_hit is not None]:
+            kinds["host_hit"] = hits
+        for kind, samples in kinds.items():
+            row = {"part": "hits", "connector": name, "tokens": length, "kind": kind, **summary(samples)}
+            report.rows.append(row | {"clearing": sorted({p.clearing for p in probes[name]})})
+        shown = "".join(f" {spread(samples):>22}" for samples in kinds.values())
+        print(f"{length:7}  {name:14}{shown}", flush=True)
+        if hits and min(sample.cached_tokens for sample in hits) < length:
+            print(f"         {name}: not all of it was a hit: {[sample.cached_tokens for sample in hits]} tokens")
+
+
+def summary(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Median and all of them."""
+    times = [sample.ms for sample in samples]
+    cached = median(sample.cached_tokens for sample in samples)
+    return {"ms": median(times), "all_ms": times, "cached_tokens": cached}
+
+
+def spread(samples: Sequence[Sample]) -> str:
+    """Median, least and most, in ms."""
+    times = [sample.ms for sample in samples]
+    return f"{median(times):.1f} ({min(times):.1f}..{max(times):.1f})"
+
+
+def claim_length(report: Report, length: int, link_seconds: float) -> None:
+    """The claims on host hits of one length, for each engine of ours."""
+    ms = {(r["connector"], r["kind"]): r["ms"] for r in report.rows if r.get("tokens") == length and "kind" in r}
+    for name, kind in list(ms):
+        if kind != "host_hit" or not name.startswith("ours"):
+            continue
+        bound = ms[name, "device_hit"] + 1e3 * link_seconds
+        value = ms[name, kind]
+        report.claim(f"{name}_host_hit_over_device_hit_plus_link_{length}", value / bound, 1.0, "of 1", "lower")
+        if ("offloading", kind) in ms:
+            ratio = value / ms["offloading", kind]
+            goal = OVER_OFFLOADING.get(length, 1.0)
+            report.claim(f"{name}_host_hit_over_offloading_{length}", ratio, goal, "of 1", "lower")
+
+
+def measure_part(report: Report, engines: dict[str, Engine], length: int, num_prompts: int) -> None:
+    """Part two: 75 % on the host, the rest new."""
+    num_hit = length * 3 // 4
+    results: dict[str, list[tuple[Sample, dict[str, float]]]] = {}
+    for engine, token_ids in in_turn(engines, num_prompts + 1, length):
+        if engine.name == "none":
+            continue
+        try:
+            results.setdefault(engine.name, []).append(engine.call(probe_part, token_ids, num_hit))
+        except EngineError as error:
+            drop(engines, engine.name, error)
+    for name, found in results.items():
+        counted = found[1:]  # the first may compile something
+        if not counted:
+            continue
+        samples = [sample for sample, _ in counted]
+        loading, exposed = (
+            sum(stats.get(key, 0.0) for _, stats in counted)
+            for key in ("load_milliseconds", "exposed_wait_milliseconds")
+        )
+        row = {"part": "75_percent", "connector": name, "tokens": length, "hit_tokens": num_hit, **summary(samples)}
+        report.rows.append(row | {"load_ms": loading / len(counted), "exposed_wait_ms": exposed / len(counted)})
+        print(f"{num_hit} of {length} tokens on the host, {name}: {spread(samples)} ms", flush=True)
+        if loading:
+            report.claim(f"{name}_exposed_wait_over_load_at_75_percent", exposed / loading, 0.1, "of 1", "lower")
+
+
+def measure_startup(report: Report, wanted: EngineOptions, timeout: float) -> None:
+    """Part three: when the first token is served, with a host memory that takes long to pin."""
+    engines, ready = start_engines([wanted], timeout)
+    for name, engine in list(engines.items()):
+        begin = ready[name]
+        row = {"part": "startup", "connector": name, "host_bytes": wanted.host_bytes}
+        row |= {"engine_seconds": begin.engine_seconds, "first_token_seconds": begin.first_token_seconds}
+        try:
+            last = engine.call(EngineServer.wait_for_host).get("host_capacity_blocks", 0)
+        except EngineError as error:
+            drop(engines, name, error)
+            continue
+        first = begin.stats.get("host_capacity_blocks", 0)
+        report.rows.append(row | {"first_capacity_blocks": first, "last_capacity_blocks": last})
+        if last:
+            print(f"{name}: {first:.0f} blocks of host memory were ready at the first token, {last:.0f} are at last")
+            report.claim(f"{name}_host_memory_ready_at_first_token", first / last, 0.99, "of 1", "lower")
+        engine.close()
+
+
+def link_rate() -> float:
+    """Bytes a second of one large copy from pinned memory to the device; from memory to memory without a GPU."""
+    has_gpu = torch.cuda.is_available()
+    source = torch.ones((1 << 30) if has_gpu else (64 << 20), dtype=torch.uint8, pin_memory=has_gpu)
+    target = torch.empty_like(source, device="cuda" if has_gpu else "cpu")
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        target.copy_(source)
+        if has_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return source.numel() / median(seconds[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""A real vLLM server with SmolLM2 on the CPU, and clients that talk to it over HTTP as users do.
+
+It is started as `vllm serve` starts it, but through the module: builds for the CPU lack the metadata that the command
+asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.models.smollm2 import default_folder, is_converted
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(not is_converted(default_folder()), reason="needs the converted SmolLM2 (make model)"),
+]
+
+BY_MODULE = """{"kv_connector": "TieredKVConnector", "kv_connector_module_path": "kv_connector.engines.vllm",
+ "kv_role": "kv_both", "kv_connector_extra_config": {"host_memory": "1GiB", "write_policy": "write_through"}}"""
+BY_NAME = """{"kv_connector": "TieredKVConnector", "kv_role": "kv_both",
+ "kv_connector_extra_config": {"host_memory": "256MiB"}}"""
+MISSPELT = BY_NAME.replace("256MiB", '256MiB", "write_polcy": "write_back')
+READY = "Application startup complete"
+NUM_BLOCKS = 24  # of 32 tokens: about two chats
+VLLM_CHANNEL = re.compile(r"vllm_dist_.*|psm_.*|sem\..*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+FACTS = "Lyon lies where two rivers meet. Its old town is known for covered passages, silk and good food. "
+
+
+class Server:
+    """A server process of its own group; `log` is what it has printed. It starts at once, `settle` waits for it."""
+
+    def __init__(self, transfer_config: str, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.folder = folder
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_folder())]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "smollm2"]
+        command += ["--dtype", "float32", "--max-model-len", "512", "--block-size", "32", "--enforce-eager"]
+        command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "8"]
+        command += ["--kv-transfer-config", transfer_config]
+        settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all servers start on the same core
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | settings | {"TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._settled = threading.Event()  # ready, or ended
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def settle(self) -> None:
+        """Until it answers, or has ended."""
+        self._settled.wait(200)
+        while self.is_ready and self.process.poll() is None and not self._listens():
+            time.sleep(0.05)  # the line comes just before the socket
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def is_ready(self) -> bool:
+        return READY in self.log
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if READY in line:
+                self._settled.set()
+        self._settled.set()
+
+    def _listens(self) -> bool:
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", self.port), timeout=60).close()
+            return True
+        return False
+
+    def members(self) -> list[int]:
+        """All processes of the group."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(ValueError, ProcessLookupError, PermissionError):
+                if os.getpgid(int(entry.name)) == self.process.pid:
+                    found.append(int(entry.name))
+        return found
+
+    def end(self, how: signal.Signals) -> None:
+        """Signal the whole group and wait until every process of it has closed the log."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, how)
+        self.process.wait(60)
+        self._reader.join(60)
+        assert not self._reader.is_alive(), "a process of the server outlives it"
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
+        """The response's text; anything but 200 fails the test."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        headers = {"Content-Type": "application/json"}
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        assert response.status == 200, f"{path}: {response.status} {text}"
+        connection.close()
+        return text
+
+    def complete(self, prompt: str, num_tokens: int = 8) -> str:
+        """What the model writes next."""
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        return str(json.loads(self.call("POST", "/v1/completions", body))["choices"][0]["text"])
+
+    def chat(self, messages: list[dict[str, str]]) -> str:
+        """The assistant's next message."""
+        body = {"model": "smollm2", "messages": messages, "max_tokens": 12, "temperature": 0}
+        return str(json.loads(self.call("POST", "/v1/chat/completions", body))["choices"][0]["message"]["content"])
+
+    def leave_in_the_middle(self, prompt: str) -> None:
+        """Ask for a long answer and hang up after its first piece."""
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        assert connection.getresponse().readline().startswith(b"data:")
+        connection.close()
+
+    def metric(self, name: str) -> float:
+        """Sum over labels of a counter or gauge."""
+        values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", self.call("GET", "/metrics"), re.MULTILINE)
+        assert values, f"/metrics has no {name}"
+        return sum(map(float, values))
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """All servers of these tests, started together: a start is mostly imports, in one process after the other."""
+    servers: dict[str, Server] = {}
+    try:
+        for config in (BY_MODULE, BY_NAME, MISSPELT):
+            servers[config] = Server(config, tmp_path_factory.mktemp("server"))
+        yield servers
+    finally:
+        for server in servers.values():
+            server.end(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def server(starts: dict[str, Server]) -> Server:
+    starts[BY_MODULE].settle()
+    assert starts[BY_MODULE].is_ready, starts[BY_MODULE].log
+    return starts[BY_MODULE]
+
+
+def about(topic: str) -> str:
+    """A prompt of about 250 tokens, a third of the device."""
+    return f"Notes of {topic}. {FACTS * 10}Question: what is the capital of France? Answer: The capital of France is"
+
+
+def fill_the_device(server: Server) -> None:
+    """Other users' prompts push everything off the device."""
+    for name in ("Ada", "Grace", "Edith", "Emmy"):
+        server.complete(about(name), 1)
+
+
+def test_an_answer_from_the_host_is_the_answer(server: Server) -> None:
+    first = server.complete(about("Marie"))
+    assert "Paris" in first
+    fill_the_device(server)
+    before = server.metric("vllm:kv_tiered_host_hit_tokens_total")
+    assert server.complete(about("Marie")) == first
+    assert server.metric("vllm:kv_tiered_host_hit_tokens_total") - before >= 128, "the prefix was computed again"
+
+
+def test_chats_go_on_while_others_hang_up(server: Server) -> None:
+    """Four users at once, more than fits on the device; two more leave while their answer is written."""
+
+    def talk(user: str) -> list[str]:
+        messages = [{"role": "system", "content": f"You help {user}. " + FACTS * 4}]
+        for question in ("Where is Lyon?", "What is it known for?", "How many rivers meet there?"):
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": server.chat(messages)})
+        return [message["content"] for message in messages[2::2]]
+
+    users = ["Ada", "Grace", "Edith", "Emmy"]
+    with ThreadPoolExecutor(6) as pool:
+        together = [pool.submit(talk, user) for user in users]
+        leavers = [pool.submit(server.leave_in_the_middle, about(f"leaver {i}")) for i in range(2)]
+        answers = [future.result() for future in together]
+        for leaver in leavers:
+            leaver.result()
+    assert [talk(user) for user in users] == answers, "a chat that is repeated alone says something else"
+    assert server.metric("vllm:kv_tiered_host_hit_tokens_total") > 0
+
+
+def test_metrics_tell_where_tokens_came_from(server: Server) -> None:
+    server.complete(about("Rosalind"))
+    fill_the_device(server)
+    server.complete(about("Rosalind"))
+    text = server.call("GET", "/metrics")
+    for name in ("requests", "queries_tokens", "saved_blocks", "loaded_blocks", "sync_loads", "saved_bytes"):
+        assert server.metric(f"vllm:kv_tiered_{name}_total") > 0, name
+    assert server.metric("vllm:kv_tiered_host_cached_blocks") > 0
+    assert server.metric("vllm:kv_tiered_failed_load_jobs_total") == 0
+    assert server.metric("vllm:external_prefix_cache_hits_total") > 0
+    source = r'^vllm:prompt_tokens_cached_by_source_total\{[^}]*source="host"[^}]*\} (\S+)$'
+    from_host = re.findall(source, text, re.MULTILINE)
+    if "cached_by_source" in text:  # versions from 0.26 on
+        assert from_host and float(from_host[0]) > 0, "vLLM's own counters do not name the host as the source"
+
+
+def test_a_reset_forgets_the_host(server: Server) -> None:
+    first = server.complete(about("Lise"))
+    assert json.loads(server.call("POST", "/reset_prefix_cache?reset_external=true")) == {"success": True}
+    before = server.metric("vllm:kv_tiered_host_hit_tokens_total")
+    assert server.complete(about("Lise")) == first
+    assert server.metric("vllm:kv_tiered_host_hit_tokens_total") == before, "the host still knew the prefix"
+
+
+def test_a_killed_server_leaves_nothing_behind(starts: dict[str, Server]) -> None:
+    """Found by its short name alone, as a plugin of vLLM; then it is killed in the middle of its work."""
+    server = starts[BY_NAME]
+    server.settle()
+    assert server.is_ready, server.log
+    assert "Paris" in server.complete(about("Marie"))
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in server.members()]
+    shared = {Path(name) for text in maps for name in re.findall(r"/dev/shm/\S+", text)}
+    server.leave_in_the_middle(about("Ada"))
+    server.end(signal.SIGKILL)
+    left = {path.name for path in (*shared, *server.folder.rglob("*")) if path.exists() and not path.is_dir()}
+    for path in shared:
+        path.unlink(missing_ok=True)
+    # vLLM's own channels between its processes stay where it is killed.
+    assert not {name for name in left if not VLLM_CHANNEL.fullmatch(name)}, left
+
+
+def test_a_wrong_setting_ends_the_start(starts: dict[str, Server]) -> None:
+    server = starts[MISSPELT]
+    server.settle()
+    assert not server.is_ready
+    assert server.process.wait(60) > 0, "it did not end by itself"
+    assert "unknown setting 'write_polcy' (did you mean 'write_policy'?)" in server.log, server.log
