@@ -94,9 +94,10 @@ class Lookup:
             if group.window_blocks is None:
                 path = tree.match(grouped.keys(hashes[first:end], index))
                 end = min(end, first + self._tier.resident_prefix(path))
+        end = self._fit_windows(hashes, first, max(end, first))
         if self._drop_last_block:
-            end -= 1
-        return max(0, self._fit_windows(hashes, first, max(end, first)) - first)
+            end = self._fit_windows(hashes, first, max(end - 1, first))
+        return end - first
 
     def hit(self, hashes: Sequence[BlockHash], first: int, num_blocks: int) -> Hit:
         """The copies that a hit of `num_blocks`, no more than `find` says, is made of."""
