@@ -79,7 +79,7 @@ def make_engine(options: argparse.Namespace, model: PagedLlama) -> tuple[MiniEng
     scheduler = Scheduler(num_blocks, BLOCK_SIZE, max_step_tokens=options.prefix_tokens + options.new_tokens)
     runner = RecordingRunner(LlamaModel(model), num_blocks, BLOCK_SIZE, partial(build_worker, config))
     runner.record()
-    connector = build_scheduler(config, BLOCK_SIZE, runner.world_size, scheduler.tree)
+    connector = build_scheduler(config, BLOCK_SIZE, runner.world_size, tree=scheduler.tree)
     identity = CacheIdentity("overlap", "bfloat16", "NHD", BLOCK_SIZE)
     return MiniEngine(scheduler, runner, identity, connector), runner
 

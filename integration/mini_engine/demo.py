@@ -114,7 +114,7 @@ def make_engine(options: argparse.Namespace, model: PagedLlama, way: str) -> Min
         return MiniEngine(scheduler, LocalRunner(LlamaModel(model), blocks, size), identity)
     config = Config.from_mapping({"host_memory": options.host_memory, "write_policy": way})
     runner = LocalRunner(LlamaModel(model), blocks, size, lambda rank, ranks: build_worker(config, rank, ranks))
-    connector = build_scheduler(config, size, runner.world_size, scheduler.tree)
+    connector = build_scheduler(config, size, runner.world_size, tree=scheduler.tree)
     return MiniEngine(scheduler, runner, identity, connector)
 
 
