@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,8 +24,7 @@ Outcome = tuple[int, dict[str, Any], str]
 def soak(report: Path, *options: str) -> Outcome:
     """Exit status, results by engine, and what was printed."""
     command = [sys.executable, "-m", "integration.soak_vllm", "--json", str(report), *options]
-    settings = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # or both would run on the same core
-    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     results = json.loads(report.read_text())["results"] if report.exists() else {}
     return done.returncode, results, done.stdout + done.stderr[-5000:]
 
