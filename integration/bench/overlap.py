@@ -74,7 +74,8 @@ def make_engine(options: argparse.Namespace, model: PagedLlama) -> tuple[MiniEng
         host_memory=options.host_memory,
         write_policy="write_through",
         layer_group_bytes=options.layer_group_bytes,
-        trace_loads=True, load_choice="sync",
+        trace_loads=True,
+        load_choice="sync",
     )
     scheduler = Scheduler(num_blocks, BLOCK_SIZE, max_step_tokens=options.prefix_tokens + options.new_tokens)
     runner = RecordingRunner(LlamaModel(model), num_blocks, BLOCK_SIZE, partial(build_worker, config))

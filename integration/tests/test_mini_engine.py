@@ -47,7 +47,9 @@ def make_engine(
     runner = ProcessRunner(build) if own_process else build()
     scheduler = Scheduler(NUM_BLOCKS, BLOCK_SIZE, max_step_tokens=48, prefix_caching=config is not None)
     identity = CacheIdentity("random", "float32", "NHD", BLOCK_SIZE, tp_size=runner.world_size)
-    connector = build_scheduler(config, BLOCK_SIZE, runner.world_size, tree=scheduler.tree) if config is not None else None
+    connector = (
+        build_scheduler(config, BLOCK_SIZE, runner.world_size, tree=scheduler.tree) if config is not None else None
+    )
     return MiniEngine(scheduler, runner, identity, connector)
 
 
