@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.26
+except ImportError:  # older versions have one source only
     CacheHitSource = None
 
 # vLLM sets up only its own logger: ours speaks through it, in its format and at its level.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kv_connector.vllm")
 
 TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
-"""Whether this vLLM takes failed requests (since 0.27); before, it takes their blocks."""
+"""Whether this vLLM takes failed requests; older ones take their blocks."""
 NEEDS_WORKER_STATS = not hasattr(base.KVConnectorBase_V1, "on_new_request")
 """Whether this vLLM asks the scheduler side for statistics only where a worker had some (0.20)."""
 
