@@ -34,7 +34,7 @@ def test_routers_are_told_what_the_host_holds(tmp_path: Path, monkeypatch: pytes
     published = []
     with running(
         tmp_path,
-        kv_transfer_config=transfer_config({"write_policy": "write_through", "host_memory": "2MiB"}),
+        kv_transfer_config=transfer_config({"write_policy": "write_through", "host_memory": "4MiB"}),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     ) as engine:
         monkeypatch.setattr(engine.scheduler.kv_event_publisher, "publish", published.append)
