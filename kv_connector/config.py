@@ -71,6 +71,8 @@ class Config:
     load_choice: `auto` loads, asynchronously or not, or computes, whatever is estimated to be sooner; `sync` and
         `async` load every hit, and that way.
     max_load_stall_ms: under `auto`, a load that would hold running requests up for longer is asynchronous.
+    block_major: ask the engine for a device cache in which the layers of a block are neighbours, where it offers one:
+        a block is then one long copy.
     copy_path: `auto` picks a path per job from piece size and count; the others force one.
     layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each.
     staging_memory: device bytes for the rings of the staged path, over both directions.
@@ -85,6 +87,7 @@ class Config:
     write_back_lookahead: int = 64
     load_choice: LoadChoice = LoadChoice.AUTO
     max_load_stall_ms: int = 2
+    block_major: bool = True
     copy_path: PathName = PathName.AUTO
     layer_group_bytes: int = 32 << 20
     staging_memory: int = 128 << 20
@@ -98,7 +101,7 @@ class Config:
         object.__setattr__(self, "write_policy", _choice(WritePolicy, self.write_policy, "write_policy"))
         object.__setattr__(self, "load_choice", _choice(LoadChoice, self.load_choice, "load_choice"))
         object.__setattr__(self, "copy_path", _choice(PathName, self.copy_path, "copy_path"))
-        for name in ("pin_memory", "numa_bind", "trace_loads"):
+        for name in ("block_major", "pin_memory", "numa_bind", "trace_loads"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a boolean: give true or false")
         for name, least in _LEAST.items():

@@ -52,6 +52,7 @@ class JobLedger:
         device_ids: Sequence[int],
         host_ids: Sequence[int],
         request_id: str | None = None,
+        num_guarded: int = 0,
     ) -> CopyJob:
         """A new job that every rank has to report; its blocks are leased by the caller until then."""
         job = CopyJob(
@@ -60,6 +61,7 @@ class JobLedger:
             device_ids=np.array(device_ids, dtype=np.int64),
             host_ids=np.array(host_ids, dtype=np.int64),
             request_id=request_id,
+            num_guarded=num_guarded,
         )
         self._next_id += 1
         self._open[job.job_id] = _OpenJob(job, set(range(self._world_size)))

@@ -7,12 +7,20 @@
 
 The choice is made from rates that were observed, never from constants; as long as one is unknown the answer is sync,
 which is how it becomes known.
+
+A load in the background is announced to the engine before it ends: in the step that the engine will have taken note of
+when the bytes are expected to be there. Should they be late, the step that reads them waits, on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+from .config import Config, LoadChoice
+from .metrics import CacheMetrics
+from .types import CopyJob
 
 _SMOOTHING = 0.25  # share of a slower observation in a rate
 _MOST_SKIPPED = (
@@ -60,7 +68,14 @@ class LoadEstimate:
         self._prefill = Rate()  # tokens a second
         self._steps: dict[int, tuple[float, int]] = {}  # step: (when it was planned, tokens that it computes)
         self._last_end = 0.0
+        self._last_plan = 0.0
+        self._intervals = (0.0, 0.0)  # between the last three plans
         self._num_skipped = 0
+
+    def lead_seconds(self, num_steps: int) -> float:
+        """A load that ends within this time will be there `num_steps` steps from now, or holds a step up no longer than
+        it may. Of the last two steps the shorter counts: one may have been unusual."""
+        return max(num_steps * min(self._intervals), self._max_stall)
 
     def observe_load(self, num_blocks: int, seconds: float) -> None:
         """A load of so many blocks took so long on the slowest rank."""
@@ -68,6 +83,8 @@ class LoadEstimate:
 
     def step_planned(self, step: int, num_tokens: int, num_loads: int, now: float) -> None:
         """A step was planned. One that loads says nothing about the speed of computing."""
+        self._intervals = self._intervals[1], now - self._last_plan
+        self._last_plan = now
         if num_tokens >= _PREFILL_TOKENS and not num_loads:
             self._steps[step] = (now, num_tokens)
 
@@ -107,3 +124,126 @@ class LoadEstimate:
             return LoadMode.RECOMPUTE
         hidden = self._prefill.seconds(num_new_tokens) or 0.0
         return LoadMode.ASYNC if others_running and load - hidden > self._max_stall else LoadMode.SYNC
+
+
+@dataclass(slots=True)
+class _BackgroundLoad:
+    """A load that no step waits for, until it is announced and the engine may have taken note."""
+
+    seconds: float  # that it is expected to take
+    expected_end: float | None  # None where the rate is unknown
+    announced_in: int | None = None  # step
+    is_noted: bool = False
+    is_awaited: bool = False
+
+
+class LoadPlanner:
+    """Chooses how each hit is loaded, and follows the loads in the background. The scheduler half owns their leases."""
+
+    def __init__(self, config: Config, metrics: CacheMetrics, clock: Callable[[], float]) -> None:
+        self.estimate = LoadEstimate(config.max_load_stall_ms / 1e3)
+        self._choice = config.load_choice
+        self._metrics = metrics
+        self._clock = clock
+        self._asked: dict[str, LoadMode] = {}  # what waiting requests were answered last
+        self._ends: dict[int, float | None] = {}  # host blocks that background loads read, and when those will end
+        self._background: dict[int, _BackgroundLoad] = {}  # by job, in the order of the link
+        self._reported_step = 0
+        self._expected_seconds = 0.0  # of those that ended since the last observation
+
+    @property
+    def any_in_background(self) -> bool:
+        """Whether a hit may lie on a load that is under way."""
+        return bool(self._ends)
+
+    def choose(
+        self,
+        request_id: str,
+        num_blocks: int,
+        num_hit_tokens: int,
+        num_new_tokens: int,
+        others_running: bool,
+        first_blocks: Sequence[int],
+    ) -> LoadMode:
+        """How this hit comes to the device. `first_blocks`: host blocks of its first block, by group."""
+        mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, others_running, first_blocks)
+        before, self._asked[request_id] = self._asked.get(request_id), mode
+        self._metrics.ridden_loads += mode is LoadMode.RIDE and before is not mode
+        return mode
+
+    def withdraw(self, request_id: str) -> None:
+        """The request has nothing to load any more."""
+        self._asked.pop(request_id, None)
+
+    def admit(self, request_id: str) -> LoadMode | None:
+        """The request is admitted on the last choice; None where there was none."""
+        mode = self._asked.pop(request_id, None)
+        if mode is not None:
+            self.estimate.admitted(mode)
+        return mode
+
+    def reserve(self, host_ids: Sequence[int]) -> None:
+        """A load of these blocks will run in the background, behind those before it."""
+        seconds = self.estimate.load_seconds(len(host_ids))
+        begin = max([self._clock(), *(end for end in self._ends.values() if end is not None)])
+        self._ends |= dict.fromkeys(host_ids, None if seconds is None else begin + seconds)
+
+    def release(self, host_ids: Iterable[int]) -> None:
+        """The load of these blocks ended, or will not be."""
+        for block_id in host_ids:
+            self._ends.pop(block_id, None)
+
+    def begin(self, job: CopyJob) -> None:
+        """A load whose blocks were reserved is planned now."""
+        ends = [self._ends.get(block_id) for block_id in job.host_ids.tolist()]
+        known = [end for end in ends if end is not None]
+        seconds = self.estimate.load_seconds(job.num_blocks) or 0.0
+        self._background[job.job_id] = _BackgroundLoad(seconds, max(known) if len(known) == len(ends) else None)
+
+    def end(self, job: CopyJob) -> None:
+        """A load in the background was reported by every rank."""
+        self._expected_seconds += self._background.pop(job.job_id).seconds
+        self.release(job.host_ids.tolist())
+
+    def observe(self, num_blocks: int, seconds: float) -> None:
+        """Loads of so many blocks ended that took so long together: those behind them end that much later."""
+        self.estimate.observe_load(num_blocks, seconds)
+        late, self._expected_seconds = seconds - self._expected_seconds, 0.0
+        for load in self._background.values():
+            if load.expected_end is not None:
+                load.expected_end += late
+
+    def announce(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Loads to announce in this step, and announced ones that the step has to wait for, as it may read them."""
+        under_way = step - 1 - self._reported_step  # an engine that plans ahead takes note of this step that much later
+        limit = self._clock() + self.estimate.lead_seconds(1 + under_way)
+        announced = []
+        for job_id, load in self._background.items():
+            if load.announced_in is None and load.expected_end is not None and load.expected_end <= limit:
+                load.announced_in = step
+                announced.append(job_id)
+        awaited = []
+        for job_id, load in self._background.items():
+            if load.is_noted:
+                awaited.append(job_id)
+                self._metrics.awaited_async_loads += not load.is_awaited
+                load.is_awaited = True
+        return tuple(announced), tuple(awaited)
+
+    def note_reported(self, step: int) -> None:
+        """The engine took in what ranks said in this step: it may schedule what was announced until then."""
+        self._reported_step = step
+        for load in self._background.values():
+            load.is_noted |= load.announced_in is not None and load.announced_in <= step
+
+    def _choose(
+        self, num_blocks: int, num_hit: int, num_new: int, others_running: bool, first_blocks: Sequence[int]
+    ) -> LoadMode:
+        if self._choice is LoadChoice.SYNC:
+            return LoadMode.SYNC
+        rides = bool(first_blocks) and first_blocks[0] in self._ends
+        end = self._ends[first_blocks[0]] if rides else None
+        if self._choice is LoadChoice.ASYNC:
+            return LoadMode.RIDE if rides else LoadMode.ASYNC
+        to_ride = (0.0 if end is None else max(0.0, end - self._clock())) if rides else None
+        return self.estimate.choose(num_blocks, num_hit, num_new, others_running, to_ride)

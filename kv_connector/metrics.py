@@ -20,6 +20,7 @@ class CacheMetrics:
     recomputed_tokens: int = 0
     sync_loads: int = 0
     async_loads: int = 0
+    awaited_async_loads: int = 0
     ridden_loads: int = 0
     saves_on_compute_blocks: int = 0
     saves_on_hit_blocks: int = 0
@@ -49,6 +50,7 @@ DOCUMENTATION = {
     "recomputed_tokens": "Tokens on the host that were computed because that was estimated to be sooner.",
     "sync_loads": "Loads that the request's first step waited for, layer by layer.",
     "async_loads": "Loads that the request waited for while others ran.",
+    "awaited_async_loads": "Those of them that a step may have had to wait for, as they were expected to end sooner.",
     "ridden_loads": "Requests that waited for another's load of their prefix.",
     "saves_on_compute_blocks": "Saves begun when the block was computed.",
     "saves_on_hit_blocks": "Saves begun when a request hit the block.",

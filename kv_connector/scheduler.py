@@ -12,17 +12,19 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from .base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
-from .config import Config, LoadChoice
+from .config import Config
 from .errors import KVConnectorError
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EventLog
 from .index import BlockGroup, BlockState, CacheTier, GroupedTree, Lookup, PrefixTree, SavePolicy
 from .jobs import EndedJob, JobLedger
-from .loads import LoadEstimate, LoadMode
+from .loads import LoadMode, LoadPlanner
 from .metrics import CacheMetrics
 from .saves import BlockTable, SavePlanner
+from .steps import StepsUnderWay
 from .types import NO_BLOCK, BlockHash, CopyJob, Direction, StepPlan, StepReport, Tier
 
 logger = logging.getLogger("kv_connector.scheduler")
@@ -80,10 +82,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._grouped = GroupedTree(self.tree, groups)
         self._lookup = Lookup(self._grouped, self.host, drop_last_block)
         self._saves = SavePlanner(self._grouped, self.host, SavePolicy.from_config(config), self.metrics)
-        self._load_choice = config.load_choice
-        self._estimate = LoadEstimate(config.max_load_stall_ms / 1e3)
-        self._asked: dict[str, LoadMode] = {}  # what waiting requests were answered last
-        self._loading: dict[int, float] = {}  # host blocks that background loads read, and when those will end
+        self._loads = LoadPlanner(config, self.metrics, clock)
+        self._under_way = StepsUnderWay()
         self._ready_host_blocks = [0] * world_size
         self._host_limit: int | None = None
         self._events = EventLog()
@@ -99,12 +99,10 @@ class SchedulerHalf(KVConnectorScheduler):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_blocks = self._num_loadable(request, num_computed_tokens)
         if not num_blocks:
-            self._asked.pop(request.request_id, None)
+            self._loads.withdraw(request.request_id)
             return 0, False
         mode = self._choose(request, num_computed_tokens, num_blocks)
-        before, self._asked[request.request_id] = self._asked.get(request.request_id), mode
         if mode is LoadMode.RIDE:
-            self.metrics.ridden_loads += before is not mode
             return None, False
         return (0 if mode is LoadMode.RECOMPUTE else num_blocks * self._block_size), mode is LoadMode.ASYNC
 
@@ -125,9 +123,7 @@ class SchedulerHalf(KVConnectorScheduler):
         state.is_newly_admitted = True
         known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
         self.tree.touch(known, self._clock())
-        mode = self._asked.pop(request.request_id, None)
-        if mode is not None:
-            self._estimate.admitted(mode)
+        mode = self._loads.admit(request.request_id)
         if not state.counted:
             state.counted = True
             self._count_hits(request, known, num_local_tokens, num_external_tokens, mode)
@@ -139,6 +135,7 @@ class SchedulerHalf(KVConnectorScheduler):
             state = self._requests.get(request_id)
             # One that was preempted between two steps may have been admitted again since: then its blocks are new ones.
             if state is not None and not state.is_newly_admitted:
+                self._under_way.freed(chain.from_iterable(table.block_ids for table in state.tables))
                 self._drop_blocks(state)
         self._step += 1
         now = self._clock()
@@ -146,22 +143,27 @@ class SchedulerHalf(KVConnectorScheduler):
         for state in self._requests.values():
             state.is_newly_admitted = False
         pairs: list[tuple[int, int]] = []  # (device id, host id) of every save
+        written: list[int] = []
         num_tokens = 0
         for item in output.scheduled:
             state = self._requests[item.request_id]
             num_tokens += item.num_scheduled_tokens
             for table, ids in zip(state.tables, item.new_block_ids, strict=False):
                 table.block_ids.extend(ids)
+            for table in state.tables:
+                written += table.block_ids[item.num_computed_tokens // self._block_size :]
             pairs += self._saves.plan(state.request, state.tables, item, state.num_hit_blocks, self._block_size, now)
         pairs += self._saves.plan_before_reuse(self._pool)
         device_ids, host_ids = zip(*pairs, strict=True) if pairs else ((), ())
         self._pool.touch(device_ids)
         saves = [self._jobs.open(Direction.SAVE, device_ids, host_ids)] if pairs else []
-        self._estimate.step_planned(self._step, num_tokens, len(loads), now)
+        self._under_way.planned(self._step, written)
+        self._loads.estimate.step_planned(self._step, num_tokens, len(loads), now)
+        announced, awaited = self._loads.announce(self._step)
         self._log_removed()
         fence = self._fence and bool(num_tokens or loads or background)  # an empty step overwrites nothing
         self._fence &= not fence
-        return StepPlan(self._step, tuple(loads), tuple(saves), tuple(background), fence)
+        return StepPlan(self._step, tuple(loads), tuple(saves), tuple(background), announced, awaited, fence)
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
@@ -174,11 +176,14 @@ class SchedulerHalf(KVConnectorScheduler):
             self._ready_host_blocks[report.rank] = report.num_host_blocks
             self._count_report(report, ended)
         if reports:
-            self._estimate.step_ended(max(report.step for report in reports), self._clock())
+            step = max(report.step for report in reports)
+            self._loads.estimate.step_ended(step, self._clock())
+            self._loads.note_reported(step)
+            self._under_way.reported(step)
         self._fit_host()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self._asked.pop(request.request_id, None)
+        self._loads.withdraw(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._drop_blocks(state)
@@ -245,20 +250,14 @@ class SchedulerHalf(KVConnectorScheduler):
         return self._lookup.find(request.block_hashes, num_computed_tokens // size, (request.num_tokens - 1) // size)
 
     def _choose(self, request: Request, num_computed_tokens: int, num_blocks: int) -> LoadMode:
-        if self._load_choice is LoadChoice.SYNC:
-            return LoadMode.SYNC
         first = num_computed_tokens // self._block_size
-        to_ride = None
-        if self._loading:
-            leading = self._lookup.hit(request.block_hashes, first, 1).nodes[0]
-            ends = [self._loading.get(block_id) for block_id in self.host.blocks_of(leading)]
-            to_ride = max(0.0, ends[0] - self._clock()) if ends and ends[0] is not None else None
-        if self._load_choice is LoadChoice.ASYNC:
-            return LoadMode.ASYNC if to_ride is None else LoadMode.RIDE
+        first_blocks: list[int] = []
+        if self._loads.any_in_background:
+            first_blocks = self.host.blocks_of(self._lookup.hit(request.block_hashes, first, 1).nodes[0])
         num_hit = num_blocks * self._block_size
         num_new = request.num_tokens - num_computed_tokens - num_hit
         others = len(self._requests) > (request.request_id in self._requests)
-        return self._estimate.choose(num_blocks, num_hit, num_new, others, to_ride)
+        return self._loads.choose(request.request_id, num_blocks, num_hit, num_new, others, first_blocks)
 
     def _count_hits(
         self, request: Request, known: list[int], num_local_tokens: int, num_external_tokens: int, mode: LoadMode | None
@@ -280,17 +279,27 @@ class SchedulerHalf(KVConnectorScheduler):
     def _plan_loads(self) -> tuple[list[CopyJob], list[CopyJob]]:
         """Jobs of the requests admitted in this step: those it waits for, and those that run behind it."""
         loads, background = [], []
+        used = self._under_way.used()
         for request_id, state in self._requests.items():
             load, state.load = state.load, None
             if load is None:
                 continue
             if load.mode is LoadMode.ASYNC:
-                background.append(self._jobs.open(Direction.LOAD, load.device_ids, load.host_ids, request_id))
+                background.append(self._open_background(load, request_id, used))
             else:
                 loads.append(self._jobs.open(Direction.LOAD, load.device_ids, load.host_ids))
         self.metrics.sync_loads += len(loads)
         self.metrics.async_loads += len(background)
         return loads, background
+
+    def _open_background(self, load: _Load, request_id: str, used: frozenset[int]) -> CopyJob:
+        """`used`: blocks that steps under way still use; those come last."""
+        pairs = sorted(zip(load.device_ids, load.host_ids, strict=True), key=lambda pair: pair[0] in used)
+        device_ids, host_ids = zip(*pairs, strict=True)
+        num_guarded = sum(device_id in used for device_id in device_ids)
+        job = self._jobs.open(Direction.LOAD, device_ids, host_ids, request_id, num_guarded)
+        self._loads.begin(job)
+        return job
 
     # Leases and the ends of jobs.
 
@@ -315,9 +324,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._pool.touch(load.device_ids)
         self.host.acquire(load.host_ids)
         if mode is LoadMode.ASYNC:
-            begin = max([self._clock(), *self._loading.values()])  # loads run one after the other
-            end = begin + (self._estimate.load_seconds(len(load.host_ids)) or 0.0)
-            self._loading |= dict.fromkeys(load.host_ids, end)
+            self._loads.reserve(load.host_ids)
         return load
 
     def _unpin(self) -> None:
@@ -335,7 +342,7 @@ class SchedulerHalf(KVConnectorScheduler):
         if state.load is not None:
             self._pool.free_blocks(state.load.device_ids)
             self.host.release(state.load.host_ids)
-            self._forget_loading(state.load.host_ids)
+            self._loads.release(state.load.host_ids)
             state.load = None
         self.metrics.dropped_saves_blocks += sum(len(table.unsaved) for table in state.tables)
         state.tables = []
@@ -343,7 +350,7 @@ class SchedulerHalf(KVConnectorScheduler):
     def _end_load(self, ended: EndedJob) -> None:
         job, host_ids = ended.job, ended.job.host_ids.tolist()
         if job.request_id is not None:
-            self._forget_loading(host_ids)
+            self._loads.end(job)
         if ended.ok:
             self.metrics.loaded_blocks += job.num_blocks
         else:
@@ -351,10 +358,6 @@ class SchedulerHalf(KVConnectorScheduler):
             self.host.discard(host_ids)  # a second try would fail as well: the blocks are a miss from now on
             logger.warning("load job %d failed: %d blocks will be recomputed", job.job_id, job.num_blocks)
         self._release(ended)
-
-    def _forget_loading(self, host_ids: Sequence[int]) -> None:
-        for block_id in host_ids:
-            self._loading.pop(block_id, None)
 
     def _end_save(self, ended: EndedJob) -> None:
         job, host_ids = ended.job, ended.job.host_ids.tolist()
@@ -383,7 +386,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self.metrics.exposed_wait_milliseconds += sum(timing.exposed_wait_ms)
         loaded = sum(job.job.num_blocks for job in ended if job.ok and job.job.direction is Direction.LOAD)
         if loaded:
-            self._estimate.observe_load(loaded, report.load_milliseconds / 1e3)
+            self._loads.observe(loaded, report.load_milliseconds / 1e3)
 
     def _fit_host(self) -> None:
         """Use as many host blocks as every rank has ready and the operator allows."""

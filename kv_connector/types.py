@@ -42,7 +42,8 @@ class CopyJob:
     """One copy of whole blocks between device and host; it ends exactly once on every rank, done or failed.
 
     `device_ids` and `host_ids` are int64 of shape (num_blocks,): block `device_ids[i]` pairs with `host_ids[i]`.
-    `request_id` names the request that waits for an asynchronous load.
+    `request_id` names the request that waits for an asynchronous load; the last `num_guarded` device blocks of such a
+    load may still be used by steps under way, and are filled behind those.
     """
 
     job_id: int
@@ -50,6 +51,7 @@ class CopyJob:
     device_ids: NDArray[np.int64]
     host_ids: NDArray[np.int64]
     request_id: str | None = None
+    num_guarded: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -62,14 +64,18 @@ class StepPlan:
     """What the worker half does in one step; `build_connector_meta` makes it and every rank gets the same one.
 
     `loads` are those of the step's requests, submitted before the forward pass, which waits for them; no request of
-    this step waits for `background_loads`. Saves are submitted after the forward pass: they may read blocks that it
-    computes. With `fence` blocks that copies of earlier steps use may be written by this step: they are waited for.
+    this step waits for `background_loads`. Those that will end soon are in `announced_loads`, by job id: their requests
+    are received as far as the engine is concerned, and the forward pass of a step that may read such blocks waits for
+    its `awaited_loads`. Saves are submitted after the forward pass: they may read blocks that it computes. With `fence`
+    blocks that copies of earlier steps use may be written by this step: they are waited for.
     """
 
     step: int
     loads: tuple[CopyJob, ...] = ()
     saves: tuple[CopyJob, ...] = ()
     background_loads: tuple[CopyJob, ...] = ()
+    announced_loads: tuple[int, ...] = ()
+    awaited_loads: tuple[int, ...] = ()
     fence: bool = False
 
     @property

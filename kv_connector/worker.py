@@ -57,7 +57,8 @@ class WorkerHalf(KVConnectorWorker):
         self._load_failed = False  # in this step
         self._invalid_blocks: set[int] = set()
         self._completed: list[Completion] = []
-        self._received: set[str] = set()  # requests whose background load ended
+        self._received: set[str] = set()  # requests whose background load ended, or was announced
+        self._announced: set[int] = set()  # loads under way
         self._failed_receiving: set[str] = set()
         self._mark: Event | None = None  # where background loads may start
         self._saves_pending = False
@@ -107,6 +108,8 @@ class WorkerHalf(KVConnectorWorker):
             return
         loads, background = self._plan.loads, self._plan.background_loads
         self._loads |= {job.job_id: job for job in (*loads, *background)}
+        if self._plan.awaited_loads:
+            self._transfer.wait_jobs(self._plan.awaited_loads)
         if loads:
             for job_id in self._transfer.submit_load(loads):
                 self._load_failed = True
@@ -141,6 +144,7 @@ class WorkerHalf(KVConnectorWorker):
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         self._poll()
+        self._announce()
         finished = self._received, self._failed_receiving
         self._received, self._failed_receiving = set(), set()
         return finished
@@ -197,12 +201,22 @@ class WorkerHalf(KVConnectorWorker):
             if completion.job_id in self._loads:
                 self._end_load(self._loads.pop(completion.job_id), completion.ok)
 
+    def _announce(self) -> None:
+        """Call loads received that the plan says will end soon; one that failed on submission has ended before."""
+        for job_id in self._plan.announced_loads if self._plan is not None else ():
+            job = self._loads.get(job_id)
+            if job is not None and job.request_id is not None and job_id not in self._announced:
+                self._received.add(job.request_id)
+                self._announced.add(job_id)
+
     def _end_load(self, job: CopyJob, ok: bool) -> None:
-        if job.request_id is not None:
-            self._received.add(job.request_id)
+        by_request = job.request_id if job.job_id not in self._announced else None
+        self._announced.discard(job.job_id)
+        if by_request is not None:
+            self._received.add(by_request)
         if ok:
             return
-        if job.request_id is not None and self._fails_by_request:
-            self._failed_receiving.add(job.request_id)
+        if by_request is not None and self._fails_by_request:
+            self._failed_receiving.add(by_request)
         else:
             self._invalid_blocks.update(job.device_ids.tolist())

@@ -120,6 +120,7 @@ class LateWorker(WorkerHalf):
     def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(config, rank, world_size, self._make_faulty)
         self.hold = False
+        self.num_awaited = 0
         self.path: FaultyPath | None = None
         self._late: list[CopyJob] = []
         self._late_loads: list[CopyJob] = []
@@ -135,10 +136,15 @@ class LateWorker(WorkerHalf):
         super().handle_preemptions(plan)
 
     def start_load_kv(self, full_graph: bool = False) -> None:
-        """As `WorkerHalf.start_load_kv`, background loads late."""
+        """As `WorkerHalf.start_load_kv`, background loads late unless they fail; a step that awaits one has it."""
         assert self._plan is not None
-        self._late_loads += self._plan.background_loads
-        self._plan = replace(self._plan, background_loads=())
+        if set(self._plan.awaited_loads) & {job.job_id for job in self._late_loads}:
+            self.num_awaited += 1
+            self._catch_up_loads()
+        if self.path is None or Direction.LOAD not in self.path.fail_in:
+            self._late_loads += self._plan.background_loads
+            self._loads |= {job.job_id: job for job in self._plan.background_loads}
+            self._plan = replace(self._plan, background_loads=())
         super().start_load_kv(full_graph)
 
     def wait_for_save(self) -> None:
@@ -153,10 +159,18 @@ class LateWorker(WorkerHalf):
     def _catch_up(self) -> None:
         if self._late:
             self._transfer.submit_save(self._late)
-        if self._late_loads:
-            self._loads |= {job.job_id: job for job in self._late_loads}
-            self._transfer.submit_background_load(self._late_loads, self._transfer.mark())
-        self._late, self._late_loads = [], []
+        self._late = []
+        self._catch_up_loads()
+
+    def _catch_up_loads(self) -> None:
+        """Whether a load fails was known when it was submitted, and it was not to."""
+        if not self._late_loads or self.path is None:
+            return
+        fault = self.path.fail_in.pop(Direction.LOAD, None)
+        self._transfer.submit_background_load(self._late_loads, self._transfer.mark())
+        self._late_loads = []
+        if fault is not None:
+            self.path.fail_in[Direction.LOAD] = fault
 
 
 def make_engine(

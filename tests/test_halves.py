@@ -38,8 +38,11 @@ class HalvesMachine(RuleBasedStateMachine):
         host_kib=st.sampled_from([60, 100, 160, 0]),
         threshold=st.sampled_from([1, 2]),
         choice=st.sampled_from([LoadChoice.SYNC, LoadChoice.ASYNC]),
+        stall=st.sampled_from([0, 10_000]),
     )
-    def start(self, policy: WritePolicy, num_ranks: int, host_kib: int, threshold: int, choice: LoadChoice) -> None:
+    def start(
+        self, policy: WritePolicy, num_ranks: int, host_kib: int, threshold: int, choice: LoadChoice, stall: int
+    ) -> None:
         self.model = PatternModel(num_layers=2, num_ranks=num_ranks)
         config = Config(
             host_memory=host_kib << 10,
@@ -48,6 +51,7 @@ class HalvesMachine(RuleBasedStateMachine):
             write_back_lookahead=6,
             layer_group_bytes=1,
             load_choice=choice,
+            max_load_stall_ms=stall,  # at 10 s every load is announced in the step that begins it
         )
         self.engine = make_engine(config, NUM_DEVICE_BLOCKS, BLOCK_SIZE, self.model)
         self.workers = [worker for worker in self.engine._runner.workers if isinstance(worker, LateWorker)]
@@ -139,6 +143,7 @@ class HalvesMachine(RuleBasedStateMachine):
             leased = [block_id for block_id in tier.pool.live_ids() if tier.pool.refs(block_id)]
             assert not leased, f"{tier.tier.name} blocks {leased} are leased for ever"
         SEEN.update({name: int(value) for name, value in self.engine.connector.get_kv_connector_stats().items()})
+        SEEN["late_loads_awaited"] += sum(worker.num_awaited for worker in self.workers)
         SEEN["preemptions"] += self.engine.scheduler.num_preemptions
         self.engine.shutdown()
 
@@ -163,6 +168,7 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "saved_blocks": 1000,
         "failed_load_jobs": 50,
         "async_loads": 200,
+        "late_loads_awaited": 50,
         "ridden_loads": 10,
         "aborts_while_loading": 5,
         "failed_save_jobs": 40,

@@ -49,6 +49,7 @@ class FakeDriver:
 def make_pinning(monkeypatch: pytest.MonkeyPatch):
     def make(driver: FakeDriver, num_blocks: int = 10, **settings: object) -> HostPool:
         monkeypatch.setattr(pinning, "_cudart", lambda: driver)
+        monkeypatch.setattr(pinning, "_allow_beside_captures", lambda: None)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         monkeypatch.setattr(numa, "gpu_node", lambda device: settings.get("node"))
         driver.pool = HostPool(num_blocks, BLOCK, device=CUDA, pin_piece_bytes=3 * BLOCK + 100)
@@ -192,3 +193,24 @@ def test_a_pool_that_is_dropped_does_not_haunt_its_addresses() -> None:
         del pool
         gc.collect()
     assert len(addresses) < 4, "no address came back: the test shows nothing"
+
+
+@pytest.mark.gpu
+def test_a_graph_can_be_captured_while_memory_is_being_locked() -> None:
+    """Engines start to serve, and capture their graphs, before the pool is ready."""
+    value = torch.zeros(8, device=CUDA)
+    pool = HostPool(4096, 1 << 20, device=CUDA, pin_piece_bytes=16 << 20)
+    for _ in range(3):
+        assert pool.num_ready_blocks < pool.num_blocks, "locking was over before the capture began"
+        graph = torch.cuda.CUDAGraph()
+        ready = pool.num_ready_blocks
+        with torch.cuda.graph(graph):
+            value += 1
+            while pool.num_ready_blocks == ready:  # at least one piece is locked during the capture
+                assert pool.is_pinned
+    graph.replay()
+    torch.cuda.synchronize()
+    assert value.tolist() == [1.0] * 8
+    pool.wait_ready()
+    assert pool.is_pinned
+    pool.close()

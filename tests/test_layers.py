@@ -32,7 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jobs": {*LAYER_0, "numpy"},
     "saves": {*LAYER_0, "base", "index"},
     "loads": {*LAYER_0},
-    "scheduler": {*LAYER_0, "base", "index", "jobs", "loads", "saves", "numpy"},
+    "steps": {*LAYER_0},
+    "scheduler": {*LAYER_0, "base", "index", "jobs", "loads", "saves", "steps", "numpy"},
     "worker": {*LAYER_0, "base", "transfer", "torch", "numpy"},
     "engines": {*LAYER_0, "base", "index", "build", "vllm", "torch", "prometheus_client"},
     "build": {*LAYER_0, "base", "index", "transfer", "scheduler", "worker", "torch", "numpy"},
@@ -53,6 +54,7 @@ MAY_NOT_IMPORT = {
     "jobs": THREADS | CLOCKS,
     "saves": THREADS | CLOCKS,
     "loads": THREADS | CLOCKS,
+    "steps": THREADS | CLOCKS,
     "scheduler": THREADS,
 }
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from kv_connector.loads import LoadEstimate, LoadMode
+import numpy as np
+
+from kv_connector.config import Config
+from kv_connector.loads import LoadEstimate, LoadMode, LoadPlanner
+from kv_connector.metrics import CacheMetrics
+from kv_connector.types import CopyJob, Direction
 
 
 def make_estimate(blocks_per_second: float = 1000, tokens_per_second: float = 1000) -> LoadEstimate:
@@ -72,3 +77,74 @@ def test_steps_overlap_and_small_ones_say_nothing() -> None:
     estimate.step_planned(4, 1000, 0, now=20.5)
     estimate.step_ended(4, now=61.0)
     assert choose(estimate, ride=1.5) is LoadMode.RIDE, "still 1,000 tokens a second: computing takes 1.6 s"
+
+
+class Background:
+    """A planner whose loads take a second for 100 blocks; steps are planned every 0.2 s, and none holds others up."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+        self.metrics = CacheMetrics()
+        self.planner = LoadPlanner(Config(load_choice="async", max_load_stall_ms=0), self.metrics, lambda: self.now)
+        self.planner.estimate.observe_load(100, 1.0)
+        self.step = 0
+        for _ in range(3):
+            self.plan()
+            self.planner.note_reported(self.step)
+
+    def load(self, job_id: int, first_host: int, count: int) -> CopyJob:
+        ids = np.arange(first_host, first_host + count)
+        self.planner.reserve(ids.tolist())
+        job = CopyJob(job_id, Direction.LOAD, ids, ids, f"r{job_id}")
+        self.planner.begin(job)
+        return job
+
+    def plan(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(announced, awaited) of the next step."""
+        self.now += 0.2
+        self.step += 1
+        self.planner.estimate.step_planned(self.step, 1, 0, self.now)
+        return self.planner.announce(self.step)
+
+
+def test_a_load_is_announced_a_step_before_it_ends_and_awaited_once_the_engine_knows() -> None:
+    loads = Background()
+    job = loads.load(1, 0, 50)  # ends at + 0.5
+    assert loads.plan() == ((), ()), "two more steps fit in"
+    loads.planner.note_reported(loads.step)
+    assert loads.plan() == ((1,), ()), "it will be there when the step behind this one begins"
+    assert loads.plan() == ((), ()), "planned before the engine took note"
+    loads.planner.note_reported(loads.step)
+    assert loads.plan() == ((), (1,)), "it is late, and requests may read its blocks"
+    assert loads.metrics.awaited_async_loads == 1
+    loads.planner.end(job)
+    assert loads.plan() == ((), ())
+
+
+def test_an_engine_that_plans_ahead_is_told_a_step_earlier() -> None:
+    loads = Background()
+    loads.plan()
+    loads.load(1, 0, 70)  # ends at + 0.7
+    assert loads.plan()[0] == (), "0.5 s are left"
+    loads.planner.note_reported(loads.step - 1)
+    assert loads.plan()[0] == (1,), "0.3 s are left, and the engine takes note while the next step runs"
+
+
+def test_loads_behind_one_that_took_longer_end_later() -> None:
+    loads = Background()
+    first, _ = loads.load(1, 0, 10), loads.load(2, 100, 20)  # end at + 0.1 and + 0.3
+    loads.planner.end(first)
+    loads.planner.observe(10, 1.1)  # a second late
+    for _ in range(4):
+        assert loads.plan() == ((), ())
+        loads.planner.note_reported(loads.step)
+    loads.plan()
+    loads.planner.note_reported(loads.step)
+    assert loads.plan()[0] == (2,)
+
+
+def test_with_an_unknown_rate_nothing_is_announced() -> None:
+    loads = Background()
+    loads.planner = LoadPlanner(Config(load_choice="async"), loads.metrics, lambda: loads.now)
+    loads.load(1, 0, 1)
+    assert [loads.plan() for _ in range(5)] == [((), ())] * 5

@@ -116,17 +116,20 @@ def test_merged_segments_hold_the_same_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("segment", "total", "pinned", "name"),
+    ("segment", "row", "rows", "pinned", "name"),
     [
-        (16 << 10, 64 << 20, True, PathName.STAGED),
-        (16 << 10, 256 << 10, True, PathName.DIRECT),
-        (2 << 20, 64 << 20, True, PathName.RUNS),
-        (16 << 10, 64 << 20, False, PathName.RUNS),
-        (16 << 10, 16 << 10, False, PathName.RUNS),
+        (16 << 10, 1 << 20, 64, True, PathName.STAGED),
+        (16 << 10, 16 << 10, 4096, True, PathName.STAGED),  # a row already, but too short for DMA
+        (16 << 10, 128 << 10, 2, True, PathName.DIRECT),
+        (2 << 20, 2 << 20, 32, True, PathName.RUNS),
+        (64 << 10, 64 << 10, 4096, True, PathName.RUNS),  # packing would not make it longer
+        (64 << 10, 2 << 20, 128, True, PathName.STAGED),
+        (16 << 10, 1 << 20, 64, False, PathName.RUNS),
+        (16 << 10, 16 << 10, 1, False, PathName.RUNS),
     ],
 )
-def test_choice_of_a_path(segment: int, total: int, pinned: bool, name: PathName) -> None:
-    assert choose(segment, total, pinned) is name
+def test_choice_of_a_path(segment: int, row: int, rows: int, pinned: bool, name: PathName) -> None:
+    assert choose(segment, row, rows, pinned) is name
 
 
 def test_paths_that_cannot_serve_say_what_to_change() -> None:

@@ -14,7 +14,7 @@ from kv_connector.errors import KVConnectorError
 from kv_connector.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kv_connector.index import BlockHasher, BlockPool, BlockState, CacheIdentity, SavePolicy, root_hash
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.types import BlockHash, StepPlan, StepReport, Tier
+from kv_connector.types import BlockHash, CopyJob, StepPlan, StepReport, Tier
 
 ROOT = root_hash(CacheIdentity("m", "bf16", "NHD", 4))
 
@@ -332,3 +332,45 @@ def test_a_request_preempted_between_steps_and_admitted_again_keeps_its_new_load
     plan = half.build_connector_meta(SchedulerOutput((), {"b"}))
     assert plan.is_empty
     half.check()
+
+
+def admit_to_load(half: SchedulerHalf, request: Asked, block_ids: list[int]) -> CopyJob:
+    """Admission with a load in the background; returns its job."""
+    matched, is_async = half.get_num_new_matched_tokens(request, 0)
+    assert is_async and matched
+    half.update_state_after_alloc(request, [block_ids], 0, matched)
+    (job,) = run(half).background_loads
+    return job
+
+
+def test_blocks_that_a_step_under_way_writes_are_filled_last() -> None:
+    """An engine that plans ahead frees a block while the device still writes the token that nobody wants any more."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("x", list(range(9))), first_block=50)
+    ended = Asked("ended", list(range(100, 107)))
+    admit(half, ended, first_block=10)
+    first = run(half, ended)
+    run(half, ended, computed=6)  # planned ahead: it writes to block 11
+    report(half, first)
+    half.request_finished(ended)
+    job = admit_to_load(half, Asked("b", list(range(9))), [11, 20, 21])
+    assert (job.device_ids.tolist(), job.num_guarded) == ([20, 11], 1)
+    (other,) = [host for host in job.host_ids.tolist() if host != job.host_ids[0]]
+    assert half.host.hashes_of([other]) == [Asked("", list(range(9))).block_hashes[0]], "pairs stay pairs"
+
+
+def test_blocks_of_a_preempted_request_are_guarded_and_those_of_reported_steps_are_not() -> None:
+    """What the device computes for it in a step that was planned before counts, so its blocks are still read."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("x", list(range(9))), first_block=50)
+    victim = Asked("victim", list(range(100, 109)))
+    admit(half, victim, first_block=10)
+    first = run(half, victim)
+    ahead = run(half, victim, computed=8)
+    report(half, first)
+    half.build_connector_meta(SchedulerOutput([], ["victim"]))
+    job = admit_to_load(half, Asked("b", list(range(9))), [20, 10, 21])
+    assert (job.device_ids.tolist(), job.num_guarded) == ([20, 10], 1)
+    half.request_finished(Asked("b", list(range(9))))
+    half.update_connector_output([StepReport(5, 0, (job.job_id, *(j.job_id for j in ahead.saves)), num_host_blocks=10)])
+    assert admit_to_load(half, Asked("c", list(range(9))), [10, 11, 12]).num_guarded == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -60,6 +62,68 @@ def test_a_block_is_saved_and_loaded_elsewhere(device: torch.device, full_graph:
     assert finish(worker) == ((2,), (), set())
     assert [int(block.min()) for block in read] == [int(block.max()) for block in read] == [1, 2, 3]
     worker.shutdown()
+    worker.shutdown()
+
+
+def busy(stream: Any = None) -> None:
+    """Some 100 ms of work on a stream, the current one by default."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(150_000_000)
+
+
+def background(job_id: int, device_ids: list[int], host_ids: list[int], num_guarded: int = 0) -> CopyJob:
+    return CopyJob(job_id, Direction.LOAD, np.array(device_ids), np.array(host_ids), f"r{job_id}", num_guarded)
+
+
+@pytest.mark.parametrize("full_graph", [False, True])
+def test_an_announced_load_is_received_at_once_and_there_for_the_step_that_awaits_it(
+    device: torch.device, full_graph: bool
+) -> None:
+    worker, caches = make_worker(device)
+    step(worker, StepPlan(1, saves=(job(1, Direction.SAVE, 0, 5),)))
+    finish(worker)
+    for tensor in caches.values():
+        tensor[3] = 0
+    if device.type == "cuda":
+        busy(worker._transfer._lanes[Direction.LOAD].stream)
+    loads = (background(2, [3], [5]), background(3, [2], [10**6]))
+    step(worker, StepPlan(2, background_loads=loads, announced_loads=(2, 3)))
+    assert worker.get_finished() == ({"r2", "r3"}, {"r3"}), "one failed on submission: there is nothing to announce"
+    assert worker.get_finished() == (set(), set())
+    report = worker.build_connector_worker_meta()
+    assert report.failed == (3,)
+    assert device.type == "cpu" or not report.done, "it is under way"
+    worker.clear_connector_metadata()
+    step(worker, StepPlan(3, awaited_loads=(2,)), full_graph)
+    read = [tensor[3].clone() for tensor in caches.values()]  # on the stream that waited
+    assert finish(worker)[0] == (() if report.done else (2,))
+    assert worker.get_finished() == (set(), set()), "it was received before"
+    assert [int(block.min()) for block in read] == [int(block.max()) for block in read] == [1, 2, 3]
+    worker.shutdown()
+
+
+def test_guarded_blocks_are_filled_behind_what_the_stream_holds_and_others_at_once(device: torch.device) -> None:
+    worker, caches = make_worker(device)
+    step(worker, StepPlan(1, saves=(job(1, Direction.SAVE, 0, 5), job(2, Direction.SAVE, 1, 6))))
+    finish(worker)
+    for tensor in caches.values():
+        tensor[2:4] = 0
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        busy()
+    for tensor in caches.values():
+        tensor[3] = 99  # a step under way writes to a block that the load is given
+    step(worker, StepPlan(2, background_loads=(background(3, [2, 3], [5, 6], num_guarded=1),)))
+    if device.type == "cuda":
+        load_stream = worker._transfer._lanes[Direction.LOAD].stream
+        assert not load_stream.query(), "it waits for the step"
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while [int(tensor[2].max()) for tensor in caches.values()] != [1, 2, 3]:
+                assert not torch.cuda.default_stream().query(), "the free block waited for the step too"
+    assert finish(worker)[0] == (3,)
+    expected = [int(tensor[1].max()) for tensor in caches.values()]
+    assert [int(tensor[3].max()) for tensor in caches.values()] == expected
+    assert [int(tensor[3].min()) for tensor in caches.values()] == [int(tensor[1].min()) for tensor in caches.values()]
     worker.shutdown()
 
 

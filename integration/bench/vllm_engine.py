@@ -14,6 +14,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -35,7 +36,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CONNECTORS = {"offloading": "OffloadingConnector", "simple": "SimpleCPUOffloadConnector"}
-"""vLLM's own. `none` is no connector; `ours` is ours with `write_through`, `ours:POLICY` with that policy."""
+"""vLLM's own. `none` is no connector; `ours` is ours with `write_through`, `ours:POLICY` with that policy, and
+`ours:KEY=VALUE` with that setting; more of them follow after further colons."""
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -82,16 +84,19 @@ class EngineOptions:
 
     def transfer_config(self) -> dict[str, Any] | None:
         """Arguments of vLLM's KVTransferConfig; None for no connector."""
-        name, _, policy = self.connector.partition(":")
+        name, *settings = self.connector.split(":")
         if name == "none":
             return None
         if name == "ours":
-            settings = {"host_memory": self.host_bytes, "write_policy": policy or "write_through"} | self.ours
+            given = {"host_memory": self.host_bytes, "write_policy": "write_through"} | self.ours
+            for setting in settings:
+                key, _, value = setting.rpartition("=")
+                given |= {key: json.loads(value)} if key else {"write_policy": value}
             return {
                 "kv_connector": "TieredKVConnector",
                 "kv_connector_module_path": "kv_connector.engines.vllm",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": settings,
+                "kv_connector_extra_config": given,
             }
         return {
             "kv_connector": CONNECTORS[name],
@@ -103,7 +108,9 @@ class EngineOptions:
 def add_arguments(parser: argparse.ArgumentParser, host_memory: str, device_tokens: int) -> None:
     """What all benchmarks of vLLM engines take."""
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--connectors", default="none,offloading,simple,ours", help="of these, and ours:POLICY")
+    parser.add_argument(
+        "--connectors", default="none,offloading,simple,ours", help="of these, and ours:POLICY, ours:KEY=VALUE"
+    )
     parser.add_argument("--host-memory", default=host_memory, help="of each engine with a connector")
     parser.add_argument("--device-tokens", type=int, default=device_tokens, help="KV cache of each engine")
     parser.add_argument("--ours-config", type=json.loads, default={}, help="more settings of ours, a JSON object")
@@ -189,6 +196,11 @@ class EngineServer:
         self._core = self.llm.llm_engine.engine_core.engine_core
         self._random = np.random.default_rng(3 * 10**6)
 
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's."""
+        return self._core.scheduler
+
     def params(self, max_tokens: int) -> Any:
         """Greedy, of exactly so many tokens."""
         return self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
@@ -211,7 +223,7 @@ class EngineServer:
     @property
     def busy(self) -> bool:
         """Whether there is a reason to step: requests, a batch in flight, or a connector with work under way."""
-        return bool(self._core.scheduler.has_requests() or self._core.batch_queue)
+        return bool(self.scheduler.has_requests() or self._core.batch_queue)
 
     def settle(self, seconds: float = 20.0) -> bool:
         """Step until all saves have arrived; False where that did not happen in time."""
@@ -237,7 +249,7 @@ class EngineServer:
         """Sums of our connector since start-up; nothing for others."""
         if not self.options.connector.startswith("ours"):
             return {}
-        return dict(self._core.scheduler.connector._scheduler.half.get_kv_connector_stats())
+        return dict(self.scheduler.connector._scheduler.half.get_kv_connector_stats())
 
     def wait_for_host(self, seconds: float = 120.0) -> dict[str, float]:
         """Wait until all host memory of ours is ready; returns the statistics."""
@@ -257,7 +269,7 @@ class Engine:
         """Start the child; `wait_ready` must follow."""
         context = multiprocessing.get_context("spawn")
         self.name = options.connector
-        self.log = options.logs / f"{options.connector.replace(':', '_')}_{time.strftime('%H%M%S')}.log"
+        self.log = options.logs / f"{re.sub('[^a-z0-9]', '_', options.connector)}_{time.strftime('%H%M%S')}.log"
         self._connection, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, options, self.log, time.time()))
         self._process.start()

@@ -29,6 +29,7 @@ from integration.bench.vllm_engine import (
     start_engines,
     unavailable,
 )
+from integration.bench.vllm_phases import Phases
 from integration.report import Report, hardware
 
 
@@ -58,6 +59,8 @@ class ChatResult:
     cached_tokens: int = 0
     waiting: int = 0
     ttft_ms: list[float] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)  # see `Phases.stop`
+    counted: dict[str, float] = field(default_factory=dict)  # by our connector
 
 
 class ChatRun:
@@ -71,12 +74,14 @@ class ChatRun:
         self._histories = [document(user, load.document) for user in range(load.users)]
         self._idle = list(range(load.users))
         self._running: dict[str, tuple[int, float]] = {}  # user, arrival
+        self._phases: Phases
         self._started: set[str] = set()  # have their first token
         self._num_submitted = 0
         self.result = ChatResult()
 
     def run(self) -> ChatResult:
         """Serve until the time is over; what is unfinished then is aborted."""
+        before, self._phases = self._server.stats(), Phases(self._server.scheduler)
         begin = time.perf_counter()
         while (now := time.perf_counter() - begin) < self._load.seconds:
             while self._idle and self._arrivals[self._num_submitted] <= now:
@@ -86,6 +91,8 @@ class ChatRun:
                 continue
             for output in self._server.step():
                 self._take(output, time.perf_counter() - begin)
+        self.result.phases = self._phases.stop()
+        self.result.counted = {name: value - before[name] for name, value in self._server.stats().items()}
         late = [arrival for name, (_, arrival) in self._running.items() if name not in self._started]
         late += [t for t in self._arrivals[self._num_submitted :] if t < self._load.seconds]
         self.result.waiting = len(late)
@@ -103,6 +110,7 @@ class ChatRun:
         name = f"{load.seed}-{self._num_submitted}"
         self._num_submitted += 1
         self._running[name] = (user, arrival)
+        self._phases.arrived(name)
         self._server.submit(name, history, load.answer)
 
     def _take(self, output: Any, now: float) -> None:
@@ -110,6 +118,7 @@ class ChatRun:
         if name not in self._running:
             return  # it was aborted
         user, arrival = self._running[name]
+        self._phases.answered(name, output.finished)
         if name not in self._started:
             self._started.add(name)
             self.result.ttft_ms.append(1e3 * (now - arrival))
@@ -240,9 +249,10 @@ def measure_chats(options: argparse.Namespace, report: Report, engines: dict[str
             report.rows.append(row)
             print(
                 f"{load.rate:6g}  {name:14} {row['turns_per_second']:8.2f} {row['ttft_p50_ms']:9.1f} "
-                f"{row['ttft_p99_ms']:9.1f}     {row['cached_share']:7.1%}  {result.waiting}",
-                flush=True,
+                f"{row['ttft_p99_ms']:9.1f}     {row['cached_share']:7.1%}  {result.waiting}"
             )
+            shown = {key.removesuffix("_ms"): value for key, value in result.phases.items() if key[:5] != "call_"}
+            print("".join(f"  {key} {value:.1f}" for key, value in shown.items()), flush=True)
         report.write(options.json)
     claim_chats(report)
 
@@ -261,6 +271,8 @@ def chat_row(name: str, load: ChatLoad, result: ChatResult) -> dict[str, Any]:
         "cached_share": result.cached_tokens / max(1, result.prompt_tokens),
         "waiting": result.waiting,
         "arrived": len(result.ttft_ms),
+        "phases": result.phases,
+        "counted": result.counted,
     }
 
 

@@ -5,7 +5,8 @@
     load stream             +-> group 0 -> event, group 1 -> event              |
     save stream                                                                 +-> copy -> event
 
-Loads run in groups of layers, one event each: the compute stream waits for a layer's group, the host for nothing.
+Loads run in groups of layers, one event each: the compute stream waits for a layer's group, the host for nothing. A
+load in the background moves whole blocks, the longest pieces there are.
 Threading model: no thread of its own. One thread, the one that launches the model, makes every call; progress is
 `poll`. On the CPU everything is copied on submission.
 """
@@ -13,7 +14,7 @@ Threading model: no thread of its own. One thread, the one that launches the mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +58,26 @@ class _Submission:
     events: list[Event] = field(default_factory=list)
     end: Event | None = None
     ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Pairs of block ids; the last `num_guarded` are copied behind `after`."""
+
+    device_ids: NDArray[np.int64]
+    host_ids: NDArray[np.int64]
+    num_guarded: int
+    after: Event | None
+
+    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], Event | None]]:
+        """What is not empty of the two parts."""
+        free = len(self.device_ids) - self.num_guarded
+        if not self.num_guarded:
+            yield self.device_ids, self.host_ids, None  # the very arrays: paths know them again from group to group
+            return
+        if free:
+            yield self.device_ids[:free], self.host_ids[:free], None
+        yield self.device_ids[free:], self.host_ids[free:], self.after
 
 
 class TransferEngine:
@@ -109,24 +130,33 @@ class TransferEngine:
         return self._submit(Direction.LOAD, jobs)
 
     def mark(self) -> Event:
-        """The current stream's position, for a background load that need not wait for what is enqueued behind it."""
+        """The current stream's position, for background loads that need not wait for what is enqueued behind it."""
         return self._lanes[Direction.LOAD].mark()
 
     def submit_background_load(self, jobs: Sequence[CopyJob], after: Event) -> frozenset[int]:
-        """Enqueue loads that no forward pass waits for: whoever needs the blocks waits for `poll` to return the jobs.
+        """Enqueue loads one behind the other; whoever needs the blocks waits for `poll` to return the job, or calls
+        `wait_jobs`.
 
-        Errors and result are those of `submit_load`. `after` comes from `mark` and is taken back.
+        They run at once, but for each job's guarded blocks, which come behind `after`, a result of `mark` that is taken
+        back. Errors and result are those of `submit_load`.
         """
-        lane = self._lanes[Direction.LOAD]
-        after.wait(lane.stream)
-        lane.recycle([after])
-        return self._submit(Direction.LOAD, jobs, background=True)
+        failed = frozenset().union(*(self._submit(Direction.LOAD, [job], after) for job in jobs))
+        self._lanes[Direction.LOAD].recycle([after])
+        return failed
+
+    def wait_jobs(self, job_ids: Collection[int]) -> None:
+        """Make the current stream wait for those of these jobs that are under way; the host goes on."""
+        for submission in self._in_flight:
+            if any(job.job_id in job_ids for job in submission.jobs):
+                assert submission.end is not None
+                submission.end.wait()
 
     def fence(self) -> None:
-        """Make the current stream wait for every copy under way; the host goes on."""
+        """Make the current stream and later loads wait for every copy under way; the host goes on."""
         for submission in self._in_flight:
             assert submission.end is not None
             submission.end.wait()
+            submission.end.wait(self._lanes[Direction.LOAD].stream)
 
     def submit_save(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
         """Enqueue a step's saves, merged, after the current stream's position; call it after the forward pass.
@@ -178,7 +208,8 @@ class TransferEngine:
             if self._fallback is not None:
                 self._fallback.close()
 
-    def _submit(self, direction: Direction, jobs: Sequence[CopyJob], background: bool = False) -> frozenset[int]:
+    def _submit(self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None = None) -> frozenset[int]:
+        """`after` makes it a load in the background."""
         self._check_new(jobs)
         self._unreported.update(job.job_id for job in jobs)
         valid = self._valid_jobs(direction, jobs)
@@ -187,7 +218,7 @@ class TransferEngine:
             if job.job_id in failed or job.num_blocks == 0:
                 self._finish(job, ok=job.job_id not in failed)
         moving = [job for job in valid if job.num_blocks > 0]
-        if moving and not self._enqueue(direction, moving, background):
+        if moving and not self._enqueue(direction, moving, after):
             failed.update(job.job_id for job in moving)
         return frozenset(failed)
 
@@ -214,36 +245,33 @@ class TransferEngine:
                 valid.append(job)
         return valid
 
-    def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob], background: bool) -> bool:
+    def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None) -> bool:
         device_ids = _merged([job.device_ids for job in jobs])
         host_ids = _merged([job.host_ids for job in jobs])
         groups: tuple[range, ...] = (range(len(self._layout.regions)),)
-        if direction is Direction.LOAD:
+        if direction is Direction.LOAD and after is None:
             groups = self._layout.layer_groups(len(device_ids), self._config.layer_group_bytes)
         lane = self._lanes[direction]
-        with lane.running(after_current=not background):
+        with lane.running(after_current=after is None):
             submission = _Submission(direction, jobs, groups, lane.mark(lane.stream))
-            submission.ok = self._copy(submission, self._path, device_ids, host_ids, lane)
+            parts = _Parts(device_ids, host_ids, jobs[0].num_guarded if after is not None else 0, after)
+            submission.ok = self._copy(submission, self._path, parts, lane)
             if not submission.ok and direction is Direction.LOAD and self._fallback is not None:
-                submission.ok = self._copy(submission, self._fallback, device_ids, host_ids, lane)
+                submission.ok = self._copy(submission, self._fallback, parts, lane)
             submission.end = submission.events[-1] if submission.ok else lane.mark(lane.stream)
         self._in_flight.append(submission)
-        if direction is Direction.LOAD and not background:
+        if direction is Direction.LOAD and after is None:
             self._take_load(submission)
         return submission.ok
 
-    def _copy(
-        self,
-        submission: _Submission,
-        path: CopyPath,
-        device_ids: NDArray[np.int64],
-        host_ids: NDArray[np.int64],
-        lane: Lane,
-    ) -> bool:
+    def _copy(self, submission: _Submission, path: CopyPath, parts: _Parts, lane: Lane) -> bool:
         submission.events.clear()
         try:
             for group in submission.groups:
-                path.copy(submission.direction, group, device_ids, host_ids)
+                for device_ids, host_ids, after in parts.in_order():
+                    if after is not None:
+                        after.wait(lane.stream)
+                    path.copy(submission.direction, group, device_ids, host_ids)
                 submission.events.append(lane.mark(lane.stream))
         except Exception as error:  # noqa: BLE001 - the seam to paths and driver: whatever they raise is a miss, not a crash.
             ids = [job.job_id for job in submission.jobs]

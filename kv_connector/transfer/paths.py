@@ -18,6 +18,9 @@ from .layout import CacheLayout, Region
 # One H200 on PCIe 5, random block ids (2026-11-21). DMA alone moves segments of 256 KiB at 50 and of 2 MiB at 54.6 of
 # 55.4 GB/s, packed rows go at 53 to 54 whatever their pieces.
 RUNS_SEGMENT_BYTES = 1 << 20
+# Where packing makes nothing longer, DMA alone is better from here on: 40 GB/s, as packed rows of that length, and no
+# kernel that waits behind the model's.
+UNPACKED_SEGMENT_BYTES = 64 << 10
 # A direct kernel moves this in 20 us, about what the staged chain takes to start.
 DIRECT_TOTAL_BYTES = 1 << 20
 
@@ -100,7 +103,8 @@ class AutoPath:
         pieces = self._layout.regions[regions.start : regions.stop]
         name = choose(
             segment_bytes=self._runs.mean_segment_bytes(regions, device_ids, host_ids),
-            total_bytes=len(device_ids) * sum(region.piece_bytes for region in pieces),
+            row_bytes=sum(region.piece_bytes for region in pieces),
+            num_rows=len(device_ids),
             is_pinned=self._host.is_pinned,
         )
         self._paths.get(name, self._runs).copy(direction, regions, device_ids, host_ids)
@@ -111,15 +115,17 @@ class AutoPath:
             path.close()
 
 
-def choose(segment_bytes: int, total_bytes: int, is_pinned: bool) -> PathName:
-    """The path for a copy of `total_bytes` in segments of `segment_bytes` on average.
+def choose(segment_bytes: int, row_bytes: int, num_rows: int, is_pinned: bool) -> PathName:
+    """The path for a copy of `num_rows` rows of host memory, in segments of `segment_bytes` on average.
 
-    Only DMA reaches memory that is not page-locked. Long segments need no packing. What is over in microseconds is not
-    worth a chain of two launches and a copy, and the model does not feel it. All else is packed.
+    Only DMA reaches memory that is not page-locked. Long segments need no packing, nor do those that are rows already.
+    What is over in microseconds is not worth a chain of two launches and a copy, and the model does not feel it. All
+    else is packed.
     """
-    if not is_pinned or segment_bytes >= RUNS_SEGMENT_BYTES:
+    is_row = segment_bytes >= row_bytes and segment_bytes >= UNPACKED_SEGMENT_BYTES
+    if not is_pinned or segment_bytes >= RUNS_SEGMENT_BYTES or is_row:
         return PathName.RUNS
-    return PathName.DIRECT if total_bytes <= DIRECT_TOTAL_BYTES else PathName.STAGED
+    return PathName.DIRECT if num_rows * row_bytes <= DIRECT_TOTAL_BYTES else PathName.STAGED
 
 
 def make_fallback(layout: CacheLayout, host: HostPool) -> CopyPath:

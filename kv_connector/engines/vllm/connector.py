@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.platforms import current_platform
 
 from ...errors import KVConnectorError
 from .specs import read_config, read_shape
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -36,6 +39,9 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # older versions have one source only
     CacheHitSource = None
+
+KNOWS_BLOCK_MAJOR = find_spec("vllm.v1.kv_cache_layout") is not None
+"""Whether this vLLM names layouts by the order of their dimensions."""
 
 # vLLM sets up only its own logger: ours speaks through it, in its format and at its level.
 logging.getLogger("kv_connector").parent = logging.getLogger("vllm")
@@ -61,6 +67,17 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             from .worker import WorkerRole
 
             self._worker_role = WorkerRole(config, shape)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """A preference: vLLM drops it, with a warning, where an attention backend does not offer it."""
+        is_wanted = KNOWS_BLOCK_MAJOR and not current_platform.is_cpu() and read_config(vllm_config).block_major
+        return "BLNHC" if is_wanted else None
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """What older versions ask for the same."""
+        return read_config(self._vllm_config).block_major
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -127,6 +144,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
+        """Older versions, where the layers of a block are neighbours: one tensor for all of them."""
+        self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
 
     def handle_preemptions(self, kv_connector_metadata: PlanMetadata) -> None:
         self._worker.half.handle_preemptions(kv_connector_metadata.plan)

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 class EngineShape:
     """What the halves need to know of the engine.
 
+    `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
     """
 
     block_size: int
     num_blocks: int
+    layer_names: tuple[str, ...]
     world_size: int
     rank: int
     groups: tuple[BlockGroup, ...]
@@ -59,6 +61,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
     return EngineShape(
         block_size=block_size,
         num_blocks=kv_cache_config.num_blocks,
+        layer_names=tuple(t.shared_by[0] for t in kv_cache_config.kv_cache_tensors if getattr(t, "shared_by", ())),
         world_size=parallel.world_size,
         rank=parallel.rank,
         groups=tuple(group for _, group in groups),

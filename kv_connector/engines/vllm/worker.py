@@ -19,6 +19,7 @@ from .steps import ReportMetadata
 if TYPE_CHECKING:
     import torch
     from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionBackend
 
 logger = logging.getLogger("kv_connector.vllm")
 
@@ -44,6 +45,15 @@ class WorkerRole:
         dims = {name: _block_dim(entry, self._shape.num_blocks) for name, entry in ordered.items()}
         self.half.register_kv_caches(ordered, self._shape.num_blocks, dims)
         logger.info("kv_connector: rank %d: %s", self._shape.rank, self.half.describe())
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
+        """`kv_cache` has the dimensions of one layer's cache and one for layers, in the order they lie in memory."""
+        try:
+            order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+        except (AttributeError, NotImplementedError):
+            order = tuple(range(kv_cache.ndim))
+        logical = kv_cache.permute(*(order.index(dim) for dim in range(kv_cache.ndim)))
+        self.register_kv_caches(dict(zip(self._shape.layer_names, logical, strict=True)))
 
     def start_load_kv(self, forward_context: ForwardContext, kwargs: Mapping[str, Any]) -> None:
         """Hooks do not run where a full CUDA graph is replayed, nor where there is no forward pass."""

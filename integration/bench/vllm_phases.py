@@ -1,0 +1,131 @@
+"""Where the time of a request goes in a vLLM engine of this process, and what its connector's calls cost.
+
+Works on any connector through the calls that vLLM makes of it: a request is queued until its blocks are allocated, it
+loads until the worker side calls it received, it is idle until the scheduler schedules it, and so on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+_TIMED = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_finished",
+    "get_transfer_results",
+    "build_connector_worker_meta",
+)
+
+
+@dataclass(slots=True)
+class _Times:
+    """Of one request, in seconds; 0 for what has not happened."""
+
+    arrived: float = 0.0
+    admitted: float = 0.0
+    received: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
+
+
+class Phases:
+    """Follows the requests of one run. `scheduler` is vLLM's; call `stop` once."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._requests: dict[str, _Times] = defaultdict(_Times)
+        self._spent: dict[str, float] = defaultdict(float)
+        self._plans: list[tuple[float, int]] = []  # when a step was planned, and how many requests it runs
+        self._undo: list[Callable[[], None]] = []
+        self._wrap(scheduler, "schedule", self._on_schedule)
+        if scheduler.connector is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            sides = {id(side): side for side in (scheduler.connector, get_kv_transfer_group())}.values()
+            for side in sides:
+                for name in _TIMED:
+                    if hasattr(side, name):
+                        self._wrap(side, name, self._on_call)
+
+    def arrived(self, name: str) -> None:
+        """A request was submitted."""
+        self._requests[name].arrived = time.perf_counter()
+
+    def answered(self, name: str, is_finished: bool) -> None:
+        """Output of a request."""
+        now, times = time.perf_counter(), self._requests[name]
+        times.first_token = times.first_token or now
+        if is_finished:
+            times.ended = now
+
+    def stop(self) -> dict[str, float]:
+        """Undo all wrapping. Mean ms of each phase over requests that finished, and of what the connector's calls took
+        for each step that computes, under `call_...`."""
+        for undo in self._undo:
+            undo()
+        ended = [times for times in self._requests.values() if times.ended]
+        if not ended:
+            return {}
+        phases = {
+            "queued_ms": [t.admitted - t.arrived for t in ended if t.admitted],
+            "loading_ms": [t.received - t.admitted for t in ended if t.received],
+            "idle_ms": [t.scheduled - max(t.received, t.admitted) for t in ended if t.admitted],
+            "prefill_ms": [t.first_token - t.scheduled for t in ended],
+            "decoding_ms": [t.ended - t.first_token for t in ended],
+        }
+        result = {name: 1e3 * mean(values) for name, values in phases.items() if values}
+        result["loading_share"] = sum(t.received > 0 for t in ended) / len(ended)
+        busy = [(when, count) for when, count in self._plans if count]
+        result["requests_per_step"] = mean(count for _, count in busy)
+        result["steps"] = len(busy)
+        gaps = [b[0] - a[0] for a, b in zip(self._plans, self._plans[1:], strict=False) if a[1] and b[1]]
+        result["step_ms"] = 1e3 * mean(gaps) if gaps else 0.0
+        return result | {f"call_{name}_ms": 1e3 * spent / len(busy) for name, spent in self._spent.items()}
+
+    def _wrap(self, owner: Any, name: str, after: Callable[[str, tuple[Any, ...], Any, float], None]) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = inner(*args, **kwargs)
+            after(name, args, result, begin)
+            return result
+
+        setattr(owner, name, timed)
+        self._undo.append(lambda: delattr(owner, name))
+
+    def _on_schedule(self, name: str, args: tuple[Any, ...], output: Any, begin: float) -> None:
+        now = time.perf_counter()
+        self._plans.append((now, len(output.num_scheduled_tokens)))
+        for request_id in output.num_scheduled_tokens:
+            times = self._requests[_name(request_id)]
+            times.scheduled = times.scheduled or now
+
+    def _on_call(self, name: str, args: tuple[Any, ...], result: Any, begin: float) -> None:
+        now = time.perf_counter()
+        self._spent[name] += now - begin
+        if name == "update_state_after_alloc":
+            times = self._requests[_name(args[0].request_id)]
+            times.admitted = times.admitted or now
+        elif name in ("get_finished", "get_transfer_results") and result is not None:
+            received = getattr(result, "finished_recving", None) if name != "get_finished" else result[1]
+            for request_id in received or ():
+                self._requests[_name(request_id)].received = now
+
+
+def _name(request_id: str) -> str:
+    """The name that a request was submitted under: vLLM appends a random part of 8 digits."""
+    head, _, tail = request_id.rpartition("-")
+    return head if head and len(tail) == 8 else request_id
