@@ -14,9 +14,11 @@ when the bytes are expected to be there. Should they be late, the step that read
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import median
 
 from .config import Config, LoadChoice
 from .metrics import CacheMetrics
@@ -26,6 +28,7 @@ _SMOOTHING = 0.25  # share of a slower observation in a rate
 _MOST_SKIPPED = (
     8  # hits computed in a row, after which one is loaded all the same: else a rate would never change again
 )
+_STEPS = 5  # whose durations are remembered
 _PREFILL_TOKENS = 64  # a step of fewer tokens says nothing about the speed of prefill
 
 
@@ -69,13 +72,13 @@ class LoadEstimate:
         self._steps: dict[int, tuple[float, int]] = {}  # step: (when it was planned, tokens that it computes)
         self._last_end = 0.0
         self._last_plan = 0.0
-        self._intervals = (0.0, 0.0)  # between the last three plans
+        self._intervals: deque[float] = deque([0.0] * _STEPS, maxlen=_STEPS)  # between the last plans
         self._num_skipped = 0
 
     def lead_seconds(self, num_steps: int) -> float:
         """A load that ends within this time will be there `num_steps` steps from now, or holds a step up no longer than
-        it may. Of the last two steps the shorter counts: one may have been unusual."""
-        return max(num_steps * min(self._intervals), self._max_stall)
+        it may. Of the last steps the median counts: one may have been unusual."""
+        return max(num_steps * median(self._intervals), self._max_stall)
 
     def observe_load(self, num_blocks: int, seconds: float) -> None:
         """A load of so many blocks took so long on the slowest rank."""
@@ -83,7 +86,7 @@ class LoadEstimate:
 
     def step_planned(self, step: int, num_tokens: int, num_loads: int, now: float) -> None:
         """A step was planned. One that loads says nothing about the speed of computing."""
-        self._intervals = self._intervals[1], now - self._last_plan
+        self._intervals.append(now - self._last_plan)
         self._last_plan = now
         if num_tokens >= _PREFILL_TOKENS and not num_loads:
             self._steps[step] = (now, num_tokens)

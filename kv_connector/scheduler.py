@@ -21,22 +21,14 @@ from .errors import KVConnectorError
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EventLog
 from .index import BlockGroup, BlockState, CacheTier, GroupedTree, Lookup, PrefixTree, SavePolicy
 from .jobs import EndedJob, JobLedger
+from .leases import LoadLease, LoadLeases
 from .loads import LoadMode, LoadPlanner
 from .metrics import CacheMetrics
 from .saves import BlockTable, SavePlanner
 from .steps import StepsUnderWay
-from .types import NO_BLOCK, BlockHash, CopyJob, Direction, StepPlan, StepReport, Tier
+from .types import BlockHash, CopyJob, Direction, StepPlan, StepReport, Tier
 
 logger = logging.getLogger("kv_connector.scheduler")
-
-
-@dataclass(slots=True)
-class _Load:
-    """Blocks of an admitted request that are leased and not yet planned."""
-
-    mode: LoadMode
-    device_ids: list[int]
-    host_ids: list[int]
 
 
 @dataclass(slots=True)
@@ -47,7 +39,7 @@ class _RequestState:
     counted: bool = False  # its hits and tokens are in the statistics
     tables: list[BlockTable] = field(default_factory=list)  # by block group
     num_hit_blocks: int = 0  # leading blocks that were valid, or are loaded, when it was admitted
-    load: _Load | None = None
+    load: LoadLease | None = None
     is_newly_admitted: bool = False  # since the last step was planned
 
 
@@ -83,6 +75,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._lookup = Lookup(self._grouped, self.host, drop_last_block)
         self._saves = SavePlanner(self._grouped, self.host, SavePolicy.from_config(config), self.metrics)
         self._loads = LoadPlanner(config, self.metrics, clock)
+        self._leases = LoadLeases(self._lookup, self.host, self._jobs, self._loads)
         self._under_way = StepsUnderWay()
         self._ready_host_blocks = [0] * world_size
         self._host_limit: int | None = None
@@ -128,7 +121,7 @@ class SchedulerHalf(KVConnectorScheduler):
             state.counted = True
             self._count_hits(request, known, num_local_tokens, num_external_tokens, mode)
         if count:
-            state.load = self._lease_load(request, state, first, count, mode or LoadMode.SYNC)
+            state.load = self._leases.take(self._pool, request, state.tables, first, count, mode or LoadMode.SYNC)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
         for request_id in output.preempted_req_ids:
@@ -278,28 +271,17 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def _plan_loads(self) -> tuple[list[CopyJob], list[CopyJob]]:
         """Jobs of the requests admitted in this step: those it waits for, and those that run behind it."""
-        loads, background = [], []
+        loads: list[CopyJob] = []
+        background: list[CopyJob] = []
         used = self._under_way.used()
         for request_id, state in self._requests.items():
             load, state.load = state.load, None
             if load is None:
                 continue
-            if load.mode is LoadMode.ASYNC:
-                background.append(self._open_background(load, request_id, used))
-            else:
-                loads.append(self._jobs.open(Direction.LOAD, load.device_ids, load.host_ids))
+            (background if load.mode is LoadMode.ASYNC else loads).append(self._leases.open(load, request_id, used))
         self.metrics.sync_loads += len(loads)
         self.metrics.async_loads += len(background)
         return loads, background
-
-    def _open_background(self, load: _Load, request_id: str, used: frozenset[int]) -> CopyJob:
-        """`used`: blocks that steps under way still use; those come last."""
-        pairs = sorted(zip(load.device_ids, load.host_ids, strict=True), key=lambda pair: pair[0] in used)
-        device_ids, host_ids = zip(*pairs, strict=True)
-        num_guarded = sum(device_id in used for device_id in device_ids)
-        job = self._jobs.open(Direction.LOAD, device_ids, host_ids, request_id, num_guarded)
-        self._loads.begin(job)
-        return job
 
     # Leases and the ends of jobs.
 
@@ -308,24 +290,6 @@ class SchedulerHalf(KVConnectorScheduler):
         if self._blocks is None:
             raise KVConnectorError("bind_block_pool(...) must be called before the first request")
         return self._blocks
-
-    def _lease_load(self, request: Request, state: _RequestState, first: int, num_blocks: int, mode: LoadMode) -> _Load:
-        hit = self._lookup.hit(request.block_hashes, first, num_blocks)
-        load = _Load(mode, [], [])
-        for table, indices, nodes in zip(state.tables, hit.indices, hit.nodes, strict=True):
-            host_ids = self.host.blocks_of(nodes)
-            device_ids = table.block_ids[indices.start : indices.stop]
-            assert len(host_ids) == len(device_ids), (
-                f"{request.request_id} was promised {len(indices)} blocks, not {len(host_ids)}"
-            )
-            pairs = [pair for pair in zip(device_ids, host_ids, strict=True) if pair[0] != NO_BLOCK]
-            load.device_ids += [device_id for device_id, _ in pairs]
-            load.host_ids += [host_id for _, host_id in pairs]
-        self._pool.touch(load.device_ids)
-        self.host.acquire(load.host_ids)
-        if mode is LoadMode.ASYNC:
-            self._loads.reserve(load.host_ids)
-        return load
 
     def _unpin(self) -> None:
         """No request is left, and an idle engine may not step again: nothing of its cache stays pinned.
@@ -340,9 +304,7 @@ class SchedulerHalf(KVConnectorScheduler):
     def _drop_blocks(self, state: _RequestState) -> None:
         """The request has lost its device blocks: preempted, aborted or finished."""
         if state.load is not None:
-            self._pool.free_blocks(state.load.device_ids)
-            self.host.release(state.load.host_ids)
-            self._loads.release(state.load.host_ids)
+            self._leases.drop(self._pool, state.load)
             state.load = None
         self.metrics.dropped_saves_blocks += sum(len(table.unsaved) for table in state.tables)
         state.tables = []

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from .base import KVConnectorWorker
 from .config import Config
 from .errors import KVConnectorError
-from .transfer.engine import Completion, TransferEngine
+from .transfer.engine import TransferEngine
 from .transfer.host_pool import HostPool
 from .transfer.layout import CacheLayout
 from .transfer.paths import CopyPath, make_fallback, make_path
+from .transfer.submissions import Completion
 from .types import CopyJob, Direction, StepPlan, StepReport
 
 if TYPE_CHECKING:

@@ -32,8 +32,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jobs": {*LAYER_0, "numpy"},
     "saves": {*LAYER_0, "base", "index"},
     "loads": {*LAYER_0},
+    "leases": {*LAYER_0, "base", "index", "jobs", "loads", "saves"},
     "steps": {*LAYER_0},
-    "scheduler": {*LAYER_0, "base", "index", "jobs", "loads", "saves", "steps", "numpy"},
+    "scheduler": {*LAYER_0, "base", "index", "jobs", "leases", "loads", "saves", "steps", "numpy"},
     "worker": {*LAYER_0, "base", "transfer", "torch", "numpy"},
     "engines": {*LAYER_0, "base", "index", "build", "vllm", "torch", "prometheus_client"},
     "build": {*LAYER_0, "base", "index", "transfer", "scheduler", "worker", "torch", "numpy"},
@@ -54,6 +55,7 @@ MAY_NOT_IMPORT = {
     "jobs": THREADS | CLOCKS,
     "saves": THREADS | CLOCKS,
     "loads": THREADS | CLOCKS,
+    "leases": THREADS | CLOCKS,
     "steps": THREADS | CLOCKS,
     "scheduler": THREADS,
 }

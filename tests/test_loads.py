@@ -88,7 +88,7 @@ class Background:
         self.planner = LoadPlanner(Config(load_choice="async", max_load_stall_ms=0), self.metrics, lambda: self.now)
         self.planner.estimate.observe_load(100, 1.0)
         self.step = 0
-        for _ in range(3):
+        for _ in range(5):
             self.plan()
             self.planner.note_reported(self.step)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="real vLLM is needed")
 
@@ -16,6 +18,9 @@ from integration.tests.vllm_engines import (
     running,
     transfer_config,
 )
+from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.streams import Event
+from kv_connector.types import CopyJob, Direction
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +34,36 @@ def test_a_loaded_prefix_has_the_bytes_and_gives_the_tokens_of_a_cached_one(
 
 
 @pytest.mark.parametrize("choice", ["sync", "async"])
+def test_a_cache_that_keeps_layers_apart_is_served_too(tmp_path: Path, choice: str) -> None:
+    check_loaded_bytes_and_tokens(tmp_path, "dense", choice, block_major=False)
+
+
+@pytest.mark.parametrize("choice", ["sync", "async"])
 def test_cuda_graphs_wait_for_their_load(tmp_path: Path, choice: str) -> None:
     check_loaded_bytes_and_tokens(tmp_path, "dense", choice, enforce_eager=False)
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_an_announced_load_that_is_late_is_waited_for_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
+) -> None:
+    """Every load is announced in the step that begins it, and begins a good while later than it was expected to."""
+    submit = TransferEngine.submit_background_load
+
+    def late(self: TransferEngine, jobs: Sequence[CopyJob], after: Event) -> frozenset[int]:
+        with torch.cuda.stream(self._lanes[Direction.LOAD].stream):
+            torch.cuda._sleep(60_000_000)
+        return submit(self, jobs, after)
+
+    monkeypatch.setattr(TransferEngine, "submit_background_load", late)
+    config = transfer_config({"write_policy": "write_through", "load_choice": "async", "max_load_stall_ms": 10_000})
+    asked = prompts(6)
+    with running(tmp_path, num_blocks=40, kv_transfer_config=config, enforce_eager=enforce_eager) as engine:
+        rounds = [engine.alone(asked) for _ in range(5)]
+        stats = engine.stats()
+        engine.check_all_free()
+    assert all(answers == rounds[1] for answers in rounds[1:]), "all of the same shape: the rest of the prompt"
+    assert stats["awaited_async_loads"] >= 12
 
 
 def test_a_hit_that_leaves_one_token_may_be_a_full_graph(tmp_path: Path) -> None:

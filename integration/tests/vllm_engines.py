@@ -157,12 +157,14 @@ def running(folder: Path, model: str = "dense", num_blocks: int = 40, **options:
         cleanup_dist_env_and_memory()
 
 
-def check_loaded_bytes_and_tokens(folder: Path, model: str, choice: str, **options: Any) -> None:
+def check_loaded_bytes_and_tokens(
+    folder: Path, model: str, choice: str, block_major: bool = True, **options: Any
+) -> None:
     """Two prompts from vLLM's own cache, and from the host after vLLM forgot them and wrote other things over them.
 
     They end alike, so that answers which differ show that the model looks at what is cached.
     """
-    config = transfer_config({"write_policy": "write_through", "load_choice": choice})
+    config = transfer_config({"write_policy": "write_through", "load_choice": choice, "block_major": block_major})
     with running(folder, model, num_blocks=160, kv_transfer_config=config, **options) as engine:
         asked = [[*prompt[:-4], 5, 6, 7, 8] for prompt in prompts(2)]
         engine.alone(asked)

@@ -14,11 +14,9 @@ Threading model: no thread of its own. One thread, the one that launches the mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..config import Config
 from ..errors import ConfigError, InvalidBlockError, TransferError
@@ -28,56 +26,10 @@ from .host_pool import HostPool
 from .layout import CacheLayout, last_group
 from .paths import CopyPath, make_path
 from .streams import Event, Lane, make_lane
+from .submissions import BlockPairs, Completion, Submission
 from .timing import LoadTrace, LoadTraces
 
 logger = logging.getLogger("kv_connector.transfer")
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The end of a job. `bytes` were copied, paddings left out; none count where the job failed.
-
-    `milliseconds` are those of all that was submitted with the job, counted on the first of these jobs.
-    """
-
-    job_id: int
-    ok: bool
-    bytes: int
-    direction: Direction
-    milliseconds: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Submission:
-    """Jobs that were copied together: `events[i]` follows group i, `end` follows everything that was enqueued."""
-
-    direction: Direction
-    jobs: Sequence[CopyJob]
-    groups: tuple[range, ...]
-    start: Event
-    events: list[Event] = field(default_factory=list)
-    end: Event | None = None
-    ok: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Pairs of block ids; the last `num_guarded` are copied behind `after`."""
-
-    device_ids: NDArray[np.int64]
-    host_ids: NDArray[np.int64]
-    num_guarded: int
-    after: Event | None
-
-    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], Event | None]]:
-        """What is not empty of the two parts."""
-        free = len(self.device_ids) - self.num_guarded
-        if not self.num_guarded:
-            yield self.device_ids, self.host_ids, None  # the very arrays: paths know them again from group to group
-            return
-        if free:
-            yield self.device_ids[:free], self.host_ids[:free], None
-        yield self.device_ids[free:], self.host_ids[free:], self.after
 
 
 class TransferEngine:
@@ -113,10 +65,10 @@ class TransferEngine:
             Direction.LOAD: make_lane(layout.device, priority=-1, timing=True),
             Direction.SAVE: make_lane(layout.device, priority=0, timing=True),
         }
-        self._in_flight: list[_Submission] = []
+        self._in_flight: list[Submission] = []
         self._finished: list[Completion] = []
         self._unreported: set[int] = set()
-        self._load: _Submission | None = None
+        self._load: Submission | None = None
         self._traces = LoadTraces(self._lanes[Direction.LOAD]) if config.trace_loads else None
         self._closed = False
 
@@ -246,29 +198,27 @@ class TransferEngine:
         return valid
 
     def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None) -> bool:
-        device_ids = _merged([job.device_ids for job in jobs])
-        host_ids = _merged([job.host_ids for job in jobs])
+        pairs = BlockPairs.of(jobs, after)
         groups: tuple[range, ...] = (range(len(self._layout.regions)),)
         if direction is Direction.LOAD and after is None:
-            groups = self._layout.layer_groups(len(device_ids), self._config.layer_group_bytes)
+            groups = self._layout.layer_groups(len(pairs), self._config.layer_group_bytes)
         lane = self._lanes[direction]
         with lane.running(after_current=after is None):
-            submission = _Submission(direction, jobs, groups, lane.mark(lane.stream))
-            parts = _Parts(device_ids, host_ids, jobs[0].num_guarded if after is not None else 0, after)
-            submission.ok = self._copy(submission, self._path, parts, lane)
+            submission = Submission(direction, jobs, groups, lane.mark(lane.stream))
+            submission.ok = self._copy(submission, self._path, pairs, lane)
             if not submission.ok and direction is Direction.LOAD and self._fallback is not None:
-                submission.ok = self._copy(submission, self._fallback, parts, lane)
+                submission.ok = self._copy(submission, self._fallback, pairs, lane)
             submission.end = submission.events[-1] if submission.ok else lane.mark(lane.stream)
         self._in_flight.append(submission)
         if direction is Direction.LOAD and after is None:
             self._take_load(submission)
         return submission.ok
 
-    def _copy(self, submission: _Submission, path: CopyPath, parts: _Parts, lane: Lane) -> bool:
+    def _copy(self, submission: Submission, path: CopyPath, pairs: BlockPairs, lane: Lane) -> bool:
         submission.events.clear()
         try:
             for group in submission.groups:
-                for device_ids, host_ids, after in parts.in_order():
+                for device_ids, host_ids, after in pairs.in_order():
                     if after is not None:
                         after.wait(lane.stream)
                     path.copy(submission.direction, group, device_ids, host_ids)
@@ -280,7 +230,7 @@ class TransferEngine:
             return False
         return True
 
-    def _take_load(self, submission: _Submission) -> None:
+    def _take_load(self, submission: Submission) -> None:
         if not submission.ok:
             # Blocks of a failed load are computed anew, and what was enqueued must not overwrite that.
             assert submission.end is not None
@@ -290,13 +240,13 @@ class TransferEngine:
         if self._traces is not None:
             self._traces.begin(LoadTrace(submission.start, submission.events))
 
-    def _wait_group(self, load: _Submission, group: int) -> None:
+    def _wait_group(self, load: Submission, group: int) -> None:
         if self._traces is None:
             load.events[group].wait()
         else:
             self._traces.wait(group)
 
-    def _has_ended(self, submission: _Submission) -> bool:
+    def _has_ended(self, submission: Submission) -> bool:
         assert submission.end is not None
         try:
             return submission.end.query()
@@ -305,7 +255,7 @@ class TransferEngine:
             submission.ok = False
             return True
 
-    def _retire(self, submission: _Submission) -> None:
+    def _retire(self, submission: Submission) -> None:
         self._in_flight.remove(submission)
         end, events = submission.end, submission.events
         assert end is not None
@@ -331,10 +281,3 @@ class TransferEngine:
                 logger.warning("%s failed on the device: %s", submission.direction.value, error)
                 submission.ok = False
             self._retire(submission)
-
-
-def _merged(ids: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """One array of its own, read-only: paths may keep what they derived from it for the submission's other groups."""
-    merged = np.concatenate(ids)
-    merged.setflags(write=False)
-    return merged
