@@ -151,6 +151,7 @@ class LoadPlanner:
         self._asked: dict[str, LoadMode] = {}  # what waiting requests were answered last
         self._ends: dict[int, float | None] = {}  # host blocks that background loads read, and when those will end
         self._background: dict[int, _BackgroundLoad] = {}  # by job, in the order of the link
+        self._busy_until = 0.0  # the link, with loads in the background
         self._reported_step = 0
         self._expected_seconds = 0.0  # of those that ended since the last observation
 
@@ -188,8 +189,10 @@ class LoadPlanner:
     def reserve(self, host_ids: Sequence[int]) -> None:
         """A load of these blocks will run in the background, behind those before it."""
         seconds = self.estimate.load_seconds(len(host_ids))
-        begin = max([self._clock(), *(end for end in self._ends.values() if end is not None)])
-        self._ends |= dict.fromkeys(host_ids, None if seconds is None else begin + seconds)
+        end = None
+        if seconds is not None:
+            self._busy_until = end = max(self._clock(), self._busy_until) + seconds
+        self._ends |= dict.fromkeys(host_ids, end)
 
     def release(self, host_ids: Iterable[int]) -> None:
         """The load of these blocks ended, or will not be."""
@@ -212,6 +215,7 @@ class LoadPlanner:
         """Loads of so many blocks ended that took so long together: those behind them end that much later."""
         self.estimate.observe_load(num_blocks, seconds)
         late, self._expected_seconds = seconds - self._expected_seconds, 0.0
+        self._busy_until += late
         for load in self._background.values():
             if load.expected_end is not None:
                 load.expected_end += late

@@ -68,7 +68,10 @@ class RunsPath:
 
     def copy(self, direction: Direction, regions: range, device_ids: Int64s, host_ids: Int64s) -> None:
         """See `CopyPath.copy`."""
-        plan = self.plan(regions, device_ids, host_ids)
+        self.submit(direction, self.plan(regions, device_ids, host_ids))
+
+    def submit(self, direction: Direction, plan: Segments) -> None:
+        """Copy what `plan` returned."""
         targets, sources = (plan.device, plan.host) if direction is Direction.LOAD else (plan.host, plan.device)
         self._copier(targets, sources, plan.sizes, self._host.is_pinned, None)
 
@@ -85,12 +88,9 @@ class RunsPath:
             np.broadcast_to(host_ids // self._host.blocks_per_piece, shape).ravel(),
         )
 
-    def mean_segment_bytes(self, regions: range, device_ids: Int64s, host_ids: Int64s) -> int:
-        """How long this path's segments would be, on average."""
-        sizes = self._merged_columns(regions)[2]
-        if len(sizes) > 1:  # then blocks are not adjacent on both sides, whatever their ids
-            return int(sizes.mean())
-        return int(sizes[0]) * len(device_ids) // len(self.plan(regions, device_ids, host_ids))
+    def piece_bytes(self, regions: range) -> tuple[int, ...]:
+        """Lengths of a block's pieces, those joined that are adjacent on both sides."""
+        return tuple(self._merged_columns(regions)[2].tolist())
 
     def close(self) -> None:
         """Nothing is held."""

@@ -87,7 +87,6 @@ class AutoPath:
         from .direct import DirectPath
         from .staging import StagedPath, min_staging_memory
 
-        self._layout = layout
         self._host = host
         self._runs = RunsPath(layout, host)
         self._paths: dict[PathName, CopyPath] = {PathName.RUNS: self._runs}
@@ -100,14 +99,16 @@ class AutoPath:
         self, direction: Direction, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]
     ) -> None:
         """See `CopyPath.copy`."""
-        pieces = self._layout.regions[regions.start : regions.stop]
-        name = choose(
-            segment_bytes=self._runs.mean_segment_bytes(regions, device_ids, host_ids),
-            row_bytes=sum(region.piece_bytes for region in pieces),
-            num_rows=len(device_ids),
-            is_pinned=self._host.is_pinned,
-        )
-        self._paths.get(name, self._runs).copy(direction, regions, device_ids, host_ids)
+        pieces = self._runs.piece_bytes(regions)
+        # Of several pieces no two blocks are adjacent on both sides, whatever their ids.
+        plan = self._runs.plan(regions, device_ids, host_ids) if len(pieces) == 1 else None
+        num_segments = len(pieces) * len(device_ids) if plan is None else len(plan)
+        row_bytes = sum(pieces)
+        name = choose(row_bytes * len(device_ids) // num_segments, row_bytes, len(device_ids), self._host.is_pinned)
+        if plan is not None and (name is PathName.RUNS or name not in self._paths):
+            self._runs.submit(direction, plan)
+        else:
+            self._paths.get(name, self._runs).copy(direction, regions, device_ids, host_ids)
 
     def close(self) -> None:
         """See `CopyPath.close`."""
