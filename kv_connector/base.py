@@ -181,7 +181,7 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def bind_connector_metadata(self, plan: StepPlan) -> None:
-        """The plan of the step that begins."""
+        """The plan of the step that begins; the current stream waits for the plan's `awaited_loads`."""
 
     @abstractmethod
     def clear_connector_metadata(self) -> None:

@@ -97,6 +97,8 @@ class WorkerHalf(KVConnectorWorker):
         self._step = plan.step
         self._load_failed = False
         self._saves_pending = bool(plan.saves)
+        if plan.awaited_loads:
+            self._transfer.wait_jobs(plan.awaited_loads)
         self._mark = self._transfer.mark() if plan.background_loads else None
 
     def clear_connector_metadata(self) -> None:
@@ -109,8 +111,6 @@ class WorkerHalf(KVConnectorWorker):
             return
         loads, background = self._plan.loads, self._plan.background_loads
         self._loads |= {job.job_id: job for job in (*loads, *background)}
-        if self._plan.awaited_loads:
-            self._transfer.wait_jobs(self._plan.awaited_loads)
         if loads:
             for job_id in self._transfer.submit_load(loads):
                 self._load_failed = True

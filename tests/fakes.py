@@ -135,12 +135,16 @@ class LateWorker(WorkerHalf):
             self._catch_up()
         super().handle_preemptions(plan)
 
-    def start_load_kv(self, full_graph: bool = False) -> None:
-        """As `WorkerHalf.start_load_kv`, background loads late unless they fail; a step that awaits one has it."""
-        assert self._plan is not None
-        if set(self._plan.awaited_loads) & {job.job_id for job in self._late_loads}:
+    def bind_connector_metadata(self, plan: StepPlan) -> None:
+        """As `WorkerHalf.bind_connector_metadata`; a step that awaits a late load has it."""
+        if set(plan.awaited_loads) & {job.job_id for job in self._late_loads}:
             self.num_awaited += 1
             self._catch_up_loads()
+        super().bind_connector_metadata(plan)
+
+    def start_load_kv(self, full_graph: bool = False) -> None:
+        """As `WorkerHalf.start_load_kv`, background loads late unless they fail."""
+        assert self._plan is not None
         if self.path is None or Direction.LOAD not in self.path.fail_in:
             self._late_loads += self._plan.background_loads
             self._loads |= {job.job_id: job for job in self._plan.background_loads}

@@ -269,7 +269,7 @@ def test_row_failure_marking() -> None:
     engine.scheduler.device.reset()
     path_of = worker_of(engine).path
     assert path_of is not None
-    path_of.fail_in[Direction.LOAD] = 2  # the third layer group
+    path_of.fail_in[Direction.LOAD] = 1  # the second layer group
     again = answer(engine)
     assert half_of(engine).metrics.failed_load_jobs == 1
     assert again.output_token_ids == PatternModel().expected_tokens(PROMPT, 2)
