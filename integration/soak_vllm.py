@@ -189,8 +189,9 @@ class Soak:
             "jobs open": len(half._jobs) + len(worker._loads),
             "pushes pending": int(self.connector.has_pending_push_work()),
             "frees pending": int(self.connector.has_pending_block_frees()),
-            "requests remembered": len(half._requests) + len(half._asked) + len(role._local_tokens),
-            "host blocks being loaded": len(half._loading),
+            "requests remembered": len(half._requests) + len(half._loads._asked) + len(role._local_tokens),
+            "host blocks being loaded": len(half._loads._ends) + len(half._loads._background),
+            "loads announced": len(worker._announced),
         }
 
     def result(self) -> dict[str, Any]:
