@@ -125,3 +125,29 @@ def write_weights(name: str, folder: Path) -> Path:
     model.save_pretrained(target)
     (target / "config.json").write_text(json.dumps(CONFIGS[name], indent=1))
     return target
+
+
+def write_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
+    """Write a LoRA adapter of `dense` for keys and values into `folder`, strong enough to change answers."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    hidden = _LLAMA["hidden_size"]
+    width = _LLAMA["num_key_value_heads"] * _LLAMA["head_dim"]
+    weights = {}
+    for layer in range(_LLAMA["num_hidden_layers"]):
+        for module in ("k_proj", "v_proj"):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) / hidden**0.5
+            weights[f"{name}.lora_B.weight"] = torch.randn(width, rank, generator=generator)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["k_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration.models import tiny
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
 
 
@@ -77,3 +79,26 @@ def test_running_requests_survive_a_reset_in_their_middle(roomy: VllmEngine) -> 
             answers[output.request_id.split("-")[1]] = list(output.outputs[0].token_ids)
     assert [answers[str(index)] for index in range(3)] == expected
     roomy.check_all_free()
+
+
+def test_adapters_keep_their_caches_apart(tmp_path: Path) -> None:
+    """The same prompt under two adapters and without one: three caches, each found again by its own."""
+    from vllm.lora.request import LoRARequest
+
+    config = transfer_config({"write_policy": "write_through"})
+    adapters = [LoRARequest(f"a{i}", i, str(tiny.write_adapter(tmp_path / f"a{i}", seed=i))) for i in (1, 2)]
+    asked = prompts(1, seed=23)
+    with running(tmp_path, num_blocks=200, kv_transfer_config=config, enable_lora=True, max_lora_rank=8) as engine:
+
+        def answers() -> list[list[list[int]]]:
+            return [engine.alone(asked, adapter=adapter) for adapter in (None, *adapters)]
+
+        answers()
+        from_device = answers()
+        assert len({str(answer) for answer in from_device}) == 3, "adapters change the answers"
+        engine.drain()
+        assert engine.stats()["host_hit_tokens"] == 0
+        assert engine.llm.reset_prefix_cache()
+        assert answers() == from_device
+        assert engine.stats()["host_hit_tokens"] == 3 * 13 * BLOCK_SIZE
+        engine.check_all_free()

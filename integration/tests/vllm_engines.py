@@ -74,13 +74,16 @@ class VllmEngine:
         stats: dict[str, float] = self.half.get_kv_connector_stats()
         return stats
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **options: Any) -> list[list[int]]:
-        """Greedy continuations; all prompts are asked at once."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, adapter: Any = None, **options: Any
+    ) -> list[list[int]]:
+        """Greedy continuations; all prompts are asked at once, under a LoRARequest of vLLM if one is given."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         asked = [{"prompt_token_ids": list(prompt)} | options for prompt in prompts]
-        return [list(out.outputs[0].token_ids) for out in self.llm.generate(asked, params, use_tqdm=False)]
+        outputs = self.llm.generate(asked, params, use_tqdm=False, lora_request=adapter)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     def alone(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **options: Any) -> list[list[int]]:
         """As `generate`, one after the other."""
