@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "index": {*LAYER_0, "numpy"},
     "transfer": {*LAYER_0, "torch", "numpy", "cuda", "triton_kernels"},
     "base": {*LAYER_0},
+    "storage": {*LAYER_0, "numpy"},
     "jobs": {*LAYER_0, "numpy"},
     "saves": {*LAYER_0, "base", "index"},
     "loads": {*LAYER_0},

@@ -1,0 +1,169 @@
+"""What a storage backend offers: asynchronous reads and writes of whole host blocks, by key, in batches.
+
+A fault is a miss. No future ever raises: what could not be read or written is False, a counter says so, and one line of
+the log for each episode of faults says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
+
+KEY_BYTES = 32
+"""A key is a SHA-256 digest: it names a block's content and everything that decides its bytes."""
+
+T = TypeVar("T")
+logger = logging.getLogger("kv_connector.storage")
+
+
+@dataclass(slots=True)
+class StorageCounters:
+    """Sums since the backend was opened."""
+
+    read_blocks: int = 0
+    read_bytes: int = 0
+    missed_blocks: int = 0  # were asked for and are not there
+    corrupt_blocks: int = 0  # are there, and not what was written
+    failed_reads_blocks: int = 0  # could not be read
+    written_blocks: int = 0
+    written_bytes: int = 0
+    skipped_writes_blocks: int = 0  # were there already
+    failed_writes_blocks: int = 0
+    evicted_blocks: int = 0
+
+
+class Storage(Protocol):
+    """Blocks of one size by key. Calls return at once and may come from any thread; `close` ends them.
+
+    Keys have `KEY_BYTES` bytes. A buffer is a writable, contiguous memoryview of bytes, as long as a block: it belongs
+    to the backend until the future is done. Buffers that start on a page are read and written without another copy.
+    """
+
+    def exists(self, keys: Sequence[bytes]) -> Future[int]:
+        """How many of the leading `keys` are stored. A promise of nothing: they may be gone when they are read."""
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        """Fill `buffers[i]` with the block of `keys[i]`; True where it holds every byte, verified. Else its content is
+        undefined."""
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        """Store blocks; True where the block is stored now, also where it was already and is not written again."""
+
+    def remove(self, keys: Sequence[bytes]) -> Future[int]:
+        """Forget blocks; how many there were."""
+
+    def stats(self) -> dict[str, float]:
+        """`StorageCounters` and gauges, by name; the unit is in the name."""
+
+    def close(self) -> None:
+        """Finish what is under way and release everything. Idempotent. Later calls answer as for missing blocks."""
+
+
+class ThreadedStorage(ABC):
+    """A backend whose calls block, run on threads of its own: subclasses say what is done, and may raise OSError.
+
+    Reads and look-ups never wait for writes: each kind has a thread that plans its batches in order, and they share
+    `num_threads` for the input and output itself.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.counters = StorageCounters()
+        self.lock = threading.Lock()
+        """Guards the counters and whatever the subclass shares between threads."""
+        self.io = ThreadPoolExecutor(num_threads, f"kv-{name}-io")
+        self._reading = ThreadPoolExecutor(1, f"kv-{name}-read")
+        self._writing = ThreadPoolExecutor(1, f"kv-{name}-write")
+        self._name = name
+        self._is_faulty = False
+        self._is_closed = False
+
+    def exists(self, keys: Sequence[bytes]) -> Future[int]:
+        """See `Storage.exists`."""
+        return self._run(self._reading, lambda: self.find(list(keys)), 0, 0)
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        """See `Storage.read`."""
+        self._check(keys, buffers)
+        return self._run(self._reading, lambda: self.fill(list(keys), list(buffers)), [False] * len(keys), len(keys))
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        """See `Storage.write`."""
+        self._check(keys, buffers)
+        return self._run(self._writing, lambda: self.store(list(keys), list(buffers)), [False] * len(keys), 0)
+
+    def remove(self, keys: Sequence[bytes]) -> Future[int]:
+        """See `Storage.remove`."""
+        return self._run(self._writing, lambda: self.forget(list(keys)), 0, 0)
+
+    def stats(self) -> dict[str, float]:
+        """See `Storage.stats`."""
+        with self.lock:
+            return asdict(self.counters)
+
+    def close(self) -> None:
+        """See `Storage.close`."""
+        self._is_closed = True
+        for pool in (self._reading, self._writing, self.io):
+            pool.shutdown(wait=True)
+
+    @abstractmethod
+    def find(self, keys: list[bytes]) -> int:
+        """How many of the leading keys are stored; on the reading thread."""
+
+    @abstractmethod
+    def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
+        """Read blocks; on the reading thread."""
+
+    @abstractmethod
+    def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
+        """Write blocks; on the writing thread."""
+
+    @abstractmethod
+    def forget(self, keys: list[bytes]) -> int:
+        """Remove blocks; on the writing thread."""
+
+    def count(self, **amounts: int) -> None:
+        """Add to the counters; from any thread."""
+        with self.lock:
+            for name, amount in amounts.items():
+                setattr(self.counters, name, getattr(self.counters, name) + amount)
+
+    def note_fault(self, what: str, error: BaseException) -> None:
+        """Log the first fault of an episode; `note_success` ends it."""
+        if not self._is_faulty:
+            self._is_faulty = True
+            logger.warning("%s storage: %s: %s: %s", self._name, what, type(error).__name__, error)
+
+    def note_success(self) -> None:
+        """Something worked: the next fault is told again."""
+        self._is_faulty = False
+
+    def _run(self, pool: ThreadPoolExecutor, call: Callable[[], T], otherwise: T, num_reads: int) -> Future[T]:
+        def guarded() -> T:
+            try:
+                return call()
+            except Exception as error:  # noqa: BLE001 - a thread's top: whatever a backend raises is a miss.
+                self.note_fault("a batch failed", error)
+                self.count(failed_reads_blocks=num_reads)
+                return otherwise
+
+        if not self._is_closed:
+            try:
+                return pool.submit(guarded)
+            except RuntimeError:  # it was closed meanwhile
+                pass
+        done: Future[T] = Future()
+        done.set_result(otherwise)
+        return done
+
+    def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+        if len(keys) != len(buffers):
+            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: give one buffer for each key")
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise ValueError(f"a key has {len(key)} bytes: give {KEY_BYTES}")

@@ -1,0 +1,302 @@
+"""A folder of packs that several processes share: what is in it, what may be added, what goes first.
+
+    ROOT/lock        held while room is made, so that no two processes count on the same bytes
+    ROOT/tmp/        packs that are being written: full length from the start, renamed when they are whole
+    ROOT/00 .. ff/   packs, by the first digits of their names
+
+The folder is the truth and this index follows it: a pack that another process added is found when its sub-folder has
+changed, one that was taken away when it is opened. A pack's modification time is when it was last used.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .packs import MAX_HEADER_BYTES, PAGE, PackError, PackHeader
+
+SUFFIX = ".pack"
+_SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
+_SETTLED_NS = 2_000_000_000  # a folder that changed longer ago cannot change again under the same time stamp
+_ABANDONED_SECONDS = 3600  # nobody writes a file for so long
+
+
+@dataclass(slots=True)
+class Pack:
+    """A file of the folder. `header` is None for one that is not ours: another identity, version or block size."""
+
+    name: str
+    num_bytes: int
+    used_ns: int
+    header: PackHeader | None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a block lies."""
+
+    pack: Pack
+    index: int
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Paths and descriptors of new temporary files, None where there was no room; what was evicted; the last error."""
+
+    files: list[tuple[Path, int] | None] = field(default_factory=list)
+    evicted_blocks: int = 0
+    error: OSError | None = None
+
+
+class PackFolder:
+    """The index of a folder for one identity. Any thread may call."""
+
+    def __init__(self, root: Path, identity: bytes, block_bytes: int, capacity: int) -> None:
+        """Makes the folder, for this user only. `capacity` in bytes, over all processes. Raises OSError."""
+        self.root = root
+        self._identity = identity
+        self._block_bytes = block_bytes
+        self._capacity = capacity
+        self._lock = threading.RLock()
+        self._packs: dict[str, Pack] = {}
+        self._slots: dict[bytes, Slot] = {}
+        self._seen: dict[str, int] = {}  # sub-folder: its modification time when it was listed
+        self._last_ns = 0
+        self.used_bytes = 0
+        self._make_folders()
+        self._owner = f"{_machine()}-{os.getpid()}"
+        self._next_temporary = 0
+
+    def path(self, name: str) -> Path:
+        """Where the pack of this name lies."""
+        return self.root / name[:2] / (name + SUFFIX)
+
+    def __len__(self) -> int:
+        """Blocks that can be read."""
+        with self._lock:
+            return len(self._slots)
+
+    def slot(self, key: bytes) -> Slot | None:
+        """Where a block lies as far as is known; looks at no file."""
+        with self._lock:
+            return self._slots.get(key)
+
+    def packs(self) -> list[Pack]:
+        """All that are known, those of others too, the least recently used first."""
+        with self._lock:
+            return sorted(self._packs.values(), key=lambda pack: pack.used_ns)
+
+    def refresh(self) -> None:
+        """Take in what other processes have added and removed. Raises OSError where the folder cannot be read."""
+        now = time.time_ns()
+        for name in _SUB_FOLDERS:
+            try:
+                changed = os.stat(self.root / name).st_mtime_ns
+            except FileNotFoundError:  # somebody deleted it: it is empty now
+                self._make_folders()
+                changed = os.stat(self.root / name).st_mtime_ns
+            if self._seen.get(name) != changed:
+                self._list(name)
+                self._seen[name] = changed if now - changed > _SETTLED_NS else 0
+
+    def used(self, packs: Iterable[Pack]) -> None:
+        """These packs were read: they go last. Failing to note it is no fault."""
+        now = self._now()
+        for pack in packs:
+            pack.used_ns = now
+            try:
+                os.utime(self.path(pack.name), ns=(now, now))
+            except OSError:
+                continue
+
+    def reserve(self, sizes: Sequence[int]) -> Reservation:
+        """Temporary files of these lengths, each to be given to `commit` or `abandon`. Raises OSError."""
+        result = Reservation()
+        with self._lock, self._exclusive():
+            # In this order, so that a file that is renamed meanwhile counts twice and not never.
+            taken = self._clear_temporaries()
+            self.refresh()
+            for size in sizes:
+                result.evicted_blocks += self._make_room(taken + size - self._capacity)
+                try:
+                    fits = taken + self.used_bytes + size <= self._capacity
+                    result.files.append(self._new_temporary(size) if fits else None)
+                except OSError as error:
+                    result.files.append(None)
+                    result.error = error
+                taken += size if result.files[-1] is not None else 0
+        return result
+
+    def commit(self, temporary: Path, name: str, header: PackHeader) -> None:
+        """The file is whole: it becomes the pack of this name. Raises OSError."""
+        now = self._now()
+        os.utime(temporary, ns=(now, now))  # the system's own time stamps are coarse
+        os.rename(temporary, self.path(name))
+        with self._lock:
+            self._add(Pack(name, header.file_bytes, now, header))
+
+    def abandon(self, temporary: Path) -> None:
+        """The file will not be whole."""
+        temporary.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> int:
+        """Delete a pack; how many readable blocks it held."""
+        with self._lock:
+            with suppress(OSError):  # what cannot be deleted cannot be read either
+                self.path(name).unlink(missing_ok=True)
+            return self._forget(name)
+
+    def _now(self) -> int:
+        """Nanoseconds that never go back here, whatever the clock does."""
+        with self._lock:
+            self._last_ns = max(time.time_ns(), self._last_ns + 1)
+            return self._last_ns
+
+    def _list(self, sub_folder: str) -> None:
+        present = {}
+        with os.scandir(self.root / sub_folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(SUFFIX):
+                    present[entry.name.removesuffix(SUFFIX)] = entry
+        with self._lock:
+            for name in [name for name in self._packs if name[:2] == sub_folder and name not in present]:
+                self._forget(name)
+            new = [name for name in present if name not in self._packs]
+        for name in new:
+            pack = self._read_pack(name)
+            if pack is not None:
+                with self._lock:
+                    self._add(pack)
+
+    def _read_pack(self, name: str) -> Pack | None:
+        try:
+            with open(self.path(name), "rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                text = file.read(PAGE)
+                if PackHeader.header_bytes_of(text) > PAGE:
+                    text += file.read(MAX_HEADER_BYTES - PAGE)
+                header = PackHeader.decode(text, status.st_size)
+        except PackError:
+            header = None
+        except OSError:
+            return None  # gone again, or not for us to read
+        if header is not None and (header.identity, header.block_bytes) != (self._identity, self._block_bytes):
+            header = None
+        return Pack(name, status.st_size, status.st_mtime_ns, header)
+
+    def _add(self, pack: Pack) -> None:
+        self._forget(pack.name)
+        self._packs[pack.name] = pack
+        self.used_bytes += pack.num_bytes
+        for index, key in enumerate(pack.header.keys if pack.header is not None else ()):
+            self._slots[key] = Slot(pack, index)
+
+    def _forget(self, name: str) -> int:
+        pack = self._packs.pop(name, None)
+        if pack is None:
+            return 0
+        self.used_bytes -= pack.num_bytes
+        keys = pack.header.keys if pack.header is not None else ()
+        lost = [key for key in keys if (slot := self._slots.get(key)) is not None and slot.pack is pack]
+        for key in lost:
+            del self._slots[key]
+        return len(lost)
+
+    def _make_room(self, beyond: int) -> int:
+        """Evict packs, the least recently used first, until `used_bytes` plus `beyond` is not above 0; blocks gone."""
+        blocks = 0
+        while self._packs and self.used_bytes + beyond > 0:
+            for pack in self.packs():
+                if self.used_bytes + beyond <= 0:
+                    break
+                used_ns = self._used_since(pack)
+                if used_ns > pack.used_ns:  # another process used it: not the oldest after all
+                    pack.used_ns = used_ns
+                else:
+                    blocks += self.remove(pack.name)
+        return blocks
+
+    def _used_since(self, pack: Pack) -> int:
+        try:
+            return os.stat(self.path(pack.name)).st_mtime_ns
+        except OSError:
+            return pack.used_ns
+
+    def _make_folders(self) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in ("tmp", *_SUB_FOLDERS):
+            (self.root / name).mkdir(mode=0o700, exist_ok=True)
+
+    def _new_temporary(self, size: int) -> tuple[Path, int] | None:
+        self._next_temporary += 1
+        path = self.root / "tmp" / f"{self._owner}-{self._next_temporary}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _allocate(descriptor, size)
+        except OSError:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
+        return path, descriptor
+
+    def _clear_temporaries(self) -> int:
+        """Delete those that nobody will finish; bytes of the others."""
+        num_bytes = 0
+        with os.scandir(self.root / "tmp") as entries:
+            for entry in entries:
+                try:
+                    status = entry.stat()
+                    if _is_abandoned(entry.name, status.st_mtime):
+                        os.unlink(entry.path)
+                    else:
+                        num_bytes += status.st_size
+                except FileNotFoundError:
+                    continue
+        return num_bytes
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Take the room now, so that a full disk is known before anything is written."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def _machine() -> str:
+    return socket.gethostname().replace("-", "_")
+
+
+def _is_abandoned(name: str, modified: float) -> bool:
+    machine, _, rest = name.partition("-")
+    process, _, _ = rest.partition("-")
+    if abs(time.time() - modified) > _ABANDONED_SECONDS:
+        return True
+    if machine != _machine() or not process.isdigit():
+        return False  # its owner cannot be asked
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -1,0 +1,114 @@
+"""Storage backends for tests, and what tests keep in them."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from kv_connector.storage.base import Storage, ThreadedStorage
+from kv_connector.storage.filesystem import FilesystemStorage
+from kv_connector.storage.memory import MemoryStorage
+
+BLOCK = 16384
+IDENTITY = hashlib.sha256(b"model").digest()
+SECONDS = 30.0  # a future that takes longer hangs
+
+
+def key(name: object) -> bytes:
+    """Some block's key."""
+    return hashlib.sha256(str(name).encode()).digest()
+
+
+def content(block_key: bytes, block_bytes: int = BLOCK) -> bytes:
+    """What belongs under a key."""
+    seed = int.from_bytes(block_key[:8], "little")
+    return np.random.default_rng(seed).integers(0, 256, block_bytes, dtype=np.uint8).tobytes()
+
+
+def buffers(count: int, block_bytes: int = BLOCK) -> list[memoryview]:
+    """Empty blocks on page boundaries, as those of the host pool are."""
+    memory = memoryview(mmap.mmap(-1, max(1, count) * block_bytes))
+    return [memory[i * block_bytes : (i + 1) * block_bytes] for i in range(count)]
+
+
+def put(storage: Storage, keys: Sequence[bytes], block_bytes: int = BLOCK) -> list[bool]:
+    """Write what belongs under these keys."""
+    blocks = buffers(len(keys), block_bytes)
+    for block_key, block in zip(keys, blocks, strict=True):
+        block[:] = content(block_key, block_bytes)
+    return storage.write(keys, blocks).result(SECONDS)
+
+
+def get(storage: Storage, keys: Sequence[bytes], block_bytes: int = BLOCK) -> list[bool]:
+    """Read keys; asserts that whatever is found is what belongs there."""
+    blocks = buffers(len(keys), block_bytes)
+    found = storage.read(keys, blocks).result(SECONDS)
+    assert len(found) == len(keys)
+    for block_key, block, good in zip(keys, blocks, found, strict=True):
+        assert not good or bytes(block) == content(block_key, block_bytes), "bytes that were never written"
+    return found
+
+
+def exists(storage: Storage, keys: Sequence[bytes]) -> int:
+    """How many of the leading keys are there."""
+    return storage.exists(keys).result(SECONDS)
+
+
+class FaultyStorage:
+    """Another backend whose reads and writes fail, or come back damaged, while `fault` says so."""
+
+    def __init__(self, inner: ThreadedStorage) -> None:
+        self.inner = inner
+        self.fault: Exception | None = None
+        for name in ("find", "fill", "store", "forget"):
+            setattr(inner, name, self._guard(getattr(inner, name)))
+
+    def _guard(self, call: Callable[..., object]) -> Callable[..., object]:
+        def guarded(*arguments: object) -> object:
+            if self.fault is not None:
+                raise self.fault
+            return call(*arguments)
+
+        return guarded
+
+    def exists(self, keys: Sequence[bytes]) -> Future[int]:
+        return self.inner.exists(keys)
+
+    def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> Future[list[bool]]:
+        return self.inner.read(keys, blocks)
+
+    def write(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> Future[list[bool]]:
+        return self.inner.write(keys, blocks)
+
+    def remove(self, keys: Sequence[bytes]) -> Future[int]:
+        return self.inner.remove(keys)
+
+    def stats(self) -> dict[str, float]:
+        return self.inner.stats()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def make_memory(folder: Path) -> Storage:
+    return MemoryStorage(BLOCK, 64 * BLOCK)
+
+
+def make_filesystem(folder: Path) -> Storage:
+    return FilesystemStorage(folder / "store", IDENTITY, BLOCK, 8 << 20)
+
+
+def make_faulty(folder: Path) -> Storage:
+    return FaultyStorage(MemoryStorage(BLOCK, 64 * BLOCK))
+
+
+BACKENDS: dict[str, Callable[[Path], Storage]] = {
+    "memory": make_memory,
+    "filesystem": make_filesystem,
+    "faulty": make_faulty,
+}
