@@ -17,6 +17,7 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
 }
 _E = TypeVar("_E", bound=Enum)
+_S = TypeVar("_S", "Config", "StorageConfig")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -45,6 +46,14 @@ class LoadChoice(str, Enum):
     ASYNC = "async"
 
 
+class Prefetch(str, Enum):
+    """Whether a request waits for what storage has of its prefix."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
 def parse_size(value: object, key: str = "size") -> int:
     """Bytes from an int or from text such as `"16GiB"`, `"512 MB"` or `"1.5g"` (a bare letter is binary).
 
@@ -57,6 +66,38 @@ def parse_size(value: object, key: str = "size") -> int:
     if match is None or unit is None or (unit == 1 and "." in match[1]):
         raise ConfigError(f'{key}={value!r} is not a size: give bytes as an integer or text such as "16GiB" or "512MB"')
     return int(Fraction(match[1]) * unit)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    """The storage tier. `capacity` accepts text such as `"200GiB"`.
+
+    kind: `filesystem` is a folder, which engines of one machine may share, or of several over a network file system.
+    path: that folder.
+    capacity: bytes that may lie there, over all that share it.
+    prefetch: what a request does while its prefix is on its way: start with what is there, wait for all of it, or wait
+        until `timeout_ms` after its arrival.
+    max_backup_blocks: host blocks that may wait to be written; what is beyond is not backed up.
+    """
+
+    kind: str = "filesystem"
+    path: str = ""
+    capacity: int = 0
+    prefetch: Prefetch = Prefetch.TIMEOUT
+    timeout_ms: int = 200
+    max_backup_blocks: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.kind != "filesystem":
+            raise ConfigError(f"storage.kind={self.kind!r} is unknown: give one of 'filesystem'")
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigError(f"storage.path={self.path!r}: give the folder to keep blocks in")
+        object.__setattr__(self, "capacity", parse_size(self.capacity, "storage.capacity"))
+        object.__setattr__(self, "prefetch", _choice(Prefetch, self.prefetch, "storage.prefetch"))
+        for name, least in (("capacity", 1), ("timeout_ms", 0), ("max_backup_blocks", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"storage.{name}={value!r} is too small: give an integer of at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +120,7 @@ class Config:
     pin_memory: page-lock the host pool (in the background) where there is a GPU.
     numa_bind: put the host pool on the GPU's NUMA node.
     trace_loads: time each layer group of a load with events and report the exposed wait.
+    storage: where blocks are kept beyond the host's memory; none by default.
     """
 
     host_memory: int = 0
@@ -94,6 +136,7 @@ class Config:
     pin_memory: bool = True
     numa_bind: bool = True
     trace_loads: bool = False
+    storage: StorageConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("host_memory", "layer_group_bytes", "staging_memory"):
@@ -104,6 +147,15 @@ class Config:
         for name in ("block_major", "pin_memory", "numa_bind", "trace_loads"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a boolean: give true or false")
+        storage: object = self.storage
+        if isinstance(storage, Mapping):
+            object.__setattr__(self, "storage", _build(StorageConfig, storage, "storage."))
+        elif storage is not None and not isinstance(storage, StorageConfig):
+            raise ConfigError(
+                f'storage={storage!r} is not an object: give one such as {{"path": "/data/kv", "capacity": "1TiB"}}'
+            )
+        if self.storage is not None and not self.host_memory:
+            raise ConfigError("storage needs host_memory: blocks come and go through the host's memory")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -116,12 +168,7 @@ class Config:
         """A Config from a parsed JSON object; an unknown key is refused with the nearest known one."""
         if not isinstance(settings, Mapping):
             raise ConfigError(f'settings={settings!r} is not an object: give one such as {{"host_memory": "16GiB"}}')
-        known = [field.name for field in fields(cls)]
-        for key in settings:
-            if key not in known:
-                near = _suggest(key, known)
-                raise ConfigError(f"unknown setting {key!r}{near}: known settings are {', '.join(known)}")
-        return cls(**settings)
+        return _build(cls, settings)
 
 
 _LEAST = {
@@ -132,6 +179,15 @@ _LEAST = {
     "layer_group_bytes": 1,
     "staging_memory": 1 << 20,
 }
+
+
+def _build(kind: type[_S], settings: Mapping[str, Any], prefix: str = "") -> _S:
+    known = [field.name for field in fields(kind)]
+    for key in settings:
+        if key not in known:
+            near = _suggest(key, known)
+            raise ConfigError(f"unknown setting {prefix + str(key)!r}{near}: known settings are {', '.join(known)}")
+    return kind(**settings)
 
 
 def _choice(kind: type[_E], value: object, key: str) -> _E:

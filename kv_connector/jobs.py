@@ -7,27 +7,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .types import CopyJob, Direction, StepReport
+from .types import CopyJob, Direction, StepReport, StorageAction, StorageJob
 
 
 @dataclass(slots=True)
 class _OpenJob:
-    job: CopyJob
+    job: CopyJob | StorageJob
     waiting_for: set[int]
     failed: bool = False
     pins_device: bool = True
+    found: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
     """A job that every rank has reported.
 
-    `ok`: it is done on all of them. `pins_device`: its device blocks are still to be freed.
+    `ok`: it is done on all of them. `pins_device`: its device blocks are still to be freed. `found`: of a look-up, the
+    least that any rank has.
     """
 
-    job: CopyJob
+    job: CopyJob | StorageJob
     ok: bool
     pins_device: bool
+    found: int = 0
 
 
 class JobLedger:
@@ -67,22 +70,34 @@ class JobLedger:
         self._open[job.job_id] = _OpenJob(job, set(range(self._world_size)))
         return job
 
+    def open_storage(self, action: StorageAction, keys: bytes, host_ids: Sequence[int]) -> StorageJob:
+        """As `open`, for a job between host and storage."""
+        job = StorageJob(self._next_id, action, keys, np.array(host_ids, dtype=np.int64))
+        self._next_id += 1
+        self._open[job.job_id] = _OpenJob(job, set(range(self._world_size)), pins_device=False)
+        return job
+
     def unpin(self) -> list[CopyJob]:
         """Jobs under way that pinned their device blocks until now; the caller frees these."""
-        pinning = [entry for entry in self._open.values() if entry.pins_device]
-        for entry in pinning:
-            entry.pins_device = False
-        return [entry.job for entry in pinning]
+        jobs = []
+        for entry in self._open.values():
+            if entry.pins_device and isinstance(entry.job, CopyJob):
+                entry.pins_device = False
+                jobs.append(entry.job)
+        return jobs
 
     def take_in(self, report: StepReport) -> list[EndedJob]:
         """Count one rank's report; returns the jobs that end with it."""
         ended = []
+        found = dict(report.found)
         for job_id, ok in [(job_id, True) for job_id in report.done] + [(job_id, False) for job_id in report.failed]:
             entry = self._open[job_id]
             assert report.rank in entry.waiting_for, f"rank {report.rank} reports job {job_id} twice"
             entry.waiting_for.discard(report.rank)
             entry.failed |= not ok
+            if job_id in found:
+                entry.found = found[job_id] if entry.found is None else min(entry.found, found[job_id])
             if not entry.waiting_for:
                 del self._open[job_id]
-                ended.append(EndedJob(entry.job, not entry.failed, entry.pins_device))
+                ended.append(EndedJob(entry.job, not entry.failed, entry.pins_device, entry.found or 0))
         return ended

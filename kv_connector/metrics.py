@@ -29,6 +29,12 @@ class CacheMetrics:
     saved_blocks: int = 0
     loaded_blocks: int = 0
     dropped_saves_blocks: int = 0
+    fetched_blocks: int = 0
+    dropped_fetches_blocks: int = 0
+    failed_fetch_jobs: int = 0
+    backed_up_blocks: int = 0
+    dropped_backups_blocks: int = 0
+    failed_backup_jobs: int = 0
     failed_save_jobs: int = 0
     failed_load_jobs: int = 0
     saved_bytes: int = 0
@@ -59,6 +65,12 @@ DOCUMENTATION = {
     "saved_blocks": "Saves whose bytes arrived.",
     "loaded_blocks": "Blocks loaded.",
     "dropped_saves_blocks": "Blocks that the policy wanted and that found no room on the host in time.",
+    "fetched_blocks": "Blocks that came from storage to the host.",
+    "dropped_fetches_blocks": "Blocks that storage had and that found no room on the host.",
+    "failed_fetch_jobs": "Jobs of blocks that storage had and could not give; they were computed.",
+    "backed_up_blocks": "Blocks that are in storage since they were saved, those that were there already counted too.",
+    "dropped_backups_blocks": "Saved blocks that were not backed up because too many were waiting.",
+    "failed_backup_jobs": "Jobs of blocks that storage did not take.",
     "failed_save_jobs": "Save jobs that failed.",
     "failed_load_jobs": "Load jobs that failed; their tokens were recomputed.",
     "saved_bytes": "Bytes saved, all ranks.",

@@ -17,16 +17,27 @@ from typing import Any
 
 from .base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
 from .config import Config
-from .errors import KVConnectorError
+from .errors import ConfigError, KVConnectorError
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EventLog
-from .index import BlockGroup, BlockState, CacheTier, GroupedTree, Lookup, PrefixTree, SavePolicy
+from .index import (
+    BlockGroup,
+    BlockState,
+    CacheIdentity,
+    CacheTier,
+    GroupedTree,
+    Lookup,
+    PrefixTree,
+    SavePolicy,
+    root_hash,
+)
 from .jobs import EndedJob, JobLedger
 from .leases import LoadLease, LoadLeases
 from .loads import LoadMode, LoadPlanner
 from .metrics import CacheMetrics
 from .saves import BlockTable, SavePlanner
 from .steps import StepsUnderWay
-from .types import BlockHash, CopyJob, Direction, StepPlan, StepReport, Tier
+from .storing import StoragePlanner
+from .types import BlockHash, CopyJob, Direction, StepPlan, StepReport, StorageJob, Tier
 
 logger = logging.getLogger("kv_connector.scheduler")
 
@@ -49,7 +60,8 @@ class SchedulerHalf(KVConnectorScheduler):
     `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `Lookup`.
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
     An engine that keeps its own device blocks in our index passes its `tree`, so that one tree knows every tier.
-    `clock` gives seconds that never go back; it orders evictions and times loads.
+    `clock` gives seconds that never go back; it orders evictions and times loads. `identity` names what the engine's
+    block hashes leave out (model, layout, ...): it goes into the names of blocks in storage.
     """
 
     def __init__(
@@ -62,6 +74,7 @@ class SchedulerHalf(KVConnectorScheduler):
         groups: Sequence[BlockGroup] = (BlockGroup(),),
         drop_last_block: bool = False,
         unpins_when_idle: bool = True,
+        identity: CacheIdentity | None = None,
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
         self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=True)  # grows as ranks report memory that is ready
@@ -77,6 +90,14 @@ class SchedulerHalf(KVConnectorScheduler):
         self._loads = LoadPlanner(config, self.metrics, clock)
         self._leases = LoadLeases(self._lookup, self.host, self._jobs, self._loads)
         self._under_way = StepsUnderWay()
+        self._storage: StoragePlanner | None = None
+        if config.storage is not None:
+            if len(groups) > 1:
+                raise ConfigError(f"storage with {len(groups)} block groups is not supported: leave storage out")
+            root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
+            self._storage = StoragePlanner(
+                config.storage, root, self._grouped, self.host, self._jobs, self.metrics, clock
+            )
         self._ready_host_blocks = [0] * world_size
         self._host_limit: int | None = None
         self._events = EventLog()
@@ -89,7 +110,15 @@ class SchedulerHalf(KVConnectorScheduler):
     def bind_block_pool(self, blocks: DeviceBlocks) -> None:
         self._blocks = blocks
 
+    def on_new_request(self, request: Request) -> None:
+        if self._storage is not None:
+            self._storage.arrived(request, (request.num_tokens - 1) // self._block_size)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._storage is not None:
+            self.on_new_request(request)  # not every engine tells, and one that was preempted comes again
+            if self._storage.is_awaited(request.request_id):
+                return None, False
         num_blocks = self._num_loadable(request, num_computed_tokens)
         if not num_blocks:
             self._loads.withdraw(request.request_id)
@@ -116,6 +145,8 @@ class SchedulerHalf(KVConnectorScheduler):
         state.is_newly_admitted = True
         known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
         self.tree.touch(known, self._clock())
+        if self._storage is not None:
+            self._storage.forget(request.request_id)
         mode = self._loads.admit(request.request_id)
         if not state.counted:
             state.counted = True
@@ -156,16 +187,20 @@ class SchedulerHalf(KVConnectorScheduler):
         self._log_removed()
         fence = self._fence and bool(num_tokens or loads or background)  # an empty step overwrites nothing
         self._fence &= not fence
-        return StepPlan(self._step, tuple(loads), tuple(saves), tuple(background), announced, awaited, fence)
+        storage = self._storage.plan() if self._storage is not None else ()
+        return StepPlan(self._step, tuple(loads), tuple(saves), tuple(background), announced, awaited, fence, storage)
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
             ended = self._jobs.take_in(report)
             for job in ended:
-                if job.job.direction is Direction.LOAD:
-                    self._end_load(job)
+                if isinstance(job.job, StorageJob):
+                    assert self._storage is not None
+                    self._storage.end(job)
+                elif job.job.direction is Direction.LOAD:
+                    self._end_load(job, job.job)
                 else:
-                    self._end_save(job)
+                    self._end_save(job, job.job)
             self._ready_host_blocks[report.rank] = report.num_host_blocks
             self._count_report(report, ended)
         if reports:
@@ -177,6 +212,8 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._loads.withdraw(request.request_id)
+        if self._storage is not None:
+            self._storage.forget(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._drop_blocks(state)
@@ -206,11 +243,14 @@ class SchedulerHalf(KVConnectorScheduler):
     def reset_cache(self) -> bool:
         self.host.reset()
         self.host.removed.clear()
+        if self._storage is not None:
+            self._storage.reset()
         self._events.add(AllBlocksCleared(Tier.HOST))
         return True
 
     def has_pending_push_work(self) -> bool:
-        return len(self._jobs) > 0 or self._saves.may_save_before_reuse
+        backs_up = self._storage is not None and self._storage.is_busy
+        return len(self._jobs) > 0 or self._saves.may_save_before_reuse or backs_up
 
     def has_pending_block_frees(self) -> bool:
         return self._jobs.num_pinning > 0
@@ -309,8 +349,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self.metrics.dropped_saves_blocks += sum(len(table.unsaved) for table in state.tables)
         state.tables = []
 
-    def _end_load(self, ended: EndedJob) -> None:
-        job, host_ids = ended.job, ended.job.host_ids.tolist()
+    def _end_load(self, ended: EndedJob, job: CopyJob) -> None:
+        host_ids = job.host_ids.tolist()
         if job.request_id is not None:
             self._loads.end(job)
         if ended.ok:
@@ -319,26 +359,28 @@ class SchedulerHalf(KVConnectorScheduler):
             self.metrics.failed_load_jobs += 1
             self.host.discard(host_ids)  # a second try would fail as well: the blocks are a miss from now on
             logger.warning("load job %d failed: %d blocks will be recomputed", job.job_id, job.num_blocks)
-        self._release(ended)
+        self._release(ended, job)
 
-    def _end_save(self, ended: EndedJob) -> None:
-        job, host_ids = ended.job, ended.job.host_ids.tolist()
+    def _end_save(self, ended: EndedJob, job: CopyJob) -> None:
+        host_ids = job.host_ids.tolist()
         if ended.ok:
             filled = self.host.fill(host_ids)
             self.metrics.saved_blocks += len(filled)
             if filled:
                 self._events.add(BlockStored(tuple(self.host.hashes_of(filled)), Tier.HOST))
+            if self._storage is not None:
+                self._storage.saved(filled)
         else:
             self.metrics.failed_save_jobs += 1
             self.host.discard(host_ids)
             self._saves.may_save_before_reuse = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
-        self._release(ended)
+        self._release(ended, job)
 
-    def _release(self, ended: EndedJob) -> None:
+    def _release(self, ended: EndedJob, job: CopyJob) -> None:
         if ended.pins_device:
-            self._pool.free_blocks(ended.job.device_ids.tolist())
-        self.host.release(ended.job.host_ids.tolist())
+            self._pool.free_blocks(job.device_ids.tolist())
+        self.host.release(job.host_ids.tolist())
 
     def _count_report(self, report: StepReport, ended: Sequence[EndedJob]) -> None:
         self.metrics.loaded_bytes += report.loaded_bytes
@@ -346,7 +388,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self.metrics.load_milliseconds += report.load_milliseconds
         for timing in report.load_timings:
             self.metrics.exposed_wait_milliseconds += sum(timing.exposed_wait_ms)
-        loaded = sum(job.job.num_blocks for job in ended if job.ok and job.job.direction is Direction.LOAD)
+        jobs = [job.job for job in ended if job.ok and isinstance(job.job, CopyJob)]
+        loaded = sum(job.num_blocks for job in jobs if job.direction is Direction.LOAD)
         if loaded:
             self._loads.observe(loaded, report.load_milliseconds / 1e3)
 

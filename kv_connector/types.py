@@ -59,6 +59,37 @@ class CopyJob:
         return len(self.device_ids)
 
 
+class StorageAction(Enum):
+    """What a storage job does: count the leading keys that exist, read blocks into host memory, or write them."""
+
+    LOOK_UP = "look_up"
+    FETCH = "fetch"
+    BACK_UP = "back_up"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageJob:
+    """Host blocks and their names in storage; like a copy job it ends exactly once on every rank.
+
+    `keys` are 32 bytes each, one behind the other; `host_ids`, int64 of shape (num_blocks,), pair with them, and a
+    look-up has none.
+    """
+
+    job_id: int
+    action: StorageAction
+    keys: bytes
+    host_ids: NDArray[np.int64]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that the job moves."""
+        return len(self.host_ids)
+
+    def split_keys(self) -> list[bytes]:
+        """The keys, one by one."""
+        return [self.keys[i : i + 32] for i in range(0, len(self.keys), 32)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """What the worker half does in one step; `build_connector_meta` makes it and every rank gets the same one.
@@ -67,7 +98,8 @@ class StepPlan:
     this step waits for `background_loads`. Those that will end soon are in `announced_loads`, by job id: their requests
     are received as far as the engine is concerned, and the forward pass of a step that may read such blocks waits for
     its `awaited_loads`. Saves are submitted after the forward pass: they may read blocks that it computes. With `fence`
-    blocks that copies of earlier steps use may be written by this step: they are waited for.
+    blocks that copies of earlier steps use may be written by this step: they are waited for. `storage` jobs run beside
+    all of it, and no step waits for them.
     """
 
     step: int
@@ -77,11 +109,12 @@ class StepPlan:
     announced_loads: tuple[int, ...] = ()
     awaited_loads: tuple[int, ...] = ()
     fence: bool = False
+    storage: tuple[StorageJob, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether the step copies nothing."""
-        return not self.loads and not self.background_loads and not self.saves
+        return not (self.loads or self.background_loads or self.saves or self.storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +130,7 @@ class StepReport:
     """What one rank says after a step. A job is in `done` only when its last byte has arrived.
 
     `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `load_milliseconds` is how
-    long the loads of `loaded_bytes` took.
+    long the loads of `loaded_bytes` took. `found` has, for each look-up in `done`, how many leading keys exist here.
     """
 
     step: int
@@ -109,3 +142,4 @@ class StepReport:
     saved_bytes: int = 0
     load_milliseconds: float = 0.0
     load_timings: tuple[LoadTiming, ...] = field(default=())
+    found: tuple[tuple[int, int], ...] = ()

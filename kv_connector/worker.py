@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from .base import KVConnectorWorker
 from .config import Config
 from .errors import KVConnectorError
+from .storage.base import Storage
+from .storage.jobs import StorageJobs
 from .transfer.engine import TransferEngine
 from .transfer.host_pool import HostPool
 from .transfer.layout import CacheLayout
@@ -32,6 +34,7 @@ class WorkerHalf(KVConnectorWorker):
     `make_path` makes the copy path that moves the bytes; tests put one that fails in its place. `fails_by_request`:
     background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
     `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
+    `open_storage` opens the storage tier, for blocks of so many bytes.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class WorkerHalf(KVConnectorWorker):
         make_path: Callable[[CacheLayout, HostPool, Config], CopyPath] = make_path,
         fails_by_request: bool = True,
         retries_loads: bool = False,
+        open_storage: Callable[[int], Storage] | None = None,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -49,6 +53,8 @@ class WorkerHalf(KVConnectorWorker):
         self._make_path = make_path
         self._fails_by_request = fails_by_request
         self._retries_loads = retries_loads
+        self._open_storage = open_storage
+        self._storage: StorageJobs | None = None
         self._layout: CacheLayout | None = None
         self._engine: TransferEngine | None = None
         self._host: HostPool | None = None
@@ -86,6 +92,9 @@ class WorkerHalf(KVConnectorWorker):
             path = self._make_path(layout, self._host, self._config)
             fallback = make_fallback(layout, self._host) if self._retries_loads else None
             self._engine = TransferEngine(layout, self._host, self._config, path, fallback)
+            if self._open_storage is not None:
+                storage = self._open_storage(layout.block_bytes)
+                self._storage = StorageJobs(storage, self._host.tensor.numpy())
 
     def handle_preemptions(self, plan: StepPlan) -> None:
         if plan.fence and plan.step != self._step and self._engine is not None:
@@ -100,6 +109,9 @@ class WorkerHalf(KVConnectorWorker):
         if plan.awaited_loads:
             self._transfer.wait_jobs(plan.awaited_loads)
         self._mark = self._transfer.mark() if plan.background_loads else None
+        for job in plan.storage:
+            assert self._storage is not None, "the plan has storage jobs, and this half was made without storage"
+            self._storage.begin(job)
 
     def clear_connector_metadata(self) -> None:
         self._plan = None
@@ -158,17 +170,19 @@ class WorkerHalf(KVConnectorWorker):
     def build_connector_worker_meta(self) -> StepReport:
         self._poll()
         completed, self._completed = self._completed, []
+        stored = self._storage.poll() if self._storage is not None else []
         loaded = [c for c in completed if c.direction is Direction.LOAD]
         return StepReport(
             step=self._step,
             rank=self._rank,
-            done=tuple(c.job_id for c in completed if c.ok),
-            failed=tuple(c.job_id for c in completed if not c.ok),
+            done=tuple([c.job_id for c in completed if c.ok] + [job.job_id for job in stored if job.ok]),
+            failed=tuple([c.job_id for c in completed if not c.ok] + [job.job_id for job in stored if not job.ok]),
             num_host_blocks=self._host.num_ready_blocks if self._host else 0,
             loaded_bytes=sum(c.bytes for c in loaded),
             saved_bytes=sum(c.bytes for c in completed if c.direction is Direction.SAVE),
             load_milliseconds=sum(c.milliseconds for c in loaded),
             load_timings=self._transfer.take_load_timings() if self._engine else (),
+            found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
         )
 
     def describe(self) -> str:
@@ -184,6 +198,9 @@ class WorkerHalf(KVConnectorWorker):
     def shutdown(self) -> None:
         if self._engine is not None and self._host is not None:
             self._engine.close()
+            if self._storage is not None:
+                self._storage.close()
+                self._storage = None
             self._host.close()
             self._engine = self._host = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from kv_connector.config import Config
 from kv_connector.errors import TransferError
 from kv_connector.index import CacheIdentity
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.storage.base import Storage
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import CacheLayout
 from kv_connector.transfer.paths import CopyPath, make_path
@@ -117,8 +119,11 @@ class FaultyPath:
 class LateWorker(WorkerHalf):
     """A worker whose saves and background loads move bytes only when `hold` is off: the link is busy otherwise."""
 
-    def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
-        super().__init__(config, rank, world_size, self._make_faulty)
+    def __init__(
+        self, config: Config, rank: int = 0, world_size: int = 1, storages: Sequence[Storage] | None = None
+    ) -> None:
+        open_storage = None if storages is None else lambda block_bytes: storages[rank]
+        super().__init__(config, rank, world_size, self._make_faulty, open_storage=open_storage)
         self.hold = False
         self.num_awaited = 0
         self.path: FaultyPath | None = None
@@ -184,12 +189,19 @@ def make_engine(
     model: PatternModel | None = None,
     max_step_tokens: int = 12,
     max_running: int = 4,
+    storages: Sequence[Storage] | None = None,
 ) -> MiniEngine:
-    """A mini engine over a `PatternModel` with both halves and late, fault-injecting workers."""
+    """A mini engine over a `PatternModel` with both halves and late, fault-injecting workers; a storage for each."""
     model = model or PatternModel()
-    scheduler = Scheduler(num_device_blocks, block_size, max_step_tokens, max_running)
-    runner = LocalRunner(model, num_device_blocks, block_size, lambda rank, size: LateWorker(config, rank, size))
-    connector = SchedulerHalf(config, block_size, runner.world_size, scheduler.tree)
+    looks = count()
+
+    def clock() -> float:
+        """A millisecond passes at every look."""
+        return next(looks) / 1e3
+
+    scheduler = Scheduler(num_device_blocks, block_size, max_step_tokens, max_running, clock=clock)
+    runner = LocalRunner(model, num_device_blocks, block_size, lambda r, size: LateWorker(config, r, size, storages))
+    connector = SchedulerHalf(config, block_size, runner.world_size, scheduler.tree, clock)
     identity = CacheIdentity("pattern", "uint8", "rows", block_size, tp_size=runner.world_size)
     return MiniEngine(scheduler, runner, identity, connector)
 

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from kv_connector.storage.base import Storage, ThreadedStorage
 from kv_connector.storage.filesystem import FilesystemStorage
 from kv_connector.storage.memory import MemoryStorage
 
+R = TypeVar("R")
 BLOCK = 16384
 IDENTITY = hashlib.sha256(b"model").digest()
 SECONDS = 30.0  # a future that takes longer hangs
@@ -93,6 +95,67 @@ class FaultyStorage:
 
     def close(self) -> None:
         self.inner.close()
+
+
+class HeldStorage:
+    """A dictionary whose calls end when the test says so, and fail when it says so; everything in the test's thread."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.hold = False
+        self.failing = ""  # "read", "write" or "all"
+        self._held: list[Callable[[], None]] = []
+
+    def release(self) -> None:
+        """Let everything end that was held."""
+        self.hold = False
+        held, self._held = self._held, []
+        for call in held:
+            call()
+
+    def exists(self, keys: Sequence[bytes]) -> Future[int]:
+        return self._end(lambda: next((i for i, k in enumerate(keys) if k not in self.blocks), len(keys)), 0, "exists")
+
+    def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> Future[list[bool]]:
+        for block in blocks:
+            block[:] = b"\xdd" * len(block)  # whatever reads it before it is there reads nonsense
+
+        def fill() -> list[bool]:
+            for block_key, block in zip(keys, blocks, strict=True):
+                if block_key in self.blocks:
+                    block[:] = self.blocks[block_key]
+            return [block_key in self.blocks for block_key in keys]
+
+        return self._end(fill, [False] * len(keys), "read")
+
+    def write(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> Future[list[bool]]:
+        def store() -> list[bool]:
+            for block_key, block in zip(keys, blocks, strict=True):
+                self.blocks.setdefault(block_key, bytes(block))
+            return [True] * len(keys)
+
+        return self._end(store, [False] * len(keys), "write")
+
+    def remove(self, keys: Sequence[bytes]) -> Future[int]:
+        return self._end(lambda: sum(self.blocks.pop(k, None) is not None for k in keys), 0, "remove")
+
+    def stats(self) -> dict[str, float]:
+        return {"stored_blocks": len(self.blocks)}
+
+    def close(self) -> None:
+        self.release()
+
+    def _end(self, call: Callable[[], R], otherwise: R, name: str) -> Future[R]:
+        future: Future[R] = Future()
+
+        def end() -> None:
+            future.set_result(otherwise if self.failing in (name, "all") else call())
+
+        if self.hold:
+            self._held.append(end)
+        else:
+            end()
+        return future
 
 
 def make_memory(folder: Path) -> Storage:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from integration.mini_engine.request import EngineRequest
-from kv_connector.config import Config, LoadChoice, WritePolicy
+from kv_connector.config import Config, LoadChoice, Prefetch, StorageConfig, WritePolicy
 from kv_connector.types import Direction
 from tests.fakes import LateWorker, PatternModel, check_engine, make_engine
+from tests.storages import HeldStorage
 
 SEEN: Counter[str] = Counter()
 NUM_DEVICE_BLOCKS = 16
@@ -37,11 +38,19 @@ class HalvesMachine(RuleBasedStateMachine):
         num_ranks=st.integers(1, 2),
         host_kib=st.sampled_from([60, 100, 160, 0]),
         threshold=st.sampled_from([1, 2]),
-        choice=st.sampled_from([LoadChoice.SYNC, LoadChoice.ASYNC]),
+        choice=st.sampled_from([LoadChoice.SYNC, LoadChoice.ASYNC, LoadChoice.ASYNC]),
         stall=st.sampled_from([0, 10_000]),
+        prefetch=st.sampled_from([None, *Prefetch]),
     )
     def start(
-        self, policy: WritePolicy, num_ranks: int, host_kib: int, threshold: int, choice: LoadChoice, stall: int
+        self,
+        policy: WritePolicy,
+        num_ranks: int,
+        host_kib: int,
+        threshold: int,
+        choice: LoadChoice,
+        stall: int,
+        prefetch: Prefetch | None,
     ) -> None:
         self.model = PatternModel(num_layers=2, num_ranks=num_ranks)
         config = Config(
@@ -52,10 +61,19 @@ class HalvesMachine(RuleBasedStateMachine):
             layer_group_bytes=1,
             load_choice=choice,
             max_load_stall_ms=stall,  # at 10 s every load is announced in the step that begins it
+            storage=StorageConfig(path="unused", capacity=1, prefetch=prefetch, max_backup_blocks=6)
+            if prefetch is not None and host_kib
+            else None,
         )
-        self.engine = make_engine(config, NUM_DEVICE_BLOCKS, BLOCK_SIZE, self.model)
+        self.config = config
+        self.storages = [HeldStorage() for _ in range(num_ranks)] if config.storage is not None else []
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        storages = self.storages or None
+        self.engine = make_engine(self.config, NUM_DEVICE_BLOCKS, BLOCK_SIZE, self.model, storages=storages)
         self.workers = [worker for worker in self.engine._runner.workers if isinstance(worker, LateWorker)]
-        assert len(self.workers) == num_ranks
+        assert len(self.workers) == self.engine._runner.world_size
 
     @rule(
         document=st.sampled_from(range(len(DOCUMENTS))),
@@ -88,6 +106,29 @@ class HalvesMachine(RuleBasedStateMachine):
         path = self.workers[rank % len(self.workers)].path
         if path is not None:
             path.fail_in[direction] = fail_in
+
+    @rule(rank=st.integers(0, 1), hold=st.booleans(), failing=st.sampled_from(["", "", "read", "write", "all"]))
+    def disturb_storage(self, rank: int, hold: bool, failing: str) -> None:
+        if self.storages:
+            storage = self.storages[rank % len(self.storages)]
+            storage.release()
+            storage.hold, storage.failing = hold, failing
+
+    @rule(rank=st.integers(0, 1), which=st.integers(0, 30))
+    def lose_a_stored_block(self, rank: int, which: int) -> None:
+        storage = self.storages[rank % len(self.storages)] if self.storages else None
+        if storage is not None and storage.blocks:
+            del storage.blocks[sorted(storage.blocks)[which % len(storage.blocks)]]
+
+    @rule(chance=st.integers(0, 2), failing=st.sampled_from(["", "read"]))
+    def restart(self, chance: int, failing: str) -> None:
+        """A new engine on the storage that the old one has left."""
+        if self.storages and chance == 0:
+            self.finish()
+            self.requests, self.pins = [], []
+            self.start_engine()
+            self.storages[0].failing = failing
+            SEEN["restarts"] += 1
 
     @rule(rank=st.integers(0, 1), hold=st.booleans())
     def delay_saves(self, rank: int, hold: bool) -> None:
@@ -128,10 +169,16 @@ class HalvesMachine(RuleBasedStateMachine):
             check_engine(self.engine)
 
     def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
+        if hasattr(self, "engine"):
+            self.finish()
+
+    def finish(self) -> None:
+        """Let everything end, then look for what is wrong or left over."""
         for worker in self.workers:
             worker.hold = False
+        for storage in self.storages:
+            storage.failing = ""
+            storage.release()
         self.engine.run()
         check_engine(self.engine)
         for request in self.requests:
@@ -153,7 +200,7 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
     run_state_machine_as_test(
         HalvesMachine,
         settings=settings(
-            max_examples=250,
+            max_examples=300,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,
@@ -166,11 +213,17 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "steps": 5000,
         "loaded_blocks": 1000,
         "saved_blocks": 1000,
-        "failed_load_jobs": 50,
+        "failed_load_jobs": 30,
         "async_loads": 200,
-        "late_loads_awaited": 50,
+        "late_loads_awaited": 5,
+        "restarts": 50,
+        "fetched_blocks": 500,
+        "failed_fetch_jobs": 20,
+        "backed_up_blocks": 500,
+        "failed_backup_jobs": 20,
+        "dropped_backups_blocks": 20,
         "ridden_loads": 10,
-        "aborts_while_loading": 5,
+        "aborts_while_loading": 3,
         "failed_save_jobs": 40,
         "host_evicted_blocks": 500,
         "preemptions": 50,
@@ -179,4 +232,5 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "saves_on_hit_blocks": 100,
         "saves_pinned_blocks": 20,
     }
+    print({name: SEEN[name] for name in least})
     assert {name: SEEN[name] for name, count in least.items() if SEEN[name] < count} == {}

@@ -35,10 +35,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loads": {*LAYER_0},
     "leases": {*LAYER_0, "base", "index", "jobs", "loads", "saves"},
     "steps": {*LAYER_0},
-    "scheduler": {*LAYER_0, "base", "index", "jobs", "leases", "loads", "saves", "steps", "numpy"},
-    "worker": {*LAYER_0, "base", "transfer", "torch", "numpy"},
+    "storing": {*LAYER_0, "base", "index", "jobs", "numpy"},
+    "scheduler": {*LAYER_0, "base", "index", "jobs", "leases", "loads", "saves", "steps", "storing", "numpy"},
+    "worker": {*LAYER_0, "base", "storage", "transfer", "torch", "numpy"},
     "engines": {*LAYER_0, "base", "index", "build", "vllm", "torch", "prometheus_client"},
-    "build": {*LAYER_0, "base", "index", "transfer", "scheduler", "worker", "torch", "numpy"},
+    "build": {*LAYER_0, "base", "index", "storage", "transfer", "scheduler", "worker", "torch", "numpy"},
 }
 # In addition, under `if TYPE_CHECKING`: costs nothing at run time.
 MAY_NAME: dict[str, set[str]] = {
@@ -47,7 +48,7 @@ MAY_NAME: dict[str, set[str]] = {
     "base": {"torch"},
 }
 # Only inside functions, so that the scheduler's process never loads what moves bytes.
-ONLY_LAZILY: dict[str, set[str]] = {"build": {"transfer", "worker", "torch"}}
+ONLY_LAZILY: dict[str, set[str]] = {"build": {"storage", "transfer", "worker", "torch"}}
 # One thread and a clock that is passed in: a run is repeatable from a seed.
 THREADS = {"threading", "asyncio", "concurrent", "multiprocessing", "queue"}
 CLOCKS = {"time", "datetime"}
@@ -58,6 +59,7 @@ MAY_NOT_IMPORT = {
     "loads": THREADS | CLOCKS,
     "leases": THREADS | CLOCKS,
     "steps": THREADS | CLOCKS,
+    "storing": THREADS | CLOCKS,
     "scheduler": THREADS,
 }
 

@@ -1,0 +1,59 @@
+"""Storage jobs of one rank: begun with a step's plan, found to have ended when the step is reported."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..types import StorageAction, StorageJob
+from .base import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStorageJob:
+    """`ok`: every block of it was moved. `found`: of a look-up, how many leading keys exist."""
+
+    job_id: int
+    ok: bool
+    found: int | None = None
+
+
+class StorageJobs:
+    """Moves blocks between `storage` and host memory; one thread calls, and never waits."""
+
+    def __init__(self, storage: Storage, blocks: NDArray[np.uint8]) -> None:
+        """`blocks`: the host pool, of shape (num_blocks, block_bytes)."""
+        self._storage = storage
+        self._blocks = blocks
+        self._running: dict[int, tuple[StorageJob, Future[Any]]] = {}
+
+    def begin(self, job: StorageJob) -> None:
+        """Hand a job to the backend, whose threads read or write its host blocks until it has ended."""
+        keys = job.split_keys()
+        future: Future[Any]
+        if job.action is StorageAction.LOOK_UP:
+            future = self._storage.exists(keys)
+        else:
+            buffers = [memoryview(self._blocks[block_id]) for block_id in job.host_ids.tolist()]
+            is_fetch = job.action is StorageAction.FETCH
+            future = self._storage.read(keys, buffers) if is_fetch else self._storage.write(keys, buffers)
+        self._running[job.job_id] = (job, future)
+
+    def poll(self) -> list[EndedStorageJob]:
+        """Those that have ended since the last call."""
+        ended = []
+        for job, future in [entry for entry in self._running.values() if entry[1].done()]:
+            del self._running[job.job_id]
+            if job.action is StorageAction.LOOK_UP:
+                ended.append(EndedStorageJob(job.job_id, True, future.result()))
+            else:
+                ended.append(EndedStorageJob(job.job_id, all(future.result())))
+        return ended
+
+    def close(self) -> None:
+        """Wait for what is under way, then close the backend."""
+        self._storage.close()
