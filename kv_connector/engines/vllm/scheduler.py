@@ -37,6 +37,7 @@ class SchedulerRole:
             groups=shape.groups,
             drop_last_block=shape.drop_last_block,
             unpins_when_idle=shape.unpins_when_idle,
+            identity=shape.identity,
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
         self._feed = StatsFeed()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
 
 from ...config import Config
 from ...errors import ConfigError
@@ -46,6 +48,11 @@ def read_config(vllm_config: VllmConfig) -> Config:
             "host_memory=0: there is nothing to cache in; give kv_connector_extra_config a size such as "
             '{"host_memory": "64GiB"} (all ranks together)'
         )
+    if config.storage is not None and not _has_stable_hashes(vllm_config):
+        raise ConfigError(
+            "storage: this engine's names of blocks change with every start; set PYTHONHASHSEED to the same value for "
+            "all engines that share the storage, such as PYTHONHASHSEED=0"
+        )
     return config
 
 
@@ -78,6 +85,14 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
             pp_size=parallel.pipeline_parallel_size,
         ),
     )
+
+
+def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
+    """Whether another engine gives a block the same name. Newer versions do so by themselves with SHA-256."""
+    if os.environ.get("PYTHONHASHSEED") is not None:
+        return True
+    is_new = hasattr(kv_cache_utils, "resolve_none_hash_seed")
+    return is_new and "sha256" in str(vllm_config.cache_config.prefix_caching_hash_algo)
 
 
 def layer_specs(spec: Any) -> Iterable[Any]:

@@ -36,7 +36,12 @@ class WorkerRole:
         self._shape = shape
         # A failed load in front of a step is what vLLM takes worst: it may kill the engine under async scheduling.
         self.half = build_worker(
-            config, shape.rank, shape.world_size, fails_by_request=TELLS_FAILED_REQUESTS, retries_loads=True
+            config,
+            shape.rank,
+            shape.world_size,
+            identity=shape.identity,
+            fails_by_request=TELLS_FAILED_REQUESTS,
+            retries_loads=True,
         )
         self._is_empty_step = False
 

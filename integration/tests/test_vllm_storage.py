@@ -1,0 +1,76 @@
+"""Storage behind a real vLLM engine: what one engine has computed, the next one finds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.tests.vllm_engines import BLOCK_SIZE, prompts, running, transfer_config
+from kv_connector.errors import ConfigError
+
+NUM_BLOCKS = 4 * 13
+
+
+@pytest.fixture(autouse=True)
+def stable_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def test_the_next_engine_answers_from_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    storage = {"path": str(folder), "capacity": "64MiB", "prefetch": "wait_complete"}
+    config = transfer_config({"write_policy": "write_through", "storage": storage})
+    asked = prompts(4)
+    with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
+        engine.alone(asked)
+        from_device = engine.alone(asked)
+        engine.check_all_free()
+        stats = engine.stats()
+    assert (stats["backed_up_blocks"], stats["fetched_blocks"]) == (NUM_BLOCKS, 0)
+    with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
+        assert engine.alone(asked) == from_device
+        engine.check_all_free()
+        stats = engine.stats()
+    assert stats["fetched_blocks"] == NUM_BLOCKS
+    assert stats["host_hit_tokens"] == NUM_BLOCKS * BLOCK_SIZE
+    packs = list(folder.rglob("*.pack"))
+    assert packs
+    for path in packs:
+        with open(path, "r+b") as file:  # a bit of every pack's first block
+            file.seek(4096 + 100)
+            byte = file.read(1)[0]
+            file.seek(4096 + 100)
+            file.write(bytes([byte ^ 1]))
+    with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
+        assert engine.alone(asked) == from_device, "damage is a miss"
+        engine.check_all_free()
+        assert engine.stats()["failed_fetch_jobs"] > 0
+
+
+def test_a_reset_of_the_connector_hides_what_storage_has(tmp_path: Path) -> None:
+    """It is called when weights change: bytes of before must not come back."""
+    storage = {"path": str(tmp_path / "store"), "capacity": "64MiB", "prefetch": "wait_complete"}
+    config = transfer_config({"write_policy": "write_through", "storage": storage})
+    asked = prompts(2)
+    with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
+        first = engine.alone(asked)
+        engine.drain()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.alone(asked) == first
+        assert engine.stats()["fetched_blocks"] == 0
+        engine.check_all_free()
+
+
+def test_names_that_change_with_every_start_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    config = transfer_config({"storage": {"path": str(tmp_path / "store"), "capacity": "64MiB"}})
+    with (
+        pytest.raises((ConfigError, RuntimeError), match="PYTHONHASHSEED=0"),
+        running(tmp_path, kv_transfer_config=config, prefix_caching_hash_algo="xxhash"),
+    ):
+        pass
+    assert os.environ.get("PYTHONHASHSEED") is None
