@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": {*LAYER_0, "base", "index", "jobs", "leases", "loads", "saves", "steps", "storing", "numpy"},
     "worker": {*LAYER_0, "base", "storage", "transfer", "torch", "numpy"},
     "engines": {*LAYER_0, "base", "index", "build", "vllm", "torch", "prometheus_client"},
+    "cli": {*LAYER_0, "storage"},
     "build": {*LAYER_0, "base", "index", "storage", "transfer", "scheduler", "worker", "torch", "numpy"},
 }
 # In addition, under `if TYPE_CHECKING`: costs nothing at run time.

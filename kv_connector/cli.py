@@ -1,0 +1,176 @@
+"""`kv-connector`: what an operator does with a storage folder, also while engines use it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from .config import parse_size
+from .errors import ConfigError
+from .storage.survey import PackFile, damaged_blocks, survey, temporary_files
+
+_BAR = 30  # characters
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where all is well, 1 where something is damaged, 2 where the command cannot be carried out."""
+    options = _parser().parse_args(arguments)
+    try:
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
+    except (OSError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kv-connector", description=__doc__)
+    storage = parser.add_subparsers(required=True).add_parser("storage", help="look at and tidy a storage folder")
+    commands = storage.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("path", type=Path, help="the folder")
+        command.set_defaults(run=run)
+        return command
+
+    add("stat", _stat, "what lies in the folder, in all and by identity")
+    add("ls", _ls, "one line for each pack, the last used first").add_argument("--limit", type=int, help="lines")
+    verify = add("verify", _verify, "read everything and compare checksums")
+    verify.add_argument("--delete", action="store_true", help="delete what is damaged")
+    gc = add("gc", _gc, "delete what was used longest ago until the folder is small enough")
+    gc.add_argument("--capacity", required=True, help='such as "100GiB"')
+    rm = add("rm", _rm, "delete packs")
+    rm.add_argument("names", nargs="*", help="their names, or the first digits of them")
+    rm.add_argument("--identity", help="all of this identity, or of the first digits of it")
+    rm.add_argument("--all", action="store_true", help="all")
+    return parser
+
+
+def _stat(options: argparse.Namespace) -> int:
+    packs = list(survey(options.path))
+    groups: dict[str, list[PackFile]] = {}
+    for pack in packs:
+        groups.setdefault(_identity(pack), []).append(pack)
+    print(f"{'identity':16} {'packs':>8} {'blocks':>10} {'bytes':>12} {'block':>10}  last used")
+    for identity, group in sorted(groups.items()):
+        _print_group(identity, group)
+    _print_group("in all", packs)
+    temporary = temporary_files(options.path)
+    print(f"{len(temporary)} temporary files, {_size(sum(path.stat().st_size for path in temporary))}")
+    return 0
+
+
+def _ls(options: argparse.Namespace) -> int:
+    packs = sorted(survey(options.path), key=lambda pack: -pack.used_ns)
+    for pack in packs[: options.limit]:
+        blocks = len(pack.header.keys) if pack.header else 0
+        told = pack.problem or f"{blocks} blocks"
+        print(f"{pack.name[:16]}  {_identity(pack):16}  {_size(pack.num_bytes):>10}  {_when(pack.used_ns)}  {told}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    packs = list(survey(options.path))
+    bad = []
+    for pack in _progress(packs, "verify"):
+        try:
+            damaged = [] if pack.header is None else damaged_blocks(pack)
+        except FileNotFoundError:
+            continue  # evicted meanwhile
+        if pack.problem or damaged:
+            bad.append(pack)
+            print(f"{pack.path}: {pack.problem or f'blocks {damaged} are damaged'}")
+            if options.delete:
+                pack.path.unlink(missing_ok=True)
+    done = " and deleted" if options.delete else ""
+    print(f"{len(packs)} packs, {len(bad)} damaged{done if bad else ''}")
+    return 1 if bad and not options.delete else 0
+
+
+def _gc(options: argparse.Namespace) -> int:
+    capacity = parse_size(options.capacity, "--capacity")
+    packs = sorted(survey(options.path), key=lambda pack: pack.used_ns)
+    excess = sum(pack.num_bytes for pack in packs) - capacity
+    gone = []
+    for pack in packs:
+        if excess <= 0:
+            break
+        gone.append(pack)
+        excess -= pack.num_bytes
+    return _delete(gone)
+
+
+def _rm(options: argparse.Namespace) -> int:
+    if not options.names and not options.identity and not options.all:
+        raise ConfigError("nothing to delete: give names, --identity or --all")
+    names = tuple(options.names)
+    chosen = [
+        pack
+        for pack in survey(options.path)
+        if options.all
+        or (names and pack.name.startswith(names))
+        or (options.identity and pack.header and pack.header.identity.hex().startswith(options.identity))
+    ]
+    return _delete(chosen)
+
+
+def _delete(packs: Sequence[PackFile]) -> int:
+    for pack in _progress(packs, "delete"):
+        pack.path.unlink(missing_ok=True)
+    print(f"deleted {len(packs)} packs, {_size(sum(pack.num_bytes for pack in packs))}")
+    return 0
+
+
+def _print_group(identity: str, packs: Sequence[PackFile]) -> None:
+    headers = [pack.header for pack in packs if pack.header is not None]
+    sizes = sorted({header.block_bytes for header in headers})
+    block = _size(sizes[0]) if len(sizes) == 1 else "-"
+    blocks = sum(len(header.keys) for header in headers)
+    used = _when(max(pack.used_ns for pack in packs)) if packs else "-"
+    total = _size(sum(pack.num_bytes for pack in packs))
+    print(f"{identity:16} {len(packs):8} {blocks:10} {total:>12} {block:>10}  {used}")
+
+
+def _progress(packs: Sequence[PackFile], what: str) -> Iterator[PackFile]:
+    """The packs, with a bar on a terminal."""
+    shown = sys.stderr.isatty()
+    total = max(1, sum(pack.num_bytes for pack in packs))
+    for done, pack in zip(_sums(pack.num_bytes for pack in packs), packs, strict=True):
+        yield pack
+        if shown:
+            filled = _BAR * done // total
+            print(f"\r{what} [{'#' * filled:{_BAR}}] {100 * done // total:3} %", end="", file=sys.stderr, flush=True)
+    if shown and packs:
+        print(file=sys.stderr)
+
+
+def _sums(values: Iterable[int]) -> Iterator[int]:
+    total = 0
+    for value in values:
+        total += value
+        yield total
+
+
+def _identity(pack: PackFile) -> str:
+    return pack.header.identity.hex()[:16] if pack.header is not None else "(not a pack)"
+
+
+def _size(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _when(used_ns: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(used_ns / 1e9))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

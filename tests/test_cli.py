@@ -1,0 +1,112 @@
+"""An operator and a storage folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kv_connector.cli import main
+from kv_connector.storage.filesystem import FilesystemStorage
+from kv_connector.storage.packs import pack_bytes
+from tests.storages import BLOCK, IDENTITY, exists, get, key, put
+
+PACK = pack_bytes(4, BLOCK)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three packs of one identity, used in this order, and one of another."""
+    store = FilesystemStorage(tmp_path, IDENTITY, BLOCK, 8 << 20)
+    for name in "abc":
+        put(store, keys_of(name))
+    store.close()
+    other = FilesystemStorage(tmp_path, b"o" * 32, BLOCK, 8 << 20)
+    put(other, keys_of("d"))
+    other.close()
+    return tmp_path
+
+
+def keys_of(name: str) -> list[bytes]:
+    return [key(f"{name}{i}") for i in range(4)]
+
+
+def found(folder: Path) -> list[int]:
+    store = FilesystemStorage(folder, IDENTITY, BLOCK, 8 << 20)
+    result = [exists(store, keys_of(name)) for name in "abc"]
+    assert all(all(get(store, keys_of(name))) for name, count in zip("abc", result, strict=True) if count)
+    store.close()
+    return result
+
+
+def test_stat_and_ls_tell_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["storage", "stat", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == [(b"o" * 32).hex()[:16], "1", "4"]
+    assert lines[2].split()[:3] == [IDENTITY.hex()[:16], "3", "12"]
+    assert lines[3].split()[:4] == ["in", "all", "4", "16"]
+    assert main(["storage", "ls", str(folder), "--limit", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [(b"o" * 32).hex()[:16], IDENTITY.hex()[:16]]
+
+
+def test_verify_finds_every_flipped_bit_and_deletes_on_request(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["storage", "verify", str(folder)]) == 0
+    assert "4 packs, 0 damaged" in capsys.readouterr().out
+    first, second, *_ = sorted(folder.rglob("*.pack"))
+    text = bytearray(first.read_bytes())
+    text[4096 + 2 * BLOCK + 5] ^= 128
+    first.write_bytes(text)
+    second.write_bytes(b"nonsense")
+    assert main(["storage", "verify", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert f"{first}: blocks [2] are damaged" in out
+    assert f"{second}: it ends after 8 bytes" in out
+    assert main(["storage", "verify", "--delete", str(folder)]) == 0
+    assert main(["storage", "verify", str(folder)]) == 0
+    assert "2 packs, 0 damaged" in capsys.readouterr().out
+
+
+def test_gc_deletes_what_was_used_longest_ago(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["storage", "gc", str(folder), "--capacity", str(2 * PACK)]) == 0
+    assert "deleted 2 packs" in capsys.readouterr().out
+    assert found(folder) == [0, 0, 4]
+    assert main(["storage", "gc", str(folder), "--capacity", "1GiB"]) == 0
+    assert "deleted 0 packs" in capsys.readouterr().out
+
+
+def test_rm_deletes_by_name_and_by_identity(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["storage", "ls", str(folder)])
+    oldest = capsys.readouterr().out.splitlines()[-1].split()[0]
+    assert main(["storage", "rm", str(folder), oldest]) == 0
+    assert found(folder) == [0, 4, 4]
+    assert main(["storage", "rm", str(folder), "--identity", IDENTITY.hex()[:8]]) == 0
+    assert found(folder) == [0, 0, 0]
+    assert len(list(folder.rglob("*.pack"))) == 1
+    assert main(["storage", "rm", str(folder), "--all"]) == 0
+    assert not list(folder.rglob("*.pack"))
+
+
+def test_an_engine_that_uses_the_folder_only_misses(folder: Path) -> None:
+    store = FilesystemStorage(folder, IDENTITY, BLOCK, 8 << 20)
+    assert exists(store, keys_of("a")) == 4
+    assert main(["storage", "rm", str(folder), "--all"]) == 0
+    assert get(store, keys_of("a")) == [False] * 4
+    assert put(store, keys_of("a")) == [True] * 4
+    assert get(store, keys_of("a")) == [True] * 4
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["stat", "/no/such/folder"], "/no/such/folder"),
+        (["gc", ".", "--capacity", "many"], "--capacity='many' is not a size"),
+        (["rm", "."], "nothing to delete: give names, --identity or --all"),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["storage", *arguments]) == 2
+    assert words in capsys.readouterr().err
