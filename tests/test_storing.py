@@ -1,0 +1,265 @@
+"""Storage as the scheduler half sees it: plans read, and reports written, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kv_connector.config import Config
+from kv_connector.errors import ConfigError
+from kv_connector.index import BlockGroup
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import StepReport, StorageAction, StorageJob
+from tests.test_scheduler import Asked, ForeignBlocks, admit, run, save
+
+PROMPT = list(range(41))  # ten blocks, and a token to compute
+
+
+class Ticks:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+def make_half(
+    num_host_blocks: int = 100, world_size: int = 1, **storage: object
+) -> tuple[SchedulerHalf, ForeignBlocks, Ticks]:
+    settings = {"path": "unused", "capacity": 1, "prefetch": "wait_complete"} | storage
+    config = Config.from_mapping(
+        {"host_memory": 1 << 20, "write_policy": "write_through", "load_choice": "sync", "storage": settings}
+    )
+    ticks = Ticks()
+    half = SchedulerHalf(config, 4, world_size, clock=ticks)
+    blocks = ForeignBlocks()
+    half.bind_block_pool(blocks)
+    half.update_connector_output([StepReport(0, rank, num_host_blocks=num_host_blocks) for rank in range(world_size)])
+    return half, blocks, ticks
+
+
+def arrive(half: SchedulerHalf, request: Asked) -> StorageJob:
+    """The look-up that a request's arrival leads to."""
+    half.on_new_request(request)
+    (job,) = step(half)
+    assert job.action is StorageAction.LOOK_UP
+    return job
+
+
+def step(half: SchedulerHalf) -> tuple[StorageJob, ...]:
+    """Storage jobs of a step without requests."""
+    return run(half).storage
+
+
+def report(
+    half: SchedulerHalf,
+    done: Sequence[StorageJob] = (),
+    failed: Sequence[StorageJob] = (),
+    found: int | None = None,
+    rank: int = 0,
+) -> None:
+    """Storage jobs have ended on a rank."""
+    half.update_connector_output(
+        [
+            StepReport(
+                half._step,
+                rank,
+                tuple(job.job_id for job in done),
+                tuple(job.job_id for job in failed),
+                num_host_blocks=half._ready_host_blocks[rank],
+                found=tuple((job.job_id, found) for job in done) if found is not None else (),
+            )
+        ]
+    )
+
+
+def matched(half: SchedulerHalf, request: Asked) -> int | None:
+    return half.get_num_new_matched_tokens(request, 0)[0]
+
+
+def compute(half: SchedulerHalf, request: Asked) -> None:
+    """A whole life of a request that storage knows nothing of; its blocks are saved."""
+    report(half, [arrive(half, request)], found=0)
+    save(half, request)
+
+
+def fetch(half: SchedulerHalf, request: Asked, found: int = 10) -> tuple[StorageJob, ...]:
+    """Arrival, and a look-up that finds blocks; returns the fetches."""
+    report(half, [arrive(half, request)], found=found)
+    return step(half)
+
+
+def test_what_storage_has_is_a_host_hit_once_it_is_there() -> None:
+    half, _, _ = make_half()
+    request = Asked("a", PROMPT)
+    (job,) = fetch(half, request)
+    assert (job.action, job.num_blocks, len(job.split_keys())) == (StorageAction.FETCH, 10, 10)
+    assert matched(half, request) is None, "it waits"
+    report(half, [job])
+    assert matched(half, request) == 40
+    assert half.get_kv_connector_stats()["fetched_blocks"] == 10
+    assert step(half) == (), "asked once"
+    half.check()
+
+
+def test_only_what_the_host_lacks_is_looked_up() -> None:
+    half, _, _ = make_half()
+    compute(half, Asked("before", PROMPT[:17]))
+    drain(half)
+    job = arrive(half, Asked("a", PROMPT))
+    assert len(job.split_keys()) == 10 - 4
+    half.on_new_request(Asked("b", PROMPT[:17]))
+    assert step(half) == (), "all of it is on the host"
+
+
+def drain(half: SchedulerHalf) -> None:
+    """Let every backup end."""
+    while jobs := step(half):
+        report(half, jobs)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "at_once", "later"), [("best_effort", 0, 0), ("timeout", None, 0), ("wait_complete", None, None)]
+)
+def test_how_long_a_request_waits(prefetch: str, at_once: int | None, later: int | None) -> None:
+    half, _, ticks = make_half(prefetch=prefetch, timeout_ms=200)
+    request = Asked("a", PROMPT)
+    fetch(half, request)
+    assert matched(half, request) == at_once
+    ticks.now += 0.25
+    assert matched(half, request) == later
+
+
+def test_ranks_agree_on_the_shortest_prefix() -> None:
+    half, _, _ = make_half(world_size=2)
+    request = Asked("a", PROMPT)
+    job = arrive(half, request)
+    report(half, [job], found=7, rank=0)
+    assert step(half) == ()
+    report(half, [job], found=3, rank=1)
+    (job,) = step(half)
+    assert job.num_blocks == 3
+    report(half, [job], rank=0)
+    assert matched(half, request) is None
+    report(half, failed=[job], rank=1)
+    assert matched(half, request) == 0, "a fault on one rank is a fault of the job"
+    assert half.get_kv_connector_stats()["failed_fetch_jobs"] == 1
+    half.check()
+
+
+def test_a_long_prefix_comes_in_parts_and_a_part_that_fails_ends_the_hit() -> None:
+    half, _, _ = make_half(num_host_blocks=300)
+    request = Asked("a", list(range(4 * 200 + 1)))
+    jobs = fetch(half, request, found=200)
+    assert [job.num_blocks for job in jobs] == [64, 64, 64, 8]
+    report(half, [jobs[0], jobs[2], jobs[3]], failed=[jobs[1]])
+    assert matched(half, request) == 4 * 64
+    half.check()
+
+
+def test_a_host_that_is_too_small_takes_the_beginning() -> None:
+    half, _, _ = make_half(num_host_blocks=6)
+    request = Asked("a", PROMPT)
+    (job,) = fetch(half, request)
+    assert job.num_blocks == 6
+    report(half, [job])
+    assert matched(half, request) == 24
+    assert half.get_kv_connector_stats()["dropped_fetches_blocks"] == 4
+
+
+def test_an_abort_ends_the_wish_and_what_is_on_its_way_stays() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    job = arrive(half, first)
+    half.request_finished(first)
+    report(half, [job], found=10)
+    assert step(half) == (), "nobody wants it any more"
+    (job,) = fetch(half, second)
+    half.request_finished(second)
+    report(half, [job])
+    assert matched(half, Asked("third", PROMPT)) == 40
+    half.check()
+
+
+def test_saves_are_backed_up_and_the_queue_has_an_end() -> None:
+    half, _, _ = make_half(max_backup_blocks=7)
+    compute(half, Asked("a", PROMPT))
+    (job,) = step(half)
+    assert (job.action, job.num_blocks) == (StorageAction.BACK_UP, 7)
+    assert half.has_pending_push_work()
+    assert half.get_kv_connector_stats()["dropped_backups_blocks"] == 3
+    assert all(half.host.pool.refs(block_id) == 1 for block_id in job.host_ids.tolist()), "leased until it is written"
+    report(half, failed=[job])
+    assert not half.has_pending_push_work()
+    assert half.get_kv_connector_stats()["failed_backup_jobs"] == 1
+    compute(half, Asked("b", [7] * 13))
+    drain(half)
+    assert half.get_kv_connector_stats()["backed_up_blocks"] == 3
+    assert not [b for b in half.host.pool.live_ids() if half.host.pool.refs(b)]
+
+
+def test_the_name_of_a_block_is_the_same_for_writing_and_reading_and_for_every_engine() -> None:
+    writer, _, _ = make_half()
+    compute(writer, Asked("a", PROMPT))
+    (backup,) = step(writer)
+    reader, _, _ = make_half()
+    assert arrive(reader, Asked("b", PROMPT)).split_keys() == backup.split_keys()
+
+
+def test_after_a_reset_nothing_of_before_is_found() -> None:
+    half, _, _ = make_half()
+    before = arrive(half, Asked("a", PROMPT)).split_keys()
+    report(half, [], found=None)
+    assert half.reset_cache()
+    half.request_finished(Asked("a", PROMPT))
+    assert not set(arrive(half, Asked("b", PROMPT)).split_keys()) & set(before)
+
+
+def test_a_reset_while_blocks_are_fetched_leaves_nothing_behind() -> None:
+    half, _, _ = make_half()
+    request = Asked("a", PROMPT)
+    (job,) = fetch(half, request)
+    assert half.reset_cache()
+    report(half, [job])
+    assert half.host.num_copies == 0
+    assert not half.host.pool.live_ids()
+    half.check()
+
+
+def test_a_preempted_request_may_look_again() -> None:
+    half, _, _ = make_half()
+    request = Asked("a", PROMPT)
+    report(half, [arrive(half, request)], found=0)
+    assert admit(half, request) == 0
+    plan = run(half, request)
+    assert plan.storage == ()
+    half.update_connector_output([StepReport(plan.step, 0, (), tuple(job.job_id for job in plan.saves))])
+    assert matched(half, request) is None, "it comes again, and storage may have it by now"
+
+
+def test_windows_are_refused() -> None:
+    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "x", "capacity": 1}})
+    with pytest.raises(ConfigError, match="storage with 2 block groups is not supported"):
+        SchedulerHalf(config, 4, groups=(BlockGroup(), BlockGroup(window_blocks=3)))
+
+
+@pytest.mark.parametrize(
+    ("storage", "words"),
+    [
+        ({"capacity": "1GiB"}, r"storage.path='': give the folder"),
+        ({"path": "x"}, r"storage.capacity=0 is too small"),
+        ({"path": "x", "capacity": "1GiB", "kind": "floppy"}, r"storage.kind='floppy' is unknown"),
+        ({"path": "x", "capcity": "1GiB"}, r"unknown setting 'storage.capcity' \(did you mean 'capacity'\?\)"),
+        ({"path": "x", "capacity": "1GiB", "prefetch": "now"}, r"storage.prefetch='now' is unknown"),
+        ("/data", r"storage='/data' is not an object"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(storage: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Config.from_mapping({"host_memory": "1GiB", "storage": storage})
+    with pytest.raises(ConfigError, match="storage needs host_memory"):
+        Config.from_mapping({"storage": {"path": "x", "capacity": 1}})
