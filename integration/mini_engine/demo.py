@@ -57,6 +57,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--device-blocks", type=int, help="KV blocks on the device (128; on a GPU 700)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block (16)")
     parser.add_argument("--host-memory", default="4GiB", help='host tier, such as "4GiB" (the default)')
+    parser.add_argument(
+        "--storage",
+        type=Path,
+        metavar="DIR",
+        help="keep blocks in this folder too, and start every engine with a connector anew halfway",
+    )
     parser.add_argument("--model", type=Path, help="folder of the converted model (default: the cache folder)")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--png", type=Path, default=Path("demo.png"), help="write the picture here (demo.png)")
@@ -94,9 +100,11 @@ def run(options: argparse.Namespace) -> int:
     print("turn  cache                    prompt  device hit  host hit  computed   TTFT ms (min..max)     vs no cache")
     engines = {way: make_engine(options, model, way) for way in (NO_CACHE, DEVICE_ONLY, *policies)}
     for engine in engines.values():
-        warm_up(engine)
+        warm_up(engine, forget=not options.storage)
     turns: list[Turn] = []
     for number in range(options.turns):
+        if options.storage and number == (options.turns + 1) // 2:
+            restart(options, model, engines)
         turns += ask_all(engines, chats, number, turns, options.answer_tokens)
         print_turn([turn for turn in turns if turn.turn == number])
     for way, engine in engines.items():
@@ -112,17 +120,33 @@ def make_engine(options: argparse.Namespace, model: PagedLlama, way: str) -> Min
     identity = CacheIdentity("SmolLM2-135M-Instruct", str(model.dtype), "NHD", size)
     if way in (NO_CACHE, DEVICE_ONLY):
         return MiniEngine(scheduler, LocalRunner(LlamaModel(model), blocks, size), identity)
-    config = Config.from_mapping({"host_memory": options.host_memory, "write_policy": way})
-    runner = LocalRunner(LlamaModel(model), blocks, size, lambda rank, ranks: build_worker(config, rank, ranks))
-    connector = build_scheduler(config, size, runner.world_size, tree=scheduler.tree)
+    settings: dict[str, object] = {"host_memory": options.host_memory, "write_policy": way}
+    if options.storage:
+        settings["storage"] = {"path": str(options.storage / way), "capacity": "4GiB", "prefetch": "wait_complete"}
+    config = Config.from_mapping(settings)
+    runner = LocalRunner(
+        LlamaModel(model), blocks, size, lambda rank, ranks: build_worker(config, rank, ranks, identity)
+    )
+    connector = build_scheduler(config, size, runner.world_size, tree=scheduler.tree, identity=identity)
     return MiniEngine(scheduler, runner, identity, connector)
 
 
-def warm_up(engine: MiniEngine) -> None:
-    """Whatever happens once (allocations, kernels) happens here; nothing of it stays cached."""
+def restart(options: argparse.Namespace, model: PagedLlama, engines: dict[str, MiniEngine]) -> None:
+    """Every engine with a connector ends and a new one takes its place: only what lies in storage is left."""
+    print("\n-- all engines are started anew: device and host are empty, storage is not --\n")
+    for way, engine in engines.items():
+        engine.run()
+        engine.shutdown()
+        engines[way] = make_engine(options, model, way)
+
+
+def warm_up(engine: MiniEngine, forget: bool) -> None:
+    """Whatever happens once (allocations, kernels) happens here. With `forget` nothing of it stays cached: a reset
+    hides from an engine all that is in its storage."""
     for _ in range(2):
         engine.generate([list(range(1, 1 + 8 * engine.scheduler.block_size))], 2)
-    engine.scheduler.reset_cache()
+    if forget:
+        engine.scheduler.reset_cache()
 
 
 def ask_all(
