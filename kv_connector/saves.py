@@ -54,9 +54,10 @@ class SavePlanner:
         now: float,
     ) -> list[tuple[int, int]]:
         """(device id, host id) of blocks that are, or will be after this step, full and valid on the device."""
-        full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
+        computed = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
         pairs = []
         for group, table in enumerate(tables):
+            full = min(computed, len(table.block_ids))  # vLLM 0.25's MultiConnector keeps tables from its children
             if full <= table.next_block and not table.unsaved:
                 continue
             if self._grouped.groups[group].window_blocks is None:

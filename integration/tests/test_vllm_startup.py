@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
-from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, running, transfer_config
+from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, running, transfer_config, vllm_version
 from kv_connector.errors import ConfigError
 
 
@@ -50,6 +50,7 @@ def test_the_short_name_alone_is_enough(tmp_path: Path) -> None:
         assert engine.stats()["saved_blocks"] == 13
 
 
+@pytest.mark.skipif(vllm_version() < "0.32", reason="older ones keep block tables from the children: nothing is saved")
 def test_several_connectors_share_an_engine(tmp_path: Path) -> None:
     """Under vLLM's MultiConnector the first one with a hit loads, and all save."""
     ours = transfer_config({"write_policy": "write_through"})
