@@ -16,12 +16,13 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .packs import MAX_HEADER_BYTES, PAGE, PackError, PackHeader
+from .packs import PackHeader, read_header
 
 SUFFIX = ".pack"
 _SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
@@ -120,12 +121,16 @@ class PackFolder:
     def reserve(self, sizes: Sequence[int]) -> Reservation:
         """Temporary files of these lengths, each to be given to `commit` or `abandon`. Raises OSError."""
         result = Reservation()
+        if not sizes:
+            return result
         with self._lock, self._exclusive():
             # In this order, so that a file that is renamed meanwhile counts twice and not never.
             taken = self._clear_temporaries()
             self.refresh()
+            is_short = taken + self.used_bytes + sum(sizes) > self._capacity
+            oldest = deque(self.packs() if is_short else ())
             for size in sizes:
-                result.evicted_blocks += self._make_room(taken + size - self._capacity)
+                result.evicted_blocks += self._make_room(taken + size - self._capacity, oldest)
                 try:
                     fits = taken + self.used_bytes + size <= self._capacity
                     result.files.append(self._new_temporary(size) if fits else None)
@@ -178,14 +183,7 @@ class PackFolder:
 
     def _read_pack(self, name: str) -> Pack | None:
         try:
-            with open(self.path(name), "rb", buffering=0) as file:
-                status = os.fstat(file.fileno())
-                text = file.read(PAGE)
-                if PackHeader.header_bytes_of(text) > PAGE:
-                    text += file.read(MAX_HEADER_BYTES - PAGE)
-                header = PackHeader.decode(text, status.st_size)
-        except PackError:
-            header = None
+            status, header, _ = read_header(self.path(name))
         except OSError:
             return None  # gone again, or not for us to read
         if header is not None and (header.identity, header.block_bytes) != (self._identity, self._block_bytes):
@@ -210,18 +208,17 @@ class PackFolder:
             del self._slots[key]
         return len(lost)
 
-    def _make_room(self, beyond: int) -> int:
-        """Evict packs, the least recently used first, until `used_bytes` plus `beyond` is not above 0; blocks gone."""
+    def _make_room(self, beyond: int, oldest: deque[Pack]) -> int:
+        """Evict packs from the front of `oldest` until `used_bytes` plus `beyond` is not above 0; blocks gone."""
         blocks = 0
-        while self._packs and self.used_bytes + beyond > 0:
-            for pack in self.packs():
-                if self.used_bytes + beyond <= 0:
-                    break
-                used_ns = self._used_since(pack)
-                if used_ns > pack.used_ns:  # another process used it: not the oldest after all
-                    pack.used_ns = used_ns
-                else:
-                    blocks += self.remove(pack.name)
+        while oldest and self.used_bytes + beyond > 0:
+            pack = oldest.popleft()
+            used_ns = self._used_since(pack)
+            if used_ns > pack.used_ns:  # another process used it: not the oldest after all
+                pack.used_ns = used_ns
+                oldest.append(pack)
+            else:
+                blocks += self.remove(pack.name)
         return blocks
 
     def _used_since(self, pack: Pack) -> int:

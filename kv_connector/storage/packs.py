@@ -11,10 +11,12 @@ be read and written past the page cache. A reader believes nothing: sizes are bo
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .base import KEY_BYTES
 
@@ -62,11 +64,6 @@ class PackHeader:
         text += b"".join(_ENTRY.pack(*entry) for entry in zip(self.keys, self.checksums, strict=True))
         return (text + _CRC.pack(zlib.crc32(text))).ljust(self.header_bytes, b"\0")
 
-    @staticmethod
-    def header_bytes_of(text: bytes) -> int:
-        """What a file's first page says of its header's length; not to be believed before `decode`."""
-        return int(_FIXED.unpack_from(text)[2]) if len(text) >= _FIXED.size else 0
-
     @classmethod
     def decode(cls, text: bytes, file_bytes: int) -> PackHeader:
         """From a file's first bytes, `MAX_HEADER_BYTES` of them where there are as many. Raises PackError."""
@@ -86,6 +83,19 @@ class PackHeader:
             raise PackError(f"{count} blocks of {block_bytes} bytes do not make {file_bytes} bytes")
         entries = [_ENTRY.unpack_from(text, _FIXED.size + slot * _ENTRY.size) for slot in range(count)]
         return cls(identity, block_bytes, tuple(key for key, _ in entries), tuple(crc for _, crc in entries))
+
+
+def read_header(path: Path) -> tuple[os.stat_result, PackHeader | None, str]:
+    """A file's status and header; where it is not a pack no header, and why. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        text = file.read(PAGE)
+        if len(text) >= _FIXED.size and _FIXED.unpack_from(text)[2] > PAGE:  # not to be believed before it is decoded
+            text += file.read(MAX_HEADER_BYTES - PAGE)
+    try:
+        return status, PackHeader.decode(text, status.st_size), ""
+    except PackError as error:
+        return status, None, str(error)
 
 
 def pack_bytes(count: int, block_bytes: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .folder import SUFFIX
-from .packs import MAX_HEADER_BYTES, PackError, PackHeader
+from .packs import PackHeader, read_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,5 @@ def temporary_files(root: Path) -> list[Path]:
 
 
 def _look_at(path: Path) -> PackFile:
-    with open(path, "rb", buffering=0) as file:
-        status = os.fstat(file.fileno())
-        try:
-            header = PackHeader.decode(file.read(MAX_HEADER_BYTES), status.st_size)
-        except PackError as error:
-            return PackFile(path, status.st_size, status.st_mtime_ns, None, str(error))
-    return PackFile(path, status.st_size, status.st_mtime_ns, header)
+    status, header, problem = read_header(path)
+    return PackFile(path, status.st_size, status.st_mtime_ns, header, problem)
