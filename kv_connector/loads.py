@@ -224,13 +224,11 @@ class LoadPlanner:
         """Loads to announce in this step, and announced ones that the step has to wait for, as it may read them."""
         under_way = step - 1 - self._reported_step  # an engine that plans ahead takes note of this step that much later
         limit = self._clock() + self.estimate.lead_seconds(1 + under_way)
-        announced = []
+        announced, awaited = [], []
         for job_id, load in self._background.items():
             if load.announced_in is None and load.expected_end is not None and load.expected_end <= limit:
                 load.announced_in = step
                 announced.append(job_id)
-        awaited = []
-        for job_id, load in self._background.items():
             if load.is_noted:
                 awaited.append(job_id)
                 self._metrics.awaited_async_loads += not load.is_awaited

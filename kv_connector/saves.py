@@ -57,7 +57,7 @@ class SavePlanner:
         computed = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
         pairs = []
         for group, table in enumerate(tables):
-            full = min(computed, len(table.block_ids))  # vLLM 0.25's MultiConnector keeps tables from its children
+            full = min(computed, len(table.block_ids))  # an engine may tell us of fewer blocks than it has
             if full <= table.next_block and not table.unsaved:
                 continue
             if self._grouped.groups[group].window_blocks is None:
