@@ -96,7 +96,7 @@ class SavePlanner:
         first, keys = table.next_block, self._grouped.keys(hashes[:full], group)
         table.next_block = max(first, full)
         wanted = [index for index in table.unsaved if self._is_wanted(keys[index])] + self._wanted(keys, first)
-        host_ids = self._allocate(len(wanted), keys, now)
+        host_ids = self._host.allocate_behind(len(wanted), keys, now)
         saved, table.unsaved = wanted[: len(host_ids)], wanted[len(host_ids) :]
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
         start = first + len(self._tree.match(keys[first:]))  # every block has a node from now on
@@ -157,9 +157,3 @@ class SavePlanner:
         if self._host.node_state(node) is not BlockState.ABSENT:
             return False
         return self._policy.wants(self._tree.hits[node], self._tree.pins[node] > 0)
-
-    def _allocate(self, num_blocks: int, path: Sequence[BlockHash], now: float) -> list[int]:
-        """Up to `num_blocks` host blocks, evicting older prefixes but nothing of the path that they continue."""
-        if num_blocks > self._host.pool.num_free and self._host.num_available:
-            self._tree.touch(self._tree.match(path), now)
-        return self._host.allocate_up_to(num_blocks, older_than=now)

@@ -172,8 +172,7 @@ class StoragePlanner:
         if not num_found or self._prefetches.get(request.request_id) is not prefetch:
             return
         hashes = request.block_hashes[: prefetch.first + num_found]
-        self._tree.touch(self._tree.match(hashes), now)  # what leads here must not be evicted for it
-        room = self._host.allocate_up_to(num_found, older_than=now)
+        room = self._host.allocate_behind(num_found, hashes, now)
         nodes = self._tree.insert_path(hashes, now, prefetch.first)
         wanted = self._host.absent(nodes)[: len(room)]
         self._host.release(room[len(wanted) :])

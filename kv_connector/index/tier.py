@@ -104,6 +104,12 @@ class CacheTier:
             self._evict(self._select(short, older_than))
         return self.pool.allocate(min(num_blocks, self.pool.num_free)) or []
 
+    def allocate_behind(self, num_blocks: int, path: Sequence[BlockHash], now: float) -> list[int]:
+        """As `allocate_up_to`, evicting older prefixes but nothing of the path that the blocks continue."""
+        if num_blocks > self.pool.num_free and self.num_available:
+            self.tree.touch(self.tree.match(path), now)
+        return self.allocate_up_to(num_blocks, older_than=now)
+
     def attach(self, block_ids: Sequence[int], nodes: Sequence[int], event: Event) -> None:
         """Make private blocks the copies of `nodes`; `event` (COMPUTE, SWAP_IN, ...) says who writes them."""
         self._reserve_rows(max(block_ids, default=-1))
