@@ -139,15 +139,13 @@ class SavePlanner:
         num_hit_blocks: int,
     ) -> list[tuple[int, int]]:
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
-        for node in nodes:
-            self._tree.settle(node)
-        for index, node in zip(saved, targets, strict=True):
-            if self._tree.pins[node]:
-                self._metrics.saves_pinned_blocks += 1
-            elif index < num_hit_blocks:
-                self._metrics.saves_on_hit_blocks += 1
-            else:
-                self._metrics.saves_on_compute_blocks += 1
+        self._tree.settle(nodes)
+        pins = self._tree.pins
+        unpinned = [index for index, node in zip(saved, targets, strict=True) if not pins[node]]
+        num_hit = sum(index < num_hit_blocks for index in unpinned)
+        self._metrics.saves_pinned_blocks += len(saved) - len(unpinned)
+        self._metrics.saves_on_hit_blocks += num_hit
+        self._metrics.saves_on_compute_blocks += len(unpinned) - num_hit
         return list(zip([table.block_ids[index] for index in saved], host_ids, strict=True))
 
     def _is_wanted(self, key: BlockHash) -> bool:

@@ -180,8 +180,7 @@ class StoragePlanner:
         for start in range(0, len(wanted), _FETCH_BLOCKS):
             part = wanted[start : start + _FETCH_BLOCKS]
             self._fetch(prefetch, [nodes[i] for i in part], room[start : start + len(part)])
-        for node in nodes:
-            self._tree.settle(node)
+        self._tree.settle(nodes)
 
     def _fetch(self, prefetch: _Prefetch, nodes: list[int], host_ids: list[int]) -> None:
         self._host.attach(host_ids, nodes, Event.FETCH)

@@ -48,8 +48,7 @@ class TierMachine(RuleBasedStateMachine):
         nodes = self.tree.insert_path(hashes, self.now)
         self.tree.touch(nodes, self.now)
         target.attach(ids, [nodes[i] for i in lacking], START[tier])
-        for node in nodes:
-            self.tree.settle(node)
+        self.tree.settle(nodes)
         if ids:
             self.writing.append((tier, ids))
 

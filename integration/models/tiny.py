@@ -127,6 +127,35 @@ def write_weights(name: str, folder: Path) -> Path:
     return target
 
 
+def write_draft(folder: Path) -> Path:
+    """Write an EAGLE draft of `dense` into `folder`: one layer over its embedding and its last hidden state.
+
+    It takes the embedding and the head of its target. Not every vLLM gives a draft dummy weights.
+    """
+    from safetensors.torch import save_file
+
+    target = write("draft", folder)
+    generator = torch.Generator().manual_seed(0)
+    hidden, inner, width = _LLAMA["hidden_size"], _LLAMA["intermediate_size"], _LLAMA["head_dim"]
+    queries, keys = _LLAMA["num_attention_heads"] * width, _LLAMA["num_key_value_heads"] * width
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (queries, hidden),
+        "layers.0.self_attn.k_proj": (keys, hidden),
+        "layers.0.self_attn.v_proj": (keys, hidden),
+        "layers.0.self_attn.o_proj": (hidden, queries),
+        "layers.0.mlp.gate_proj": (inner, hidden),
+        "layers.0.mlp.up_proj": (inner, hidden),
+        "layers.0.mlp.down_proj": (hidden, inner),
+    }
+    weights = {
+        f"{name}.weight": torch.randn(shape, generator=generator) / shape[1] ** 0.5 for name, shape in shapes.items()
+    }
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    save_file(weights, target / "model.safetensors")
+    return target
+
+
 def write_adapter(folder: Path, seed: int, rank: int = 8) -> Path:
     """Write a LoRA adapter of `dense` for keys and values into `folder`, strong enough to change answers."""
     from safetensors.torch import save_file

@@ -73,9 +73,8 @@ def test_one_prefix_asked_by_many_at_once_is_loaded_once(folder: Path) -> None:
 def test_draft_layers_are_saved_and_loaded_and_the_last_block_is_computed(folder: Path) -> None:
     draft = {
         "method": "eagle",
-        "model": str(tiny.write("draft", folder)),
+        "model": str(tiny.write_draft(folder)),
         "num_speculative_tokens": 2,
-        "draft_load_config": {"load_format": "dummy"},
     }
     config = transfer_config({"write_policy": "write_through"})
     asked = prompts(2)

@@ -84,9 +84,8 @@ def test_a_hit_that_leaves_one_token_may_be_a_full_graph(tmp_path: Path) -> None
 def test_draft_layers_are_saved_and_loaded(tmp_path: Path) -> None:
     draft = {
         "method": "eagle",
-        "model": str(tiny.write("draft", tmp_path)),
+        "model": str(tiny.write_draft(tmp_path)),
         "num_speculative_tokens": 2,
-        "draft_load_config": {"load_format": "dummy"},
     }
     config = transfer_config({"write_policy": "write_through"})
     asked = prompts(2)

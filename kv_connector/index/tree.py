@@ -141,11 +141,14 @@ class PrefixTree:
         for node in nodes:
             assert self.pins[node] > 0, f"node {node} is not pinned"
             self.pins[node] -= 1
-            self.settle(node)
+            self.settle((node,))
 
-    def settle(self, node: int) -> None:
-        """Let a node without copies be forgotten once `max_remembered` newer ones have come."""
-        self._let_leave(node)
+    def settle(self, nodes: Iterable[int]) -> None:
+        """Let those of the nodes that have no copy be forgotten once `max_remembered` newer ones have come."""
+        copies = self._copies
+        for node in nodes:
+            if not copies[node]:
+                self._let_leave(node)
         self._forget()
 
     def check(self) -> None:
