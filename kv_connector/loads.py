@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import median
 
 from .config import Config, LoadChoice
 from .metrics import CacheMetrics
@@ -27,7 +28,7 @@ _SMOOTHING = 0.25  # share of a slower observation in a rate
 _MOST_SKIPPED = (
     8  # hits computed in a row, after which one is loaded all the same: else a rate would never change again
 )
-_STEPS = 8  # whose durations are remembered
+_STEPS = 5  # whose durations are remembered
 _PREFILL_TOKENS = 64  # a step of fewer tokens says nothing about the speed of prefill
 
 
@@ -76,9 +77,8 @@ class LoadEstimate:
 
     def lead_seconds(self, num_steps: int) -> float:
         """A load that ends within this time will be there `num_steps` steps from now, or holds a step up no longer than
-        it may. The shortest of the last steps counts: the others may have waited for a load themselves, and a lead that
-        takes waiting for computing makes the next step wait as well."""
-        return max(num_steps * min(self._intervals), self._max_stall)
+        it may. Of the last steps the median counts: one may have been unusual."""
+        return max(num_steps * median(self._intervals), self._max_stall)
 
     def observe_load(self, num_blocks: int, seconds: float) -> None:
         """A load of so many blocks took so long on the slowest rank."""

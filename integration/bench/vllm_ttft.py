@@ -3,7 +3,8 @@
 One prompt at a time, one output token, wall time of `generate`; for each prompt every engine in turn. A host hit is
 the same prompt after the device's prefixes are forgotten. A second part asks for prompts of which 75 % lie on the host
 and reads from our statistics how long the model waited for layers; a third starts engines with a large host memory and
-tells when the first token is served and how much of that memory was ready then. Needs vLLM, and a GPU or `--tiny`.
+tells when the first token is served and how much of that memory was ready then; eager, as capturing graphs takes
+longer than pinning. Needs vLLM, and a GPU or `--tiny`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def probe_part(server: EngineServer, token_ids: Sequence[int], num_hit: int) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, host_memory="16GiB", device_tokens=49152)
-    parser.add_argument("--lengths", default="2048,8192,32768", help="tokens of the hits")
+    parser.add_argument("--lengths", default="2048,8192,32768", help="tokens of the hits; empty: only the start")
     parser.add_argument("--part-length", type=int, default=8192, help="prompt of which 75 %% are hit on the host")
     parser.add_argument("--prompts", type=int, default=6, help="of each length")
     parser.add_argument("--startup-connectors", default="ours", help="for the third part, such as ours,offloading")
@@ -92,16 +93,19 @@ def main() -> int:
     link = link_rate()
     report.rows.append({"part": "options", "eager": options.eager, "tiny": options.tiny, "link_bytes_per_second": link})
     print(f"{hardware()['gpu'] or hardware()['cpu']}: one large pinned copy to the device, {link / 1e9:.1f} GB/s")
-    lengths = [int(length) for length in options.lengths.split(",")]
+    lengths = [int(length) for length in options.lengths.split(",") if length]
+    longest = max(lengths, default=options.part_length)
     wanted = [
-        engine_options(options, connector, max(lengths) + 2 * TAIL, trace_loads=True)
+        engine_options(options, connector, longest + 2 * TAIL, trace_loads=True)
         for connector in options.connectors.split(",")
     ]
     print(f"logs of the engines: {wanted[0].logs}", flush=True)
-    measure_hits(options, report, wanted, lengths, link)
+    if lengths:
+        measure_hits(options, report, wanted, lengths, link)
     if large := parse_size(options.startup_host_memory):
         for connector in options.startup_connectors.split(","):
-            measure_startup(report, replace(wanted[0], connector=connector, host_bytes=large), options.start_timeout)
+            started = replace(wanted[0], connector=connector, host_bytes=large, eager=True)
+            measure_startup(report, started, options.start_timeout)
     report.write(options.json)
     return 0
 
