@@ -54,10 +54,9 @@ class SavePlanner:
         now: float,
     ) -> list[tuple[int, int]]:
         """(device id, host id) of blocks that are, or will be after this step, full and valid on the device."""
-        computed = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
+        full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
         pairs = []
         for group, table in enumerate(tables):
-            full = min(computed, len(table.block_ids))  # an engine may tell us of fewer blocks than it has
             if full <= table.next_block and not table.unsaved:
                 continue
             if self._grouped.groups[group].window_blocks is None:

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +30,7 @@ from integration.bench.vllm_engine import (
     unavailable,
 )
 from integration.bench.vllm_phases import Phases
+from integration.bench.vllm_timeline import timeline
 from integration.report import Report, hardware
 
 
@@ -141,6 +142,11 @@ def run_chat(server: EngineServer, load: ChatLoad) -> ChatResult:
     return ChatRun(server, load).run()
 
 
+def trace_chat(server: EngineServer, load: ChatLoad) -> dict[str, float]:
+    """Runs in the engine's process: what the GPU does during such a load."""
+    return timeline(ChatRun(server, load).run)
+
+
 def read_documents(server: EngineServer, load: ChatLoad) -> None:
     """Runs in the engine's process: every document once, so that all are in the caches that hold them."""
     for user in range(load.users):
@@ -197,6 +203,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--miss-length", type=int, default=2048)
     parser.add_argument("--rates", default="3,6,12", help="turns a second; one that comes twice is run twice")
     parser.add_argument("--seconds", type=float, default=15.0, help="for each rate and engine")
+    parser.add_argument("--trace", type=float, default=0.0, help="at last, seconds of the last rate under a profiler")
     parser.add_argument("--users", type=int, help="default: 4 times the device's tokens")
     parser.add_argument("--document", type=int, default=8000, help="tokens")
     parser.add_argument("--question", type=int, default=160, help="tokens")
@@ -255,6 +262,11 @@ def measure_chats(options: argparse.Namespace, report: Report, engines: dict[str
             print("".join(f"  {key} {value:.1f}" for key, value in shown.items()), flush=True)
         report.write(options.json)
     claim_chats(report)
+    if options.trace:
+        traced = replace(loads[-1], seconds=options.trace, seed=len(loads))
+        for name, found in everywhere(engines, trace_chat, traced).items():
+            report.rows.append({"part": "timeline", "connector": name, **found})
+            print(f"{name:14}" + "".join(f"  {key} {value:.4g}" for key, value in found.items()), flush=True)
 
 
 def chat_row(name: str, load: ChatLoad, result: ChatResult) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...build import build_scheduler
 from ...config import Config
+from ...errors import ConfigError
 from .blocks import PoolBlocks
 from .events import to_vllm
 from .specs import EngineShape
@@ -40,6 +41,8 @@ class SchedulerRole:
             identity=shape.identity,
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
+        self._has_blocks = False
+        self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
         self._feed = StatsFeed()
         logger.info(
             "kv_connector: %s over %d rank(s), %d bytes of host memory in all, blocks of %d tokens in %d group(s)",
@@ -51,9 +54,15 @@ class SchedulerRole:
         )
 
     def bind_block_pool(self, pool: BlockPool) -> None:
+        self._has_blocks = True
         self.half.bind_block_pool(PoolBlocks(pool, {v: ours for ours, v in enumerate(self.shape.group_ids)}))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not self._has_blocks:
+            raise ConfigError(
+                "vLLM gave no access to its blocks: MultiConnector before 0.25 keeps them from its children; "
+                "use a newer vLLM, or TieredKVConnector alone"
+            )
         self._local_tokens[request.request_id] = num_computed_tokens
         if request.skip_reading_prefix_cache:
             return 0, False  # it wants its prompt computed, and vLLM drops what we answer
@@ -62,11 +71,14 @@ class SchedulerRole:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Behind an asynchronous load comes a second call without a look-up: all of it is on the device by then."""
         num_local = self._local_tokens.pop(request.request_id, request.num_computed_tokens)
-        tables = to_tables(blocks.get_block_ids(), self.shape.group_ids)
+        block_ids = blocks.get_block_ids()
+        tables = to_tables([block_ids[group_id] for group_id in self.shape.group_ids])
+        self._told[request.request_id] = tables
         self.half.update_state_after_alloc(request, tables, num_local, num_external_tokens)
 
     def build_connector_meta(self, output: SchedulerOutput) -> PlanMetadata:
-        return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids)))
+        told, self._told = self._told, {}
+        return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids, told)))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         meta = output.kv_connector_worker_meta

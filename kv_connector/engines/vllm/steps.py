@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -36,22 +36,36 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         return ReportMetadata(self.reports + other.reports)
 
 
-def to_tables(block_ids: Sequence[Sequence[int]], group_ids: Sequence[int]) -> list[list[int]]:
-    """Block tables by our groups."""
-    return [[NO_BLOCK if b == NULL_BLOCK else b for b in block_ids[group_id]] for group_id in group_ids]
+def to_tables(block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """vLLM's block tables in our words."""
+    return [[NO_BLOCK if block_id == NULL_BLOCK else block_id for block_id in ids] for ids in block_ids]
 
 
-def to_step(output: VllmOutput, group_ids: Sequence[int]) -> SchedulerOutput:
-    """What the step computes. Tables of new and resumed requests were told at their admission."""
+def to_step(
+    output: VllmOutput, group_ids: Sequence[int], told: Mapping[str, Sequence[Sequence[int]]]
+) -> SchedulerOutput:
+    """What the step computes. `told`: block tables of requests that were admitted since the last step, by our groups.
+
+    MultiConnector before 0.32 tells a child no table of a request that another child loads: the step has it.
+    """
+
+    def untold(request_id: str, block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        known = told.get(request_id, [()] * len(group_ids))
+        return to_tables([block_ids[g][len(ids) :] for g, ids in zip(group_ids, known, strict=True)])
+
+    counts = output.num_scheduled_tokens
     scheduled = [
-        ScheduledRequest(request.req_id, request.num_computed_tokens, output.num_scheduled_tokens[request.req_id])
-        for request in output.scheduled_new_reqs
+        ScheduledRequest(r.req_id, r.num_computed_tokens, counts[r.req_id], untold(r.req_id, r.block_ids))
+        for r in output.scheduled_new_reqs
     ]
     cached = output.scheduled_cached_reqs
     for request_id, new_ids, num_computed in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
-        is_admitted = request_id in cached.resumed_req_ids
-        tables: Any = () if new_ids is None or is_admitted else to_tables(new_ids, group_ids)
-        scheduled.append(ScheduledRequest(request_id, num_computed, output.num_scheduled_tokens[request_id], tables))
+        tables: Sequence[Sequence[int]] = ()
+        if new_ids is not None and request_id in cached.resumed_req_ids:
+            tables = untold(request_id, new_ids)
+        elif new_ids is not None:
+            tables = to_tables([new_ids[g] for g in group_ids])
+        scheduled.append(ScheduledRequest(request_id, num_computed, counts[request_id], tables))
     return SchedulerOutput(scheduled, getattr(output, "preempted_req_ids", None) or ())

@@ -1,0 +1,87 @@
+"""What the GPU did while an engine served: how much of the time kernels ran, and how long uploads had to wait.
+
+From a trace of torch's profiler. A model uploads a few small arrays in front of every step; where those queue behind
+large copies on the same link, the step waits, and no count of kernels or of the connector's calls tells.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+
+SMALL_BYTES = 1 << 18
+"""An upload of the model has less: arrays of a step; a block that is loaded has more."""
+
+
+def timeline(run: Callable[[], object]) -> dict[str, float]:
+    """Profile `run` on this process's device and summarize it; empty without a GPU. See `summarize`."""
+    if not torch.cuda.is_available():
+        return {}
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return summarize(json.loads(path.read_text())["traceEvents"])
+
+
+def summarize(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Shares of the traced time, and mean, 90th percentile and most of what small uploads took, in microseconds.
+
+    `upload_us`: from the moment at which an upload could begin (it was called, and what is in front of it in its stream
+    has ended) to its end. `upload_share`: the sum of these over the traced time. `kernel_share`, `load_share`: the time
+    in which any kernel, or any large upload, ran.
+    """
+    calls: dict[int, float] = {}  # when an operation was called, by the trace's correlation
+    done: list[tuple[float, float, str, dict[str, Any]]] = []  # (begin, end, kind, arguments) of what the GPU did
+    for event in events:
+        kind, found = event.get("cat", ""), event.get("args", {})
+        if kind in ("cuda_runtime", "cuda_driver") and "correlation" in found:
+            calls[found["correlation"]] = float(event["ts"])
+        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            done.append((float(event["ts"]), float(event["ts"]) + float(event["dur"]), kind, found | event))
+    done.sort(key=lambda item: item[0])
+    if not done:
+        return {}
+    last_end: dict[Any, float] = {}
+    waits: list[float] = []
+    kernels, loads = [], []
+    for begin, end, kind, found in done:
+        if kind == "kernel":
+            kernels.append((begin, end))
+        elif kind == "gpu_memcpy" and "HtoD" in found["name"]:
+            if found.get("bytes", 0) < SMALL_BYTES:
+                possible = max(last_end.get(found["stream"], 0.0), calls.get(found.get("correlation", -1), begin))
+                waits.append(end - min(possible, begin))
+            else:
+                loads.append((begin, end))
+        last_end[found["stream"]] = max(end, last_end.get(found["stream"], 0.0))
+    wall = max(end for _, end, _, _ in done) - done[0][0]
+    return {
+        "traced_ms": wall / 1e3,
+        "kernel_share": covered(kernels) / wall,
+        "load_share": covered(loads) / wall,
+        "uploads": float(len(waits)),
+        "upload_share": sum(waits) / wall,
+        "upload_us": mean(waits) if waits else 0.0,
+        "upload_p90_us": float(np.percentile(waits, 90)) if waits else 0.0,
+        "upload_most_us": max(waits, default=0.0),
+    }
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals that are sorted by their begin."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in intervals:
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,44 @@
+"""The summary of a GPU trace, on traces that are small enough to add up by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from integration.bench.vllm_timeline import SMALL_BYTES, covered, summarize
+
+
+def call(correlation: int, at: float) -> dict[str, Any]:
+    return {"cat": "cuda_runtime", "ts": at, "dur": 1, "args": {"correlation": correlation}}
+
+
+def upload(correlation: int, at: float, duration: float, stream: int = 7, num_bytes: int = 64) -> dict[str, Any]:
+    found = {"correlation": correlation, "stream": stream, "bytes": num_bytes}
+    return {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": at, "dur": duration, "args": found}
+
+
+def kernel(correlation: int, at: float, duration: float, stream: int = 7) -> dict[str, Any]:
+    found = {"correlation": correlation, "stream": stream}
+    return {"cat": "kernel", "name": "gemm", "ts": at, "dur": duration, "args": found}
+
+
+def test_an_upload_behind_a_large_copy_has_waited_since_its_stream_was_free() -> None:
+    found = summarize([
+        call(1, 0), kernel(1, 10, 100),
+        call(2, 5), upload(2, 20, 400, stream=9, num_bytes=SMALL_BYTES),
+        call(3, 50), upload(3, 420, 5),
+    ])  # fmt: skip
+    assert found["upload_us"] == 425 - 110, "the kernel in front of it ended at 110"
+    assert found["uploads"] == 1
+    assert found["traced_ms"] == 0.415
+    assert found["kernel_share"] == 100 / 415
+    assert found["load_share"] == 400 / 415
+
+
+def test_an_upload_to_an_idle_stream_waits_from_its_call() -> None:
+    found = summarize([call(1, 0), kernel(1, 0, 10), call(2, 100), upload(2, 103, 2)])
+    assert found["upload_us"] == found["upload_most_us"] == 5
+
+
+def test_time_is_counted_once_where_kernels_overlap() -> None:
+    assert covered([(0, 10), (5, 8), (9, 20), (30, 31)]) == 21
+    assert summarize([]) == {}
