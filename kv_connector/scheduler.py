@@ -8,7 +8,6 @@ leases it, so a copy planned in a step can neither read nor overwrite what anoth
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from typing import Any
 
 from .base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
 from .config import Config
+from .endings import JobEnds
 from .errors import ConfigError, KVConnectorError
-from .events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, EventLog
+from .events import AllBlocksCleared, BlockRemoved, CacheEvent, EventLog
 from .index import (
     BlockGroup,
     BlockState,
@@ -30,16 +30,14 @@ from .index import (
     SavePolicy,
     root_hash,
 )
-from .jobs import EndedJob, JobLedger
+from .jobs import JobLedger
 from .leases import LoadLease, LoadLeases
 from .loads import LoadMode, LoadPlanner
 from .metrics import CacheMetrics
 from .saves import BlockTable, SavePlanner
 from .steps import StepsUnderWay
 from .storing import StoragePlanner
-from .types import BlockHash, CopyJob, Direction, StepPlan, StepReport, StorageJob, Tier
-
-logger = logging.getLogger("kv_connector.scheduler")
+from .types import BlockHash, CopyJob, Direction, StepPlan, StepReport, Tier
 
 
 @dataclass(slots=True)
@@ -98,12 +96,21 @@ class SchedulerHalf(KVConnectorScheduler):
             self._storage = StoragePlanner(
                 config.storage, root, self._grouped, self.host, self._jobs, self.metrics, clock
             )
+        self._events = EventLog()
+        self._ends = JobEnds(
+            lambda: self._pool,
+            self._jobs,
+            self.host,
+            self._loads,
+            self._saves,
+            self._storage,
+            self.metrics,
+            self._events,
+        )
         self._ready_host_blocks = [0] * world_size
         self._host_limit: int | None = None
-        self._events = EventLog()
         self._step = 0
         self._unpins_when_idle = unpins_when_idle
-        self._fence = False  # blocks that copies under way use are no longer pinned
 
     # What the engine asks and tells, in the order of a request's life.
 
@@ -185,24 +192,14 @@ class SchedulerHalf(KVConnectorScheduler):
         self._loads.estimate.step_planned(self._step, num_tokens, len(loads), now)
         announced, awaited = self._loads.announce(self._step)
         self._log_removed()
-        fence = self._fence and bool(num_tokens or loads or background)  # an empty step overwrites nothing
-        self._fence &= not fence
+        fence = self._ends.take_fence(overwrites=bool(num_tokens or loads or background))
         storage = self._storage.plan() if self._storage is not None else ()
         return StepPlan(self._step, tuple(loads), tuple(saves), tuple(background), announced, awaited, fence, storage)
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
-            ended = self._jobs.take_in(report)
-            for job in ended:
-                if isinstance(job.job, StorageJob):
-                    assert self._storage is not None
-                    self._storage.end(job)
-                elif job.job.direction is Direction.LOAD:
-                    self._end_load(job, job.job)
-                else:
-                    self._end_save(job, job.job)
+            self._ends.take_in(report)
             self._ready_host_blocks[report.rank] = report.num_host_blocks
-            self._count_report(report, ended)
         if reports:
             step = max(report.step for report in reports)
             self._loads.estimate.step_ended(step, self._clock())
@@ -220,7 +217,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self._saves.note_changed()
             self.tree.touch(self._grouped.known(request.block_hashes, state.num_hit_blocks), self._clock())
             if not self._requests and self._unpins_when_idle:
-                self._unpin()
+                self._ends.unpin()
         return False, None
 
     # What an operator asks.
@@ -323,23 +320,13 @@ class SchedulerHalf(KVConnectorScheduler):
         self.metrics.async_loads += len(background)
         return loads, background
 
-    # Leases and the ends of jobs.
+    # What it owns.
 
     @property
     def _pool(self) -> DeviceBlocks:
         if self._blocks is None:
             raise KVConnectorError("bind_block_pool(...) must be called before the first request")
         return self._blocks
-
-    def _unpin(self) -> None:
-        """No request is left, and an idle engine may not step again: nothing of its cache stays pinned.
-
-        What the copies under way read and write is guarded by the next step, which waits for them first.
-        """
-        jobs = self._jobs.unpin()
-        self._fence |= bool(jobs)
-        for job in jobs:
-            self._pool.free_blocks(job.device_ids.tolist())
 
     def _drop_blocks(self, state: _RequestState) -> None:
         """The request has lost its device blocks: preempted, aborted or finished."""
@@ -348,50 +335,6 @@ class SchedulerHalf(KVConnectorScheduler):
             state.load = None
         self.metrics.dropped_saves_blocks += sum(len(table.unsaved) for table in state.tables)
         state.tables = []
-
-    def _end_load(self, ended: EndedJob, job: CopyJob) -> None:
-        host_ids = job.host_ids.tolist()
-        if job.request_id is not None:
-            self._loads.end(job)
-        if ended.ok:
-            self.metrics.loaded_blocks += job.num_blocks
-        else:
-            self.metrics.failed_load_jobs += 1
-            self.host.discard(host_ids)  # a second try would fail as well: the blocks are a miss from now on
-            logger.warning("load job %d failed: %d blocks will be recomputed", job.job_id, job.num_blocks)
-        self._release(ended, job)
-
-    def _end_save(self, ended: EndedJob, job: CopyJob) -> None:
-        host_ids = job.host_ids.tolist()
-        if ended.ok:
-            filled = self.host.fill(host_ids)
-            self.metrics.saved_blocks += len(filled)
-            if filled:
-                self._events.add(BlockStored(tuple(self.host.hashes_of(filled)), Tier.HOST))
-            if self._storage is not None:
-                self._storage.saved(filled)
-        else:
-            self.metrics.failed_save_jobs += 1
-            self.host.discard(host_ids)
-            self._saves.may_save_before_reuse = False  # an idle engine does not try again and again
-            logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
-        self._release(ended, job)
-
-    def _release(self, ended: EndedJob, job: CopyJob) -> None:
-        if ended.pins_device:
-            self._pool.free_blocks(job.device_ids.tolist())
-        self.host.release(job.host_ids.tolist())
-
-    def _count_report(self, report: StepReport, ended: Sequence[EndedJob]) -> None:
-        self.metrics.loaded_bytes += report.loaded_bytes
-        self.metrics.saved_bytes += report.saved_bytes
-        self.metrics.load_milliseconds += report.load_milliseconds
-        for timing in report.load_timings:
-            self.metrics.exposed_wait_milliseconds += sum(timing.exposed_wait_ms)
-        jobs = [job.job for job in ended if job.ok and isinstance(job.job, CopyJob)]
-        loaded = sum(job.num_blocks for job in jobs if job.direction is Direction.LOAD)
-        if loaded:
-            self._loads.observe(loaded, report.load_milliseconds / 1e3)
 
     def _fit_host(self) -> None:
         """Use as many host blocks as every rank has ready and the operator allows."""

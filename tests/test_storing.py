@@ -70,7 +70,7 @@ def report(
                 rank,
                 tuple(job.job_id for job in done),
                 tuple(job.job_id for job in failed),
-                num_host_blocks=half._ready_host_blocks[rank],
+                num_host_blocks=half.host.pool.capacity,
                 found=tuple((job.job_id, found) for job in done) if found is not None else (),
             )
         ]
