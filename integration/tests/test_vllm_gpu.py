@@ -103,8 +103,18 @@ def test_draft_layers_are_saved_and_loaded(tmp_path: Path) -> None:
     assert sum(saved[key] == loaded[key] for key in saved.keys() & loaded.keys()) >= 2 * 12
 
 
-def test_fp8_caches_are_bytes_like_any_other(tmp_path: Path) -> None:
-    check_loaded_bytes_and_tokens(tmp_path, "dense", "sync", kv_cache_dtype="fp8")
+@pytest.mark.parametrize("dtype", ["fp8", "int8_per_token_head"])
+def test_quantised_caches_are_bytes_like_any_other(tmp_path: Path, dtype: str) -> None:
+    """The second has the scale of every token and head behind its keys and values."""
+    check_loaded_bytes_and_tokens(tmp_path, "dense", "sync", kv_cache_dtype=dtype)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@pytest.mark.parametrize("choice", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks_load_what_each_saved(tmp_path: Path, kind: str, choice: str) -> None:
+    """vLLM's CPU backend runs no pipeline of two stages, with or without a connector: it is tested here only."""
+    check_loaded_bytes_and_tokens(tmp_path, "dense", choice, **{kind: 2})
 
 
 def test_a_cache_of_latents_is_copied_too(tmp_path: Path) -> None:
