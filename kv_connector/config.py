@@ -54,6 +54,14 @@ class Prefetch(str, Enum):
     TIMEOUT = "timeout"
 
 
+class Backup(str, Enum):
+    """When a block goes from the host to storage: see `backups.py`."""
+
+    ON_SAVE = "on_save"
+    ON_EVICTION = "on_eviction"
+    AT_FINISH = "at_finish"
+
+
 def parse_size(value: object, key: str = "size") -> int:
     """Bytes from an int or from text such as `"16GiB"`, `"512 MB"` or `"1.5g"` (a bare letter is binary).
 
@@ -77,6 +85,8 @@ class StorageConfig:
     capacity: bytes that may lie there, over all that share it.
     prefetch: what a request does while its prefix is on its way: start with what is there, wait for all of it, or wait
         until `timeout_ms` after its arrival.
+    backup: when a block is written: once it is on the host, when it is next to be evicted from there, or when a request
+        that used it has ended.
     max_backup_blocks: host blocks that may wait to be written; what is beyond is not backed up.
     """
 
@@ -85,6 +95,7 @@ class StorageConfig:
     capacity: int = 0
     prefetch: Prefetch = Prefetch.TIMEOUT
     timeout_ms: int = 200
+    backup: Backup = Backup.ON_SAVE
     max_backup_blocks: int = 4096
 
     def __post_init__(self) -> None:
@@ -94,6 +105,7 @@ class StorageConfig:
             raise ConfigError(f"storage.path={self.path!r}: give the folder to keep blocks in")
         object.__setattr__(self, "capacity", parse_size(self.capacity, "storage.capacity"))
         object.__setattr__(self, "prefetch", _choice(Prefetch, self.prefetch, "storage.prefetch"))
+        object.__setattr__(self, "backup", _choice(Backup, self.backup, "storage.backup"))
         for name, least in (("capacity", 1), ("timeout_ms", 0), ("max_backup_blocks", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

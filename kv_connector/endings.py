@@ -55,6 +55,8 @@ class JobEnds:
             else:
                 self._end_save(job, job.job)
                 self._release(job, job.job)
+        if self._storage is not None and report.storage_counters:
+            self._storage.note_counters(report.rank, report.storage_counters)
         metrics.loaded_bytes += report.loaded_bytes
         metrics.saved_bytes += report.saved_bytes
         metrics.load_milliseconds += report.load_milliseconds
@@ -102,7 +104,7 @@ class JobEnds:
         if filled:
             self._events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
         if self._storage is not None:
-            self._storage.saved(filled)
+            self._storage.backups.saved(filled)
 
     def _release(self, ended: EndedJob, job: CopyJob) -> None:
         if ended.pins_device:

@@ -106,6 +106,10 @@ class LoadEstimate:
         """How long a load of so many blocks will take."""
         return self._loading.seconds(num_blocks)
 
+    def recompute_seconds(self, num_tokens: int) -> float | None:
+        """How long computing so many tokens takes; None where that is unknown."""
+        return self._prefill.seconds(num_tokens)
+
     def choose(
         self,
         num_blocks: int,
@@ -118,7 +122,7 @@ class LoadEstimate:
 
         `seconds_to_ride`: until another's load of the same prefix ends; None where there is none.
         """
-        load, recompute = self._loading.seconds(num_blocks), self._prefill.seconds(num_hit_tokens)
+        load, recompute = self._loading.seconds(num_blocks), self.recompute_seconds(num_hit_tokens)
         if seconds_to_ride is not None:
             return LoadMode.RECOMPUTE if recompute is not None and recompute < seconds_to_ride else LoadMode.RIDE
         if load is None or recompute is None:
@@ -174,6 +178,11 @@ class LoadPlanner:
         before, self._asked[request_id] = self._asked.get(request_id), mode
         self._metrics.ridden_loads += mode is LoadMode.RIDE and before is not mode
         return mode
+
+    def recompute_seconds(self, num_tokens: int) -> float | None:
+        """How long computing so many tokens would take; None where that is unknown, or does not matter because every
+        hit is to be loaded."""
+        return self.estimate.recompute_seconds(num_tokens) if self._choice is LoadChoice.AUTO else None
 
     def withdraw(self, request_id: str) -> None:
         """The request has nothing to load any more."""

@@ -16,8 +16,10 @@ class CacheMetrics:
     queries_tokens: int = 0
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
     missed_pending_tokens: int = 0
     recomputed_tokens: int = 0
+    recomputed_storage_tokens: int = 0
     sync_loads: int = 0
     async_loads: int = 0
     awaited_async_loads: int = 0
@@ -52,8 +54,10 @@ DOCUMENTATION = {
     "queries_tokens": "Tokens of admitted requests.",
     "device_hit_tokens": "Tokens of admitted requests that were on the device.",
     "host_hit_tokens": "Tokens of admitted requests that were loaded from the host.",
+    "storage_hit_tokens": "Those of them that came from storage after the request arrived.",
     "missed_pending_tokens": "Tokens whose block was still being saved when it was asked for.",
     "recomputed_tokens": "Tokens on the host that were computed because that was estimated to be sooner.",
+    "recomputed_storage_tokens": "Tokens in storage that were computed because that was estimated to be sooner.",
     "sync_loads": "Loads that the request's first step waited for, layer by layer.",
     "async_loads": "Loads that the request waited for while others ran.",
     "awaited_async_loads": "Those of them that a step may have had to wait for, as they were expected to end sooner.",
@@ -69,7 +73,7 @@ DOCUMENTATION = {
     "dropped_fetches_blocks": "Blocks that storage had and that found no room on the host.",
     "failed_fetch_jobs": "Jobs of blocks that storage had and could not give; they were computed.",
     "backed_up_blocks": "Blocks that are in storage since they were saved, those that were there already counted too.",
-    "dropped_backups_blocks": "Saved blocks that were not backed up because too many were waiting.",
+    "dropped_backups_blocks": "Saved blocks not backed up: too many were waiting, or they were evicted first.",
     "failed_backup_jobs": "Jobs of blocks that storage did not take.",
     "failed_save_jobs": "Save jobs that failed.",
     "failed_load_jobs": "Load jobs that failed; their tokens were recomputed.",
@@ -77,6 +81,18 @@ DOCUMENTATION = {
     "loaded_bytes": "Bytes loaded, all ranks.",
     "load_milliseconds": "Time in which loads ran on the link, all ranks.",
     "exposed_wait_milliseconds": "Time that the model waited for layers of a load, all ranks.",
+    "storage_read_blocks": "Blocks that storage read, on all ranks.",
+    "storage_read_bytes": "Bytes that storage read, all ranks.",
+    "storage_missed_blocks": "Blocks that were asked of storage and were not there.",
+    "storage_corrupt_blocks": "Blocks in storage that were not what was written; they are deleted.",
+    "storage_failed_reads_blocks": "Blocks that storage could not read.",
+    "storage_written_blocks": "Blocks that storage wrote, on all ranks.",
+    "storage_written_bytes": "Bytes that storage wrote, all ranks.",
+    "storage_skipped_writes_blocks": "Blocks that were in storage already and were not written again.",
+    "storage_failed_writes_blocks": "Blocks that storage could not write.",
+    "storage_evicted_blocks": "Blocks that storage deleted to make room.",
+    "storage_stored_blocks": "Blocks in storage, as far as this engine knows.",
+    "storage_stored_bytes": "Bytes in storage, as far as this engine knows.",
     "host_capacity_blocks": "Blocks of host memory that are ready for use.",
     "host_cached_blocks": "Blocks of host memory that hold a cached block.",
     "host_evicted_blocks": "Blocks evicted from the host.",
@@ -85,4 +101,13 @@ DOCUMENTATION = {
 }
 """What each statistic of the scheduler half counts, gauges included."""
 
-GAUGES = frozenset({"host_capacity_blocks", "host_cached_blocks", "jobs_in_flight", "known_blocks"})
+GAUGES = frozenset(
+    {
+        "storage_stored_blocks",
+        "storage_stored_bytes",
+        "host_capacity_blocks",
+        "host_cached_blocks",
+        "jobs_in_flight",
+        "known_blocks",
+    }
+)

@@ -94,7 +94,15 @@ class SchedulerHalf(KVConnectorScheduler):
                 raise ConfigError(f"storage with {len(groups)} block groups is not supported: leave storage out")
             root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
             self._storage = StoragePlanner(
-                config.storage, root, self._grouped, self.host, self._jobs, self.metrics, clock
+                config.storage,
+                root,
+                self._grouped,
+                self.host,
+                self._jobs,
+                self._loads,
+                self.metrics,
+                clock,
+                block_size,
             )
         self._events = EventLog()
         self._ends = JobEnds(
@@ -153,7 +161,7 @@ class SchedulerHalf(KVConnectorScheduler):
         known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
         self.tree.touch(known, self._clock())
         if self._storage is not None:
-            self._storage.forget(request.request_id)
+            self._storage.admitted(request.request_id, first, count)
         mode = self._loads.admit(request.request_id)
         if not state.counted:
             state.counted = True
@@ -210,7 +218,7 @@ class SchedulerHalf(KVConnectorScheduler):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._loads.withdraw(request.request_id)
         if self._storage is not None:
-            self._storage.forget(request.request_id)
+            self._storage.finished(request)
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._drop_blocks(state)
@@ -257,13 +265,17 @@ class SchedulerHalf(KVConnectorScheduler):
         return self._events.take()
 
     def get_kv_connector_stats(self) -> Mapping[str, float]:
-        return self.metrics.snapshot() | {
-            "host_capacity_blocks": self.host.pool.capacity,
-            "host_cached_blocks": self.host.num_copies,
-            "host_evicted_blocks": self.host.num_evicted,
-            "jobs_in_flight": len(self._jobs),
-            "known_blocks": len(self.tree),
-        }
+        return (
+            self.metrics.snapshot()
+            | (self._storage.stats() if self._storage is not None else {})
+            | {
+                "host_capacity_blocks": self.host.pool.capacity,
+                "host_cached_blocks": self.host.num_copies,
+                "host_evicted_blocks": self.host.num_evicted,
+                "jobs_in_flight": len(self._jobs),
+                "known_blocks": len(self.tree),
+            }
+        )
 
     def check(self) -> None:
         """Verify every invariant of the tree and the host tier; for tests."""

@@ -131,6 +131,7 @@ class StepReport:
 
     `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `load_milliseconds` is how
     long the loads of `loaded_bytes` took. `found` has, for each look-up in `done`, how many leading keys exist here.
+    `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have changed.
     """
 
     step: int
@@ -143,3 +144,4 @@ class StepReport:
     load_milliseconds: float = 0.0
     load_timings: tuple[LoadTiming, ...] = field(default=())
     found: tuple[tuple[int, int], ...] = ()
+    storage_counters: tuple[tuple[str, float], ...] = ()

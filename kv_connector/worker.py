@@ -183,6 +183,7 @@ class WorkerHalf(KVConnectorWorker):
             load_milliseconds=sum(c.milliseconds for c in loaded),
             load_timings=self._transfer.take_load_timings() if self._engine else (),
             found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
+            storage_counters=self._storage.counters() if self._storage is not None and stored else (),
         )
 
     def describe(self) -> str:

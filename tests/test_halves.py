@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from integration.mini_engine.request import EngineRequest
-from kv_connector.config import Config, LoadChoice, Prefetch, StorageConfig, WritePolicy
+from kv_connector.config import Backup, Config, LoadChoice, Prefetch, StorageConfig, WritePolicy
 from kv_connector.types import Direction
 from tests.fakes import LateWorker, PatternModel, check_engine, make_engine
 from tests.storages import HeldStorage
@@ -41,6 +41,7 @@ class HalvesMachine(RuleBasedStateMachine):
         choice=st.sampled_from([LoadChoice.SYNC, LoadChoice.ASYNC, LoadChoice.ASYNC]),
         stall=st.sampled_from([0, 10_000]),
         prefetch=st.sampled_from([None, *Prefetch]),
+        backup=st.sampled_from(Backup),
     )
     def start(
         self,
@@ -51,6 +52,7 @@ class HalvesMachine(RuleBasedStateMachine):
         choice: LoadChoice,
         stall: int,
         prefetch: Prefetch | None,
+        backup: Backup,
     ) -> None:
         self.model = PatternModel(num_layers=2, num_ranks=num_ranks)
         config = Config(
@@ -61,7 +63,7 @@ class HalvesMachine(RuleBasedStateMachine):
             layer_group_bytes=1,
             load_choice=choice,
             max_load_stall_ms=stall,  # at 10 s every load is announced in the step that begins it
-            storage=StorageConfig(path="unused", capacity=1, prefetch=prefetch, max_backup_blocks=6)
+            storage=StorageConfig(path="unused", capacity=1, prefetch=prefetch, backup=backup, max_backup_blocks=6)
             if prefetch is not None and host_kib
             else None,
         )
@@ -232,7 +234,8 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "late_loads_awaited": 5,
         "restarts": 50,
         "fetched_blocks": 500,
-        "failed_fetch_jobs": 20,
+        "storage_hit_tokens": 500,
+        "failed_fetch_jobs": 10,
         "backed_up_blocks": 500,
         "failed_backup_jobs": 20,
         "dropped_backups_blocks": 20,
@@ -241,7 +244,7 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "failed_save_jobs": 40,
         "host_evicted_blocks": 500,
         "preemptions": 50,
-        "aborts": 100,
+        "aborts": 60,
         "saves_on_reuse_blocks": 100,
         "saves_on_hit_blocks": 100,
         "saves_pinned_blocks": 20,

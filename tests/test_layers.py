@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loads": {*LAYER_0},
     "leases": {*LAYER_0, "base", "index", "jobs", "loads", "saves"},
     "steps": {*LAYER_0},
-    "storing": {*LAYER_0, "base", "index", "jobs", "numpy"},
+    "backups": {*LAYER_0, "index", "jobs"},
+    "storing": {*LAYER_0, "backups", "base", "index", "jobs", "loads", "numpy"},
     "endings": {*LAYER_0, "base", "index", "jobs", "loads", "saves", "storing"},
     "scheduler": {
         *LAYER_0,
@@ -74,6 +75,7 @@ MAY_NOT_IMPORT = {
     "leases": THREADS | CLOCKS,
     "endings": THREADS | CLOCKS,
     "steps": THREADS | CLOCKS,
+    "backups": THREADS | CLOCKS,
     "storing": THREADS | CLOCKS,
     "scheduler": THREADS,
 }

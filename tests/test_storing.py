@@ -28,11 +28,11 @@ class Ticks:
 
 
 def make_half(
-    num_host_blocks: int = 100, world_size: int = 1, **storage: object
+    num_host_blocks: int = 100, world_size: int = 1, load_choice: str = "sync", **storage: object
 ) -> tuple[SchedulerHalf, ForeignBlocks, Ticks]:
     settings = {"path": "unused", "capacity": 1, "prefetch": "wait_complete"} | storage
     config = Config.from_mapping(
-        {"host_memory": 1 << 20, "write_policy": "write_through", "load_choice": "sync", "storage": settings}
+        {"host_memory": 1 << 20, "write_policy": "write_through", "load_choice": load_choice, "storage": settings}
     )
     ticks = Ticks()
     half = SchedulerHalf(config, 4, world_size, clock=ticks)
@@ -200,6 +200,107 @@ def test_saves_are_backed_up_and_the_queue_has_an_end() -> None:
     drain(half)
     assert half.get_kv_connector_stats()["backed_up_blocks"] == 3
     assert not [b for b in half.host.pool.live_ids() if half.host.pool.refs(b)]
+
+
+def prompt(number: int) -> list[int]:
+    """Ten blocks of its own, and a token to compute."""
+    return list(range(1000 * number, 1000 * number + 41))
+
+
+def test_on_eviction_a_block_is_written_when_it_is_next_to_go() -> None:
+    half, _, _ = make_half(num_host_blocks=80, backup="on_eviction")  # ten blocks are watched
+    for number in range(7):
+        compute(half, Asked(f"r{number}", prompt(number)))
+        assert step(half) == ()
+    compute(half, Asked("r7", prompt(7)))
+    (job,) = step(half)
+    assert set(job.split_keys()) == set(arrive(make_half()[0], Asked("x", prompt(0))).split_keys()), "the oldest"
+    report(half, [job])
+    assert step(half) == () and not half.has_pending_push_work(), "an idle engine need not go on"
+    for number in range(8, 12):
+        compute(half, Asked(f"r{number}", prompt(number)))
+        (job,) = step(half)
+        report(half, [job])
+    stats = half.get_kv_connector_stats()
+    assert (stats["backed_up_blocks"], stats["dropped_backups_blocks"], stats["host_evicted_blocks"]) == (50, 0, 40)
+    half.check()
+
+
+def test_on_eviction_what_goes_before_it_is_written_is_counted() -> None:
+    half, _, _ = make_half(num_host_blocks=15, backup="on_eviction")  # two blocks are watched
+    for number in range(2):
+        compute(half, Asked(f"r{number}", prompt(number)))
+    drain(half)
+    stats = half.get_kv_connector_stats()
+    assert stats["host_evicted_blocks"] == 5
+    assert stats["dropped_backups_blocks"] == 5
+    half.check()
+
+
+def test_at_finish_a_block_is_written_when_its_request_has_ended() -> None:
+    half, _, _ = make_half(backup="at_finish")
+    request = Asked("a", PROMPT)
+    report(half, [arrive(half, request)], found=0)
+    admit(half, request)
+    plan = run(half, request)
+    half.update_connector_output([StepReport(plan.step, 0, tuple(j.job_id for j in plan.saves), num_host_blocks=100)])
+    assert step(half) == ()
+    half.request_finished(request)
+    (job,) = step(half)
+    assert (job.action, job.num_blocks) == (StorageAction.BACK_UP, 10)
+    report(half, [job])
+    again = Asked("b", PROMPT)
+    half.on_new_request(again)
+    half.request_finished(again)
+    assert step(half) == (), "it is there"
+    half.check()
+
+
+def test_at_finish_a_save_under_way_is_written_when_it_has_arrived() -> None:
+    half, _, _ = make_half(backup="at_finish")
+    request = Asked("a", PROMPT)
+    report(half, [arrive(half, request)], found=0)
+    admit(half, request)
+    plan = run(half, request)
+    half.request_finished(request)
+    assert step(half) == ()
+    half.update_connector_output([StepReport(plan.step, 0, tuple(j.job_id for j in plan.saves), num_host_blocks=100)])
+    (job,) = step(half)
+    assert job.num_blocks == 10
+
+
+def test_hits_are_counted_by_where_they_came_from() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    report(half, fetch(half, first))
+    save(half, first)
+    half.on_new_request(second)
+    save(half, second)
+    stats = half.get_kv_connector_stats()
+    assert (stats["host_hit_tokens"], stats["storage_hit_tokens"]) == (80, 40)
+
+
+def test_what_storage_counts_on_its_ranks_is_in_the_statistics() -> None:
+    half, _, _ = make_half(world_size=2)
+    for rank, num_read in ((0, 5.0), (1, 7.0)):
+        counters = (("read_blocks", num_read), ("stored_bytes", 100.0 + rank), ("of_no_interest", 1.0))
+        half.update_connector_output([StepReport(1, rank, num_host_blocks=100, storage_counters=counters)])
+    stats = half.get_kv_connector_stats()
+    assert (stats["storage_read_blocks"], stats["storage_stored_bytes"]) == (12, 101)
+    assert "storage_of_no_interest" not in stats
+
+
+def test_a_prefix_that_is_sooner_computed_is_not_fetched() -> None:
+    half, _, ticks = make_half(load_choice="auto")
+    first = Asked("first", PROMPT)
+    jobs = fetch(half, first)
+    ticks.now += 10.0  # a block a second
+    report(half, jobs)
+    half._loads.estimate._prefill.observe(1000, 1.0)
+    skipped = [fetch(half, Asked(f"r{number}", prompt(number + 1))) for number in range(8)]
+    assert skipped == [()] * 8
+    assert half.get_kv_connector_stats()["recomputed_storage_tokens"] == 8 * 40
+    assert fetch(half, Asked("last", prompt(9))), "after so many one is fetched: storage may have become faster"
 
 
 def test_the_name_of_a_block_is_the_same_for_writing_and_reading_and_for_every_engine() -> None:

@@ -54,6 +54,10 @@ class StorageJobs:
                 ended.append(EndedStorageJob(job.job_id, all(future.result())))
         return ended
 
+    def counters(self) -> tuple[tuple[str, float], ...]:
+        """What the backend has counted."""
+        return tuple(self._storage.stats().items())
+
     def close(self) -> None:
         """Wait for what is under way, then close the backend."""
         self._storage.close()
