@@ -21,6 +21,8 @@ step() { printf '\n==> %s\n' "$*"; "$@" || { failed=1; echo "FAILED: $*" >&2; };
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -m gpu -p no:cacheprovider \
   --disable-warnings tests integration/tests
+step python3 -P -m integration.bench.copies --json "$out/copies.json"
+step python3 -P -m integration.bench.interference --json "$out/interference.json"
 step python3 -P -m integration.bench.overlap --json "$out/overlap.json" --trace "$out/overlap_trace.json"
 if python3 -P -c 'import transformers; from integration.models.smollm2 import find_gguf; find_gguf()' 2> /dev/null; then
   step python3 -P -m integration.mini_engine.demo --json "$out/demo.json" --png "$out/demo.png"

@@ -1,0 +1,225 @@
+"""What the benchmarks of copies move: a cache of scattered blocks, its host pool, and the ways between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kv_connector.config import Config, PathName
+from kv_connector.transfer.host_pool import HostPool
+from kv_connector.transfer.layout import CacheLayout
+from kv_connector.transfer.paths import CopyPath, make_path
+from kv_connector.types import CopyJob, Direction
+
+Int64s = NDArray[np.int64]
+_LOOP_COPIES = 2000
+"""As many calls of `copy_` as are timed: the rest would take as long each."""
+
+
+class Way(Protocol):
+    """One way of moving the blocks of a case."""
+
+    num_bytes: int
+
+    def copy(self, direction: Direction) -> None:
+        """Enqueue the copy on the current stream."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+@dataclass(slots=True, eq=False)
+class Case:
+    """Blocks of equal pieces, twice as many as are moved on either side; `device_ids[i]` goes with `host_ids[i]`."""
+
+    layout: CacheLayout
+    host: HostPool
+    device_ids: Int64s
+    host_ids: Int64s
+    flat_device: torch.Tensor
+    flat_host: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Moved in one run."""
+        return len(self.device_ids) * self.layout.piece_bytes
+
+    def job(self, direction: Direction, job_id: int) -> CopyJob:
+        """All blocks."""
+        return CopyJob(job_id, direction, self.device_ids, self.host_ids)
+
+    def large_copy(self, direction: Direction) -> None:
+        """As many bytes in one piece, on the current stream: the link's limit."""
+        if direction is Direction.LOAD:
+            self.flat_device.copy_(self.flat_host, non_blocking=True)
+        else:
+            self.flat_host.copy_(self.flat_device, non_blocking=True)
+
+    def verify(self, ways: dict[str, Way]) -> None:
+        """Move random bytes by each way, both directions, and compare all of them. Raises AssertionError."""
+        chosen = torch.tensor(self.host_ids)
+        blocks = torch.tensor(self.device_ids).to(self.layout.device)
+        for name, way in ways.items():
+            if way.num_bytes < self.num_bytes:
+                continue
+            for direction in Direction:
+                if direction is Direction.LOAD:
+                    self.host.tensor.random_(0, 256)
+                else:
+                    for region in self.layout.regions:
+                        region.view.random_(0, 256)
+                on_streams(self, [lambda way=way, direction=direction: way.copy(direction)])
+                there = self.host.tensor[chosen].to(self.layout.device)
+                for region in self.layout.regions:
+                    part = there[:, region.offset : region.offset + region.piece_bytes]
+                    assert torch.equal(region.view[blocks], part), f"{name} {direction.value}: bytes differ"
+
+    def close(self) -> None:
+        """Unlock and drop the memory."""
+        self.host.close()
+
+
+class PathWay:
+    """One of our copy paths."""
+
+    def __init__(self, case: Case, name: PathName) -> None:
+        self.num_bytes = case.num_bytes
+        self._case = case
+        self._path: CopyPath = make_path(case.layout, case.host, Config(copy_path=name, staging_memory="256MiB"))
+
+    def copy(self, direction: Direction) -> None:
+        """See `Way`."""
+        everything = range(len(self._case.layout.regions))
+        self._path.copy(direction, everything, self._case.device_ids, self._case.host_ids)
+
+    def close(self) -> None:
+        """See `Way`."""
+        self._path.close()
+
+
+class LoopWay:
+    """`copy_` for every piece, as engines without a batch call do."""
+
+    def __init__(self, case: Case) -> None:
+        per_block = len(case.layout.regions)
+        self._count = max(1, min(len(case.device_ids), _LOOP_COPIES // per_block))
+        self.num_bytes = self._count * case.layout.piece_bytes
+        self._case = case
+
+    def copy(self, direction: Direction) -> None:
+        """See `Way`."""
+        case = self._case
+        for device_id, host_id in zip(case.device_ids[: self._count], case.host_ids[: self._count], strict=True):
+            row = case.host.tensor[host_id]
+            for region in case.layout.regions:
+                there, here = region.view[device_id], row[region.offset : region.offset + region.piece_bytes]
+                target, source = (there, here) if direction is Direction.LOAD else (here, there)
+                target.copy_(source, non_blocking=True)
+
+    def close(self) -> None:
+        """See `Way`."""
+
+
+class VllmWay:
+    """What vLLM's OffloadingConnector calls: one batch of addresses, a piece each."""
+
+    def __init__(self, case: Case) -> None:
+        from vllm import _custom_ops
+
+        self.num_bytes = case.num_bytes
+        self._swap = _custom_ops.swap_blocks_batch
+        regions = case.layout.regions
+        bases = np.array([region.data_ptr for region in regions])
+        strides = np.array([region.block_stride for region in regions])
+        offsets = np.array([region.offset for region in regions])
+        there = bases + case.device_ids[:, None] * strides
+        here = case.host.tensor.data_ptr() + case.host_ids[:, None] * case.layout.block_bytes + offsets
+        self._device, self._host = (torch.from_numpy(side.ravel().astype(np.int64)) for side in (there, here))
+        self._sizes = torch.tensor([region.piece_bytes for region in regions] * len(case.device_ids), dtype=torch.int64)
+
+    def copy(self, direction: Direction) -> None:
+        """See `Way`."""
+        if direction is Direction.LOAD:
+            self._swap(self._host, self._device, self._sizes, is_src_access_order_any=True)
+        else:
+            self._swap(self._device, self._host, self._sizes)
+
+    def close(self) -> None:
+        """See `Way`."""
+
+
+def make_case(piece_bytes: int, num_regions: int, num_bytes: int) -> Case:
+    """A cache in GPU memory (in host memory without a GPU) and a host pool, half of whose blocks move."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    count = max(1, num_bytes // (piece_bytes * num_regions))
+    cache = torch.zeros((num_regions, 2 * count, piece_bytes), dtype=torch.uint8, device=device)
+    layout = CacheLayout.from_tensors({f"layer {i}": cache[i] for i in range(num_regions)}, 2 * count)
+    host = HostPool(2 * count, layout.block_bytes, device=device)
+    host.wait_ready()
+    rng = np.random.default_rng(0)
+    ids = [rng.permutation(2 * count)[:count].astype(np.int64) for _ in range(2)]
+    for side in ids:
+        side.setflags(write=False)
+    moved = count * layout.piece_bytes
+    flat_host = torch.empty(moved, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return Case(layout, host, ids[0], ids[1], torch.empty(moved, dtype=torch.uint8, device=device), flat_host)
+
+
+def ways_of(case: Case, names: Sequence[str]) -> dict[str, Way]:
+    """The ways that this machine has, of those named; ours is always there."""
+    if case.layout.device.type == "cpu":
+        return {"ours": PathWay(case, PathName.AUTO), "loop": LoopWay(case)}
+    found: dict[str, Way] = {"ours": PathWay(case, PathName.AUTO)}
+    for name in names:
+        if name in ("runs", "direct", "staged"):
+            found[name] = PathWay(case, PathName(name))
+        elif name == "loop":
+            found[name] = LoopWay(case)
+        elif name == "vllm":
+            try:
+                found[name] = VllmWay(case)
+            except (ImportError, AttributeError):
+                print("no vLLM here: its swap is left out")
+    return found
+
+
+def on_streams(case: Case, work: Sequence[Callable[[], None]]) -> float:
+    """Run each on a stream of its own, all at once; milliseconds until the last has ended."""
+    if case.layout.device.type == "cpu":
+        import time
+
+        begin = time.perf_counter()
+        for call in work:
+            call()
+        return 1e3 * (time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    start, ends = torch.cuda.Event(enable_timing=True), []
+    start.record()
+    for stream, call in zip(_streams(len(work)), work, strict=True):
+        stream.wait_event(start)
+        with torch.cuda.stream(stream):
+            call()
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(stream)
+            ends.append(end)
+    torch.cuda.synchronize()
+    return max(start.elapsed_time(end) for end in ends)
+
+
+def large_copy_ms(case: Case, direction: Direction) -> float:
+    """Milliseconds of one large copy of as many bytes."""
+    return on_streams(case, [lambda: case.large_copy(direction)])
+
+
+_own_streams: list[torch.cuda.Stream] = []
+
+
+def _streams(count: int) -> list[torch.cuda.Stream]:
+    while len(_own_streams) < count:
+        _own_streams.append(torch.cuda.Stream())
+    return _own_streams[:count]

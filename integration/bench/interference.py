@@ -1,0 +1,217 @@
+"""What copies cost the model, and the model the copies: products, decoding, prefill, and small uploads beside them.
+
+Copies go back and forth through the transfer engine, as in service, while the main stream computes; every measurement
+without copies alternates with one beside them. The last part times small uploads, as a model makes some in front of
+every step, beside a load: they share its link. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from integration.bench.copy_cases import Case, Way, large_copy_ms, make_case, ways_of
+from integration.report import Report, hardware
+from kv_connector.config import Config
+from kv_connector.transfer.engine import TransferEngine
+from kv_connector.types import Direction
+
+LAYERS, HIDDEN, INTERMEDIATE, KEYS = 32, 4096, 14336, 1024  # Llama-3.1-8B's
+PRODUCT, PRODUCTS = 8192, 10
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--pieces", default="16,64,2048", help="KiB")
+    parser.add_argument("--regions", type=int, default=64)
+    parser.add_argument("--bytes", type=int, default=805306368, help="of one copy: as long as the products take")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--ways", default="ours,runs,direct")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU: there is no model to disturb")
+        return 0
+    report = Report("interference")
+    print(f"{hardware()['gpu']}: copies of {options.bytes >> 20} MiB beside the model, medians of {options.repeats}")
+    decode, prefill = Model(32), Model(4096)
+    for piece_bytes in (int(float(text) * 1024) for text in options.pieces.split(",")):
+        case = make_case(piece_bytes, 1 if piece_bytes >= 1 << 20 else options.regions, options.bytes)
+        try:
+            for name, way in ways_of(case, options.ways.split(",")).items():
+                measure_products(report, case, name, way, options.repeats)
+                measure_uploads(report, case, name, way, options.repeats)
+                way.close()
+            measure_model(report, case, "decode", decode.replay, options.repeats)
+            measure_model(report, case, "prefill", prefill.forward, options.repeats)
+        finally:
+            case.close()
+        report.write(options.json)
+    return 0
+
+
+class Model:
+    """The products of an 8B transformer for so many tokens, with weights of its own for each layer."""
+
+    def __init__(self, num_tokens: int) -> None:
+        shapes = [(HIDDEN + 2 * KEYS, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
+        self._layers = [
+            [torch.randn(shape, dtype=torch.bfloat16, device="cuda") / shape[1] ** 0.5 for shape in shapes]
+            for _ in range(LAYERS)
+        ]
+        self._hidden = torch.randn((num_tokens, HIDDEN), dtype=torch.bfloat16, device="cuda")
+        self.forward()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.forward()
+
+    def forward(self) -> None:
+        """Launch every product."""
+        hidden = self._hidden
+        for qkv, output, gate_up, down in self._layers:
+            attended = (hidden @ qkv.T)[:, :HIDDEN]
+            hidden = hidden + attended @ output.T
+            gate, up = (hidden @ gate_up.T).chunk(2, dim=1)
+            hidden = torch.nn.functional.rms_norm(hidden + (torch.nn.functional.silu(gate) * up) @ down.T, (HIDDEN,))
+
+    def replay(self) -> None:
+        """All of them as one graph, sixteen times: a second or so of decoding has none of the launching thread."""
+        for _ in range(16):
+            self._graph.replay()
+
+
+def device_ms(work: Callable[[], None]) -> float:
+    """Milliseconds of work on the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure_products(report: Report, case: Case, name: str, way: Way, repeats: int) -> None:
+    """Ten large products on the main stream, and a copy that begins with them on another."""
+    left = torch.randn((PRODUCT, PRODUCT), dtype=torch.bfloat16, device="cuda")
+    side = torch.cuda.Stream()
+
+    def products() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(left, left)
+
+    for direction in Direction:
+        alone: list[float] = []
+        beside: list[float] = []
+        copying: list[float] = []
+        link: list[float] = []
+        for _ in range(repeats + 1):
+            torch.cuda.synchronize()
+            alone.append(device_ms(products))
+            link.append(large_copy_ms(case, direction))
+            torch.cuda.synchronize()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(PRODUCTS):  # launched first: the copy is not to run ahead of them
+                torch.mm(left, left)
+            end_products = torch.cuda.Event(enable_timing=True)
+            end_products.record()
+            side.wait_event(start)
+            with torch.cuda.stream(side):
+                begin.record()
+                way.copy(direction)
+                end.record()
+            torch.cuda.synchronize()
+            beside.append(start.elapsed_time(end_products))
+            copying.append(begin.elapsed_time(end) * case.num_bytes / way.num_bytes)
+        slower = median(beside[1:]) / median(alone[1:]) - 1
+        share = median(link[1:]) / median(copying[1:])
+        label = f"{case.layout.regions[0].piece_bytes >> 10}KiB_{direction.value}"
+        print(f"{label:>14} {name:>7}: products {slower:+.1%}, copy at {share:.3f} of the link", flush=True)
+        row = {"part": "products", "way": name, "case": label, "alone_ms": alone[1:], "beside_ms": beside[1:]}
+        report.rows.append(row | {"copy_ms": copying[1:], "link_ms": link[1:]})
+        if name == "ours":
+            report.claim(f"products_slower_{label}", slower, 0.02, "of 1", "lower")
+            goal = 0.90 if direction is Direction.LOAD else 0.95
+            report.claim(f"share_of_link_beside_products_{label}", share, goal, "of 1", "higher")
+
+
+def measure_model(report: Report, case: Case, name: str, work: Callable[[], None], repeats: int) -> None:
+    """A loop of the model with and without loads and saves through the transfer engine all the time."""
+    engine = TransferEngine(case.layout, case.host, Config(staging_memory="256MiB"))
+    alone: list[float] = []
+    beside: list[float] = []
+    for repeat in range(repeats + 1):
+        alone.append(device_ms(work))
+        with copying(engine, case, repeat):
+            beside.append(device_ms(work))
+    engine.close()
+    slower = median(beside[1:]) / median(alone[1:]) - 1
+    label = f"{case.layout.regions[0].piece_bytes >> 10}KiB"
+    print(f"{label:>14} {name}: {median(alone[1:]):.1f} ms alone, {slower:+.1%} beside copies both ways", flush=True)
+    report.rows.append({"part": name, "case": label, "alone_ms": alone[1:], "beside_ms": beside[1:]})
+    report.claim(f"{name}_slower_beside_copies_{label}", slower, 0.02, "of 1", "lower")
+
+
+@contextmanager
+def copying(engine: TransferEngine, case: Case, number: int) -> Iterator[None]:
+    """Loads and saves of disjoint blocks have been enqueued, enough for what follows, and end with it."""
+    half = len(case.device_ids) // 2
+    job = case.job(Direction.LOAD, 4 * number)
+    load = type(job)(4 * number, Direction.LOAD, job.device_ids[:half], job.host_ids[:half], "x")
+    save = type(job)(4 * number + 1, Direction.SAVE, job.device_ids[half:], job.host_ids[half:])
+    engine.submit_background_load([load], engine.mark())
+    engine.submit_save([save])
+    try:
+        yield
+    finally:
+        engine.drain()
+
+
+def measure_uploads(report: Report, case: Case, name: str, way: Way, repeats: int) -> None:
+    """Small arrays that the main stream uploads one after the other, alone and beside a load."""
+    here = torch.zeros(1024, dtype=torch.int32, pin_memory=True)
+    there = torch.zeros(1024, dtype=torch.int32, device="cuda")
+    side = torch.cuda.Stream()
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(repeats + 1):
+        for beside in (False, True):
+            torch.cuda.synchronize()
+            if beside:
+                with torch.cuda.stream(side):
+                    way.copy(Direction.LOAD)
+                    loaded = torch.cuda.Event()
+                    loaded.record()
+            for _ in range(40):
+                begin = time.perf_counter()
+                there.copy_(here, non_blocking=True)
+                torch.cuda.current_stream().synchronize()
+                if beside and loaded.query():
+                    break
+                found[beside].append(1e6 * (time.perf_counter() - begin))
+    label = f"{case.layout.regions[0].piece_bytes >> 10}KiB"
+    numbers = {}
+    for beside, times in found.items():
+        p90 = float(np.percentile(times, 90))
+        numbers["beside" if beside else "alone"] = {"median_us": median(times), "p90_us": p90, "most_us": max(times)}
+    alone, shared = describe(numbers["alone"]), describe(numbers["beside"])
+    print(f"{label:>14} {name:>7}: an upload takes {alone} alone, {shared} beside", flush=True)
+    report.rows.append({"part": "uploads", "way": name, "case": label, **numbers})
+
+
+def describe(numbers: dict[str, float]) -> str:
+    """Median, 90th percentile, most."""
+    return " / ".join(f"{value:.0f}" for value in numbers.values()) + " us"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
