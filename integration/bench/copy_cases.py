@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kv_connector.config import Config, PathName
+from kv_connector.transfer.dma import DriverCopier, RunsPath
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import CacheLayout
 from kv_connector.transfer.paths import CopyPath, make_path
@@ -102,6 +103,24 @@ class PathWay:
         self._path.close()
 
 
+class BatchWay:
+    """The driver's batch call, so many copies at a time."""
+
+    def __init__(self, case: Case, max_copies: int) -> None:
+        self.num_bytes = case.num_bytes
+        self._case = case
+        self._path = RunsPath(case.layout, case.host, DriverCopier(max_copies))
+
+    def copy(self, direction: Direction) -> None:
+        """See `Way`."""
+        everything = range(len(self._case.layout.regions))
+        self._path.copy(direction, everything, self._case.device_ids, self._case.host_ids)
+
+    def close(self) -> None:
+        """See `Way`."""
+        self._path.close()
+
+
 class LoopWay:
     """`copy_` for every piece, as engines without a batch call do."""
 
@@ -171,13 +190,15 @@ def make_case(piece_bytes: int, num_regions: int, num_bytes: int) -> Case:
 
 
 def ways_of(case: Case, names: Sequence[str]) -> dict[str, Way]:
-    """The ways that this machine has, of those named; ours is always there."""
+    """The ways that this machine has, of those named; ours is always there. `batch16`: 16 copies in a call."""
     if case.layout.device.type == "cpu":
         return {"ours": PathWay(case, PathName.AUTO), "loop": LoopWay(case)}
     found: dict[str, Way] = {"ours": PathWay(case, PathName.AUTO)}
     for name in names:
         if name in ("runs", "direct", "staged"):
             found[name] = PathWay(case, PathName(name))
+        elif name.startswith("batch"):
+            found[name] = BatchWay(case, int(name.removeprefix("batch")))
         elif name == "loop":
             found[name] = LoopWay(case)
         elif name == "vllm":

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--regions", type=int, default=64)
     parser.add_argument("--bytes", type=int, default=805306368, help="of one copy: as long as the products take")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--ways", default="ours,runs,direct")
+    parser.add_argument("--ways", default="ours,runs,direct,batch8,batch64")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU: there is no model to disturb")
@@ -48,7 +48,8 @@ def main() -> int:
         try:
             for name, way in ways_of(case, options.ways.split(",")).items():
                 measure_products(report, case, name, way, options.repeats)
-                measure_uploads(report, case, name, way, options.repeats)
+                for priority in (0, -1):
+                    measure_uploads(report, case, name, way, priority, options.repeats)
                 way.close()
             measure_model(report, case, "decode", decode.replay, options.repeats)
             measure_model(report, case, "prefill", prefill.forward, options.repeats)
@@ -177,11 +178,12 @@ def copying(engine: TransferEngine, case: Case, number: int) -> Iterator[None]:
         engine.drain()
 
 
-def measure_uploads(report: Report, case: Case, name: str, way: Way, repeats: int) -> None:
-    """Small arrays that the main stream uploads one after the other, alone and beside a load."""
+def measure_uploads(report: Report, case: Case, name: str, way: Way, priority: int, repeats: int) -> None:
+    """Small arrays that the main stream uploads one after the other, alone and beside a load on a stream of this
+    priority."""
     here = torch.zeros(1024, dtype=torch.int32, pin_memory=True)
     there = torch.zeros(1024, dtype=torch.int32, device="cuda")
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream(priority=priority)
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(repeats + 1):
         for beside in (False, True):
@@ -199,13 +201,16 @@ def measure_uploads(report: Report, case: Case, name: str, way: Way, repeats: in
                     break
                 found[beside].append(1e6 * (time.perf_counter() - begin))
     label = f"{case.layout.regions[0].piece_bytes >> 10}KiB"
+    if not found[True]:
+        print(f"{label:>14} {name:>7}: the load was over before an upload was")
+        return
     numbers = {}
     for beside, times in found.items():
         p90 = float(np.percentile(times, 90))
         numbers["beside" if beside else "alone"] = {"median_us": median(times), "p90_us": p90, "most_us": max(times)}
     alone, shared = describe(numbers["alone"]), describe(numbers["beside"])
-    print(f"{label:>14} {name:>7}: an upload takes {alone} alone, {shared} beside", flush=True)
-    report.rows.append({"part": "uploads", "way": name, "case": label, **numbers})
+    print(f"{label:>14} {name:>7}, priority {priority}: an upload takes {alone} alone, {shared} beside", flush=True)
+    report.rows.append({"part": "uploads", "way": name, "priority": priority, "case": label, **numbers})
 
 
 def describe(numbers: dict[str, float]) -> str:

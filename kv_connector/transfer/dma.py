@@ -135,7 +135,8 @@ class DriverCopier:
     object for every address, a microsecond each on the thread that launches the model; and ctypes drops the GIL.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL) -> None:
+        self._max_copies = max_copies_per_call
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -155,8 +156,8 @@ class DriverCopier:
         if self._batch is None or stream == 0 or not pinned:
             self._copy_each(targets, sources, sizes, stream)
             return
-        for start in range(0, len(sizes), MAX_COPIES_PER_CALL):
-            part = slice(start, start + MAX_COPIES_PER_CALL)
+        for start in range(0, len(sizes), self._max_copies):
+            part = slice(start, start + self._max_copies)
             self._copy_batch(targets[part], sources[part], sizes[part], stream)
 
     def _copy_batch(self, targets: Int64s, sources: Int64s, sizes: Int64s, stream: int) -> None:
