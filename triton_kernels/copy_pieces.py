@@ -11,7 +11,7 @@ device, or host memory that is page-locked, which the GPU reads and writes over 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ CHUNK_BYTES = 64 << 10
 STEP = 2048
 """Words that one program moves at a time: with 8 warps, 64 bytes in flight for each thread."""
 NUM_WARPS = 8
+_INT32_MAX = (1 << 31) - 1
+_compiled: dict[tuple[int, bool, bool, bool], Any] = {}
+"""Compiled kernels by device and all that they are specialised on. Triton's own way to one, through signature, options
+and cache key, takes several times as long as the launch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +41,8 @@ class RegionTable:
 
     bases, strides, sizes, offsets: int64 of shape (num_regions,) on the GPU: address of block 0's piece, bytes from
     block to block, bytes of a piece, offset of the piece in a flat row.
-    host_sizes: `sizes` again, for the launcher. words: whether bases, strides and offsets allow 8-byte words.
+    host_sizes: `sizes` again, for the launcher, with their `largest` and `total`. words: whether bases, strides and
+    offsets allow 8-byte words.
     """
 
     bases: torch.Tensor
@@ -46,6 +51,12 @@ class RegionTable:
     offsets: torch.Tensor
     host_sizes: tuple[int, ...]
     words: bool
+    largest: int = field(init=False)
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "largest", max(self.host_sizes))
+        object.__setattr__(self, "total", sum(self.host_sizes))
 
     @classmethod
     def upload(cls, views: Sequence[torch.Tensor], offsets: Sequence[int]) -> RegionTable:
@@ -135,11 +146,14 @@ def _launch(
     if block_ids.dtype != torch.int64 or flat_ids.dtype != torch.int64 or block_ids.shape != flat_ids.shape:
         raise ValueError(f"ids are {block_ids.dtype} and {flat_ids.dtype}, {block_ids.shape} and {flat_ids.shape}")
     flat_base, row_bytes = flat.data_ptr() + flat_shift, flat.stride(0)
-    chunks = triton.cdiv(max(table.host_sizes), CHUNK_BYTES)
+    chunks = -(-table.largest // CHUNK_BYTES)
     num_items = len(block_ids) * len(table.host_sizes) * chunks
     if num_items == 0:
         return
-    _copy_pieces[(min(num_programs, num_items),)](
+    grid = (min(num_programs, num_items), 1, 1)
+    words = table.words and flat_base % 8 == 0 and row_bytes % 8 == 0
+    total_bytes = len(block_ids) * table.total
+    arguments = (
         block_ids,
         flat_ids,
         table.bases,
@@ -151,13 +165,20 @@ def _launch(
         num_items,
         len(table.host_sizes),
         chunks,
-        len(block_ids) * sum(table.host_sizes),
-        TO_FLAT=to_flat,
-        WORDS=table.words and flat_base % 8 == 0 and row_bytes % 8 == 0,
-        CHUNK=CHUNK_BYTES,
-        STEP_SIZE=STEP,
-        num_warps=NUM_WARPS,
+        total_bytes,
+        to_flat,
+        words,
+        CHUNK_BYTES,
+        STEP,
     )
+    key = (table.bases.get_device(), to_flat, words, total_bytes > _INT32_MAX)
+    kernel = _compiled.get(key)
+    if kernel is not None:
+        kernel[grid](*arguments)
+        return
+    kernel = _copy_pieces[grid](*arguments, num_warps=NUM_WARPS)
+    if kernel is not None:  # the interpreter compiles nothing
+        _compiled[key] = kernel
 
 
 def _launch_metadata(grid: tuple[int, ...], kernel: Any, args: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -146,7 +146,15 @@ class DriverCopier:
         name = "cuMemcpyBatchAsync" if self._takes_fail_index else "cuMemcpyBatchAsync_v2"
         self._batch = getattr(self._driver, name, None)
         self._attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
-        self._first = ctypes.c_size_t(0)
+        self._first, self._fail_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        # Made once: a call is submitted for every couple of megabytes.
+        self._constant: tuple[Any, ...] = (ctypes.byref(self._attributes), ctypes.byref(self._first), 1)
+        if self._takes_fail_index:
+            self._constant = (*self._constant, ctypes.byref(self._fail_index))
+        if self._batch is not None:
+            pointer, size = ctypes.c_void_p, ctypes.c_size_t
+            fail_index = [pointer] if self._takes_fail_index else []
+            self._batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, *fail_index, pointer]
 
     def __call__(self, targets: Int64s, sources: Int64s, sizes: Int64s, pinned: bool, stream: int | None) -> None:
         """See `Copier`."""
@@ -162,17 +170,8 @@ class DriverCopier:
 
     def _copy_batch(self, targets: Int64s, sources: Int64s, sizes: Int64s, stream: int) -> None:
         assert self._batch is not None
-        fail_index = ctypes.c_size_t(0)
         code = self._batch(
-            ctypes.c_void_p(targets.ctypes.data),
-            ctypes.c_void_p(sources.ctypes.data),
-            ctypes.c_void_p(sizes.ctypes.data),
-            ctypes.c_size_t(len(sizes)),
-            ctypes.byref(self._attributes),
-            ctypes.byref(self._first),
-            ctypes.c_size_t(1),
-            *([ctypes.byref(fail_index)] if self._takes_fail_index else []),
-            ctypes.c_void_p(stream),
+            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), *self._constant, stream
         )
         self._check(code, "cuMemcpyBatchAsync")
 

@@ -9,6 +9,7 @@ packed. A chunk's host side is sorted, and a row is as long as a layer group's p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from .host_pool import HostPool
 from .layout import PIECE_ALIGN, CacheLayout
 from .streams import Event, make_lane
 
+Int64s = NDArray[np.int64]
+
 NUM_BUFFERS = 2
 """Buffers a direction: one is packed while one is copied. On an H200 (2026-11-21) two and three of the same memory both
 reach 53 of 55 GB/s, two with fewer chunks to submit; and beside a busy model it is the size of a chunk that counts."""
@@ -36,18 +39,18 @@ class _Ring:
     def __init__(self, device: torch.device, num_bytes: int, priority: int) -> None:
         self.lane = make_lane(device, priority, timing=False)
         self.buffer_bytes = num_bytes // NUM_BUFFERS // PIECE_ALIGN * PIECE_ALIGN
-        self._buffers = torch.empty((NUM_BUFFERS, self.buffer_bytes), dtype=torch.uint8, device=device)
+        self.buffers = torch.empty((NUM_BUFFERS, self.buffer_bytes), dtype=torch.uint8, device=device)
         self._free: list[Event | None] = [None] * NUM_BUFFERS
         self._next = 0
 
-    def take(self, stream: Any) -> torch.Tensor:
-        """The next buffer; what `stream` does from now on comes after its last use."""
+    def take(self, stream: Any) -> int:
+        """Number of the next buffer; what `stream` does from now on comes after its last use."""
         free = self._free[self._next]
         if free is not None:
             free.wait(stream)
             self.lane.recycle([free])
             self._free[self._next] = None
-        return self._buffers[self._next]
+        return self._next
 
     def give(self, stream: Any) -> None:
         """`stream` has the last use of the buffer that was taken."""
@@ -63,21 +66,34 @@ class _Ring:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Consecutive regions whose row fits into a buffer; `start` is where they begin in a host block.
+    """Consecutive regions whose row fits into a buffer of one direction; `start` is where they begin in a host block.
 
-    `offsets` and `sizes` are the row's stretches without padding, usually one: padding is never copied, it would carry
-    what the buffer held before to the host.
+    All that is the same for every chunk is made once, so that a chunk costs the launching thread little more than its
+    launch and its call of the driver: `rows[b]` are the rows of buffer b, uint8 of shape (most_rows, row_bytes), and
+    `addresses[b]` and `sizes` those of their stretches without padding, usually one a row: padding is never copied, it
+    would carry what the buffer held before to the host.
     """
 
     table: RegionTable
     start: int
-    row_bytes: int
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    offsets: Int64s  # of a row's stretches in a host block
+    rows: tuple[torch.Tensor, ...]
+    addresses: tuple[Int64s, ...]
+    sizes: Int64s
 
-    def rows(self, buffer: torch.Tensor, count: int) -> torch.Tensor:
-        """The buffer's first `count` rows."""
-        return buffer[: count * self.row_bytes].view(count, self.row_bytes)
+    @property
+    def most_rows(self) -> int:
+        """That a chunk can have."""
+        return len(self.rows[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """Some rows of a copy: device block ids on the device, and the host's side of their stretches, by row."""
+
+    block_ids: torch.Tensor
+    addresses: Int64s
+    pieces: Int64s | None  # which registered piece of host memory each lies in; None where no two are neighbours
 
 
 class StagedPath:
@@ -105,26 +121,20 @@ class StagedPath:
         }
         largest = self._rings[Direction.LOAD].buffer_bytes // PIECE_ALIGN
         self._slots = torch.arange(min(layout.num_blocks, largest), dtype=torch.int64, device=layout.device)
-        self._row_numbers = np.arange(len(self._slots), dtype=np.int64)
-        self._parts: dict[range, tuple[_Part, ...]] = {}
+        self._parts: dict[tuple[Direction, range], tuple[_Part, ...]] = {}
         if layout.device.type == "cuda":
             self._compile()
 
-    def copy(
-        self, direction: Direction, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]
-    ) -> None:
+    def copy(self, direction: Direction, regions: range, device_ids: Int64s, host_ids: Int64s) -> None:
         """See `CopyPath.copy`."""
         ring = self._rings[direction]
         current = ring.lane.current()
         move = self._load_chunk if direction is Direction.LOAD else self._save_chunk
         ids = self._ids.get(direction, device_ids, host_ids)
         try:
-            for part in self._fitting_parts(regions, ring.buffer_bytes):
-                most = min(ring.buffer_bytes // part.row_bytes, len(self._slots))
-                num_chunks = -(-len(ids.host_ids) // most)
-                rows = -(-len(ids.host_ids) // num_chunks)
-                for first in range(0, len(ids.host_ids), rows):
-                    move(ring, current, part, ids, slice(first, first + rows))
+            for part in self._fitting_parts(direction, regions):
+                for chunk in self._chunks(part, ids):
+                    move(ring, current, part, chunk)
         finally:
             ring.pass_on(ring.lane.stream, current)
             self._ids.used()
@@ -132,7 +142,7 @@ class StagedPath:
     def close(self) -> None:
         """See `CopyPath.close`."""
         self._ids.close()
-        self._rings = {}
+        self._rings, self._parts = {}, {}
 
     def _compile(self) -> None:
         """Compile both kernels, on bytes that stay what they are.
@@ -140,68 +150,84 @@ class StagedPath:
         The first load would wait for the compiler otherwise, and be taken for the speed of the link.
         """
         ring = self._rings[Direction.LOAD]
-        part = self._fitting_parts(range(1), ring.buffer_bytes)[0]
-        rows = part.rows(ring.take(ring.lane.current()), 1)
-        gather_pieces(part.table, self._slots[:1], rows, self._slots[:1], flat_shift=-part.start)
-        scatter_pieces(part.table, self._slots[:1], rows, self._slots[:1], flat_shift=-part.start)
+        part = self._fitting_parts(Direction.LOAD, range(1))[0]
+        rows = part.rows[ring.take(ring.lane.current())]
+        for _ in range(2):  # the second call is the one that service makes
+            gather_pieces(part.table, self._slots[:1], rows, self._slots[:1], flat_shift=-part.start)
+            scatter_pieces(part.table, self._slots[:1], rows, self._slots[:1], flat_shift=-part.start)
         ring.give(ring.lane.current())
 
-    def _save_chunk(self, ring: _Ring, current: Any, part: _Part, ids: UploadedIds, chunk: slice) -> None:
-        block_ids = ids.device_ids_there[chunk]
-        rows = part.rows(ring.take(current), len(block_ids))
-        gather_pieces(part.table, block_ids, rows, self._slots[: len(rows)], flat_shift=-part.start)
+    def _chunks(self, part: _Part, ids: UploadedIds) -> Iterator[_Chunk]:
+        """The rows of a copy in equal chunks that fit into a buffer."""
+        count, width = len(ids.host_ids), len(part.offsets)
+        num_chunks = -(-count // part.most_rows)
+        num_rows = -(-count // num_chunks)
+        addresses = ids.host_ids * self._host.block_bytes + self._host.tensor.data_ptr()
+        addresses = (addresses[:, None] + part.offsets).ravel()
+        pieces = None
+        # A gap parts every row from the next, except where a row is all of its block.
+        if part.sizes[0] == self._host.block_bytes and np.any(np.diff(ids.host_ids) == 1):
+            pieces = ids.host_ids // self._host.blocks_per_piece
+        for first in range(0, count, num_rows):
+            rows = slice(first, first + num_rows)
+            stretches = slice(first * width, (first + num_rows) * width)
+            yield _Chunk(ids.device_ids_there[rows], addresses[stretches], None if pieces is None else pieces[rows])
+
+    def _save_chunk(self, ring: _Ring, current: Any, part: _Part, chunk: _Chunk) -> None:
+        buffer, slots = ring.take(current), self._slots[: len(chunk.block_ids)]
+        gather_pieces(part.table, chunk.block_ids, part.rows[buffer], slots, flat_shift=-part.start)
         ring.pass_on(current, ring.lane.stream)
-        self._copy_rows(Direction.SAVE, ring.lane.handle, part, rows, ids.host_ids[chunk])
+        self._copy_rows(Direction.SAVE, ring, part, buffer, chunk)
         ring.give(ring.lane.stream)
 
-    def _load_chunk(self, ring: _Ring, current: Any, part: _Part, ids: UploadedIds, chunk: slice) -> None:
-        block_ids = ids.device_ids_there[chunk]
+    def _load_chunk(self, ring: _Ring, current: Any, part: _Part, chunk: _Chunk) -> None:
         # The host's bytes are there already: only the buffer has to be free, not what the caller's stream waits for.
-        rows = part.rows(ring.take(ring.lane.stream), len(block_ids))
-        self._copy_rows(Direction.LOAD, ring.lane.handle, part, rows, ids.host_ids[chunk])
+        buffer, slots = ring.take(ring.lane.stream), self._slots[: len(chunk.block_ids)]
+        self._copy_rows(Direction.LOAD, ring, part, buffer, chunk)
         ring.pass_on(ring.lane.stream, current)
-        scatter_pieces(part.table, block_ids, rows, self._slots[: len(rows)], flat_shift=-part.start)
+        scatter_pieces(part.table, chunk.block_ids, part.rows[buffer], slots, flat_shift=-part.start)
         ring.give(current)
 
-    def _copy_rows(
-        self, direction: Direction, stream: int, part: _Part, rows: torch.Tensor, host_ids: NDArray[np.int64]
-    ) -> None:
-        count = len(host_ids)
-        slots = self._row_numbers[:count] * part.row_bytes + (rows.data_ptr() - part.start)
-        blocks = host_ids * self._host.block_bytes + self._host.tensor.data_ptr()
-        device = (slots[:, None] + part.offsets).ravel()
-        host = (blocks[:, None] + part.offsets).ravel()
-        sizes = np.tile(part.sizes, count)
-        if part.sizes[0] == self._host.block_bytes:  # else a gap parts every row from the next
-            segments = merge_runs(device, host, sizes, host_ids // self._host.blocks_per_piece)
+    def _copy_rows(self, direction: Direction, ring: _Ring, part: _Part, buffer: int, chunk: _Chunk) -> None:
+        count = len(chunk.addresses)
+        device, host, sizes = part.addresses[buffer][:count], chunk.addresses, part.sizes[:count]
+        if chunk.pieces is not None:
+            segments = merge_runs(device, host, sizes, chunk.pieces)
             device, host, sizes = segments.device, segments.host, segments.sizes
         targets, sources = (device, host) if direction is Direction.LOAD else (host, device)
-        self._copier(targets, sources, sizes, self._host.is_pinned, stream)
+        self._copier(targets, sources, sizes, self._host.is_pinned, ring.lane.handle)
 
-    def _fitting_parts(self, regions: range, buffer_bytes: int) -> tuple[_Part, ...]:
+    def _fitting_parts(self, direction: Direction, regions: range) -> tuple[_Part, ...]:
         """The regions, cut where the row of a block would outgrow a buffer."""
-        if regions not in self._parts:
+        key = direction, regions
+        if key not in self._parts:
+            ring = self._rings[direction]
             ranges = []
             start = regions.start
             for region in regions:
-                if _row_bytes(self._layout, range(start, region + 1)) > buffer_bytes:
+                if _row_bytes(self._layout, range(start, region + 1)) > ring.buffer_bytes:
                     ranges.append(range(start, region))
                     start = region
             ranges.append(range(start, regions.stop))
-            self._parts[regions] = tuple(self._part(entry) for entry in ranges)
-        return self._parts[regions]
+            self._parts[key] = tuple(self._part(ring, entry) for entry in ranges)
+        return self._parts[key]
 
-    def _part(self, regions: range) -> _Part:
+    def _part(self, ring: _Ring, regions: range) -> _Part:
         pieces = self._layout.regions[regions.start : regions.stop]
         offsets = np.array([region.offset for region in pieces], dtype=np.int64)
         sizes = np.array([region.piece_bytes for region in pieces], dtype=np.int64)
         stretches = merge_runs(offsets, offsets, sizes, np.zeros_like(sizes))
+        start, row_bytes = pieces[0].offset, _row_bytes(self._layout, regions)
+        most_rows = min(ring.buffer_bytes // row_bytes, len(self._slots))
+        rows = tuple(buffer[: most_rows * row_bytes].view(most_rows, row_bytes) for buffer in ring.buffers)
+        row_offsets = np.arange(most_rows, dtype=np.int64)[:, None] * row_bytes + (stretches.host - start)
         return _Part(
             table=self._tables.part(regions),
-            start=pieces[0].offset,
-            row_bytes=_row_bytes(self._layout, regions),
+            start=start,
             offsets=stretches.host,
-            sizes=stretches.sizes,
+            rows=rows,
+            addresses=tuple((row_offsets + buffer.data_ptr()).ravel() for buffer in rows),
+            sizes=np.tile(stretches.sizes, most_rows),
         )
 
 
