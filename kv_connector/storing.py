@@ -9,6 +9,7 @@ Storage is read by name and its content is not tracked: what is gone by the time
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,42 @@ _FETCH_BLOCKS = 64
 """In one job: what fails, fails with its job, and what has come can be loaded while the rest is on its way."""
 _MOST_SKIPPED = 8
 """Prefixes computed in a row, after which one is fetched all the same: else its rate would never change again."""
+
+
+_STALL_SECONDS = 2.0
+"""Without any answer to what is asked of storage: the slowest disk reads a job's blocks in less."""
+
+logger = logging.getLogger("kv_connector.scheduler")
+
+
+class _Answers:
+    """Whether storage answers at all: a disk or a network that hangs must not hang every request with it."""
+
+    def __init__(self) -> None:
+        self._num_asked = 0  # jobs under way
+        self._last = 0.0  # when one ended, or the first was begun
+        self._is_told = False  # of the silence that goes on
+
+    def asked(self, num_jobs: int, now: float) -> None:
+        """Jobs that read are begun."""
+        if not self._num_asked:
+            self._last = now
+        self._num_asked += num_jobs
+
+    def answered(self, now: float) -> None:
+        """One of them has ended, one way or the other."""
+        self._num_asked -= 1
+        self._last = now
+        self._is_told = False
+
+    def are_late(self, now: float) -> bool:
+        """Whether nothing has been heard for so long that nothing is to be waited for."""
+        if not self._num_asked or now - self._last < _STALL_SECONDS:
+            return False
+        if not self._is_told:
+            self._is_told = True
+            logger.warning("storage has not answered for %.0f s: no request waits for it until it does", _STALL_SECONDS)
+        return True
 
 
 @dataclass(slots=True)
@@ -78,6 +115,7 @@ class StoragePlanner:
         self._prefetches: dict[str, _Prefetch] = {}
         self._of_job: dict[int, _Prefetch] = {}
         self._fetches: list[StorageJob] = []  # to be planned
+        self._answers = _Answers()
         self._rate = Rate()  # of fetching, in blocks a second
         self._fetching: tuple[int, float, int] = (0, 0.0, 0)  # jobs under way, since when, blocks of them and before
         self._num_skipped = 0
@@ -90,15 +128,20 @@ class StoragePlanner:
         path = self._tree.match(request.block_hashes[:num_blocks])
         absent = self._host.absent(path)
         first, stop = absent[0] if absent else len(path), min(num_blocks, len(request.block_hashes))
-        deadline = self._clock() + self._config.timeout_ms / 1e3
-        self._prefetches[request.request_id] = _Prefetch(request, first, stop, deadline, is_planned=first >= stop)
+        now = self._clock()
+        is_pointless = first >= stop or self._answers.are_late(now)
+        deadline = now + self._config.timeout_ms / 1e3
+        self._prefetches[request.request_id] = _Prefetch(request, first, stop, deadline, is_planned=is_pointless)
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether the request should wait for what is on its way from storage."""
         prefetch = self._prefetches.get(request_id)
         if prefetch is None or prefetch.is_done or self._config.prefetch is Prefetch.BEST_EFFORT:
             return False
-        return self._config.prefetch is Prefetch.WAIT_COMPLETE or self._clock() < prefetch.deadline
+        now = self._clock()
+        if self._answers.are_late(now):
+            return False
+        return self._config.prefetch is Prefetch.WAIT_COMPLETE or now < prefetch.deadline
 
     def admitted(self, request_id: str, first: int, num_blocks: int) -> None:
         """The request was admitted, with a hit on the host of `num_blocks` blocks from `first` on. Jobs under way go
@@ -126,9 +169,11 @@ class StoragePlanner:
         """Jobs that begin in this step: look-ups and fetches before backups."""
         jobs = [self._look_up(prefetch) for prefetch in self._prefetches.values() if not prefetch.is_planned]
         fetches, self._fetches = self._fetches, []
+        now = self._clock()
+        self._answers.asked(len(jobs) + len(fetches), now)
         if fetches:
             under_way, since, num_blocks = self._fetching
-            begin = since if under_way else self._clock()
+            begin = since if under_way else now
             self._fetching = under_way + len(fetches), begin, num_blocks + sum(job.num_blocks for job in fetches)
         return (*jobs, *fetches, *self.backups.plan())
 
@@ -138,6 +183,8 @@ class StoragePlanner:
         assert isinstance(job, StorageJob)
         prefetch = self._of_job.pop(job.job_id, None)
         blocks = prefetch.jobs.pop(job.job_id) if prefetch is not None else []
+        if job.action is not StorageAction.BACK_UP:
+            self._answers.answered(self._clock())
         if job.action is StorageAction.LOOK_UP:
             assert prefetch is not None
             self._end_look_up(prefetch, ended.found)

@@ -134,6 +134,25 @@ def test_how_long_a_request_waits(prefetch: str, at_once: int | None, later: int
     assert matched(half, request) == later
 
 
+@pytest.mark.parametrize("prefetch", ["timeout", "wait_complete"])
+def test_storage_that_hangs_holds_up_one_request_and_no_other(prefetch: str, caplog: pytest.LogCaptureFixture) -> None:
+    half, _, ticks = make_half(prefetch=prefetch, timeout_ms=10_000)
+    first = Asked("first", PROMPT)
+    job = arrive(half, first)
+    assert matched(half, first) is None
+    ticks.now += 2.5
+    assert matched(half, first) == 0, "computed"
+    for number in range(3):
+        other = Asked(f"other {number}", prompt(number + 1))
+        half.on_new_request(other)
+        assert step(half) == (), "it is not even asked"
+        assert matched(half, other) == 0
+    assert len(caplog.records) == 1 and "has not answered for 2 s" in caplog.text
+    report(half, [job], found=0)
+    assert arrive(half, Asked("later", prompt(5))), "it answers again"
+    half.check()
+
+
 def test_ranks_agree_on_the_shortest_prefix() -> None:
     half, _, _ = make_half(world_size=2)
     request = Asked("a", PROMPT)
