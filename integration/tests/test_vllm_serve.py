@@ -57,7 +57,8 @@ class Server:
         command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "8"]
         command += ["--kv-transfer-config", transfer_config]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all servers start on the same core
+        # All cores for each, or all servers start on the same one. "nobind" would say so, but crashes 0.20.
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         self.process = subprocess.Popen(
             command,
             cwd=folder,
