@@ -16,19 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from kv_connector.storage import filesystem, folder
+from kv_connector.storage import filesystem, folder, temporaries
 from kv_connector.storage.filesystem import FilesystemStorage
 from kv_connector.storage.folder import PackFolder
 from kv_connector.storage.packs import MAX_BLOCKS, PackError, PackHeader, pack_bytes, pack_name
 from tests.storages import BLOCK, IDENTITY, SECONDS, content, exists, get, key, put
 
 CAPACITY = 8 << 20
-PER_PACK = 64  # blocks of 16 KiB
+PACK_BYTES = 1 << 20
+PER_PACK = PACK_BYTES // BLOCK
 KILLS = 50
 
 
 def open_store(root: Path, capacity: int = CAPACITY, block_bytes: int = BLOCK) -> FilesystemStorage:
-    return FilesystemStorage(root, IDENTITY, block_bytes, capacity)
+    return FilesystemStorage(root, IDENTITY, block_bytes, capacity, PACK_BYTES)
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ def store(tmp_path: Path) -> Iterator[FilesystemStorage]:
 
 
 def files_of(root: Path) -> list[Path]:
-    """Packs and temporary files."""
-    return [path for path in root.rglob("*") if path.is_file() and path.name != "lock"]
+    """Packs, whole and half."""
+    return [path for path in root.rglob("*") if path.is_file() and path.name not in ("lock", "index", "index.new")]
 
 
 def size_of(root: Path) -> int:
@@ -145,8 +146,11 @@ def test_batches_longer_than_one_system_call(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("has_journal", [True, False])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "version", "identity", "garbage", "count", "empty"])
-def test_damaged_and_foreign_files_are_misses(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_and_foreign_files_are_misses(
+    tmp_path: Path, damage: str, has_journal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_store(tmp_path)
     keys = keys_of("a", 4)
     put(store, keys)
@@ -168,9 +172,14 @@ def test_damaged_and_foreign_files_are_misses(tmp_path: Path, damage: str, caplo
         assert get(store, keys) == ([True, False, True, True] if damage == "flip" else [False] * 4)
         assert len(caplog.records) == 1
     store.close()
+    if not has_journal:
+        (tmp_path / "index").unlink()
     store = open_store(tmp_path)
-    assert exists(store, keys) == 0
-    assert get(store, keys) == [False] * 4
+    if has_journal:  # it knows the blocks, and those that are whole are served
+        get(store, keys)
+    else:
+        assert exists(store, keys) == 0
+        assert get(store, keys) == [False] * 4
     assert put(store, keys) == [True] * 4
     assert get(store, keys) == [True] * 4
     assert size_of(tmp_path) <= CAPACITY
@@ -187,7 +196,7 @@ def test_a_header_is_what_it_says_or_nothing() -> None:
         broken[rng.randrange(60 + 36 * 100 + 4)] ^= 1 << rng.randrange(8)
         with pytest.raises(PackError):
             PackHeader.decode(bytes(broken), header.file_bytes)
-    for length in (0, 7, 59, 4095):
+    for length in (0, 7, 59, 60 + 36 * 100 + 3):
         with pytest.raises(PackError):
             PackHeader.decode(encoded[:length], header.file_bytes)
     with pytest.raises(PackError, match="do not make"):
@@ -201,8 +210,9 @@ def test_a_full_disk_loses_the_write_and_nothing_else(
     def full(descriptor: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    store.recovered.result(SECONDS)  # it opens files, too
     put(store, keys_of("a"))
-    monkeypatch.setattr(folder, "_allocate", full)
+    monkeypatch.setattr(temporaries, "_allocate", full)
     descriptors = len(os.listdir("/proc/self/fd"))
     for turn in range(3):
         assert put(store, keys_of(turn)) == [False] * PER_PACK
@@ -284,7 +294,7 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_count(tmp_path: 
     child = multiprocessing.get_context("spawn").Process(target=int)
     child.start()
     child.join()
-    machine = folder._machine()
+    machine = temporaries.machine()
     (tmp_path / "tmp" / f"{machine}-{child.pid}-1").write_bytes(bytes(1 << 20))
     old = tmp_path / "tmp" / "elsewhere-1-1"
     old.write_bytes(bytes(1 << 20))

@@ -67,24 +67,26 @@ class Storage(Protocol):
 class ThreadedStorage(ABC):
     """A backend whose calls block, run on threads of its own: subclasses say what is done, and may raise OSError.
 
-    Reads and look-ups never wait for writes: each kind has a thread that plans its batches in order, and they share
-    `num_threads` for the input and output itself.
+    Look-ups wait for no reads, and reads for no writes: each kind has threads of its own that plan its batches, and
+    they share `num_threads` for the input and output itself. With `num_batches` above one, so many reads and as many
+    writes run side by side, so that the disk has work while the last blocks of a batch are awaited.
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int, num_batches: int = 1) -> None:
         self.counters = StorageCounters()
         self.lock = threading.Lock()
         """Guards the counters and whatever the subclass shares between threads."""
         self.io = ThreadPoolExecutor(num_threads, f"kv-{name}-io")
-        self._reading = ThreadPoolExecutor(1, f"kv-{name}-read")
-        self._writing = ThreadPoolExecutor(1, f"kv-{name}-write")
+        self._looking = ThreadPoolExecutor(1, f"kv-{name}-look")
+        self._reading = ThreadPoolExecutor(num_batches, f"kv-{name}-read")
+        self._writing = ThreadPoolExecutor(num_batches, f"kv-{name}-write")
         self._name = name
         self._is_faulty = False
         self._is_closed = False
 
     def exists(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Storage.exists`."""
-        return self._run(self._reading, lambda: self.find(list(keys)), 0, 0)
+        return self._run(self._looking, lambda: self.find(list(keys)), 0, 0)
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
         """See `Storage.read`."""
@@ -108,24 +110,24 @@ class ThreadedStorage(ABC):
     def close(self) -> None:
         """See `Storage.close`."""
         self._is_closed = True
-        for pool in (self._reading, self._writing, self.io):
+        for pool in (self._looking, self._reading, self._writing, self.io):
             pool.shutdown(wait=True)
 
     @abstractmethod
     def find(self, keys: list[bytes]) -> int:
-        """How many of the leading keys are stored; on the reading thread."""
+        """How many of the leading keys are stored; on the thread of look-ups."""
 
     @abstractmethod
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
-        """Read blocks; on the reading thread."""
+        """Read blocks; on a reading thread."""
 
     @abstractmethod
     def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
-        """Write blocks; on the writing thread."""
+        """Write blocks; on a writing thread."""
 
     @abstractmethod
     def forget(self, keys: list[bytes]) -> int:
-        """Remove blocks; on the writing thread."""
+        """Remove blocks; on a writing thread."""
 
     def count(self, **amounts: int) -> None:
         """Add to the counters; from any thread."""

@@ -1,8 +1,9 @@
 """A folder of files as storage: it needs no server, survives restarts, and several processes may share it.
 
-Blocks are written in packs of a megabyte or more, so that a file system is not asked for millions of small files, and
-read back one by one: past the page cache where the file system allows it (O_DIRECT), straight between the disk and the
-caller's memory, many requests at a time. Everything that is read is checked against the checksum it was written with.
+Blocks are written in packs of megabytes, so that a file system is not asked for millions of small files, and read back
+one by one: past the page cache where the file system allows it (O_DIRECT), straight between the disk and the caller's
+memory, a megabyte at a time and many at a time. Everything that is read is checked against the checksum it was written
+with, so nothing is ever forced to the disk: what a loss of power takes is a miss.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import fcntl
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,17 +23,34 @@ from .base import ThreadedStorage
 from .folder import Pack, PackFolder
 from .packs import MAX_BLOCKS, PAGE, PackHeader, pack_bytes, pack_name
 
-PACK_BYTES = 1 << 20
-"""A pack holds at least this many bytes of blocks, where a batch has as many."""
+PACK_BYTES = 8 << 20
+"""A pack holds at least this many bytes of blocks, where a batch has as many: it is opened and evicted as a whole."""
 NUM_THREADS = 8
+_NUM_BATCHES = 2
+_PIECE_BYTES = 1 << 20  # of one task: more is no faster, and leaves threads without work
 _BUFFERS_PER_CALL = 256  # of one vectored read or write; the system allows 1,024
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A pack on its way: the temporary file, its descriptor, and the checksums of its pieces in order."""
+
+    keys: list[bytes]
+    path: Path
+    descriptor: int
+    pieces: list[Future[list[int]]]
 
 
 class FilesystemStorage(ThreadedStorage):
     """See `Storage`. `identity`, 32 bytes, names everything that must be equal for bytes to be shared."""
 
-    def __init__(self, path: Path, identity: bytes, block_bytes: int, capacity: int) -> None:
-        """Open or make the folder; its content is taken in, in the background. `block_bytes` are whole pages.
+    def __init__(
+        self, path: Path, identity: bytes, block_bytes: int, capacity: int, target_bytes: int = PACK_BYTES
+    ) -> None:
+        """Open or make the folder; its content is taken in, in the background. `block_bytes` are whole pages; packs of
+        `target_bytes` are written.
 
         Raises OSError where the folder cannot be made or written, and ValueError for sizes that cannot be.
         """
@@ -37,58 +58,64 @@ class FilesystemStorage(ThreadedStorage):
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
         if capacity < pack_bytes(1, block_bytes):
             raise ValueError(f"capacity={capacity} bytes: one block takes {pack_bytes(1, block_bytes)}, give more")
-        super().__init__("filesystem", NUM_THREADS)
+        super().__init__("filesystem", NUM_THREADS, _NUM_BATCHES)
         self.folder = PackFolder(path, identity, block_bytes, capacity)
+        self.is_direct = _supports_direct(path)
+        """Whether the page cache is passed by."""
         self._identity = identity
         self._block_bytes = block_bytes
-        self._blocks_per_pack = min(MAX_BLOCKS, -(-PACK_BYTES // block_bytes))
-        self._direct = _supports_direct(path)
-        self.recovered = self._run(self._reading, self.folder.refresh, None, 0)
+        self._blocks_per_pack = min(MAX_BLOCKS, -(-target_bytes // block_bytes))
+        self._blocks_per_piece = min(_BUFFERS_PER_CALL, -(-_PIECE_BYTES // block_bytes))
+        self.recovered = self._run(self._looking, self.folder.recover, None, 0)
         """Done when everything that was in the folder is known."""
 
     def find(self, keys: list[bytes]) -> int:
-        """See `ThreadedStorage.find`. What is not known may have come from another process: the folder is looked at."""
+        """See `ThreadedStorage.find`. What is not known may come from another process: the journal is looked at."""
         count = self._count_known(keys)
         if count == len(keys):
             return count
-        self.folder.refresh()
+        self.folder.catch_up()
         return self._count_known(keys)
 
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.fill`."""
-        slots = [self.folder.slot(key) for key in keys]
-        self.count(missed_blocks=sum(slot is None for slot in slots))
-        by_pack: dict[str, list[int]] = {}
-        for i, slot in enumerate(slots):
+        by_pack: dict[str, tuple[Pack, list[tuple[int, int]]]] = {}  # slots in the pack, each with a number in `keys`
+        for i, key in enumerate(keys):
+            slot = self.folder.slot(key)
             if slot is not None:
-                by_pack.setdefault(slot.pack.name, []).append(i)
-        found = [False] * len(keys)
+                by_pack.setdefault(slot.pack.name, (slot.pack, []))[1].append((slot.index, i))
         tasks = []
-        for wanted in by_pack.values():
-            places = [place for i in wanted if (place := slots[i]) is not None]
-            indices = [place.index for place in places]
-            tasks.append(self.io.submit(self._read_pack, places[0].pack, indices, [buffers[i] for i in wanted]))
-        for wanted, task in zip(by_pack.values(), tasks, strict=True):
-            for i, good in zip(wanted, task.result(), strict=True):
+        for pack, wanted in by_pack.values():
+            for run in _runs(wanted, self._blocks_per_piece):
+                numbers = [i for _, i in run]
+                task = self.io.submit(self._read, pack, run[0][0], [buffers[i] for i in numbers])
+                tasks.append((pack, numbers, task))
+        found = [False] * len(keys)
+        used = {}
+        for pack, numbers, task in tasks:
+            for i, good in zip(numbers, task.result(), strict=True):
                 found[i] = good
-        packs = {place.pack.name: place.pack for i, place in enumerate(slots) if place is not None and found[i]}
-        self.folder.used(packs.values())
+            used[pack.name] = pack
+        self.folder.used(used.values())
+        self.count(missed_blocks=len(keys) - sum(len(wanted) for _, wanted in by_pack.values()))
         return found
 
     def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.store`."""
         blocks = dict(zip(keys, buffers, strict=True))
         new = [key for key in blocks if self.folder.slot(key) is None]
-        batches = [new[i : i + self._blocks_per_pack] for i in range(0, len(new), self._blocks_per_pack)]
+        batches = _cut(new, self._blocks_per_pack)
         room = self.folder.reserve([pack_bytes(len(batch), self._block_bytes) for batch in batches])
         if room.error is not None:
             self.note_fault("no room for new blocks", room.error)
-        tasks = [
-            (batch, self.io.submit(self._write_pack, *file, batch, [blocks[key] for key in batch]))
+        under_way = [
+            self._begin(batch, *file, [blocks[key] for key in batch])
             for batch, file in zip(batches, room.files, strict=True)
             if file is not None
         ]
-        written = {key for batch, task in tasks if task.result() for key in batch}
+        written = {key for pack in under_way if self._complete(pack) for key in pack.keys}
+        if written:
+            self._publish()
         self.count(
             evicted_blocks=room.evicted_blocks,
             skipped_writes_blocks=len(keys) - len(new),
@@ -113,64 +140,77 @@ class FilesystemStorage(ThreadedStorage):
     def _count_known(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if self.folder.slot(key) is None), len(keys))
 
-    def _read_pack(self, pack: Pack, indices: list[int], buffers: list[memoryview]) -> list[bool]:
-        """Read these blocks of one pack; on a thread of `io`."""
+    def _read(self, pack: Pack, first: int, buffers: list[memoryview]) -> list[bool]:
+        """Read neighbouring blocks of one pack from slot `first` on; on a thread of `io`."""
         assert pack.header is not None
+        checksums = pack.header.checksums[first : first + len(buffers)]
+        flags = os.O_RDONLY | os.O_CLOEXEC | self._direct_flag(buffers)
         try:
-            descriptor = os.open(self.folder.path(pack.name), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another process made room
-            self.folder.remove(pack.name)
-            self.count(missed_blocks=len(indices))
-            return [False] * len(indices)
-        except OSError as error:
-            return self._cannot_read(pack, error, len(indices))
-        good = [False] * len(indices)
-        try:
-            self._go_direct(descriptor, buffers)
-            for run in _runs(indices):
-                offset = pack.header.offset(indices[run[0]])
-                _transfer(os.preadv, descriptor, [buffers[i] for i in run], offset)
-                for i in run:
-                    good[i] = zlib.crc32(buffers[i]) == pack.header.checksums[indices[i]]
-        except OSError as error:
-            return self._cannot_read(pack, error, len(indices))
-        finally:
-            os.close(descriptor)
-        if all(good):
-            self.note_success()
-        else:
-            self.note_fault(f"{pack.name} is damaged and was deleted", ValueError("checksums differ"))
-            self.folder.remove(pack.name)
-        self.count(read_blocks=sum(good), read_bytes=sum(good) * self._block_bytes, corrupt_blocks=good.count(False))
-        return good
-
-    def _cannot_read(self, pack: Pack, error: OSError, count: int) -> list[bool]:
-        self.note_fault(f"cannot read {pack.name}", error)
-        self.count(failed_reads_blocks=count)
-        return [False] * count
-
-    def _write_pack(self, path: Path, descriptor: int, keys: list[bytes], buffers: list[memoryview]) -> bool:
-        """Write one pack; on a thread of `io`."""
-        try:
-            header = PackHeader(self._identity, self._block_bytes, tuple(keys), tuple(map(zlib.crc32, buffers)))
+            descriptor = os.open(self.folder.path(pack.name), flags)
             try:
-                os.pwrite(descriptor, header.encode(), 0)
-                self._go_direct(descriptor, buffers)
-                _transfer(os.pwritev, descriptor, buffers, header.header_bytes)
+                _transfer(os.preadv, descriptor, buffers, pack.header.offset(first))
             finally:
                 os.close(descriptor)
-            self.folder.commit(path, pack_name(self._identity, keys), header)
+            good = [zlib.crc32(buffer) == checksum for buffer, checksum in zip(buffers, checksums, strict=True)]
+        except FileNotFoundError:  # another process made room
+            self.folder.remove(pack.name)
+            self.count(missed_blocks=len(buffers))
+            return [False] * len(buffers)
+        except EOFError:
+            good = [False] * len(buffers)
+        except OSError as error:
+            self.note_fault(f"cannot read {pack.name}", error)
+            self.count(failed_reads_blocks=len(buffers))
+            return [False] * len(buffers)
+        num_good = sum(good)
+        if num_good == len(good):
+            self.note_success()
+        else:
+            self.note_fault(
+                f"{pack.name} is damaged and was deleted", ValueError("checksums differ, or it is too short")
+            )
+            self.folder.remove(pack.name)
+        self.count(read_blocks=num_good, read_bytes=num_good * self._block_bytes, corrupt_blocks=len(good) - num_good)
+        return good
+
+    def _begin(self, keys: list[bytes], path: Path, descriptor: int, buffers: list[memoryview]) -> _Writing:
+        """Have the blocks of a pack written behind its header."""
+        _set_flags(descriptor, self._direct_flag(buffers))
+        offset = PackHeader(self._identity, self._block_bytes, tuple(keys), ()).header_bytes
+        pieces = []
+        for piece in _cut(buffers, self._blocks_per_piece):
+            pieces.append(self.io.submit(_write, descriptor, piece, offset))
+            offset += len(piece) * self._block_bytes
+        return _Writing(keys, path, descriptor, pieces)
+
+    def _complete(self, pack: _Writing) -> bool:
+        """Wait for the blocks, then write the header and make the file a pack."""
+        wait(pack.pieces)  # for all of them: no thread may find the descriptor closed
+        try:
+            try:
+                checksums = [checksum for piece in pack.pieces for checksum in piece.result()]
+                header = PackHeader(self._identity, self._block_bytes, tuple(pack.keys), tuple(checksums))
+                _set_flags(pack.descriptor, 0)
+                os.pwrite(pack.descriptor, header.encode(), 0)
+            finally:
+                os.close(pack.descriptor)
+            self.folder.commit(pack.path, pack_name(self._identity, pack.keys), header)
         except OSError as error:
             self.note_fault("cannot write", error)
-            self.folder.abandon(path)
+            self.folder.abandon(pack.path)
             return False
         self.note_success()
         return True
 
-    def _go_direct(self, descriptor: int, buffers: list[memoryview]) -> None:
-        """Pass by the page cache from now on, where file system and buffers allow it."""
-        if self._direct and all(_address(buffer) % PAGE == 0 for buffer in buffers):
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    def _publish(self) -> None:
+        try:
+            self.folder.publish()
+        except OSError as error:  # the blocks are there, and found by whoever lists the folder
+            self.note_fault("cannot write the index", error)
+
+    def _direct_flag(self, buffers: Iterable[memoryview]) -> int:
+        """To pass by the page cache, where file system and buffers allow it."""
+        return os.O_DIRECT if self.is_direct and all(_address(buffer) % PAGE == 0 for buffer in buffers) else 0
 
 
 def _supports_direct(folder: Path) -> bool:
@@ -186,30 +226,45 @@ def _supports_direct(folder: Path) -> bool:
 
 
 def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])
 
 
-def _runs(indices: Sequence[int]) -> list[list[int]]:
-    """Positions in `indices`, those of neighbouring slots together, each run no longer than one call takes."""
-    runs: list[list[int]] = []
-    for i in sorted(range(len(indices)), key=indices.__getitem__):
-        follows = bool(runs) and indices[i] == indices[runs[-1][-1]] + 1 and len(runs[-1]) < _BUFFERS_PER_CALL
-        if follows:
-            runs[-1].append(i)
+def _set_flags(descriptor: int, direct: int) -> None:
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, direct)
+
+
+def _cut(items: list[T], length: int) -> list[list[T]]:
+    return [items[i : i + length] for i in range(0, len(items), length)]
+
+
+def _runs(wanted: list[tuple[int, int]], length: int) -> list[list[tuple[int, int]]]:
+    """Those of neighbouring slots together, each run no longer than `length`."""
+    runs: list[list[tuple[int, int]]] = []
+    for entry in sorted(wanted):
+        if runs and entry[0] == runs[-1][-1][0] + 1 and len(runs[-1]) < length:
+            runs[-1].append(entry)
         else:
-            runs.append([i])
+            runs.append([entry])
     return runs
+
+
+def _write(descriptor: int, buffers: list[memoryview], offset: int) -> list[int]:
+    """Checksums of what was written; on a thread of `io`. Raises OSError."""
+    checksums = [zlib.crc32(buffer) for buffer in buffers]
+    _transfer(os.pwritev, descriptor, buffers, offset)
+    return checksums
 
 
 def _transfer(
     call: Callable[[int, list[memoryview], int], int], descriptor: int, buffers: Sequence[memoryview], offset: int
 ) -> None:
-    """Read into or write from all of `buffers`, one behind the other from `offset` on. Raises OSError."""
+    """Read into or write from all of `buffers`, one behind the other from `offset` on. Raises OSError, and EOFError at
+    the file's end."""
     left = list(buffers)
     while left:
-        count = call(descriptor, left[:_BUFFERS_PER_CALL], offset)
+        count = call(descriptor, left, offset)
         if count == 0:
-            raise OSError(f"the file ends at {offset}")
+            raise EOFError
         offset += count
         while left and count >= len(left[0]):
             count -= len(left.pop(0))

@@ -1,38 +1,40 @@
 """A folder of packs that several processes share: what is in it, what may be added, what goes first.
 
     ROOT/lock        held while room is made, so that no two processes count on the same bytes
-    ROOT/tmp/        packs that are being written: full length from the start, renamed when they are whole
+    ROOT/index       the packs' headers, so that a start or a look-up opens one file and not all (`journal.py`)
+    ROOT/tmp/        packs that are being written
     ROOT/00 .. ff/   packs, by the first digits of their names
 
-The folder is the truth and this index follows it: a pack that another process added is found when its sub-folder has
-changed, one that was taken away when it is opened. A pack's modification time is when it was last used.
+The folder is the truth and this index follows it: a pack that another process added is found in the journal, or when
+its sub-folder has changed; one that was taken away is missed when it is opened. A pack's modification time is when it
+was last used.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 
+from .journal import Journal, Record
 from .packs import PackHeader, read_header
+from .temporaries import Temporaries
 
 SUFFIX = ".pack"
 _SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
 _SETTLED_NS = 2_000_000_000  # a folder that changed longer ago cannot change again under the same time stamp
-_ABANDONED_SECONDS = 3600  # nobody writes a file for so long
 
 
 @dataclass(slots=True)
 class Pack:
-    """A file of the folder. `header` is None for one that is not ours: another identity, version or block size."""
+    """A file of the folder. `header` is None for one that is not ours: another identity, version or block size. It may
+    have been used later than `used_ns` by another process, never earlier."""
 
     name: str
     num_bytes: int
@@ -73,8 +75,9 @@ class PackFolder:
         self._last_ns = 0
         self.used_bytes = 0
         self._make_folders()
-        self._owner = f"{_machine()}-{os.getpid()}"
-        self._next_temporary = 0
+        self._temporaries = Temporaries(root / "tmp")
+        self._journal = Journal(root / "index")
+        self._unpublished: list[Record] = []
 
     def path(self, name: str) -> Path:
         """Where the pack of this name lies."""
@@ -95,8 +98,23 @@ class PackFolder:
         with self._lock:
             return sorted(self._packs.values(), key=lambda pack: pack.used_ns)
 
+    def recover(self) -> None:
+        """Take in what lies there, and see to it that the next start is quick. Raises OSError."""
+        self.refresh()
+        self.publish()
+
+    def catch_up(self) -> None:
+        """Take in what other processes have published. Raises OSError."""
+        with self._lock:
+            for record in self._journal.read():
+                name, header = record.name, record.header
+                if name not in self._packs:
+                    self._add(Pack(name, header.file_bytes, record.time_ns, self._ours(header)))
+
     def refresh(self) -> None:
-        """Take in what other processes have added and removed. Raises OSError where the folder cannot be read."""
+        """Take in what other processes have added and removed, also those that were killed before they could publish
+        it. Raises OSError where the folder cannot be read."""
+        self.catch_up()
         now = time.time_ns()
         for name in _SUB_FOLDERS:
             try:
@@ -123,17 +141,17 @@ class PackFolder:
         result = Reservation()
         if not sizes:
             return result
-        with self._lock, self._exclusive():
+        with self._exclusive():
             # In this order, so that a file that is renamed meanwhile counts twice and not never.
-            taken = self._clear_temporaries()
+            taken = self._temporaries.clear()
             self.refresh()
             is_short = taken + self.used_bytes + sum(sizes) > self._capacity
-            oldest = deque(self.packs() if is_short else ())
+            oldest = [(pack.used_ns, pack.name) for pack in self.packs()] if is_short else []
             for size in sizes:
                 result.evicted_blocks += self._make_room(taken + size - self._capacity, oldest)
                 try:
                     fits = taken + self.used_bytes + size <= self._capacity
-                    result.files.append(self._new_temporary(size) if fits else None)
+                    result.files.append(self._temporaries.new(size) if fits else None)
                 except OSError as error:
                     result.files.append(None)
                     result.error = error
@@ -141,12 +159,25 @@ class PackFolder:
         return result
 
     def commit(self, temporary: Path, name: str, header: PackHeader) -> None:
-        """The file is whole: it becomes the pack of this name. Raises OSError."""
+        """The file is whole: it becomes the pack of this name; others learn of it by `publish`. Raises OSError."""
         now = self._now()
         os.utime(temporary, ns=(now, now))  # the system's own time stamps are coarse
         os.rename(temporary, self.path(name))
         with self._lock:
             self._add(Pack(name, header.file_bytes, now, header))
+            self._unpublished.append(Record(now, header))
+
+    def publish(self) -> None:
+        """Tell other processes, and later ones, of the packs that were committed. Raises OSError."""
+        with self._exclusive():
+            self.catch_up()
+            with self._lock:
+                records, self._unpublished = self._unpublished, []
+                names = set(self._packs)
+            if not self._journal.is_whole or self._journal.is_wasteful(len(names)):
+                self._journal.replace(names, self._record)
+            elif records:
+                self._journal.append(records)
 
     def abandon(self, temporary: Path) -> None:
         """The file will not be whole."""
@@ -186,9 +217,21 @@ class PackFolder:
             status, header, _ = read_header(self.path(name))
         except OSError:
             return None  # gone again, or not for us to read
-        if header is not None and (header.identity, header.block_bytes) != (self._identity, self._block_bytes):
-            header = None
-        return Pack(name, status.st_size, status.st_mtime_ns, header)
+        return Pack(name, status.st_size, status.st_mtime_ns, self._ours(header))
+
+    def _record(self, name: str) -> Record | None:
+        """For the journal, of any identity; None for what is no pack."""
+        try:
+            status, header, _ = read_header(self.path(name))
+        except OSError:
+            return None
+        return Record(status.st_mtime_ns, header) if header is not None else None
+
+    def _ours(self, header: PackHeader | None) -> PackHeader | None:
+        """None for another identity or block size."""
+        if header is None or (header.identity, header.block_bytes) != (self._identity, self._block_bytes):
+            return None
+        return header
 
     def _add(self, pack: Pack) -> None:
         self._forget(pack.name)
@@ -208,15 +251,17 @@ class PackFolder:
             del self._slots[key]
         return len(lost)
 
-    def _make_room(self, beyond: int, oldest: deque[Pack]) -> int:
-        """Evict packs from the front of `oldest` until `used_bytes` plus `beyond` is not above 0; blocks gone."""
+    def _make_room(self, beyond: int, oldest: list[tuple[int, str]]) -> int:
+        """Evict packs from the heap `oldest` until `used_bytes` plus `beyond` is not above 0; blocks gone."""
         blocks = 0
         while oldest and self.used_bytes + beyond > 0:
-            pack = oldest.popleft()
+            pack = self._packs.get(heappop(oldest)[1])
+            if pack is None:  # it was damaged, and somebody has read it
+                continue
             used_ns = self._used_since(pack)
             if used_ns > pack.used_ns:  # another process used it: not the oldest after all
                 pack.used_ns = used_ns
-                oldest.append(pack)
+                heappush(oldest, (used_ns, pack.name))
             else:
                 blocks += self.remove(pack.name)
         return blocks
@@ -232,68 +277,13 @@ class PackFolder:
         for name in ("tmp", *_SUB_FOLDERS):
             (self.root / name).mkdir(mode=0o700, exist_ok=True)
 
-    def _new_temporary(self, size: int) -> tuple[Path, int] | None:
-        self._next_temporary += 1
-        path = self.root / "tmp" / f"{self._owner}-{self._next_temporary}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _allocate(descriptor, size)
-        except OSError:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-            raise
-        return path, descriptor
-
-    def _clear_temporaries(self) -> int:
-        """Delete those that nobody will finish; bytes of the others."""
-        num_bytes = 0
-        with os.scandir(self.root / "tmp") as entries:
-            for entry in entries:
-                try:
-                    status = entry.stat()
-                    if _is_abandoned(entry.name, status.st_mtime):
-                        os.unlink(entry.path)
-                    else:
-                        num_bytes += status.st_size
-                except FileNotFoundError:
-                    continue
-        return num_bytes
-
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
+        if not self._temporaries.folder.is_dir():  # somebody deleted everything
+            self._make_folders()
         descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # of this descriptor: other threads wait, too
             yield
         finally:
             os.close(descriptor)
-
-
-def _allocate(descriptor: int, size: int) -> None:
-    """Take the room now, so that a full disk is known before anything is written."""
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot
-            raise
-        os.ftruncate(descriptor, size)
-
-
-def _machine() -> str:
-    return socket.gethostname().replace("-", "_")
-
-
-def _is_abandoned(name: str, modified: float) -> bool:
-    machine, _, rest = name.partition("-")
-    process, _, _ = rest.partition("-")
-    if abs(time.time() - modified) > _ABANDONED_SECONDS:
-        return True
-    if machine != _machine() or not process.isdigit():
-        return False  # its owner cannot be asked
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return False

@@ -60,13 +60,18 @@ class PackHeader:
 
     def encode(self) -> bytes:
         """The header's pages."""
+        return self.text().ljust(self.header_bytes, b"\0")
+
+    def text(self) -> bytes:
+        """The header without its padding."""
         text = _FIXED.pack(_MAGIC, VERSION, self.header_bytes, self.identity, self.block_bytes, len(self.keys))
         text += b"".join(_ENTRY.pack(*entry) for entry in zip(self.keys, self.checksums, strict=True))
-        return (text + _CRC.pack(zlib.crc32(text))).ljust(self.header_bytes, b"\0")
+        return text + _CRC.pack(zlib.crc32(text))
 
     @classmethod
-    def decode(cls, text: bytes, file_bytes: int) -> PackHeader:
-        """From a file's first bytes, `MAX_HEADER_BYTES` of them where there are as many. Raises PackError."""
+    def decode(cls, text: bytes, file_bytes: int | None = None) -> PackHeader:
+        """From a file's first bytes, `MAX_HEADER_BYTES` of them where there are as many, and the file's length where
+        there is a file. Raises PackError."""
         if len(text) < _FIXED.size:
             raise PackError(f"it ends after {len(text)} bytes")
         magic, version, header_bytes, identity, block_bytes, count = _FIXED.unpack_from(text)
@@ -74,15 +79,16 @@ class PackHeader:
             raise PackError("it is not a pack")
         if version != VERSION:
             raise PackError(f"it has version {version}, this program reads {VERSION}")
-        if not 1 <= count <= MAX_BLOCKS or header_bytes != _header_bytes(count) or len(text) < header_bytes:
-            raise PackError(f"it claims {count} blocks behind a header of {header_bytes} bytes")
         end = _FIXED.size + count * _ENTRY.size
+        if not 1 <= count <= MAX_BLOCKS or header_bytes != _header_bytes(count) or len(text) < end + _CRC.size:
+            raise PackError(f"it claims {count} blocks behind a header of {header_bytes} bytes")
         if zlib.crc32(text[:end]) != _CRC.unpack_from(text, end)[0]:
             raise PackError("its header is damaged")
-        if block_bytes % PAGE or not block_bytes or file_bytes != pack_bytes(count, block_bytes):
+        expected = pack_bytes(count, block_bytes)
+        if block_bytes % PAGE or not block_bytes or file_bytes not in (None, expected):
             raise PackError(f"{count} blocks of {block_bytes} bytes do not make {file_bytes} bytes")
-        entries = [_ENTRY.unpack_from(text, _FIXED.size + slot * _ENTRY.size) for slot in range(count)]
-        return cls(identity, block_bytes, tuple(key for key, _ in entries), tuple(crc for _, crc in entries))
+        keys, checksums = zip(*_ENTRY.iter_unpack(text[_FIXED.size : end]), strict=True)
+        return cls(identity, block_bytes, keys, checksums)
 
 
 def read_header(path: Path) -> tuple[os.stat_result, PackHeader | None, str]:

@@ -1,0 +1,231 @@
+"""The folder of packs beside the disk it lies on: throughput against fio, recovery of a large index, look-ups.
+
+Throughput: our storage and fio write new files and read them again in one folder, in blocks of one size, as many in
+flight on either side, both past the page cache or neither; they take turns, `--rounds` times, and medians count. Ours
+is asked as the scheduler half asks, for batches of 64 blocks to read and 256 to write, and verifies a checksum of all
+that it reads. `shuffled` are blocks of all packs in random order. Recovery: how long a new process takes to know what
+`--blocks` blocks lie in a folder. Look-ups: what is known, and what is missing, which makes it look at the folder for
+blocks of other processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import mmap
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from integration.report import Report, hardware
+from kv_connector.storage.filesystem import NUM_THREADS, FilesystemStorage
+from kv_connector.storage.folder import PackFolder
+from kv_connector.storage.packs import PackHeader, pack_bytes, pack_name
+
+GOALS = {1 << 20: 0.9, 128 << 10: 0.8}
+"""Throughput of ours over fio's, by block size."""
+READ_BATCH, WRITE_BATCH, WRITES_UNDER_WAY = 64, 256, 2  # as `storing.py` has them
+IDENTITY = hashlib.sha256(b"bench").digest()
+NO_FIO = "no fio here: nothing to compare with. It is the package `fio` of Debian and others: apt-get install fio"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
+    parser.add_argument("--mib", type=int, default=512, help="written and read by each side in each round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--blocks", type=int, default=100_000, help="in the folder that is recovered")
+    options = parser.parse_args()
+    if shutil.which("fio") is None:
+        print(NO_FIO)
+        return 0
+    report = Report("storage")
+    root = Path(tempfile.mkdtemp(prefix="storage_bench_", dir=options.folder))
+    try:
+        print(f"{hardware()['cpu']}, {os.cpu_count()} cores; {options.folder} on {_file_system(options.folder)}")
+        for block_bytes in GOALS:
+            measure_throughput(report, root, block_bytes, options.mib << 20, options.rounds)
+        for block_bytes in (128 << 10, 1 << 20):
+            measure_index(report, root, block_bytes, options.blocks)
+    finally:
+        shutil.rmtree(root)
+    report.write(options.json)
+    return 0
+
+
+class Ours:
+    """Our storage, and the host's memory that it reads into and writes from."""
+
+    def __init__(self, root: Path, block_bytes: int, memory: list[memoryview]) -> None:
+        self.root, self.block_bytes, self.memory = root, block_bytes, memory
+        self.storage = FilesystemStorage(root, IDENTITY, block_bytes, 2 * len(memory) * (block_bytes + 4096))
+        self.storage.recovered.result()
+        self.keys = [_key(i) for i in range(len(memory))]
+
+    def run(self, kind: str) -> float:
+        """Bytes a second."""
+        order = list(range(len(self.keys)))
+        if kind == "shuffled":
+            random.Random(0).shuffle(order)
+        start = time.perf_counter()
+        done = self._write(order) if kind == "write" else self._read(order)
+        seconds = time.perf_counter() - start
+        assert all(done), f"{kind}: {done.count(False)} blocks failed"
+        return len(done) * self.block_bytes / seconds
+
+    def _write(self, order: Sequence[int]) -> list[bool]:
+        done: list[bool] = []
+        futures = []
+        for batch in _batches(order, WRITE_BATCH):
+            if len(futures) >= WRITES_UNDER_WAY:
+                done += futures.pop(0).result()
+            futures.append(self.storage.write([self.keys[i] for i in batch], [self.memory[i] for i in batch]))
+        return done + [good for future in futures for good in future.result()]
+
+    def _read(self, order: Sequence[int]) -> list[bool]:
+        futures = [
+            self.storage.read([self.keys[i] for i in batch], [self.memory[i] for i in batch])
+            for batch in _batches(order, READ_BATCH)
+        ]
+        return [good for future in futures for good in future.result()]
+
+    def close(self) -> None:
+        """Release and delete everything."""
+        self.storage.close()
+        shutil.rmtree(self.root)
+
+
+def run_fio(file: Path, block_bytes: int, size: int, kind: str, is_direct: bool) -> float:
+    """Bytes a second of one job; "write" makes the file anew."""
+    if kind == "write":
+        file.unlink(missing_ok=True)
+    rw = {"write": "write", "read": "read", "shuffled": "randread"}[kind]
+    command = ["fio", "--name=kv", f"--filename={file}", f"--size={size}", f"--bs={block_bytes}", f"--rw={rw}"]
+    command += [f"--direct={is_direct:d}", "--ioengine=libaio", f"--iodepth={NUM_THREADS}", "--output-format=json"]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    job = json.loads(result.stdout)["jobs"][0]
+    return float(job["write" if kind == "write" else "read"]["bw_bytes"])
+
+
+def measure_throughput(report: Report, root: Path, block_bytes: int, size: int, rounds: int) -> None:
+    """Both sides in turn, one after the other first; a row and a claim for each kind of access."""
+    whole = memoryview(mmap.mmap(-1, size))
+    whole[:] = np.random.default_rng(0).bytes(size)
+    memory = [whole[at : at + block_bytes] for at in range(0, size, block_bytes)]
+    file = root / "fio.bin"
+    kinds = ("write", "read", "shuffled")
+    rates: dict[tuple[str, str], list[float]] = {(kind, side): [] for kind in kinds for side in ("ours", "fio")}
+    is_direct = False
+    for turn in range(rounds):
+        ours = Ours(root / "ours", block_bytes, memory)
+        is_direct = ours.storage.is_direct
+        for kind in kinds:
+            for side in ("ours", "fio") if turn % 2 else ("fio", "ours"):
+                rate = ours.run(kind) if side == "ours" else run_fio(file, block_bytes, size, kind, is_direct)
+                rates[kind, side].append(rate)
+        ours.close()
+    file.unlink()
+    how = "past the page cache" if is_direct else "through the page cache"
+    print(f"\n{size >> 20} MiB in blocks of {block_bytes >> 10} KiB, {NUM_THREADS} in flight, {how}, {rounds} rounds")
+    print("MB/s, median (least to most)")
+    for kind in kinds:
+        sides = {side: rates[kind, side] for side in ("ours", "fio")}
+        ratios = [ours / fio for ours, fio in zip(*sides.values(), strict=True)]
+        value = median(sides["ours"]) / median(sides["fio"])
+        shown = "; ".join(f"{side} {_spread(values, 1e6)}" for side, values in sides.items())
+        print(f"{kind:9} {shown}; ratio {value:.2f} (round by round {min(ratios):.2f} to {max(ratios):.2f})")
+        row = {"part": "throughput", "kind": kind, "block_bytes": block_bytes, "bytes": size, "direct": is_direct}
+        report.rows.append(row | {f"{side}_bytes_per_second": values for side, values in sides.items()})
+        report.claim(f"{kind}_over_fio_{block_bytes >> 10}_kib", value, GOALS[block_bytes], "of 1", "higher")
+
+
+def measure_index(report: Report, root: Path, block_bytes: int, num_blocks: int) -> None:
+    """Recovery and look-ups of a folder with so many blocks. Their bytes are holes: nothing here reads them."""
+    folder = root / "many"
+    keys = [_key(i) for i in range(num_blocks)]
+    fill_folder(folder, block_bytes, keys)
+    packs = -(-num_blocks // _per_pack(block_bytes))
+    seconds = []
+    for _ in range(3):
+        _drop_caches()
+        start = time.perf_counter()
+        storage = FilesystemStorage(folder, IDENTITY, block_bytes, 1 << 50)
+        storage.recovered.result()
+        seconds.append(time.perf_counter() - start)
+        assert storage.stats()["stored_blocks"] == num_blocks
+        if len(seconds) < 3:
+            storage.close()
+    caches = "dropped" if os.geteuid() == 0 else "warm"
+    print(f"\n{num_blocks} blocks of {block_bytes >> 10} KiB in {packs} packs, the system's caches {caches}")
+    print(f"known after {_spread(seconds, 1)} s")
+    row = {"part": "recovery", "block_bytes": block_bytes, "blocks": num_blocks, "packs": packs, "seconds": seconds}
+    report.rows.append(row)
+    report.claim(f"recovery_of_{num_blocks}_blocks_of_{block_bytes >> 10}_kib", median(seconds), 5, "s", "lower")
+    hit = _milliseconds(lambda: storage.exists(keys[:64]).result(), 200)
+    missed = _milliseconds(lambda: storage.exists([b"x" * 32]).result(), 200)
+    print(f"look-up of 64 blocks: {_spread(hit, 1)} ms; of one that is missing: {_spread(missed, 1)} ms")
+    report.rows.append({"part": "look_up", "packs": packs, "hit_ms": median(hit), "missed_ms": median(missed)})
+    storage.close()
+    shutil.rmtree(folder)
+
+
+def fill_folder(folder: Path, block_bytes: int, keys: Sequence[bytes]) -> None:
+    """Packs as our storage writes them, their blocks never written."""
+    packs = PackFolder(folder, IDENTITY, block_bytes, 1 << 50)
+    for batch in _batches(keys, _per_pack(block_bytes)):
+        header = PackHeader(IDENTITY, block_bytes, tuple(batch), (0,) * len(batch))
+        path = packs.path(pack_name(IDENTITY, batch))
+        path.write_bytes(header.encode())
+        os.truncate(path, pack_bytes(len(batch), block_bytes))
+
+
+def _per_pack(block_bytes: int) -> int:
+    return max(1, (1 << 20) // block_bytes)
+
+
+def _batches(items: Sequence[int] | Sequence[bytes], size: int) -> list:  # type: ignore[type-arg]
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _key(number: int) -> bytes:
+    return hashlib.sha256(f"block {number}".encode()).digest()
+
+
+def _milliseconds(call: Callable[[], object], count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def _spread(values: Sequence[float], unit: float) -> str:
+    return f"{median(values) / unit:.4g} ({min(values) / unit:.4g} to {max(values) / unit:.4g})"
+
+
+def _drop_caches() -> None:
+    """Of the system, where we may: what was just written is to be read from the disk."""
+    os.sync()
+    if os.geteuid() == 0:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def _file_system(folder: Path) -> str:
+    shown = subprocess.run(["df", "--output=fstype,source", folder], check=True, capture_output=True, text=True)
+    return " ".join(shown.stdout.splitlines()[-1].split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
