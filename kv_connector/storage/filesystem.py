@@ -12,10 +12,10 @@ import fcntl
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -25,22 +25,22 @@ from .packs import MAX_BLOCKS, PAGE, PackHeader, pack_bytes, pack_name
 
 PACK_BYTES = 8 << 20
 """A pack holds at least this many bytes of blocks, where a batch has as many: it is opened and evicted as a whole."""
-NUM_THREADS = 8
-_NUM_BATCHES = 2
+NUM_THREADS = 16
+_NUM_BATCHES = 4
 _PIECE_BYTES = 1 << 20  # of one task: more is no faster, and leaves threads without work
 _BUFFERS_PER_CALL = 256  # of one vectored read or write; the system allows 1,024
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Writing:
-    """A pack on its way: the temporary file, its descriptor, and the checksums of its pieces in order."""
+    """A pack on its way: its header without checksums, blocks, the temporary file, and the checksums of the blocks."""
 
-    keys: list[bytes]
+    header: PackHeader
+    buffers: list[memoryview]
     path: Path
     descriptor: int
-    pieces: list[Future[list[int]]]
+    checksums: list[int]
+    error: OSError | None = None
 
 
 class FilesystemStorage(ThreadedStorage):
@@ -84,36 +84,37 @@ class FilesystemStorage(ThreadedStorage):
             slot = self.folder.slot(key)
             if slot is not None:
                 by_pack.setdefault(slot.pack.name, (slot.pack, []))[1].append((slot.index, i))
-        tasks = []
-        for pack, wanted in by_pack.values():
-            for run in _runs(wanted, self._blocks_per_piece):
-                numbers = [i for _, i in run]
-                task = self.io.submit(self._read, pack, run[0][0], [buffers[i] for i in numbers])
-                tasks.append((pack, numbers, task))
         found = [False] * len(keys)
-        used = {}
-        for pack, numbers, task in tasks:
-            for i, good in zip(numbers, task.result(), strict=True):
-                found[i] = good
-            used[pack.name] = pack
-        self.folder.used(used.values())
-        self.count(missed_blocks=len(keys) - sum(len(wanted) for _, wanted in by_pack.values()))
+        calls = [
+            partial(self._read, pack, run, buffers, found)
+            for pack, wanted in by_pack.values()
+            for run in _runs(wanted, self._blocks_per_piece)
+        ]
+        self._run_all(calls)
+        self.folder.used(pack for pack, _ in by_pack.values())
+        num_read = sum(found)
+        self.count(
+            read_blocks=num_read,
+            read_bytes=num_read * self._block_bytes,
+            missed_blocks=len(keys) - sum(len(wanted) for _, wanted in by_pack.values()),
+        )
         return found
 
     def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.store`."""
         blocks = dict(zip(keys, buffers, strict=True))
         new = [key for key in blocks if self.folder.slot(key) is None]
-        batches = _cut(new, self._blocks_per_pack)
+        batches = [new[i : i + self._blocks_per_pack] for i in range(0, len(new), self._blocks_per_pack)]
         room = self.folder.reserve([pack_bytes(len(batch), self._block_bytes) for batch in batches])
         if room.error is not None:
             self.note_fault("no room for new blocks", room.error)
-        under_way = [
-            self._begin(batch, *file, [blocks[key] for key in batch])
+        packs = [
+            _Writing(self._header(batch), [blocks[key] for key in batch], *file, [0] * len(batch))
             for batch, file in zip(batches, room.files, strict=True)
             if file is not None
         ]
-        written = {key for pack in under_way if self._complete(pack) for key in pack.keys}
+        self._run_all([call for pack in packs for call in self._begin(pack)])
+        written = {key for pack in packs if self._complete(pack) for key in pack.header.keys}
         if written:
             self._publish()
         self.count(
@@ -137,64 +138,88 @@ class FilesystemStorage(ThreadedStorage):
         """See `Storage.stats`."""
         return super().stats() | {"stored_blocks": len(self.folder), "stored_bytes": self.folder.used_bytes}
 
+    def _header(self, keys: list[bytes]) -> PackHeader:
+        return PackHeader(self._identity, self._block_bytes, tuple(keys), ())
+
     def _count_known(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if self.folder.slot(key) is None), len(keys))
 
-    def _read(self, pack: Pack, first: int, buffers: list[memoryview]) -> list[bool]:
-        """Read neighbouring blocks of one pack from slot `first` on; on a thread of `io`."""
+    def _run_all(self, calls: Sequence[Callable[[], None]]) -> None:
+        """On the threads of `io`, each of which takes the next call: that is half the work of a task for each."""
+        left = iter(calls)  # of a list: the threads can share it
+
+        def work() -> None:
+            for call in left:
+                call()
+
+        tasks = [self.io.submit(work) for _ in range(min(NUM_THREADS, len(calls)))]
+        wait(tasks)  # for all of them, whatever happened to one: they use the caller's memory
+        for task in tasks:
+            task.result()
+
+    def _read(self, pack: Pack, run: list[tuple[int, int]], buffers: list[memoryview], found: list[bool]) -> None:
+        """Read neighbouring blocks of a pack, given as slots and their numbers in `buffers` and `found`."""
         assert pack.header is not None
-        checksums = pack.header.checksums[first : first + len(buffers)]
-        flags = os.O_RDONLY | os.O_CLOEXEC | self._direct_flag(buffers)
+        first, targets = run[0][0], [buffers[i] for _, i in run]
         try:
-            descriptor = os.open(self.folder.path(pack.name), flags)
+            descriptor = os.open(self.folder.path(pack.name), os.O_RDONLY | os.O_CLOEXEC | self._direct_flag(targets))
             try:
-                _transfer(os.preadv, descriptor, buffers, pack.header.offset(first))
+                _transfer(os.preadv, descriptor, targets, pack.header.offset(first))
             finally:
                 os.close(descriptor)
-            good = [zlib.crc32(buffer) == checksum for buffer, checksum in zip(buffers, checksums, strict=True)]
         except FileNotFoundError:  # another process made room
             self.folder.remove(pack.name)
-            self.count(missed_blocks=len(buffers))
-            return [False] * len(buffers)
+            self.count(missed_blocks=len(run))
+            return
         except EOFError:
-            good = [False] * len(buffers)
+            self._drop_damaged(pack, len(run))
+            return
         except OSError as error:
             self.note_fault(f"cannot read {pack.name}", error)
-            self.count(failed_reads_blocks=len(buffers))
-            return [False] * len(buffers)
-        num_good = sum(good)
-        if num_good == len(good):
-            self.note_success()
+            self.count(failed_reads_blocks=len(run))
+            return
+        for (slot, i), target in zip(run, targets, strict=True):
+            found[i] = zlib.crc32(target) == pack.header.checksums[slot]
+        if num_bad := sum(not found[i] for _, i in run):
+            self._drop_damaged(pack, num_bad)
         else:
-            self.note_fault(
-                f"{pack.name} is damaged and was deleted", ValueError("checksums differ, or it is too short")
-            )
-            self.folder.remove(pack.name)
-        self.count(read_blocks=num_good, read_bytes=num_good * self._block_bytes, corrupt_blocks=len(good) - num_good)
-        return good
+            self.note_success()
 
-    def _begin(self, keys: list[bytes], path: Path, descriptor: int, buffers: list[memoryview]) -> _Writing:
-        """Have the blocks of a pack written behind its header."""
-        _set_flags(descriptor, self._direct_flag(buffers))
-        offset = PackHeader(self._identity, self._block_bytes, tuple(keys), ()).header_bytes
-        pieces = []
-        for piece in _cut(buffers, self._blocks_per_piece):
-            pieces.append(self.io.submit(_write, descriptor, piece, offset))
-            offset += len(piece) * self._block_bytes
-        return _Writing(keys, path, descriptor, pieces)
+    def _drop_damaged(self, pack: Pack, num_blocks: int) -> None:
+        self.note_fault(f"{pack.name} was deleted", ValueError("a checksum differs, or the file is too short"))
+        self.folder.remove(pack.name)
+        self.count(corrupt_blocks=num_blocks)
+
+    def _begin(self, pack: _Writing) -> list[Callable[[], None]]:
+        """Calls that write the blocks of a pack behind its header."""
+        _set_flags(pack.descriptor, self._direct_flag(pack.buffers))
+        numbers = range(len(pack.buffers))
+        return [
+            partial(self._write, pack, numbers[i : i + self._blocks_per_piece])
+            for i in numbers[:: self._blocks_per_piece]
+        ]
+
+    def _write(self, pack: _Writing, piece: range) -> None:
+        buffers = [pack.buffers[i] for i in piece]
+        try:
+            for i, buffer in zip(piece, buffers, strict=True):
+                pack.checksums[i] = zlib.crc32(buffer)
+            _transfer(os.pwritev, pack.descriptor, buffers, pack.header.offset(piece[0]))
+        except OSError as error:
+            pack.error = error
 
     def _complete(self, pack: _Writing) -> bool:
-        """Wait for the blocks, then write the header and make the file a pack."""
-        wait(pack.pieces)  # for all of them: no thread may find the descriptor closed
+        """Write the header and make the file a pack, where all of its blocks were written."""
+        header = replace(pack.header, checksums=tuple(pack.checksums))
         try:
             try:
-                checksums = [checksum for piece in pack.pieces for checksum in piece.result()]
-                header = PackHeader(self._identity, self._block_bytes, tuple(pack.keys), tuple(checksums))
+                if pack.error is not None:
+                    raise pack.error
                 _set_flags(pack.descriptor, 0)
                 os.pwrite(pack.descriptor, header.encode(), 0)
             finally:
                 os.close(pack.descriptor)
-            self.folder.commit(pack.path, pack_name(self._identity, pack.keys), header)
+            self.folder.commit(pack.path, pack_name(self._identity, header.keys), header)
         except OSError as error:
             self.note_fault("cannot write", error)
             self.folder.abandon(pack.path)
@@ -233,10 +258,6 @@ def _set_flags(descriptor: int, direct: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, direct)
 
 
-def _cut(items: list[T], length: int) -> list[list[T]]:
-    return [items[i : i + length] for i in range(0, len(items), length)]
-
-
 def _runs(wanted: list[tuple[int, int]], length: int) -> list[list[tuple[int, int]]]:
     """Those of neighbouring slots together, each run no longer than `length`."""
     runs: list[list[tuple[int, int]]] = []
@@ -246,13 +267,6 @@ def _runs(wanted: list[tuple[int, int]], length: int) -> list[list[tuple[int, in
         else:
             runs.append([entry])
     return runs
-
-
-def _write(descriptor: int, buffers: list[memoryview], offset: int) -> list[int]:
-    """Checksums of what was written; on a thread of `io`. Raises OSError."""
-    checksums = [zlib.crc32(buffer) for buffer in buffers]
-    _transfer(os.pwritev, descriptor, buffers, offset)
-    return checksums
 
 
 def _transfer(

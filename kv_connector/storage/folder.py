@@ -70,6 +70,7 @@ class PackFolder:
         self._capacity = capacity
         self._lock = threading.RLock()
         self._packs: dict[str, Pack] = {}
+        self._names: dict[str, set[str]] = {name: set() for name in _SUB_FOLDERS}  # of packs, by sub-folder
         self._slots: dict[bytes, Slot] = {}
         self._seen: dict[str, int] = {}  # sub-folder: its modification time when it was listed
         self._last_ns = 0
@@ -203,7 +204,7 @@ class PackFolder:
                 if entry.name.endswith(SUFFIX):
                     present[entry.name.removesuffix(SUFFIX)] = entry
         with self._lock:
-            for name in [name for name in self._packs if name[:2] == sub_folder and name not in present]:
+            for name in self._names[sub_folder] - present.keys():
                 self._forget(name)
             new = [name for name in present if name not in self._packs]
         for name in new:
@@ -236,6 +237,7 @@ class PackFolder:
     def _add(self, pack: Pack) -> None:
         self._forget(pack.name)
         self._packs[pack.name] = pack
+        self._names[pack.name[:2]].add(pack.name)
         self.used_bytes += pack.num_bytes
         for index, key in enumerate(pack.header.keys if pack.header is not None else ()):
             self._slots[key] = Slot(pack, index)
@@ -244,6 +246,7 @@ class PackFolder:
         pack = self._packs.pop(name, None)
         if pack is None:
             return 0
+        self._names[name[:2]].discard(name)
         self.used_bytes -= pack.num_bytes
         keys = pack.header.keys if pack.header is not None else ()
         lost = [key for key in keys if (slot := self._slots.get(key)) is not None and slot.pack is pack]
