@@ -6,6 +6,7 @@ import hashlib
 import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,9 @@ R = TypeVar("R")
 BLOCK = 16384
 IDENTITY = hashlib.sha256(b"model").digest()
 SECONDS = 30.0  # a future that takes longer hangs
+CAPACITY = 8 << 20
+PACK_BYTES = 1 << 20
+PER_PACK = PACK_BYTES // BLOCK
 
 
 def key(name: object) -> bytes:
@@ -156,6 +160,31 @@ class HeldStorage:
         else:
             end()
         return future
+
+
+def open_store(root: Path, capacity: int = CAPACITY, block_bytes: int = BLOCK) -> FilesystemStorage:
+    """A folder as storage, with packs of a megabyte."""
+    return FilesystemStorage(root, IDENTITY, block_bytes, capacity, PACK_BYTES)
+
+
+def files_of(root: Path) -> list[Path]:
+    """Packs, whole and half."""
+    return [path for path in root.rglob("*") if path.is_file() and path.name not in ("lock", "index", "index.new")]
+
+
+def size_of(root: Path) -> int:
+    """Bytes of all files, each once: others may rename and delete meanwhile."""
+    sizes = {}
+    for path in files_of(root):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+def keys_of(group: object, count: int = PER_PACK) -> list[bytes]:
+    """Keys of blocks that belong together."""
+    return [key(f"{group} {i}") for i in range(count)]
 
 
 def make_memory(folder: Path) -> Storage:

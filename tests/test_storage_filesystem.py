@@ -1,4 +1,4 @@
-"""The folder of packs: restarts, kills, damage, full disks, and several processes at a time."""
+"""The folder of packs: restarts, damage, full disks, and several processes at a time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,16 +18,22 @@ from kv_connector.storage import filesystem, folder, temporaries
 from kv_connector.storage.filesystem import FilesystemStorage
 from kv_connector.storage.folder import PackFolder
 from kv_connector.storage.packs import MAX_BLOCKS, PackError, PackHeader, pack_bytes, pack_name
-from tests.storages import BLOCK, IDENTITY, SECONDS, content, exists, get, key, put
-
-CAPACITY = 8 << 20
-PACK_BYTES = 1 << 20
-PER_PACK = PACK_BYTES // BLOCK
-KILLS = 50
-
-
-def open_store(root: Path, capacity: int = CAPACITY, block_bytes: int = BLOCK) -> FilesystemStorage:
-    return FilesystemStorage(root, IDENTITY, block_bytes, capacity, PACK_BYTES)
+from tests.storages import (
+    BLOCK,
+    CAPACITY,
+    IDENTITY,
+    PER_PACK,
+    SECONDS,
+    content,
+    exists,
+    files_of,
+    get,
+    key,
+    keys_of,
+    open_store,
+    put,
+    size_of,
+)
 
 
 @pytest.fixture
@@ -37,25 +41,6 @@ def store(tmp_path: Path) -> Iterator[FilesystemStorage]:
     one = open_store(tmp_path / "store")
     yield one
     one.close()
-
-
-def files_of(root: Path) -> list[Path]:
-    """Packs, whole and half."""
-    return [path for path in root.rglob("*") if path.is_file() and path.name not in ("lock", "index", "index.new")]
-
-
-def size_of(root: Path) -> int:
-    """Bytes of all files, each once: others may rename and delete meanwhile."""
-    sizes = {}
-    for path in files_of(root):
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            sizes[status.st_ino] = status.st_size
-    return sum(sizes.values())
-
-
-def keys_of(group: object, count: int = PER_PACK) -> list[bytes]:
-    return [key(f"{group} {i}") for i in range(count)]
 
 
 def test_a_restart_finds_everything(tmp_path: Path) -> None:
@@ -306,59 +291,6 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_count(tmp_path: 
     assert [path.name for path in (tmp_path / "tmp").iterdir()] == [living.name]
     assert store.stats()["stored_blocks"] == 2 * PER_PACK
     assert size_of(tmp_path) <= 3 * pack_bytes(PER_PACK, BLOCK)
-    store.close()
-
-
-def write_for_ever(root: Path, seed: int, capacity: int, pipe: Connection) -> None:
-    """A process that writes and reads until it is killed; it says when each batch begins."""
-    store = open_store(root, capacity)
-    rng = random.Random(seed)
-    while True:
-        name = rng.randrange(12)
-        pipe.send(name)
-        put(store, keys_of(name, rng.randrange(1, 2 * PER_PACK)))
-        get(store, keys_of(rng.randrange(12)))
-
-
-def test_killed_at_any_moment_nothing_wrong_is_ever_read(tmp_path: Path) -> None:
-    """50 kills of one of two processes that write into the same folder."""
-    capacity = 5 * pack_bytes(PER_PACK, BLOCK)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.storages"])
-    rng = random.Random(1)
-
-    def start(seed: int) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=write_for_ever, args=(tmp_path, seed, capacity, theirs), daemon=True)
-        process.start()
-        return process, ours
-
-    neighbour, neighbour_pipe = start(10**6)
-    found = 0
-    for turn in range(KILLS):
-        process, pipe = start(turn)
-        for _ in range(rng.randrange(1, 6)):
-            assert pipe.poll(SECONDS), "the writer hangs"
-            pipe.recv()
-        for _ in range(rng.randrange(20_000)):
-            pass  # somewhere in the batch
-        process.kill()
-        process.join(SECONDS)
-        while neighbour_pipe.poll():
-            neighbour_pipe.recv()
-        assert neighbour.is_alive(), "a kill disturbed another process"
-        assert size_of(tmp_path) <= capacity
-        store = open_store(tmp_path, capacity)
-        for name in range(12):
-            found += sum(get(store, keys_of(name, 2 * PER_PACK)))
-        assert store.stats()["corrupt_blocks"] == 0
-        store.close()
-    neighbour.kill()
-    neighbour.join(SECONDS)
-    assert found > KILLS * PER_PACK, "there was something to read"
-    store = open_store(tmp_path, capacity)
-    put(store, keys_of("last"))
-    assert not list((tmp_path / "tmp").iterdir()), "a temporary file is left for ever"
     store.close()
 
 
