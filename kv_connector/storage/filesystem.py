@@ -33,7 +33,7 @@ _BUFFERS_PER_CALL = 256  # of one vectored read or write; the system allows 1,02
 
 @dataclass(slots=True)
 class _Writing:
-    """A pack on its way: its header without checksums, blocks, the temporary file, and the checksums of the blocks."""
+    """A pack on its way: its header, at first without checksums, its blocks, the temporary file, and the checksums."""
 
     header: PackHeader
     buffers: list[memoryview]
@@ -114,9 +114,7 @@ class FilesystemStorage(ThreadedStorage):
             if file is not None
         ]
         self._run_all([call for pack in packs for call in self._begin(pack)])
-        written = {key for pack in packs if self._complete(pack) for key in pack.header.keys}
-        if written:
-            self._publish()
+        written = {key for header in self._complete(packs) for key in header.keys}
         self.count(
             evicted_blocks=room.evicted_blocks,
             skipped_writes_blocks=len(keys) - len(new),
@@ -168,7 +166,7 @@ class FilesystemStorage(ThreadedStorage):
             finally:
                 os.close(descriptor)
         except FileNotFoundError:  # another process made room
-            self.folder.remove(pack.name)
+            self.folder.forget(pack.name)
             self.count(missed_blocks=len(run))
             return
         except EOFError:
@@ -208,30 +206,41 @@ class FilesystemStorage(ThreadedStorage):
         except OSError as error:
             pack.error = error
 
-    def _complete(self, pack: _Writing) -> bool:
-        """Write the header and make the file a pack, where all of its blocks were written."""
-        header = replace(pack.header, checksums=tuple(pack.checksums))
+    def _complete(self, packs: list[_Writing]) -> list[PackHeader]:
+        """Make files packs, where all of their blocks were written; those that are now."""
+        whole = [pack for pack in packs if self._guarded(pack, self._finish)]
         try:
-            try:
-                if pack.error is not None:
-                    raise pack.error
-                _set_flags(pack.descriptor, 0)
-                os.pwrite(pack.descriptor, header.encode(), 0)
-            finally:
-                os.close(pack.descriptor)
-            self.folder.commit(pack.path, pack_name(self._identity, header.keys), header)
+            self.folder.publish([pack.header for pack in whole])
+        except OSError as error:
+            for pack in whole:
+                pack.error = error
+        return [pack.header for pack in whole if self._guarded(pack, self._commit)]
+
+    def _guarded(self, pack: _Writing, call: Callable[[_Writing], None]) -> bool:
+        try:
+            call(pack)
         except OSError as error:
             self.note_fault("cannot write", error)
             self.folder.abandon(pack.path)
             return False
-        self.note_success()
         return True
 
-    def _publish(self) -> None:
+    def _finish(self, pack: _Writing) -> None:
+        """Write the header and close the file. Raises OSError."""
+        pack.header = replace(pack.header, checksums=tuple(pack.checksums))
         try:
-            self.folder.publish()
-        except OSError as error:  # the blocks are there, and found by whoever lists the folder
-            self.note_fault("cannot write the index", error)
+            if pack.error is not None:
+                raise pack.error
+            _set_flags(pack.descriptor, 0)
+            os.pwrite(pack.descriptor, pack.header.encode(), 0)
+        finally:
+            os.close(pack.descriptor)
+
+    def _commit(self, pack: _Writing) -> None:
+        if pack.error is not None:
+            raise pack.error
+        self.folder.commit(pack.path, pack_name(self._identity, pack.header.keys), pack.header)
+        self.note_success()
 
     def _direct_flag(self, buffers: Iterable[memoryview]) -> int:
         """To pass by the page cache, where file system and buffers allow it."""

@@ -5,9 +5,9 @@
     ROOT/tmp/        packs that are being written
     ROOT/00 .. ff/   packs, by the first digits of their names
 
-The folder is the truth and this index follows it: a pack that another process added is found in the journal, or when
-its sub-folder has changed; one that was taken away is missed when it is opened. A pack's modification time is when it
-was last used.
+The folder is the truth and this index follows it: a pack that another process added is found in the journal, one that
+was taken away is missed when it is opened, and where room is short sub-folders that have changed are listed. A pack's
+modification time is when it was last used.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class PackFolder:
         self._make_folders()
         self._temporaries = Temporaries(root / "tmp")
         self._journal = Journal(root / "index")
-        self._unpublished: list[Record] = []
 
     def path(self, name: str) -> Path:
         """Where the pack of this name lies."""
@@ -102,7 +101,7 @@ class PackFolder:
     def recover(self) -> None:
         """Take in what lies there, and see to it that the next start is quick. Raises OSError."""
         self.refresh()
-        self.publish()
+        self.publish(())
 
     def catch_up(self) -> None:
         """Take in what other processes have published. Raises OSError."""
@@ -113,8 +112,7 @@ class PackFolder:
                     self._add(Pack(name, header.file_bytes, record.time_ns, self._ours(header)))
 
     def refresh(self) -> None:
-        """Take in what other processes have added and removed, also those that were killed before they could publish
-        it. Raises OSError where the folder cannot be read."""
+        """Take in what lies there and what is gone. Raises OSError where the folder cannot be read."""
         self.catch_up()
         now = time.time_ns()
         for name in _SUB_FOLDERS:
@@ -145,8 +143,10 @@ class PackFolder:
         with self._exclusive():
             # In this order, so that a file that is renamed meanwhile counts twice and not never.
             taken = self._temporaries.clear()
-            self.refresh()
+            self.catch_up()
             is_short = taken + self.used_bytes + sum(sizes) > self._capacity
+            if is_short:  # else what others have deleted need not be known
+                self.refresh()
             oldest = [(pack.used_ns, pack.name) for pack in self.packs()] if is_short else []
             for size in sizes:
                 result.evicted_blocks += self._make_room(taken + size - self._capacity, oldest)
@@ -160,29 +160,37 @@ class PackFolder:
         return result
 
     def commit(self, temporary: Path, name: str, header: PackHeader) -> None:
-        """The file is whole: it becomes the pack of this name; others learn of it by `publish`. Raises OSError."""
+        """The file is whole: it becomes the pack of this name, which was published. Raises OSError."""
         now = self._now()
         os.utime(temporary, ns=(now, now))  # the system's own time stamps are coarse
         os.rename(temporary, self.path(name))
         with self._lock:
             self._add(Pack(name, header.file_bytes, now, header))
-            self._unpublished.append(Record(now, header))
 
-    def publish(self) -> None:
-        """Tell other processes, and later ones, of the packs that were committed. Raises OSError."""
+    def publish(self, headers: Iterable[PackHeader]) -> None:
+        """Tell other processes, and later ones, of packs that are about to be committed. Raises OSError.
+
+        Before, so that what a process leaves that is killed in between is counted: a record without a pack is a miss
+        and goes when room is short.
+        """
+        records = [Record(self._now(), header) for header in headers]
         with self._exclusive():
             self.catch_up()
-            with self._lock:
-                records, self._unpublished = self._unpublished, []
-                names = set(self._packs)
-            if not self._journal.is_whole or self._journal.is_wasteful(len(names)):
-                self._journal.replace(names, self._record)
-            elif records:
+            if not self._journal.is_whole or self._journal.is_wasteful(len(self._packs)):
+                self.refresh()
+                self._journal.replace({pack.name for pack in self.packs()}, self._record)
+                self.catch_up()
+            if records:
                 self._journal.append(records)
 
     def abandon(self, temporary: Path) -> None:
         """The file will not be whole."""
         temporary.unlink(missing_ok=True)
+
+    def forget(self, name: str) -> None:
+        """Somebody has deleted a pack."""
+        with self._lock:
+            self._forget(name)
 
     def remove(self, name: str) -> int:
         """Delete a pack; how many readable blocks it held."""
