@@ -13,9 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from .base import ThreadedStorage
+from .base import ThreadedStorage, address
 from .folder import Pack, PackFolder
 from .packs import MAX_BLOCKS, PAGE, PackHeader, pack_bytes, pack_name
 
@@ -43,7 +41,7 @@ class FilesystemStorage(ThreadedStorage):
         self._block_bytes = block_bytes
         self._blocks_per_pack = min(MAX_BLOCKS, -(-PACK_BYTES // block_bytes))
         self._direct = _supports_direct(path)
-        self.recovered = self._run(self._reading, self.folder.refresh, None, 0)
+        self.recovered = self._run(self._reading, self.folder.refresh, None)
         """Done when everything that was in the folder is known."""
 
     def find(self, keys: list[bytes]) -> int:
@@ -169,7 +167,7 @@ class FilesystemStorage(ThreadedStorage):
 
     def _go_direct(self, descriptor: int, buffers: list[memoryview]) -> None:
         """Pass by the page cache from now on, where file system and buffers allow it."""
-        if self._direct and all(_address(buffer) % PAGE == 0 for buffer in buffers):
+        if self._direct and all(address(buffer) % PAGE == 0 for buffer in buffers):
             fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
 
 
@@ -183,10 +181,6 @@ def _supports_direct(folder: Path) -> bool:
     finally:
         path.unlink(missing_ok=True)
     return True
-
-
-def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
 
 
 def _runs(indices: Sequence[int]) -> list[list[int]]:
