@@ -72,8 +72,9 @@ class ImitatedStore:
 
     def _is_faulty(self) -> bool:
         with self._lock:
-            self.faults -= self.faults > 0
-            return self.faults > 0
+            is_faulty = self.faults > 0
+            self.faults -= is_faulty
+            return is_faulty
 
     def _get(self, transfer: Transfer) -> Answer:
         if self._is_faulty():
@@ -107,7 +108,7 @@ def make_imitated(folder: Path, block_bytes: int = 16384) -> MooncakeStorage:
 
 
 def make_mooncake(folder: Path, block_bytes: int = 16384) -> MooncakeStorage:
-    """On the real store of this run of tests; `folder` only names what it shares with others. Skips without Mooncake."""
+    """On the real store of this run of tests; `folder` names what it shares with others. Skips without Mooncake."""
     if reason := why_not():
         pytest.skip(reason)
     client = MooncakeClient(MooncakeOptions.of(store_config(shared_store()), 1))
