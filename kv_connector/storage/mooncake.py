@@ -11,14 +11,14 @@ from __future__ import annotations
 import mmap
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import TypeVar
 
 from .base import KEY_BYTES, ThreadedStorage, address, ended
-from .groups import MAX_BLOCKS, Group, Groups
+from .groups import GROUP_BYTES, MAX_BLOCKS, Group, Groups
 from .guarded import GuardedClient
 from .mooncake_client import Answer, Fragment, StoreClient, Transfer
 from .packs import PAGE, PackError, PackHeader, pack_bytes
@@ -29,7 +29,8 @@ _BATCH_BYTES = 32 << 20
 _BATCH_GROUPS = 64
 _CARDS_PER_CALL = 256
 _KEYS_PER_LOOK_UP = 512  # what comes behind a miss is not asked for, and so not kept from eviction
-_SCRATCH_BYTES = max(_BATCH_GROUPS * PAGE, _CARDS_PER_CALL * MAX_BLOCKS * KEY_BYTES)
+_NOTES_BYTES = max(_BATCH_GROUPS * PAGE, _CARDS_PER_CALL * MAX_BLOCKS * KEY_BYTES)  # headers or cards
+_SCRATCH_BYTES = _NOTES_BYTES + GROUP_BYTES  # and a block that nobody asked for
 
 T = TypeVar("T")
 Wanted = tuple[Group, list[int]]  # blocks of one group, as positions in the batch that asks for them
@@ -76,8 +77,9 @@ class MooncakeStorage(ThreadedStorage):
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.fill`."""
         where = self._locate(keys)
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}
         wanted: dict[Group, list[int]] = {}
-        for i, key in enumerate(keys):
+        for key, i in first.items():
             if (group := where.get(key)) is not None:
                 wanted.setdefault(group, []).append(i)
         self.count(missed_blocks=sum(key not in where for key in keys))
@@ -86,7 +88,10 @@ class MooncakeStorage(ThreadedStorage):
         ]
         wait(tasks)  # also where one of them raises: no buffer may be written to after this call
         good = {i for task in tasks for i in task.result()}
-        return [i in good for i in range(len(keys))]
+        for i, key in enumerate(keys):
+            if i != first[key] and first[key] in good:
+                buffers[i][:] = buffers[first[key]]
+        return [first[key] in good for key in keys]
 
     def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.store`."""
@@ -156,7 +161,7 @@ class MooncakeStorage(ThreadedStorage):
         with self._borrow() as scratch:
             slots = [scratch[i * size : (i + 1) * size] for i in range(len(keys))]
             transfers = [
-                Transfer(self._groups.card(key), (Fragment(address(slot), 0, size),))
+                Transfer(self._groups.card(key), (Fragment(address(slot), size),))
                 for key, slot in zip(keys, slots, strict=True)
             ]
             answers = self._client.get(transfers)
@@ -172,14 +177,9 @@ class MooncakeStorage(ThreadedStorage):
         try:
             with self._borrow() as scratch:
                 headers = [scratch[i * PAGE : (i + 1) * PAGE] for i in range(len(batch))]
+                rest = address(scratch[_NOTES_BYTES:])
                 transfers = [
-                    Transfer(
-                        group.name,
-                        (
-                            Fragment(address(header), 0, PAGE),
-                            *self._blocks_of(group, [(keys[i], buffers[i]) for i in wanted]),
-                        ),
-                    )
+                    self._transfer(group, header, {keys[i]: address(buffers[i]) for i in wanted}, rest)
                     for header, (group, wanted) in zip(headers, batch, strict=True)
                 ]
                 answers = self._client.get(transfers)
@@ -195,17 +195,16 @@ class MooncakeStorage(ThreadedStorage):
             self.count(failed_reads_blocks=sum(len(wanted) for _, wanted in batch))
             return []
 
-    def _blocks_of(self, group: Group, blocks: Sequence[tuple[bytes, memoryview]]) -> list[Fragment]:
-        """Where these blocks of a group lie; neighbours in memory and in the group are one fragment."""
-        fragments: list[Fragment] = []
-        for key, buffer in blocks:
-            new = Fragment(address(buffer), PAGE + group.keys.index(key) * self._block_bytes, self._block_bytes)
-            last = fragments[-1] if fragments else None
-            if last is not None and (last.address + last.num_bytes, last.offset + last.num_bytes) == new[:2]:
-                fragments[-1] = last._replace(num_bytes=last.num_bytes + new.num_bytes)
+    def _transfer(self, group: Group, header: memoryview, blocks: Mapping[bytes, int], rest: int) -> Transfer:
+        """A group as it lies in memory: `blocks` by address, others at `rest`. Neighbours are one fragment."""
+        fragments = [Fragment(address(header), PAGE)]
+        for key in group.keys:
+            start, last = blocks.get(key, rest), fragments[-1]
+            if last.address + last.num_bytes == start:
+                fragments[-1] = Fragment(last.address, last.num_bytes + self._block_bytes)
             else:
-                fragments.append(new)
-        return fragments
+                fragments.append(Fragment(start, self._block_bytes))
+        return Transfer(group.name, tuple(fragments))
 
     def _verify(self, text: bytes, group: Group, blocks: dict[int, tuple[bytes, memoryview]]) -> list[int]:
         """Those of the blocks that are what was written. A group with others is removed."""
@@ -242,12 +241,11 @@ class MooncakeStorage(ThreadedStorage):
             with self._borrow() as scratch:
                 transfers = []
                 for i, group in enumerate(groups):
-                    own = [(key, blocks[key]) for key in group.keys]
-                    checksums = tuple(zlib.crc32(buffer) for _, buffer in own)
+                    checksums = tuple(zlib.crc32(blocks[key]) for key in group.keys)
                     header = scratch[i * PAGE : (i + 1) * PAGE]
                     header[:] = PackHeader(self._identity, self._block_bytes, group.keys, checksums).encode()
-                    head = Fragment(address(header), 0, PAGE)
-                    transfers.append(Transfer(group.name, (head, *self._blocks_of(group, own))))
+                    own = {key: address(blocks[key]) for key in group.keys}
+                    transfers.append(self._transfer(group, header, own, rest=0))
                 stored = self._put(groups, transfers)
                 if self._groups.has_cards:
                     stored = self._write_cards(stored, scratch)
@@ -268,7 +266,7 @@ class MooncakeStorage(ThreadedStorage):
             card[:] = self._groups.write_card(group)
             for key in group.keys:
                 owners.append(group)
-                transfers.append(Transfer(self._groups.card(key), (Fragment(address(card), 0, size),)))
+                transfers.append(Transfer(self._groups.card(key), (Fragment(address(card), size),)))
         found = self._put(owners, transfers)
         return [group for group in groups if found.count(group) == len(group.keys)]
 

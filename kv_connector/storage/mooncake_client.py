@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 from ..config import StorageConfig
 from ..errors import ConfigError
 
-_MISSING, _NO_ROOM = -704, -200
 _UNREACHABLE = range(-999, -899)  # errors of calls to the master
 _CONNECT_SECONDS = 1.0
 _LOCAL_BUFFER_BYTES = 16 << 20  # of Mooncake's own copies, which are not made here
@@ -29,7 +28,9 @@ _DEFAULTS = {
     "MC_RPC_TIMEOUT_MS": "1000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # with the slice size, twice the speed
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",  # for an owner of memory that does not answer
+    "MC_TCP_LANES_PER_PEER": "64",  # to an owner that does not answer, each waits for one fragment after the other
+    "MC_TCP_MAX_CONNECTIONS_PER_PEER": "64",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
     "MC_TCP_SLICE_SIZE": str(1 << 20),
 }
 """Settings of Mooncake that are not those it comes with, where the user has set none."""
@@ -48,16 +49,18 @@ class Answer(Enum):
     FAULT = "fault"
 
 
+_ANSWERS = {-704: Answer.MISSING, -200: Answer.NO_ROOM}
+
+
 class Fragment(NamedTuple):
-    """`num_bytes` of memory at `address`, and of an object at `offset`."""
+    """`num_bytes` of memory at `address`."""
 
     address: int
-    offset: int
     num_bytes: int
 
 
 class Transfer(NamedTuple):
-    """One object and where its bytes are or go. On a write the fragments are in order and leave no gap."""
+    """One object and where its bytes are or go, all of them, in order."""
 
     name: str
     fragments: tuple[Fragment, ...]
@@ -74,7 +77,7 @@ class StoreClient(Protocol):
         """Which objects there are. Each one is kept from eviction for seconds by being asked for."""
 
     def get(self, transfers: Sequence[Transfer]) -> list[Answer]:
-        """Read parts of objects into memory."""
+        """Read whole objects into memory."""
 
     def put(self, transfers: Sequence[Transfer]) -> list[Answer]:
         """Write objects; OK also where there was one of this name, which is kept."""
@@ -151,18 +154,15 @@ class MooncakeClient:
         return [code == 1 for code in codes]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Answer]:
-        """See `StoreClient.get`. Objects that lie on a disk of the store are not read."""
-        store = self._open_store()
+        """See `StoreClient.get`."""
         there = self.exist([transfer.name for transfer in transfers])
-        codes = iter(_read(store, [transfer for transfer, exists in zip(transfers, there, strict=True) if exists]))
-        return [self._answer(next(codes)) if exists else Answer.MISSING for exists in there]
+        wanted = [transfer for transfer, exists in zip(transfers, there, strict=True) if exists]
+        answers = iter(self._move(self._open_store().batch_get_into_multi_buffers, wanted))
+        return [next(answers) if exists else Answer.MISSING for exists in there]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Answer]:
         """See `StoreClient.put`."""
-        names = [transfer.name for transfer in transfers]
-        addresses = [[fragment.address for fragment in transfer.fragments] for transfer in transfers]
-        lengths = [[fragment.num_bytes for fragment in transfer.fragments] for transfer in transfers]
-        return [self._answer(c) for c in self._open_store().batch_put_from_multi_buffers(names, addresses, lengths)]
+        return self._move(self._open_store().batch_put_from_multi_buffers, transfers)
 
     def remove(self, names: Sequence[str]) -> list[bool]:
         """See `StoreClient.remove`."""
@@ -207,36 +207,18 @@ class MooncakeClient:
             raise StoreUnreachable(f"not connected to {self._options.master}")
         return store
 
-    def _answer(self, code: int) -> Answer:
-        self._check([code])
-        if code >= 0:
-            return Answer.OK
-        return {_MISSING: Answer.MISSING, _NO_ROOM: Answer.NO_ROOM}.get(code, Answer.FAULT)
+    def _move(self, call: Callable[..., list[int]], transfers: Sequence[Transfer]) -> list[Answer]:
+        if not transfers:
+            return []
+        codes = call(
+            [transfer.name for transfer in transfers],
+            [[fragment.address for fragment in transfer.fragments] for transfer in transfers],
+            [[fragment.num_bytes for fragment in transfer.fragments] for transfer in transfers],
+        )
+        self._check(codes)
+        return [Answer.OK if code >= 0 else _ANSWERS.get(code, Answer.FAULT) for code in codes]
 
     def _check(self, codes: Sequence[int]) -> None:
         for code in codes:
             if code in _UNREACHABLE:
                 raise StoreUnreachable(f"the master at {self._options.master} does not answer: error {code}")
-
-
-def _read(store: Any, transfers: Sequence[Transfer]) -> list[int]:
-    """Error codes or lengths. What a session cannot be started for, evicted meanwhile for example, has its code."""
-    if not transfers:
-        return []
-    names = [transfer.name for transfer in transfers]
-    started = store.batch_get_session_start(names)
-    ready = [transfer for transfer, code in zip(transfers, started, strict=True) if code == 0]
-    if not ready:
-        return list(started)
-    try:
-        read = iter(
-            store.batch_get_into_multi_buffer_ranges(
-                [transfer.name for transfer in ready],
-                [[fragment.address for fragment in transfer.fragments] for transfer in ready],
-                [[fragment.num_bytes for fragment in transfer.fragments] for transfer in ready],
-                [[fragment.offset for fragment in transfer.fragments] for transfer in ready],
-            )
-        )
-    finally:
-        store.batch_get_session_end(names)
-    return [next(read) if code == 0 else code for code in started]
