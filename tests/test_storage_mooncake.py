@@ -11,6 +11,7 @@ import pytest
 
 from kv_connector.config import StorageConfig
 from kv_connector.errors import ConfigError
+from kv_connector.storage.breaker import BreakerState
 from kv_connector.storage.mooncake import MooncakeStorage
 from kv_connector.storage.mooncake_client import MooncakeClient, MooncakeOptions, StoreUnreachable
 from tests.storages import IDENTITY, SECONDS, buffers, exists, get, key, put
@@ -56,7 +57,8 @@ def other(store: ImitatedStore) -> Iterator[MooncakeStorage]:
 
 
 def pass_time(storage: MooncakeStorage, clock: Clock, seconds: float) -> None:
-    """Let the clock go on, and who waits for it look at it."""
+    """Let the clock go on once a failed probe has ended, and who waits for it look at it."""
+    until(lambda: storage._client.breaker.state is BreakerState.OPEN)
     clock.now += seconds
     storage._client._wake.set()
 
