@@ -39,12 +39,23 @@ def build_worker(
 
 
 def _open_storage(
-    config: StorageConfig, identity: CacheIdentity | None, rank: int, world_size: int, block_bytes: int
+    config: StorageConfig,
+    identity: CacheIdentity | None,
+    rank: int,
+    world_size: int,
+    block_bytes: int,
+    pool: memoryview,
 ) -> Storage:
-    from .storage.filesystem import FilesystemStorage
-
     name = (identity.encode() if identity is not None else b"") + f"|rank {rank} of {world_size}".encode()
     digest = hashlib.sha256(b"kvc1.storage" + name).digest()
+    if config.kind == "mooncake":
+        from .storage.mooncake import MooncakeStorage
+        from .storage.mooncake_client import MooncakeClient, MooncakeOptions
+
+        client = MooncakeClient(MooncakeOptions.of(config, world_size))
+        return MooncakeStorage(client, digest, block_bytes, pool)
+    from .storage.filesystem import FilesystemStorage
+
     try:
         return FilesystemStorage(Path(config.path), digest, block_bytes, config.capacity)
     except (OSError, ValueError) as error:

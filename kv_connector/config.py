@@ -21,6 +21,15 @@ _S = TypeVar("_S", "Config", "StorageConfig")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
+_HOST_AND_PORT = re.compile(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
+_LEAST_SEGMENT = 16 << 20
+_KEYS_OF_KIND = {
+    "filesystem": ("path", "capacity"),
+    "mooncake": ("master", "metadata", "protocol", "devices", "hostname", "segment_memory"),
+}
+"""What only one kind of storage has a use for."""
+
+
 class WritePolicy(str, Enum):
     """When a block is saved to the host: see `index/policy.py`."""
 
@@ -62,6 +71,13 @@ class Backup(str, Enum):
     AT_FINISH = "at_finish"
 
 
+class Protocol(str, Enum):
+    """How Mooncake moves bytes between machines."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+
+
 def parse_size(value: object, key: str = "size") -> int:
     """Bytes from an int or from text such as `"16GiB"`, `"512 MB"` or `"1.5g"` (a bare letter is binary).
 
@@ -78,11 +94,18 @@ def parse_size(value: object, key: str = "size") -> int:
 
 @dataclass(frozen=True, slots=True)
 class StorageConfig:
-    """The storage tier. `capacity` accepts text such as `"200GiB"`.
+    """The storage tier. Sizes accept text such as `"200GiB"`.
 
-    kind: `filesystem` is a folder, which engines of one machine may share, or of several over a network file system.
-    path: that folder.
+    kind: `filesystem` is a folder, which engines of one machine may share, or of several over a network file system;
+        `mooncake` is Mooncake Store, memory of many machines that all engines share.
+    path: the folder.
     capacity: bytes that may lie there, over all that share it.
+    master: host and port of the Mooncake master.
+    metadata: where its transfer engines find each other, an URL; by asking each other where it is `P2PHANDSHAKE`.
+    protocol: `tcp` or `rdma`.
+    devices: names of RDMA devices, with commas between; empty for all.
+    hostname: name or address under which others reach this machine; the one that it reaches the master from if empty.
+    segment_memory: bytes of this engine's memory that it lends to the store, over all of its ranks.
     prefetch: what a request does while its prefix is on its way: start with what is there, wait for all of it, or wait
         until `timeout_ms` after its arrival.
     backup: when a block is written: once it is on the host, when it is next to be evicted from there, or when a request
@@ -93,23 +116,54 @@ class StorageConfig:
     kind: str = "filesystem"
     path: str = ""
     capacity: int = 0
+    master: str = ""
+    metadata: str = "P2PHANDSHAKE"
+    protocol: Protocol = Protocol.TCP
+    devices: str = ""
+    hostname: str = ""
+    segment_memory: int = 0
     prefetch: Prefetch = Prefetch.TIMEOUT
     timeout_ms: int = 200
     backup: Backup = Backup.ON_SAVE
     max_backup_blocks: int = 4096
 
     def __post_init__(self) -> None:
-        if self.kind != "filesystem":
-            raise ConfigError(f"storage.kind={self.kind!r} is unknown: give one of 'filesystem'")
-        if not isinstance(self.path, str) or not self.path:
-            raise ConfigError(f"storage.path={self.path!r}: give the folder to keep blocks in")
-        object.__setattr__(self, "capacity", parse_size(self.capacity, "storage.capacity"))
+        if self.kind not in _KEYS_OF_KIND:
+            raise ConfigError(
+                f"storage.kind={self.kind!r} is unknown: give one of {', '.join(map(repr, _KEYS_OF_KIND))}"
+            )
+        for name in ("path", "master", "metadata", "devices", "hostname"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"storage.{name}={getattr(self, name)!r} is not text: give it in quotes")
+        for name in ("capacity", "segment_memory"):
+            object.__setattr__(self, name, parse_size(getattr(self, name), f"storage.{name}"))
+        object.__setattr__(self, "protocol", _choice(Protocol, self.protocol, "storage.protocol"))
+        self._check_kind()
         object.__setattr__(self, "prefetch", _choice(Prefetch, self.prefetch, "storage.prefetch"))
         object.__setattr__(self, "backup", _choice(Backup, self.backup, "storage.backup"))
-        for name, least in (("capacity", 1), ("timeout_ms", 0), ("max_backup_blocks", 1)):
+        for name, least in (("timeout_ms", 0), ("max_backup_blocks", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"storage.{name}={value!r} is too small: give an integer of at least {least}")
+
+    def _check_kind(self) -> None:
+        for field in fields(self):
+            owner = next((kind for kind, names in _KEYS_OF_KIND.items() if field.name in names), self.kind)
+            value = getattr(self, field.name)
+            if owner != self.kind and value != field.default:
+                raise ConfigError(f"storage.{field.name}={value!r} is for kind {owner!r} only: leave it out")
+        if self.kind == "mooncake":
+            if not _HOST_AND_PORT.fullmatch(self.master):
+                raise ConfigError(f'storage.master={self.master!r}: give its host and port, such as "10.0.0.1:50051"')
+            if self.segment_memory < 0 or 0 < self.segment_memory < _LEAST_SEGMENT:
+                raise ConfigError(
+                    f"storage.segment_memory={self.segment_memory} is too small: give 0 or at least {_LEAST_SEGMENT}"
+                )
+            return
+        if not self.path:
+            raise ConfigError(f"storage.path={self.path!r}: give the folder to keep blocks in")
+        if self.capacity < 1:
+            raise ConfigError(f"storage.capacity={self.capacity!r} is too small: give an integer of at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ DOCUMENTATION = {
     "storage_written_bytes": "Bytes that storage wrote, all ranks.",
     "storage_skipped_writes_blocks": "Blocks that were in storage already and were not written again.",
     "storage_failed_writes_blocks": "Blocks that storage could not write.",
+    "storage_refused_calls": "Calls that storage was not asked, as it had failed too often a moment before.",
     "storage_evicted_blocks": "Blocks that storage deleted to make room.",
     "storage_stored_blocks": "Blocks in storage, as far as this engine knows.",
     "storage_stored_bytes": "Bytes in storage, as far as this engine knows.",

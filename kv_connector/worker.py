@@ -34,7 +34,7 @@ class WorkerHalf(KVConnectorWorker):
     `make_path` makes the copy path that moves the bytes; tests put one that fails in its place. `fails_by_request`:
     background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
     `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
-    `open_storage` opens the storage tier, for blocks of so many bytes.
+    `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class WorkerHalf(KVConnectorWorker):
         make_path: Callable[[CacheLayout, HostPool, Config], CopyPath] = make_path,
         fails_by_request: bool = True,
         retries_loads: bool = False,
-        open_storage: Callable[[int], Storage] | None = None,
+        open_storage: Callable[[int, memoryview], Storage] | None = None,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -93,8 +93,9 @@ class WorkerHalf(KVConnectorWorker):
             fallback = make_fallback(layout, self._host) if self._retries_loads else None
             self._engine = TransferEngine(layout, self._host, self._config, path, fallback)
             if self._open_storage is not None:
-                storage = self._open_storage(layout.block_bytes)
-                self._storage = StorageJobs(storage, self._host.tensor.numpy())
+                blocks = self._host.tensor.numpy()
+                storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data)
+                self._storage = StorageJobs(storage, blocks)
 
     def handle_preemptions(self, plan: StepPlan) -> None:
         if plan.fence and plan.step != self._step and self._engine is not None:

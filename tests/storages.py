@@ -15,6 +15,7 @@ import numpy as np
 from kv_connector.storage.base import Storage, ThreadedStorage
 from kv_connector.storage.filesystem import FilesystemStorage
 from kv_connector.storage.memory import MemoryStorage
+from tests.stores import make_imitated, make_mooncake
 
 R = TypeVar("R")
 BLOCK = 16384
@@ -203,4 +204,6 @@ BACKENDS: dict[str, Callable[[Path], Storage]] = {
     "memory": make_memory,
     "filesystem": make_filesystem,
     "faulty": make_faulty,
+    "imitated mooncake": make_imitated,
+    "mooncake": make_mooncake,
 }

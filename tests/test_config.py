@@ -128,6 +128,43 @@ WRONG = [
 ]
 
 
+MOONCAKE = {"kind": "mooncake", "master": "10.0.0.1:50051"}
+FOLDER = {"path": "/data/kv", "capacity": "1GiB"}
+WRONG_STORAGE = [
+    ({"kind": "redis"}, "storage.kind='redis' is unknown: give one of 'filesystem', 'mooncake'"),
+    ({"capacity": 1}, "storage.path='': give the folder to keep blocks in"),
+    ({"path": 1, "capacity": 1}, "storage.path=1 is not text: give it in quotes"),
+    ({"path": "/data/kv"}, "storage.capacity=0 is too small: give an integer of at least 1"),
+    (FOLDER | {"timeout_ms": -1}, "storage.timeout_ms=-1 is too small: give an integer of at least 0"),
+    (FOLDER | {"master": "a:1"}, "storage.master='a:1' is for kind 'mooncake' only: leave it out"),
+    (MOONCAKE | {"path": "/data/kv"}, "storage.path='/data/kv' is for kind 'filesystem' only: leave it out"),
+    (MOONCAKE | {"capacity": "1GiB"}, "storage.capacity=1073741824 is for kind 'filesystem' only: leave it out"),
+    ({"kind": "mooncake"}, "storage.master='': give its host and port, such as \"10.0.0.1:50051\""),
+    (MOONCAKE | {"master": "10.0.0.1"}, "storage.master='10.0.0.1': give its host and port"),
+    (MOONCAKE | {"master": 50051}, "storage.master=50051 is not text: give it in quotes"),
+    (MOONCAKE | {"protocol": "ib"}, "storage.protocol='ib' is unknown: give one of 'tcp', 'rdma'"),
+    (MOONCAKE | {"segment_memory": 4096}, "storage.segment_memory=4096 is too small: give 0 or at least 16777216"),
+    (MOONCAKE | {"segment_memory": "lots"}, "storage.segment_memory='lots' is not a size"),
+    (MOONCAKE | {"metadata": None}, "storage.metadata=None is not text"),
+    (MOONCAKE | {"mastre": "a:1"}, "unknown setting 'storage.mastre' (did you mean 'master'?)"),
+]
+
+
+@pytest.mark.parametrize(("storage", "message"), WRONG_STORAGE)
+def test_wrong_storage_is_refused_with_value_limit_and_fix(storage: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(host_memory=1 << 30, storage=storage)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("master", ["10.0.0.1:50051", "store.example:1", "[fd00::1]:50051"])
+def test_mooncake_needs_the_address_of_its_master(master: str) -> None:
+    settings = {"host_memory": "1GiB", "storage": MOONCAKE | {"master": master, "segment_memory": "4GiB"}}
+    storage = Config.from_mapping(settings).storage
+    assert storage is not None
+    assert (storage.master, storage.segment_memory, storage.protocol.value) == (master, 4 << 30, "tcp")
+
+
 @pytest.mark.parametrize(("settings", "message"), WRONG)
 def test_a_wrong_value_is_refused_with_value_limit_and_fix(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration.mooncake_master import running_store, why_not
 from integration.tests.vllm_engines import BLOCK_SIZE, prompts, running, transfer_config
 from kv_connector.errors import ConfigError
 
@@ -49,6 +50,30 @@ def test_the_next_engine_answers_from_the_folder(tmp_path: Path) -> None:
         assert engine.alone(asked) == from_device, "damage is a miss"
         engine.check_all_free()
         assert engine.stats()["failed_fetch_jobs"] > 0
+
+
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_an_engine_answers_from_mooncake_what_only_another_one_has_seen(tmp_path: Path) -> None:
+    asked = prompts(4)
+    with running_store(64 << 20) as master:
+        storage = {"kind": "mooncake", "master": master.address, "prefetch": "wait_complete"}
+        config = transfer_config({"write_policy": "write_through", "storage": storage})
+        with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
+            from_device = engine.alone(asked)
+            engine.drain()
+            engine.check_all_free()
+            stats = engine.stats()
+        assert (stats["backed_up_blocks"], stats["fetched_blocks"]) == (NUM_BLOCKS, 0)
+        with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
+            assert engine.alone(asked) == from_device
+            engine.check_all_free()
+            stats = engine.stats()
+        assert (stats["fetched_blocks"], stats["host_hit_tokens"]) == (NUM_BLOCKS, NUM_BLOCKS * BLOCK_SIZE)
+        master.kill()
+        with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
+            assert engine.alone(asked) == from_device, "a dead store is a miss"
+            engine.check_all_free()
+            assert engine.stats()["fetched_blocks"] == 0
 
 
 def test_a_reset_of_the_connector_hides_what_storage_has(tmp_path: Path) -> None:

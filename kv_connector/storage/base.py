@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 KEY_BYTES = 32
 """A key is a SHA-256 digest: it names a block's content and everything that decides its bytes."""
 
@@ -35,6 +37,7 @@ class StorageCounters:
     skipped_writes_blocks: int = 0  # were there already
     failed_writes_blocks: int = 0
     evicted_blocks: int = 0
+    refused_calls: int = 0  # were not made because the store does not answer
 
 
 class Storage(Protocol):
@@ -86,21 +89,25 @@ class ThreadedStorage(ABC):
 
     def exists(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Storage.exists`."""
-        return self._run(self._looking, lambda: self.find(list(keys)), 0, 0)
+        return self._run(self._looking, lambda: self.find(list(keys)), 0)
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
         """See `Storage.read`."""
         self._check(keys, buffers)
-        return self._run(self._reading, lambda: self.fill(list(keys), list(buffers)), [False] * len(keys), len(keys))
+        count = len(keys)
+        lost = {"failed_reads_blocks": count}
+        return self._run(self._reading, lambda: self.fill(list(keys), list(buffers)), [False] * count, **lost)
 
     def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
         """See `Storage.write`."""
         self._check(keys, buffers)
-        return self._run(self._writing, lambda: self.store(list(keys), list(buffers)), [False] * len(keys), 0)
+        count = len(keys)
+        lost = {"failed_writes_blocks": count}
+        return self._run(self._writing, lambda: self.store(list(keys), list(buffers)), [False] * count, **lost)
 
     def remove(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Storage.remove`."""
-        return self._run(self._writing, lambda: self.forget(list(keys)), 0, 0)
+        return self._run(self._writing, lambda: self.forget(list(keys)), 0)
 
     def stats(self) -> dict[str, float]:
         """See `Storage.stats`."""
@@ -145,13 +152,15 @@ class ThreadedStorage(ABC):
         """Something worked: the next fault is told again."""
         self._is_faulty = False
 
-    def _run(self, pool: ThreadPoolExecutor, call: Callable[[], T], otherwise: T, num_reads: int) -> Future[T]:
+    def _run(self, pool: ThreadPoolExecutor, call: Callable[[], T], otherwise: T, **lost: int) -> Future[T]:
+        """Make a call on a thread. Where it fails its result is `otherwise`, and `lost` is counted."""
+
         def guarded() -> T:
             try:
                 return call()
             except Exception as error:  # noqa: BLE001 - a thread's top: whatever a backend raises is a miss.
                 self.note_fault("a batch failed", error)
-                self.count(failed_reads_blocks=num_reads)
+                self.count(**lost)
                 return otherwise
 
         if not self._is_closed:
@@ -159,9 +168,7 @@ class ThreadedStorage(ABC):
                 return pool.submit(guarded)
             except RuntimeError:  # it was closed meanwhile
                 pass
-        done: Future[T] = Future()
-        done.set_result(otherwise)
-        return done
+        return ended(otherwise)
 
     def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         if len(keys) != len(buffers):
@@ -169,3 +176,15 @@ class ThreadedStorage(ABC):
         for key in keys:
             if len(key) != KEY_BYTES:
                 raise ValueError(f"a key has {len(key)} bytes: give {KEY_BYTES}")
+
+
+def ended(result: T) -> Future[T]:
+    """A future that is done."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def address(buffer: memoryview) -> int:
+    """Where in memory a buffer begins."""
+    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])

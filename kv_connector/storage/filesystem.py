@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from .base import ThreadedStorage
+from .base import ThreadedStorage, address
 from .folder import Pack, PackFolder
 from .packs import MAX_BLOCKS, PAGE, PackHeader, pack_bytes, pack_name
 
@@ -66,7 +64,7 @@ class FilesystemStorage(ThreadedStorage):
         self._block_bytes = block_bytes
         self._blocks_per_pack = min(MAX_BLOCKS, -(-target_bytes // block_bytes))
         self._blocks_per_piece = min(_BUFFERS_PER_CALL, -(-_PIECE_BYTES // block_bytes))
-        self.recovered = self._run(self._looking, self.folder.recover, None, 0)
+        self.recovered = self._run(self._looking, self.folder.recover, None)
         """Done when everything that was in the folder is known."""
 
     def find(self, keys: list[bytes]) -> int:
@@ -244,7 +242,7 @@ class FilesystemStorage(ThreadedStorage):
 
     def _direct_flag(self, buffers: Iterable[memoryview]) -> int:
         """To pass by the page cache, where file system and buffers allow it."""
-        return os.O_DIRECT if self.is_direct and all(_address(buffer) % PAGE == 0 for buffer in buffers) else 0
+        return os.O_DIRECT if self.is_direct and all(address(buffer) % PAGE == 0 for buffer in buffers) else 0
 
 
 def _supports_direct(folder: Path) -> bool:
@@ -257,10 +255,6 @@ def _supports_direct(folder: Path) -> bool:
     finally:
         path.unlink(missing_ok=True)
     return True
-
-
-def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def _set_flags(descriptor: int, direct: int) -> None:

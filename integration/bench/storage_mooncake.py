@@ -1,0 +1,199 @@
+"""Storage in Mooncake Store over loopback TCP: this package's backend beside Mooncake's own client in the same run.
+
+A master and the owner of the memory are processes of their own. Ours moves blocks of several sizes, small ones in
+groups, looks up before it writes and reads, and computes and checks checksums. Mooncake's client moves the same number
+of bytes as objects of a megabyte, 32 in a batch, between registered buffers, and does nothing else. All take turns,
+`--repeats` times; medians count. At the end the master is killed, and requests are timed that nobody answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import mmap
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Protocol
+
+import numpy as np
+
+from integration.mooncake_master import HOST, MooncakeMaster, running_store, store_config, why_not
+from integration.report import Report, hardware
+from kv_connector.storage.mooncake import MooncakeStorage
+from kv_connector.storage.mooncake_client import MooncakeClient, MooncakeOptions, load_mooncake
+
+TOTAL = 64 << 20
+STORE = 1 << 30
+OBJECT = 1 << 20
+BATCH = 32
+BLOCK_SIZES = (64 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20)
+IDENTITY = hashlib.sha256(b"bench").digest()
+RAW = "mooncake"
+
+
+class Side(Protocol):
+    """One side of the comparison."""
+
+    name: str
+
+    def put(self, turn: int) -> None: ...
+
+    def get(self, turn: int) -> None: ...
+
+    def remove(self, turn: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Ours:
+    """`MooncakeStorage` with blocks of one size in a registered pool."""
+
+    def __init__(self, master: MooncakeMaster, block_bytes: int, source: memoryview, target: memoryview) -> None:
+        self.name = f"ours, blocks of {block_bytes >> 10} KiB"
+        self.source = _cut(source, block_bytes)
+        self.target = _cut(target, block_bytes)
+        client = MooncakeClient(MooncakeOptions.of(store_config(master), 1))
+        self.storage = MooncakeStorage(client, IDENTITY, block_bytes, target)
+        assert self.storage.connected.wait(30), "the store was not reached"
+        while self.storage.stats()["breaker_is_open"]:
+            time.sleep(0.01)
+
+    def put(self, turn: int) -> None:
+        assert all(self.storage.write(self.keys(turn), self.source).result())
+
+    def get(self, turn: int) -> None:
+        keys = self.keys(turn)
+        assert self.storage.exists(keys).result() == len(keys)
+        assert all(self.storage.read(keys, self.target).result())
+
+    def remove(self, turn: int) -> None:
+        self.storage.remove(self.keys(turn)).result()
+
+    def close(self) -> None:
+        self.storage.close()
+
+    def keys(self, turn: int) -> list[bytes]:
+        return [hashlib.sha256(f"{self.name} {turn} {i}".encode()).digest() for i in range(len(self.source))]
+
+
+class Raw:
+    """Mooncake's client, as its own examples call it."""
+
+    name = RAW
+
+    def __init__(self, master: MooncakeMaster, source: memoryview, target: memoryview) -> None:
+        self._store: Any = load_mooncake().MooncakeDistributedStore()
+        assert self._store.setup(HOST, "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master.address) == 0
+        self._from, self._to = (np.frombuffer(memory, dtype=np.uint8).ctypes.data for memory in (source, target))
+        assert self._store.register_buffer(self._from, TOTAL) == self._store.register_buffer(self._to, TOTAL) == 0
+
+    def put(self, turn: int) -> None:
+        for names, places in self._batches(turn, self._from):
+            assert not any(self._store.batch_put_from(names, places, [OBJECT] * len(names)))
+
+    def get(self, turn: int) -> None:
+        for names, places in self._batches(turn, self._to):
+            sizes = [OBJECT] * len(names)
+            assert self._store.batch_get_into(names, places, sizes) == sizes
+
+    def remove(self, turn: int) -> None:
+        for names, _ in self._batches(turn, 0):
+            self._store.batch_remove(names, True)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _batches(self, turn: int, start: int) -> Iterator[tuple[list[str], list[int]]]:
+        for first in range(0, TOTAL // OBJECT, BATCH):
+            numbers = range(first, min(first + BATCH, TOTAL // OBJECT))
+            yield [f"raw {turn} {i}" for i in numbers], [start + i * OBJECT for i in numbers]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    if reason := why_not():
+        print(reason)
+        return 0
+    report = Report("storage_mooncake")
+    source, target = memoryview(mmap.mmap(-1, TOTAL)), memoryview(mmap.mmap(-1, TOTAL))
+    source[:] = np.random.default_rng(0).integers(0, 256, TOTAL, dtype=np.uint8).tobytes()
+    print(f"{hardware()['cpu']}, {hardware()['cores']} cores; GB/s over loopback TCP, median of {options.repeats}")
+    with running_store(STORE) as master:
+        sides: list[Side] = [Raw(master, source, target)]
+        ours = [Ours(master, size, source, target) for size in BLOCK_SIZES]
+        sides += ours
+        rates = measure(sides, options.repeats, lambda: _check(source, target))
+        compare(report, rates)
+        master.kill()
+        report.claim("longest_wait_for_a_dead_store", longest_wait(ours[0]), 100, "ms", "lower")
+        for side in sides:
+            side.close()
+    report.write(options.json)
+    return 0
+
+
+def measure(sides: Sequence[Side], repeats: int, check: Callable[[], None]) -> dict[tuple[str, str], list[float]]:
+    """GB/s by side and action, of each repeat; the first round is for warming up."""
+    rates: dict[tuple[str, str], list[float]] = {(side.name, action): [] for side in sides for action in ("put", "get")}
+    for turn in range(repeats + 1):
+        for side in sides:
+            for action, call in (("put", side.put), ("get", side.get)):
+                start = time.perf_counter()
+                call(turn)
+                rate = TOTAL / (time.perf_counter() - start) / 1e9
+                if turn:
+                    rates[side.name, action].append(rate)
+            check()
+            side.remove(turn)
+    return rates
+
+
+def compare(report: Report, rates: dict[tuple[str, str], list[float]]) -> None:
+    """Print and record one line for each side and action, and claim how ours compares with Mooncake's client."""
+    for (name, action), values in rates.items():
+        low, *_, high = quantiles(values, n=10)
+        print(f"{name:26} {action}: {median(values):6.2f} ({low:.2f}..{high:.2f})")
+        report.rows.append({"side": name, "action": action, "gb_per_s": median(values), "p10": low, "p90": high})
+    for size in BLOCK_SIZES:
+        for action in ("put", "get"):
+            ours, raw = rates[f"ours, blocks of {size >> 10} KiB", action], rates[RAW, action]
+            ratio = median(mine / theirs for mine, theirs in zip(ours, raw, strict=True))
+            report.claim(f"{action}_{size >> 10}_kib_against_mooncakes_client", ratio, 0.8, "x", "higher")
+
+
+def longest_wait(ours: Ours) -> float:
+    """Milliseconds of the longest of 300 requests to a dead store, once one has found out that it is."""
+    assert ours.storage.exists(ours.keys(0)).result() == 0
+    assert ours.storage.stats()["breaker_is_open"]
+    waits = []
+    for turn in range(100):
+        keys = ours.keys(turn)
+        times = [time.perf_counter()]
+        ours.storage.exists(keys).result()
+        times.append(time.perf_counter())
+        ours.storage.read(keys, ours.target).result()
+        times.append(time.perf_counter())
+        ours.storage.write(keys, ours.source).result()
+        times.append(time.perf_counter())
+        waits += [(after - before) * 1e3 for before, after in pairwise(times)]
+    return max(waits)
+
+
+def _cut(memory: memoryview, size: int) -> list[memoryview]:
+    return [memory[start : start + size] for start in range(0, len(memory), size)]
+
+
+def _check(source: memoryview, target: memoryview) -> None:
+    assert source == target, "bytes that were never written"
+    target[:] = bytes(len(target))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

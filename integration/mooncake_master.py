@@ -1,0 +1,155 @@
+"""Mooncake Store on this machine, without a container: a master on loopback, and owners that lend it memory.
+
+`python -m integration.mooncake_master --memory 1GiB` runs both until it is interrupted, and prints what to configure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from kv_connector.config import StorageConfig, parse_size
+
+HOST = "127.0.0.1"
+_START_SECONDS = 20.0
+_OWN = (
+    "import sys; from kv_connector.config import StorageConfig as C;"
+    " from kv_connector.storage.mooncake_client import MooncakeClient as M, MooncakeOptions as O;"
+    " client = M(O.of(C(kind='mooncake', master=sys.argv[1], segment_memory=int(sys.argv[2])), 1));"
+    " client.connect(()); print('ready', flush=True); sys.stdin.read(); client.close()"
+)
+
+
+def why_not() -> str | None:
+    """Why Mooncake cannot run here, or None."""
+    if find_spec("mooncake") is None:
+        return "Mooncake has no wheel here or is not installed: pip install 'kv-connector[mooncake]'"
+    return None if _program() else "mooncake_master is not beside the interpreter"
+
+
+class MooncakeMaster:
+    """A `mooncake_master` on a free port of loopback, which can be killed and started again there."""
+
+    def __init__(self) -> None:
+        self.port, self._metrics_port = _free_ports(2)
+        self.address = f"{HOST}:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it listens. Raises RuntimeError where it does not come up."""
+        program = _program()
+        assert program is not None, why_not()
+        self._process = subprocess.Popen(
+            [
+                program,
+                f"--rpc_address={HOST}",
+                f"--rpc_port={self.port}",
+                f"--metrics_host={HOST}",
+                f"--metrics_port={self._metrics_port}",
+                "--client_ttl=2",  # seconds until an owner that died is forgotten
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                socket.create_connection((HOST, self.port), 1).close()
+                return
+            except OSError:
+                time.sleep(0.02)
+        self.kill()
+        raise RuntimeError(f"mooncake_master does not listen on {self.address}")
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class MemoryOwner:
+    """A process that lends the store `num_bytes` of memory and does nothing else."""
+
+    def __init__(self, master: str, num_bytes: int) -> None:
+        """Returns when its memory is in the store."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _OWN, master, str(num_bytes)],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != b"ready\n":
+            self.kill()
+            raise RuntimeError(f"no memory of {num_bytes} bytes could be lent to {master}")
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextmanager
+def running_store(memory: int) -> Iterator[MooncakeMaster]:
+    """A master and one owner of `memory` bytes."""
+    with ExitStack() as stack:
+        master = MooncakeMaster()
+        stack.callback(master.kill)
+        master.start()
+        owner = MemoryOwner(master.address, memory)
+        stack.callback(owner.kill)
+        yield master
+
+
+def store_config(master: MooncakeMaster) -> StorageConfig:
+    """What an engine is given to use it."""
+    return StorageConfig(kind="mooncake", master=master.address, hostname=HOST)
+
+
+def _program() -> str | None:
+    return shutil.which("mooncake_master", path=sysconfig.get_path("scripts")) or shutil.which("mooncake_master")
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind((HOST, 0))
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--memory", type=parse_size, default=1 << 30, help="what the store may hold, such as 1GiB")
+    options = parser.parse_args()
+    if reason := why_not():
+        print(reason, file=sys.stderr)
+        return 1
+    with running_store(options.memory) as master:
+        print(f'"storage": {{"kind": "mooncake", "master": "{master.address}"}}', flush=True)
+        try:
+            while True:
+                time.sleep(3600)
+        except KeyboardInterrupt:
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
