@@ -33,13 +33,16 @@ pytestmark = [
 ]
 
 BY_MODULE = """{"kv_connector": "TieredKVConnector", "kv_connector_module_path": "kv_connector.engines.vllm",
- "kv_role": "kv_both", "kv_connector_extra_config": {"host_memory": "1GiB", "write_policy": "write_through"}}"""
+ "kv_role": "kv_both", "kv_connector_extra_config": {"host_memory": "1GiB", "write_policy": "write_through", "storage": STORAGE}}"""
 BY_NAME = """{"kv_connector": "TieredKVConnector", "kv_role": "kv_both",
- "kv_connector_extra_config": {"host_memory": "256MiB"}}"""
+ "kv_connector_extra_config": {"host_memory": "256MiB", "storage": STORAGE}}"""
+STORAGE = {"capacity": "1GiB", "prefetch": "wait_complete"}
 MISSPELT = BY_NAME.replace("256MiB", '256MiB", "write_polcy": "write_back')
 READY = "Application startup complete"
 NUM_BLOCKS = 24  # of 32 tokens: about two chats
-VLLM_CHANNEL = re.compile(r"vllm_dist_.*|psm_.*|sem\..*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+VLLM_LEFTOVER = re.compile(
+    r"vllm_dist_.*|psm_.*|sem\..*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\w{52}\.(h|h\.gch|lock)"
+)
 FACTS = "Lyon lies where two rivers meet. Its old town is known for covered passages, silk and good food. "
 
 
@@ -57,6 +60,7 @@ class Server:
         command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "8"]
         command += ["--kv-transfer-config", transfer_config]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        settings["PYTHONHASHSEED"] = "0"  # they share a folder, and old versions name blocks by it
         # All cores for each, or all servers start on the same one. "nobind" would say so, but crashes 0.20.
         settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         self.process = subprocess.Popen(
@@ -161,8 +165,9 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
     """All servers of these tests, started together: a start is mostly imports, in one process after the other."""
     servers: dict[str, Server] = {}
     try:
+        storage = json.dumps(STORAGE | {"path": str(tmp_path_factory.mktemp("shared") / "store")})
         for config in (BY_MODULE, BY_NAME, MISSPELT):
-            servers[config] = Server(config, tmp_path_factory.mktemp("server"))
+            servers[config] = Server(config.replace("STORAGE", storage), tmp_path_factory.mktemp("server"))
         yield servers
     finally:
         for server in servers.values():
@@ -233,9 +238,26 @@ def test_metrics_tell_where_tokens_came_from(server: Server) -> None:
         assert from_host and float(from_host[0]) > 0, "vLLM's own counters do not name the host as the source"
 
 
+def test_another_server_answers_from_the_folder_they_share(server: Server, starts: dict[str, Server]) -> None:
+    """Both run, and the second has never seen the prompt."""
+    first = server.complete(about("Hypatia"))
+    saved, backed_up = (f"vllm:kv_tiered_{name}_blocks_total" for name in ("saved", "backed_up"))
+    for turn in range(200):
+        server.complete(f"{turn}", 1)  # counters are told with answers, and old versions rest without requests
+        if server.metric(backed_up) == server.metric(saved):
+            break
+    other = starts[BY_NAME]
+    other.settle()
+    assert other.is_ready, other.log
+    assert other.complete(about("Hypatia")) == first
+    other.complete("And?", 1)
+    assert other.metric("vllm:kv_tiered_storage_hit_tokens_total") >= 128, "the prompt was computed"
+
+
 def test_a_reset_forgets_the_host(server: Server) -> None:
     first = server.complete(about("Lise"))
-    assert json.loads(server.call("POST", "/reset_prefix_cache?reset_external=true")) == {"success": True}
+    said = server.call("POST", "/reset_prefix_cache?reset_external=true")
+    assert json.loads(said or '{"success": true}') == {"success": True}, "0.20 says nothing"
     before = server.metric("vllm:kv_tiered_host_hit_tokens_total")
     assert server.complete(about("Lise")) == first
     assert server.metric("vllm:kv_tiered_host_hit_tokens_total") == before, "the host still knew the prefix"
@@ -254,8 +276,8 @@ def test_a_killed_server_leaves_nothing_behind(starts: dict[str, Server]) -> Non
     left = {path.name for path in (*shared, *server.folder.rglob("*")) if path.exists() and not path.is_dir()}
     for path in shared:
         path.unlink(missing_ok=True)
-    # vLLM's own channels between its processes stay where it is killed.
-    assert not {name for name in left if not VLLM_CHANNEL.fullmatch(name)}, left
+    # vLLM's own channels between its processes stay where it is killed, and what it compiles for later.
+    assert not {name for name in left if not VLLM_LEFTOVER.fullmatch(name)}, left
 
 
 def test_a_wrong_setting_ends_the_start(starts: dict[str, Server]) -> None:
