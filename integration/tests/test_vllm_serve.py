@@ -33,7 +33,8 @@ pytestmark = [
 ]
 
 BY_MODULE = """{"kv_connector": "TieredKVConnector", "kv_connector_module_path": "kv_connector.engines.vllm",
- "kv_role": "kv_both", "kv_connector_extra_config": {"host_memory": "1GiB", "write_policy": "write_through", "storage": STORAGE}}"""
+ "kv_role": "kv_both", "kv_connector_extra_config":
+ {"host_memory": "1GiB", "write_policy": "write_through", "storage": STORAGE}}"""
 BY_NAME = """{"kv_connector": "TieredKVConnector", "kv_role": "kv_both",
  "kv_connector_extra_config": {"host_memory": "256MiB", "storage": STORAGE}}"""
 STORAGE = {"capacity": "1GiB", "prefetch": "wait_complete"}
