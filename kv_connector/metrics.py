@@ -34,6 +34,7 @@ class CacheMetrics:
     fetched_blocks: int = 0
     dropped_fetches_blocks: int = 0
     failed_fetch_jobs: int = 0
+    cancelled_fetch_jobs: int = 0
     backed_up_blocks: int = 0
     dropped_backups_blocks: int = 0
     failed_backup_jobs: int = 0
@@ -72,6 +73,7 @@ DOCUMENTATION = {
     "fetched_blocks": "Blocks that came from storage to the host.",
     "dropped_fetches_blocks": "Blocks that storage had and that found no room on the host.",
     "failed_fetch_jobs": "Jobs of blocks that storage had and could not give; they were computed.",
+    "cancelled_fetch_jobs": "Jobs of blocks that nobody waited for any more, and that were not begun.",
     "backed_up_blocks": "Blocks that are in storage since they were saved, those that were there already counted too.",
     "dropped_backups_blocks": "Saved blocks not backed up: too many were waiting, or they were evicted first.",
     "failed_backup_jobs": "Jobs of blocks that storage did not take.",

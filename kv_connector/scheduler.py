@@ -127,12 +127,12 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def on_new_request(self, request: Request) -> None:
         if self._storage is not None:
-            self._storage.arrived(request, (request.num_tokens - 1) // self._block_size)
+            self._storage.prefetches.arrived(request, (request.num_tokens - 1) // self._block_size)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._storage is not None:
             self.on_new_request(request)  # not every engine tells, and one that was preempted comes again
-            if self._storage.is_awaited(request.request_id):
+            if self._storage.prefetches.is_awaited(request.request_id):
                 return None, False
         num_blocks = self._num_loadable(request, num_computed_tokens)
         if not num_blocks:
@@ -161,7 +161,7 @@ class SchedulerHalf(KVConnectorScheduler):
         known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
         self.tree.touch(known, self._clock())
         if self._storage is not None:
-            self._storage.admitted(request.request_id, first, count)
+            self._storage.prefetches.admitted(request.request_id, first, count)
         mode = self._loads.admit(request.request_id)
         if not state.counted:
             state.counted = True
@@ -201,8 +201,18 @@ class SchedulerHalf(KVConnectorScheduler):
         announced, awaited = self._loads.announce(self._step)
         self._log_removed()
         fence = self._ends.take_fence(overwrites=bool(num_tokens or loads or background))
-        storage = self._storage.plan() if self._storage is not None else ()
-        return StepPlan(self._step, tuple(loads), tuple(saves), tuple(background), announced, awaited, fence, storage)
+        storage, cancelled = self._storage.plan() if self._storage is not None else ((), ())
+        return StepPlan(
+            self._step,
+            tuple(loads),
+            tuple(saves),
+            tuple(background),
+            announced,
+            awaited,
+            fence,
+            storage,
+            cancelled,
+        )
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:

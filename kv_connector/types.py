@@ -99,7 +99,8 @@ class StepPlan:
     are received as far as the engine is concerned, and the forward pass of a step that may read such blocks waits for
     its `awaited_loads`. Saves are submitted after the forward pass: they may read blocks that it computes. With `fence`
     blocks that copies of earlier steps use may be written by this step: they are waited for. `storage` jobs run beside
-    all of it, and no step waits for them.
+    all of it, and no step waits for them; those in `cancelled_storage`, of this step or of earlier ones, need not be
+    done where they have not begun.
     """
 
     step: int
@@ -110,6 +111,7 @@ class StepPlan:
     awaited_loads: tuple[int, ...] = ()
     fence: bool = False
     storage: tuple[StorageJob, ...] = ()
+    cancelled_storage: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:

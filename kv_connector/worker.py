@@ -113,6 +113,8 @@ class WorkerHalf(KVConnectorWorker):
         for job in plan.storage:
             assert self._storage is not None, "the plan has storage jobs, and this half was made without storage"
             self._storage.begin(job)
+        if self._storage is not None:
+            self._storage.cancel(plan.cancelled_storage)
 
     def clear_connector_metadata(self) -> None:
         self._plan = None

@@ -154,7 +154,8 @@ class HeldStorage:
         future: Future[R] = Future()
 
         def end() -> None:
-            future.set_result(otherwise if self.failing in (name, "all") else call())
+            if future.set_running_or_notify_cancel():
+                future.set_result(otherwise if self.failing in (name, "all") else call())
 
         if self.hold:
             self._held.append(end)

@@ -236,6 +236,7 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "fetched_blocks": 500,
         "storage_hit_tokens": 500,
         "failed_fetch_jobs": 10,
+        "cancelled_fetch_jobs": 3,
         "backed_up_blocks": 500,
         "failed_backup_jobs": 20,
         "dropped_backups_blocks": 20,

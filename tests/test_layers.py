@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "leases": {*LAYER_0, "base", "index", "jobs", "loads", "saves"},
     "steps": {*LAYER_0},
     "backups": {*LAYER_0, "index", "jobs"},
-    "storing": {*LAYER_0, "backups", "base", "index", "jobs", "loads", "numpy"},
+    "prefetches": {*LAYER_0, "base", "index", "jobs", "loads"},
+    "storing": {*LAYER_0, "backups", "base", "index", "jobs", "loads", "prefetches", "numpy"},
     "endings": {*LAYER_0, "base", "index", "jobs", "loads", "saves", "storing"},
     "scheduler": {
         *LAYER_0,
@@ -79,6 +80,7 @@ MAY_NOT_IMPORT = {
     "endings": THREADS | CLOCKS,
     "steps": THREADS | CLOCKS,
     "backups": THREADS | CLOCKS,
+    "prefetches": THREADS | CLOCKS,
     "storing": THREADS | CLOCKS,
     "scheduler": THREADS,
 }

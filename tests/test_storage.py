@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_connector.storage.base import Storage
-from tests.storages import BACKENDS, BLOCK, SECONDS, FaultyStorage, buffers, exists, get, key, make_faulty, put
+from tests.storages import BACKENDS, BLOCK, SECONDS, FaultyStorage, buffers, content, exists, get, key, make_faulty, put
 
 
 @pytest.fixture(params=list(BACKENDS))
@@ -90,6 +90,19 @@ def test_after_closing_everything_is_a_miss(storage: Storage) -> None:
     assert get(storage, keys) == [False] * 3
     assert put(storage, keys) == [False] * 3
     assert storage.remove(keys).result(SECONDS) == 0
+
+
+def test_a_read_that_could_be_cancelled_has_touched_nothing(storage: Storage) -> None:
+    keys = [key(i) for i in range(20)]
+    put(storage, keys)
+    blocks = [buffers(1) for _ in keys]
+    reads = [storage.read([name], block) for name, block in zip(keys, blocks, strict=True)]
+    cancelled = [read.cancel() for read in reads]
+    for name, read, (block,), was_cancelled in zip(keys, reads, blocks, cancelled, strict=True):
+        if not was_cancelled:
+            assert read.result(SECONDS) == [True]
+        assert bytes(block) == (bytes(BLOCK) if was_cancelled else content(name))
+    assert all(get(storage, keys))
 
 
 def test_many_threads_share_a_backend(storage: Storage) -> None:

@@ -153,6 +153,64 @@ def test_storage_that_hangs_holds_up_one_request_and_no_other(prefetch: str, cap
     half.check()
 
 
+def test_a_request_rides_on_what_is_fetched_for_another() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    (job,) = fetch(half, first)
+    half.on_new_request(second)
+    assert step(half) == (), "it is on its way"
+    assert matched(half, second) is None
+    report(half, [job])
+    assert matched(half, second) == 40
+    admit(half, second)
+    assert half.get_kv_connector_stats()["storage_hit_tokens"] == 40
+
+
+def test_two_that_arrive_together_fetch_once() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", [*PROMPT, *range(100, 108)])
+    half.on_new_request(first)
+    half.on_new_request(second)
+    look_ups = step(half)
+    assert [job.action for job in look_ups] == [StorageAction.LOOK_UP] * 2
+    for job, found in zip(look_ups, (10, 12), strict=True):
+        report(half, [job], found=found)
+    jobs = step(half)
+    assert [job.num_blocks for job in jobs] == [10, 2]
+    report(half, jobs)
+    assert (matched(half, first), matched(half, second)) == (40, 48)
+    half.check()
+
+
+def test_what_nobody_waits_for_any_more_is_called_off() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    (job,) = fetch(half, first)
+    half.on_new_request(second)
+    half.request_finished(first)
+    assert run(half).cancelled_storage == (), "the second one waits"
+    half.request_finished(second)
+    assert half.has_pending_push_work()
+    assert run(half).cancelled_storage == (job.job_id,)
+    report(half, failed=[job])
+    stats = half.get_kv_connector_stats()
+    assert (stats["cancelled_fetch_jobs"], stats["failed_fetch_jobs"]) == (1, 0)
+    assert not half.has_pending_push_work()
+    assert not half.host.pool.live_ids()
+    half.check()
+
+
+@pytest.mark.parametrize(("prefetch", "is_called_off"), [("timeout", True), ("best_effort", False)])
+def test_a_request_that_starts_without_them_wants_its_blocks_no_more(prefetch: str, is_called_off: bool) -> None:
+    half, _, ticks = make_half(prefetch=prefetch, timeout_ms=100)
+    request = Asked("a", PROMPT)
+    (job,) = fetch(half, request)
+    ticks.now += 0.2
+    assert admit(half, request) == 0
+    plan = run(half, request)
+    assert plan.cancelled_storage == ((job.job_id,) if is_called_off else ())
+
+
 def test_ranks_agree_on_the_shortest_prefix() -> None:
     half, _, _ = make_half(world_size=2)
     request = Asked("a", PROMPT)

@@ -44,7 +44,8 @@ class Storage(Protocol):
     """Blocks of one size by key. Calls return at once and may come from any thread; `close` ends them.
 
     Keys have `KEY_BYTES` bytes. A buffer is a writable, contiguous memoryview of bytes, as long as a block: it belongs
-    to the backend until the future is done. Buffers that start on a page are read and written without another copy.
+    to the backend until the future is done, and a future that could be cancelled has left it as it was. Buffers that
+    start on a page are read and written without another copy.
     """
 
     def exists(self, keys: Sequence[bytes]) -> Future[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +44,20 @@ class StorageJobs:
             future = self._storage.read(keys, buffers) if is_fetch else self._storage.write(keys, buffers)
         self._running[job.job_id] = (job, future)
 
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Call off those of these jobs that the backend has not begun: they end as failed."""
+        for job_id in job_ids:
+            if job_id in self._running:
+                self._running[job_id][1].cancel()
+
     def poll(self) -> list[EndedStorageJob]:
         """Those that have ended since the last call."""
         ended = []
         for job, future in [entry for entry in self._running.values() if entry[1].done()]:
             del self._running[job.job_id]
-            if job.action is StorageAction.LOOK_UP:
+            if future.cancelled():
+                ended.append(EndedStorageJob(job.job_id, False))
+            elif job.action is StorageAction.LOOK_UP:
                 ended.append(EndedStorageJob(job.job_id, True, future.result()))
             else:
                 ended.append(EndedStorageJob(job.job_id, all(future.result())))
