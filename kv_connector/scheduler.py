@@ -216,14 +216,15 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
-            self._ends.take_in(report)
             self._ready_host_blocks[report.rank] = report.num_host_blocks
+        self._fit_host()  # what a look-up has found needs room
+        for report in reports:
+            self._ends.take_in(report)
         if reports:
             step = max(report.step for report in reports)
             self._loads.estimate.step_ended(step, self._clock())
             self._loads.note_reported(step)
             self._under_way.reported(step)
-        self._fit_host()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._loads.withdraw(request.request_id)

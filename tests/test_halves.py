@@ -134,6 +134,25 @@ class HalvesMachine(RuleBasedStateMachine):
             self.storages[0].failing = failing
             SEEN["restarts"] += 1
 
+    @rule(document=st.sampled_from(range(len(DOCUMENTS))), also_another=st.booleans())
+    def give_up_while_fetching(self, document: int, also_another: bool) -> None:
+        """On a new engine, so that the document comes from storage if from anywhere. Another may want it as well."""
+        self.restart(0, "")
+        if not self.storages:
+            return
+        self.ask(document, 9, [], 3, 1)
+        for storage in self.storages:
+            storage.hold = True
+        if also_another:
+            self.ask(document, 9, [], 3, 0)
+        self.step(2)
+        victim = self.requests.pop(0)
+        self.engine.scheduler.abort(victim.request_id)
+        SEEN["aborts"] += 1
+        self.step(2)
+        for storage in self.storages:
+            storage.release()
+
     @rule(rank=st.integers(0, 1), hold=st.booleans())
     def delay_saves(self, rank: int, hold: bool) -> None:
         self.workers[rank % len(self.workers)].hold = hold
@@ -236,7 +255,7 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "fetched_blocks": 500,
         "storage_hit_tokens": 500,
         "failed_fetch_jobs": 10,
-        "cancelled_fetch_jobs": 3,
+        "cancelled_fetch_jobs": 10,
         "backed_up_blocks": 500,
         "failed_backup_jobs": 20,
         "dropped_backups_blocks": 20,

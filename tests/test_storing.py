@@ -153,6 +153,19 @@ def test_storage_that_hangs_holds_up_one_request_and_no_other(prefetch: str, cap
     half.check()
 
 
+def test_the_first_request_of_an_engine_finds_what_storage_has() -> None:
+    """The step that answers its look-up is also the one that says how much host memory there is."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "unused", "capacity": 1}})
+    half = SchedulerHalf(config, 4)
+    half.bind_block_pool(ForeignBlocks())
+    job = arrive(half, Asked("a", PROMPT))
+    half.update_connector_output(
+        [StepReport(1, 0, (job.job_id,), num_host_blocks=100, found=((job.job_id, 10),))],
+    )
+    (fetch_job,) = step(half)
+    assert fetch_job.num_blocks == 10
+
+
 def test_a_request_rides_on_what_is_fetched_for_another() -> None:
     half, _, _ = make_half()
     first, second = Asked("first", PROMPT), Asked("second", PROMPT)
