@@ -93,6 +93,8 @@ DOCUMENTATION = {
     "storage_skipped_writes_blocks": "Blocks that were in storage already and were not written again.",
     "storage_failed_writes_blocks": "Blocks that storage could not write.",
     "storage_refused_calls": "Calls that storage was not asked, as it had failed too often a moment before.",
+    "storage_breaker_is_open": "1 while a storage that failed is left alone.",
+    "storage_breaker_opened_times": "How often it was left alone, all ranks.",
     "storage_evicted_blocks": "Blocks that storage deleted to make room.",
     "storage_stored_blocks": "Blocks in storage, as far as this engine knows.",
     "storage_stored_bytes": "Bytes in storage, as far as this engine knows.",
@@ -106,6 +108,7 @@ DOCUMENTATION = {
 
 GAUGES = frozenset(
     {
+        "storage_breaker_is_open",
         "storage_stored_blocks",
         "storage_stored_bytes",
         "host_capacity_blocks",
