@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,6 +15,7 @@ import numpy as np
 
 from kv_connector.storage.base import Storage, ThreadedStorage
 from kv_connector.storage.filesystem import FilesystemStorage
+from kv_connector.storage.folder import room_bytes
 from kv_connector.storage.memory import MemoryStorage
 from tests.stores import make_imitated, make_mooncake
 
@@ -174,13 +176,19 @@ def files_of(root: Path) -> list[Path]:
     return [path for path in root.rglob("*") if path.is_file() and path.name not in ("lock", "index", "index.new")]
 
 
+def capacity_for(num_packs: int) -> int:
+    """Room for so many packs of a megabyte and no more."""
+    return num_packs * room_bytes(PER_PACK, BLOCK) + 4096
+
+
 def size_of(root: Path) -> int:
     """Bytes of all files, each once: others may rename and delete meanwhile."""
     sizes = {}
-    for path in files_of(root):
+    for path in root.rglob("*"):
         with suppress(FileNotFoundError):
             status = path.stat()
-            sizes[status.st_ino] = status.st_size
+            if stat.S_ISREG(status.st_mode):
+                sizes[status.st_ino] = status.st_size
     return sum(sizes.values())
 
 

@@ -24,6 +24,7 @@ from tests.storages import (
     IDENTITY,
     PER_PACK,
     SECONDS,
+    capacity_for,
     content,
     exists,
     files_of,
@@ -83,7 +84,7 @@ def test_files_are_for_this_user_only_and_no_key_is_in_a_path(tmp_path: Path) ->
 
 
 def test_the_least_recently_used_go_first_also_after_a_restart(tmp_path: Path) -> None:
-    capacity = 4 * pack_bytes(PER_PACK, BLOCK)
+    capacity = capacity_for(4)
     store = open_store(tmp_path, capacity)
     for name in "abcd":
         put(store, keys_of(name))
@@ -97,7 +98,7 @@ def test_the_least_recently_used_go_first_also_after_a_restart(tmp_path: Path) -
 
 
 def test_another_process_that_uses_a_pack_keeps_it(tmp_path: Path) -> None:
-    capacity = 2 * pack_bytes(PER_PACK, BLOCK)
+    capacity = capacity_for(2)
     one, two = open_store(tmp_path, capacity), open_store(tmp_path, capacity)
     put(one, keys_of("a"))
     put(one, keys_of("b"))
@@ -250,7 +251,7 @@ def test_a_folder_that_is_deleted_under_us_is_empty(store: FilesystemStorage) ->
 
 
 def test_a_clock_that_goes_back_spoils_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    capacity = 3 * pack_bytes(PER_PACK, BLOCK)
+    capacity = capacity_for(3)
     store = open_store(tmp_path, capacity)
     put(store, keys_of("a"))
     put(store, keys_of("b"))
@@ -267,7 +268,7 @@ def test_a_clock_that_goes_back_spoils_nothing(tmp_path: Path, monkeypatch: pyte
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="block_bytes=1000: give a multiple of 4096"):
         open_store(tmp_path, block_bytes=1000)
-    with pytest.raises(ValueError, match=r"capacity=100 bytes: one block takes 20480, give more"):
+    with pytest.raises(ValueError, match=r"capacity=100 bytes: one block takes 28672, give more"):
         open_store(tmp_path, capacity=100)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
@@ -275,7 +276,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_temporary_files_of_the_dead_go_and_those_of_the_living_count(tmp_path: Path) -> None:
-    store = open_store(tmp_path, 3 * pack_bytes(PER_PACK, BLOCK))
+    store = open_store(tmp_path, capacity_for(3))
     child = multiprocessing.get_context("spawn").Process(target=int)
     child.start()
     child.join()
@@ -290,7 +291,7 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_count(tmp_path: 
         put(store, keys_of(name))
     assert [path.name for path in (tmp_path / "tmp").iterdir()] == [living.name]
     assert store.stats()["stored_blocks"] == 2 * PER_PACK
-    assert size_of(tmp_path) <= 3 * pack_bytes(PER_PACK, BLOCK)
+    assert size_of(tmp_path) <= capacity_for(3)
     store.close()
 
 

@@ -122,7 +122,7 @@ def test_a_pack_that_the_journal_lacks_is_found_at_the_next_start(tmp_path: Path
     store.recovered.result(SECONDS)
     silent = PackFolder(tmp_path, IDENTITY, BLOCK, CAPACITY)
     header = record(1).header
-    ((path, descriptor),) = silent.reserve([header.file_bytes]).files  # type: ignore[misc]
+    ((path, descriptor),) = silent.reserve([len(header.keys)]).files  # type: ignore[misc]
     os.pwrite(descriptor, header.encode(), 0)
     os.close(descriptor)
     silent.commit(path, record(1).name, header)

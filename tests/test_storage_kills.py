@@ -11,9 +11,8 @@ from typing import Any
 
 from kv_connector.config import Config, Prefetch, StorageConfig, WritePolicy
 from kv_connector.storage.filesystem import FilesystemStorage
-from kv_connector.storage.packs import pack_bytes
 from tests.fakes import PatternModel, make_engine
-from tests.storages import BLOCK, IDENTITY, PER_PACK, SECONDS, get, keys_of, open_store, put, size_of
+from tests.storages import IDENTITY, PER_PACK, SECONDS, capacity_for, get, keys_of, open_store, put, size_of
 
 KILLS = 50
 PAGE = 4096
@@ -98,7 +97,7 @@ def write_for_ever(root: Path, seed: int, capacity: int, pipe: Connection) -> No
 
 def test_killed_at_any_moment_nothing_wrong_is_ever_read(tmp_path: Path) -> None:
     """50 kills of one of two processes that write into the same folder."""
-    capacity = 5 * pack_bytes(PER_PACK, BLOCK)
+    capacity = capacity_for(5)
     rng = random.Random(1)
     neighbour, neighbour_pipe = start(write_for_ever, tmp_path, 10**6, capacity)
     found = 0

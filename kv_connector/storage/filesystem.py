@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 
 from .base import ThreadedStorage, address
-from .folder import Pack, PackFolder
-from .packs import MAX_BLOCKS, PAGE, PackHeader, pack_bytes, pack_name
+from .folder import Pack, PackFolder, room_bytes
+from .packs import MAX_BLOCKS, PAGE, PackHeader, pack_name
 
 PACK_BYTES = 8 << 20
 """A pack holds at least this many bytes of blocks, where a batch has as many: it is opened and evicted as a whole."""
@@ -54,8 +54,8 @@ class FilesystemStorage(ThreadedStorage):
         """
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
-        if capacity < pack_bytes(1, block_bytes):
-            raise ValueError(f"capacity={capacity} bytes: one block takes {pack_bytes(1, block_bytes)}, give more")
+        if capacity < room_bytes(1, block_bytes):
+            raise ValueError(f"capacity={capacity} bytes: one block takes {room_bytes(1, block_bytes)}, give more")
         super().__init__("filesystem", NUM_THREADS, _NUM_BATCHES)
         self.folder = PackFolder(path, identity, block_bytes, capacity)
         self.is_direct = _supports_direct(path)
@@ -103,7 +103,7 @@ class FilesystemStorage(ThreadedStorage):
         blocks = dict(zip(keys, buffers, strict=True))
         new = [key for key in blocks if self.folder.slot(key) is None]
         batches = [new[i : i + self._blocks_per_pack] for i in range(0, len(new), self._blocks_per_pack)]
-        room = self.folder.reserve([pack_bytes(len(batch), self._block_bytes) for batch in batches])
+        room = self.folder.reserve([len(batch) for batch in batches])
         if room.error is not None:
             self.note_fault("no room for new blocks", room.error)
         packs = [

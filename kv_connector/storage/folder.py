@@ -23,12 +23,21 @@ from heapq import heappop, heappush
 from pathlib import Path
 
 from .journal import Journal, Record
-from .packs import PackHeader, read_header
+from .packs import PackHeader, pack_bytes, read_header
 from .temporaries import Temporaries
 
 SUFFIX = ".pack"
 _SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
 _SETTLED_NS = 2_000_000_000  # a folder that changed longer ago cannot change again under the same time stamp
+
+
+_COPIES = 2  # of the journal: while a new one is written the old one is there
+
+
+def room_bytes(count: int, block_bytes: int) -> int:
+    """What a pack of so many blocks takes of the capacity: its file, and what is written of it in the journal."""
+    size = pack_bytes(count, block_bytes)
+    return size + _COPIES * (size - count * block_bytes)
 
 
 @dataclass(slots=True)
@@ -135,28 +144,29 @@ class PackFolder:
             except OSError:
                 continue
 
-    def reserve(self, sizes: Sequence[int]) -> Reservation:
-        """Temporary files of these lengths, each to be given to `commit` or `abandon`. Raises OSError."""
+    def reserve(self, counts: Sequence[int]) -> Reservation:
+        """Temporary files for packs of so many blocks, each to be given to `commit` or `abandon`. Raises OSError."""
         result = Reservation()
-        if not sizes:
+        if not counts:
             return result
+        packs = [(pack_bytes(count, self._block_bytes), room_bytes(count, self._block_bytes)) for count in counts]
         with self._exclusive():
             # In this order, so that a file that is renamed meanwhile counts twice and not never.
-            taken = self._temporaries.clear()
+            taken = self._temporaries.clear() + _COPIES * self._journal.num_bytes()
             self.catch_up()
-            is_short = taken + self.used_bytes + sum(sizes) > self._capacity
+            is_short = taken + self.used_bytes + sum(room for _, room in packs) > self._capacity
             if is_short:  # else what others have deleted need not be known
                 self.refresh()
             oldest = [(pack.used_ns, pack.name) for pack in self.packs()] if is_short else []
-            for size in sizes:
-                result.evicted_blocks += self._make_room(taken + size - self._capacity, oldest)
+            for size, room in packs:
+                result.evicted_blocks += self._make_room(taken + room - self._capacity, oldest)
                 try:
-                    fits = taken + self.used_bytes + size <= self._capacity
+                    fits = taken + self.used_bytes + room <= self._capacity
                     result.files.append(self._temporaries.new(size) if fits else None)
                 except OSError as error:
                     result.files.append(None)
                     result.error = error
-                taken += size if result.files[-1] is not None else 0
+                taken += room if result.files[-1] is not None else 0
         return result
 
     def commit(self, temporary: Path, name: str, header: PackHeader) -> None:

@@ -24,7 +24,7 @@ _MAGIC = b"KVCINDX1"
 _HEAD_BYTES = 16
 _RECORD = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-_SPARE_RECORDS = 1000  # of packs that are gone, before it is worth writing anew
+_SPARE_RECORDS = 100  # of packs that are gone, before it is worth writing anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,13 @@ class Journal:
                 self._num_records += 1
                 yield record
             self.is_whole = self._end >= size and head.startswith(_MAGIC)
+
+    def num_bytes(self) -> int:
+        """Length of the file; 0 where there is none."""
+        try:
+            return os.stat(self._path).st_size
+        except FileNotFoundError:
+            return 0
 
     def append(self, records: Iterable[Record]) -> None:
         """Add records; they are read back like those of others. The file was found whole. Raises OSError."""
