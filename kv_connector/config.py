@@ -153,7 +153,7 @@ class StorageConfig:
             if owner != self.kind and value != field.default:
                 raise ConfigError(f"storage.{field.name}={value!r} is for kind {owner!r} only: leave it out")
         if self.kind == "mooncake":
-            if not _HOST_AND_PORT.fullmatch(self.master):
+            if not _HOST_AND_PORT.fullmatch(self.master) or not 0 < int(self.master.rpartition(":")[2]) < 1 << 16:
                 raise ConfigError(f'storage.master={self.master!r}: give its host and port, such as "10.0.0.1:50051"')
             if self.segment_memory < 0 or 0 < self.segment_memory < _LEAST_SEGMENT:
                 raise ConfigError(

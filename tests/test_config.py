@@ -139,6 +139,7 @@ WRONG_STORAGE = [
     (FOLDER | {"master": "a:1"}, "storage.master='a:1' is for kind 'mooncake' only: leave it out"),
     (MOONCAKE | {"path": "/data/kv"}, "storage.path='/data/kv' is for kind 'filesystem' only: leave it out"),
     (MOONCAKE | {"capacity": "1GiB"}, "storage.capacity=1073741824 is for kind 'filesystem' only: leave it out"),
+    ({"kind": "mooncake", "master": "h:99999"}, "storage.master='h:99999': give its host and port"),
     ({"kind": "mooncake"}, "storage.master='': give its host and port, such as \"10.0.0.1:50051\""),
     (MOONCAKE | {"master": "10.0.0.1"}, "storage.master='10.0.0.1': give its host and port"),
     (MOONCAKE | {"master": 50051}, "storage.master=50051 is not text: give it in quotes"),
