@@ -134,6 +134,14 @@ class HalvesMachine(RuleBasedStateMachine):
             self.storages[0].failing = failing
             SEEN["restarts"] += 1
 
+    @rule(document=st.sampled_from(range(len(DOCUMENTS))), failing=st.sampled_from(["read", "write"]))
+    def use_storage_that_fails(self, document: int, failing: str) -> None:
+        """On a new engine, so that the document comes from storage, or goes there."""
+        self.restart(0, failing)
+        self.converse([document, (document + 1) % 3])
+        for storage in self.storages:
+            storage.failing = ""
+
     @rule(document=st.sampled_from(range(len(DOCUMENTS))), also_another=st.booleans())
     def give_up_while_fetching(self, document: int, also_another: bool) -> None:
         """On a new engine, so that the document comes from storage if from anywhere. Another may want it as well."""
@@ -175,6 +183,7 @@ class HalvesMachine(RuleBasedStateMachine):
         for worker in self.workers:
             worker.hold = True
         self.ask(document, 9, [], 3, 2)
+        self.ask(document, 9, [], 3, 1)  # it may ride on the load
         loading = [request for request in self.engine.scheduler.loading.values() if not request.is_aborted]
         for request in loading[:1]:
             self.engine.scheduler.abort(request.request_id)
