@@ -25,9 +25,8 @@ from .metrics import CacheMetrics
 from .types import CopyJob
 
 _SMOOTHING = 0.25  # share of a slower observation in a rate
-_MOST_SKIPPED = (
-    8  # hits computed in a row, after which one is loaded all the same: else a rate would never change again
-)
+MOST_SKIPPED = 8
+"""Hits computed in a row, after which one is loaded all the same: else a rate would never change again."""
 _STEPS = 5  # whose durations are remembered
 _PREFILL_TOKENS = 64  # a step of fewer tokens says nothing about the speed of prefill
 
@@ -127,7 +126,7 @@ class LoadEstimate:
             return LoadMode.RECOMPUTE if recompute is not None and recompute < seconds_to_ride else LoadMode.RIDE
         if load is None or recompute is None:
             return LoadMode.SYNC
-        if recompute < load and self._num_skipped < _MOST_SKIPPED:
+        if recompute < load and self._num_skipped < MOST_SKIPPED:
             return LoadMode.RECOMPUTE
         hidden = self._prefill.seconds(num_new_tokens) or 0.0
         return LoadMode.ASYNC if others_running and load - hidden > self._max_stall else LoadMode.SYNC

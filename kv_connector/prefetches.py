@@ -17,14 +17,12 @@ from .base import Request
 from .config import Prefetch, StorageConfig
 from .index import CacheTier, Event, GroupedTree
 from .jobs import JobLedger
-from .loads import LoadPlanner, Rate
+from .loads import MOST_SKIPPED, LoadPlanner, Rate
 from .metrics import CacheMetrics
 from .types import BlockHash, StorageAction, StorageJob
 
 _FETCH_BLOCKS = 64
 """In one job: what fails, fails with its job, and what has come can be loaded while the rest is on its way."""
-_MOST_SKIPPED = 8
-"""Prefixes computed in a row, after which one is fetched all the same: else its rate would never change again."""
 _STALL_SECONDS = 2.0
 """Without any answer to what is asked of storage: the slowest disk reads a job's blocks in less."""
 
@@ -245,7 +243,7 @@ class PrefetchPlanner:
         """Whether the model is estimated to be sooner than storage. What is not known yet is fetched."""
         fetch = self._reading.rate.seconds(num_blocks)
         compute = self._loads.recompute_seconds(num_blocks * self._block_size)
-        if fetch is None or compute is None or fetch <= compute or self._num_skipped >= _MOST_SKIPPED:
+        if fetch is None or compute is None or fetch <= compute or self._num_skipped >= MOST_SKIPPED:
             self._num_skipped = 0
             return False
         self._num_skipped += 1

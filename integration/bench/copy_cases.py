@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -86,30 +87,12 @@ class Case:
 
 
 class PathWay:
-    """One of our copy paths."""
+    """A copy path: one that the engine may choose, or the driver's batch call, so many copies at a time."""
 
-    def __init__(self, case: Case, name: PathName) -> None:
+    def __init__(self, case: Case, path: CopyPath) -> None:
         self.num_bytes = case.num_bytes
         self._case = case
-        self._path: CopyPath = make_path(case.layout, case.host, Config(copy_path=name, staging_memory="256MiB"))
-
-    def copy(self, direction: Direction) -> None:
-        """See `Way`."""
-        everything = range(len(self._case.layout.regions))
-        self._path.copy(direction, everything, self._case.device_ids, self._case.host_ids)
-
-    def close(self) -> None:
-        """See `Way`."""
-        self._path.close()
-
-
-class BatchWay:
-    """The driver's batch call, so many copies at a time."""
-
-    def __init__(self, case: Case, max_copies: int) -> None:
-        self.num_bytes = case.num_bytes
-        self._case = case
-        self._path = RunsPath(case.layout, case.host, DriverCopier(max_copies))
+        self._path = path
 
     def copy(self, direction: Direction) -> None:
         """See `Way`."""
@@ -177,7 +160,8 @@ def make_case(piece_bytes: int, num_regions: int, num_bytes: int) -> Case:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     count = max(1, num_bytes // (piece_bytes * num_regions))
     cache = torch.zeros((num_regions, 2 * count, piece_bytes), dtype=torch.uint8, device=device)
-    layout = CacheLayout.from_tensors({f"layer {i}": cache[i] for i in range(num_regions)}, 2 * count)
+    layers = {f"layer {i}": cache[i] for i in range(num_regions)}
+    layout = CacheLayout.from_tensors(layers, 2 * count, block_dims=dict.fromkeys(layers, 0))
     host = HostPool(2 * count, layout.block_bytes, device=device)
     host.wait_ready()
     rng = np.random.default_rng(0)
@@ -191,14 +175,15 @@ def make_case(piece_bytes: int, num_regions: int, num_bytes: int) -> Case:
 
 def ways_of(case: Case, names: Sequence[str]) -> dict[str, Way]:
     """The ways that this machine has, of those named; ours is always there. `batch16`: 16 copies in a call."""
+    found: dict[str, Way] = {"ours": PathWay(case, _path(case, PathName.AUTO))}
     if case.layout.device.type == "cpu":
-        return {"ours": PathWay(case, PathName.AUTO), "loop": LoopWay(case)}
-    found: dict[str, Way] = {"ours": PathWay(case, PathName.AUTO)}
+        return found | {"loop": LoopWay(case)}
     for name in names:
         if name in ("runs", "direct", "staged"):
-            found[name] = PathWay(case, PathName(name))
+            found[name] = PathWay(case, _path(case, PathName(name)))
         elif name.startswith("batch"):
-            found[name] = BatchWay(case, int(name.removeprefix("batch")))
+            copier = DriverCopier(int(name.removeprefix("batch")))
+            found[name] = PathWay(case, RunsPath(case.layout, case.host, copier))
         elif name == "loop":
             found[name] = LoopWay(case)
         elif name == "vllm":
@@ -209,11 +194,13 @@ def ways_of(case: Case, names: Sequence[str]) -> dict[str, Way]:
     return found
 
 
+def _path(case: Case, name: PathName) -> CopyPath:
+    return make_path(case.layout, case.host, Config(copy_path=name, staging_memory="256MiB"))
+
+
 def on_streams(case: Case, work: Sequence[Callable[[], None]]) -> float:
     """Run each on a stream of its own, all at once; milliseconds until the last has ended."""
     if case.layout.device.type == "cpu":
-        import time
-
         begin = time.perf_counter()
         for call in work:
             call()

@@ -143,8 +143,9 @@ def run_chat(server: EngineServer, load: ChatLoad) -> ChatResult:
 
 
 def trace_chat(server: EngineServer, load: ChatLoad) -> dict[str, float]:
-    """Runs in the engine's process: what the GPU does during such a load."""
-    return timeline(ChatRun(server, load).run)
+    """Runs in the engine's process: what the GPU does during such a load; the trace is kept beside its log."""
+    kept = server.options.logs / f"trace_{server.options.connector.replace(':', '_')}.json.gz"
+    return timeline(ChatRun(server, load).run, kept)
 
 
 def read_documents(server: EngineServer, load: ChatLoad) -> None:

@@ -6,6 +6,7 @@ large copies on the same link, the step waits, and no count of kernels or of the
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 from collections.abc import Callable, Iterable
@@ -20,8 +21,11 @@ SMALL_BYTES = 1 << 18
 """An upload of the model has less: arrays of a step; a block that is loaded has more."""
 
 
-def timeline(run: Callable[[], object]) -> dict[str, float]:
-    """Profile `run` on this process's device and summarize it; empty without a GPU. See `summarize`."""
+def timeline(run: Callable[[], object], kept: Path | None = None) -> dict[str, float]:
+    """Profile `run` on this process's device and summarize it; empty without a GPU. See `summarize`.
+
+    `kept`: where the trace is written, gzip of the format that chrome://tracing and Perfetto read.
+    """
     if not torch.cuda.is_available():
         return {}
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -31,6 +35,8 @@ def timeline(run: Callable[[], object]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
+        if kept is not None:
+            kept.write_bytes(gzip.compress(path.read_bytes(), 6))
         return summarize(json.loads(path.read_text())["traceEvents"])
 
 

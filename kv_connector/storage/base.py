@@ -143,6 +143,20 @@ class ThreadedStorage(ABC):
             for name, amount in amounts.items():
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
 
+    def count_stored(
+        self, keys: Sequence[bytes], new: Sequence[bytes], written: set[bytes], num_bytes: int
+    ) -> list[bool]:
+        """Count a batch of writes: of `keys` those in `new` were not there yet, and of these `written` are now, with
+        `num_bytes` each. Returns what `store` does."""
+        self.count(
+            skipped_writes_blocks=len(keys) - len(new),
+            written_blocks=len(written),
+            written_bytes=len(written) * num_bytes,
+            failed_writes_blocks=len(new) - len(written),
+        )
+        lost = set(new) - written
+        return [key not in lost for key in keys]
+
     def note_fault(self, what: str, error: BaseException) -> None:
         """Log the first fault of an episode; `note_success` ends it."""
         if not self._is_faulty:

@@ -113,15 +113,8 @@ class FilesystemStorage(ThreadedStorage):
         ]
         self._run_all([call for pack in packs for call in self._begin(pack)])
         written = {key for header in self._complete(packs) for key in header.keys}
-        self.count(
-            evicted_blocks=room.evicted_blocks,
-            skipped_writes_blocks=len(keys) - len(new),
-            written_blocks=len(written),
-            written_bytes=len(written) * self._block_bytes,
-            failed_writes_blocks=len(new) - len(written),
-        )
-        lost = set(new) - written
-        return [key not in lost for key in keys]
+        self.count(evicted_blocks=room.evicted_blocks)
+        return self.count_stored(keys, new, written, self._block_bytes)
 
     def forget(self, keys: list[bytes]) -> int:
         """See `ThreadedStorage.forget`. A pack goes as a whole."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -103,14 +104,7 @@ class MooncakeStorage(ThreadedStorage):
         tasks = [self._write_io.submit(self._write_groups, [group for group, _ in batch], blocks) for batch in batches]
         wait(tasks)
         written = {key for task in tasks for group in task.result() for key in group.keys}
-        self.count(
-            skipped_writes_blocks=len(keys) - len(new),
-            written_blocks=len(written),
-            written_bytes=len(written) * self._block_bytes,
-            failed_writes_blocks=len(new) - len(written),
-        )
-        lost = set(new) - written
-        return [key not in lost for key in keys]
+        return self.count_stored(keys, new, written, self._block_bytes)
 
     def forget(self, keys: list[bytes]) -> int:
         """See `ThreadedStorage.forget`. A group goes as a whole."""
@@ -267,8 +261,8 @@ class MooncakeStorage(ThreadedStorage):
             for key in group.keys:
                 owners.append(group)
                 transfers.append(Transfer(self._groups.card(key), (Fragment(address(card), size),)))
-        found = self._put(owners, transfers)
-        return [group for group in groups if found.count(group) == len(group.keys)]
+        num_found = Counter(group.name for group in self._put(owners, transfers))
+        return [group for group in groups if num_found[group.name] == len(group.keys)]
 
     def _put(self, groups: Sequence[Group], transfers: Sequence[Transfer]) -> list[Group]:
         """Write an object of each group; the groups of those that are stored."""
