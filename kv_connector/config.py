@@ -198,7 +198,7 @@ class Config:
     block_major: bool = True
     copy_path: PathName = PathName.AUTO
     layer_group_bytes: int = 32 << 20
-    staging_memory: int = 128 << 20
+    staging_memory: int = 384 << 20
     pin_memory: bool = True
     numa_bind: bool = True
     trace_loads: bool = False

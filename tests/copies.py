@@ -39,9 +39,10 @@ class LockedPool(HostPool):
     is_pinned = True  # type: ignore[assignment]
 
 
-def copy_now(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, pinned: bool, stream: int | None) -> None:
+def copy_now(targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
     """A copier for memory of the CPU."""
-    for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+    arrays = [(ctypes.c_int64 * count).from_address(address) for address in (targets, sources, sizes)]
+    for target, source, size in zip(*arrays, strict=True):
         ctypes.memmove(target, source, size)
 
 

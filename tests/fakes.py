@@ -97,10 +97,15 @@ class FaultyPath:
         self.fail_in: dict[Direction, int] = {}  # copies of that direction until one fails; absent: none does
 
     def copy(
-        self, direction: Direction, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]
+        self,
+        direction: Direction,
+        regions: range,
+        device_ids: NDArray[np.int64],
+        host_ids: NDArray[np.int64],
+        urgent: bool = False,
     ) -> None:
         """As `CopyPath.copy`."""
-        self._inner.copy(direction, regions, device_ids, host_ids)
+        self._inner.copy(direction, regions, device_ids, host_ids, urgent)
         if direction not in self.fail_in:
             return
         self.fail_in[direction] -= 1

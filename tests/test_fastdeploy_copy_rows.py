@@ -97,14 +97,14 @@ def test_row_h2d_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     caches, _, _, _ = copy_parts("cpu", num_blocks=8, piece=512, layers=32)
     layout = CacheLayout.from_tensors(caches, 8)
     host = HostPool(8, layout.block_bytes)
-    config = Config(layer_group_bytes=8 * 512 * 8)
+    config = Config(layer_group_bytes=8 * 512)
     inner, calls = make_path(layout, host, config), []
     copy = inner.copy
-    monkeypatch.setattr(inner, "copy", lambda *arguments: (calls.append(arguments[1]), copy(*arguments)))
+    monkeypatch.setattr(inner, "copy", lambda *arguments, urgent: (calls.append(arguments[1]), copy(*arguments)))
     engine = TransferEngine(layout, host, config, inner)
     jobs = [CopyJob(i, Direction.LOAD, np.array([i]), np.array([i])) for i in range(8)]
     engine.submit_load(jobs)
-    assert [len(group) for group in calls] == [8, 16, 8], "the first layers early, the others in longer rows"
+    assert [len(group) for group in calls] == [1, 8, 16, 7], "the first layers early, the others in longer rows"
 
 
 def test_row_dtypes_and_mtp_and_scales_and_key_only() -> None:

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from kv_connector.errors import LayoutError
 from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import BLOCK_ALIGN, LONG_ROW_BYTES, PIECE_ALIGN, CacheLayout
+from kv_connector.transfer.layout import (
+    BLOCK_ALIGN,
+    FIRST_GROUP_BYTES,
+    LEAST_ROW_BYTES,
+    LONG_ROW_BYTES,
+    PIECE_ALIGN,
+    CacheLayout,
+)
 from kv_connector.transfer.paths import TorchPath
 from kv_connector.types import Direction
 
@@ -109,16 +116,18 @@ def test_layer_groups_cut_between_layers_in_order(pieces: list[int], num_blocks:
     layout = CacheLayout.from_tensors(tensors, 7, {f"{i}": 0 for i in range(len(pieces))})
     groups = layout.layer_groups(num_blocks, target)
     assert [region for group in groups for region in group] == list(range(len(layout.regions)))
-    least = 0  # every group holds twice the one before it, so that later ones come in longer rows
+    # Every group holds twice the one before it, so that the first is early and later ones come in longer rows.
+    least_row, least_bytes = 0, min(FIRST_GROUP_BYTES, target)
     for i, group in enumerate(groups):
         row = sum(layout.regions[region].piece_bytes for region in group)
         last_layer = layout.regions[group.stop - 1].layer
         if i + 1 < len(groups):
-            assert num_blocks * row >= target and row >= least
+            assert num_blocks * row >= least_bytes and row >= least_row
             assert layout.regions[group.stop].layer != last_layer
         rest = sum(layout.regions[region].piece_bytes for region in group if layout.regions[region].layer != last_layer)
-        assert rest == 0 or num_blocks * rest < target or rest < least
-        least = min(2 * row, LONG_ROW_BYTES)
+        assert rest == 0 or num_blocks * rest < least_bytes or rest < least_row
+        least_row = max(min(LEAST_ROW_BYTES, target), min(2 * row, LONG_ROW_BYTES))
+        least_bytes = min(2 * num_blocks * row, target)
     for name in layout.layer_names:
         assert layout.regions[layout.last_region(name)].layer == name
 

@@ -43,11 +43,11 @@ class FailingPath:
         self.fail_on = fail_on
         self.calls = 0
 
-    def copy(self, direction: Direction, regions: range, device_ids: Any, host_ids: Any) -> None:
+    def copy(self, direction: Direction, regions: range, device_ids: Any, host_ids: Any, urgent: bool = False) -> None:
         self.calls += 1
         if self.calls - 1 == self.fail_on:
             raise TransferError("fault injected")
-        self.path.copy(direction, regions, device_ids, host_ids)
+        self.path.copy(direction, regions, device_ids, host_ids, urgent)
 
     def close(self) -> None:
         self.path.close()

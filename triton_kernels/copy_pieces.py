@@ -27,10 +27,13 @@ STAGED_PROGRAMS = 32
 CHUNK_BYTES = 64 << 10
 """A piece is shared out in chunks of this many bytes, so that few large pieces still occupy every program."""
 STEP = 2048
-"""Words that one program moves at a time: with 8 warps, 64 bytes in flight for each thread."""
+"""Words that one program moves at a time, of several pieces where they are small: with 8 warps, 64 bytes in flight for
+each thread."""
+LEAST_WIDTH = 32
+"""Words of one piece in a step: a warp's, a word for each thread."""
 NUM_WARPS = 8
 _INT32_MAX = (1 << 31) - 1
-_compiled: dict[tuple[int, bool, bool, bool], Any] = {}
+_compiled: dict[tuple[int, bool, bool, bool, bool, int], Any] = {}
 """Compiled kernels by device and all that they are specialised on. Triton's own way to one, through signature, options
 and cache key, takes several times as long as the launch."""
 
@@ -42,7 +45,8 @@ class RegionTable:
     bases, strides, sizes, offsets: int64 of shape (num_regions,) on the GPU: address of block 0's piece, bytes from
     block to block, bytes of a piece, offset of the piece in a flat row.
     host_sizes: `sizes` again, for the launcher, with their `largest` and `total`. words: whether bases, strides and
-    offsets allow 8-byte words.
+    offsets allow 8-byte words. width: words of one piece that a step moves, a power of two; parts keep it, so that no
+    part needs a kernel of its own.
     """
 
     bases: torch.Tensor
@@ -51,12 +55,16 @@ class RegionTable:
     offsets: torch.Tensor
     host_sizes: tuple[int, ...]
     words: bool
+    width: int
     largest: int = field(init=False)
     total: int = field(init=False)
+    addresses: tuple[int, ...] = field(init=False)  # of the four tensors: cheaper to pass on than these
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "largest", max(self.host_sizes))
         object.__setattr__(self, "total", sum(self.host_sizes))
+        columns = (self.bases, self.strides, self.sizes, self.offsets)
+        object.__setattr__(self, "addresses", tuple(column.data_ptr() for column in columns))
 
     @classmethod
     def upload(cls, views: Sequence[torch.Tensor], offsets: Sequence[int]) -> RegionTable:
@@ -69,7 +77,9 @@ class RegionTable:
         ]
         aligned = all(value % 8 == 0 for column in (columns[0], columns[1], columns[3]) for value in column)
         table = torch.tensor(columns, dtype=torch.int64).to(views[0].device)
-        return cls(table[0], table[1], table[2], table[3], tuple(columns[2]), aligned)
+        longest = -(-min(max(columns[2]), CHUNK_BYTES) // (8 if aligned else 1))
+        width = min(max(triton.next_power_of_2(longest), LEAST_WIDTH), STEP)
+        return cls(table[0], table[1], table[2], table[3], tuple(columns[2]), aligned, width)
 
     def narrow(self, first: int, count: int) -> RegionTable:
         """Regions [first, first + count)."""
@@ -81,6 +91,7 @@ class RegionTable:
             self.offsets[part],
             self.host_sizes[part],
             self.words,
+            self.width,
         )
 
 
@@ -88,31 +99,38 @@ def gather_pieces(
     table: RegionTable,
     block_ids: torch.Tensor,
     flat: torch.Tensor,
-    flat_ids: torch.Tensor,
+    flat_ids: torch.Tensor | None = None,
     *,
+    first: int = 0,
+    count: int | None = None,
     flat_shift: int = 0,
     num_programs: int = STAGED_PROGRAMS,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Copy the pieces of block `block_ids[i]` into row `flat_ids[i]` of `flat`, on the current stream.
+    """Copy the pieces of block `block_ids[first + i]` into row `flat_ids[i]` of `flat`, row i without them.
 
-    `flat` is uint8 of shape (num_rows, row_bytes), on the GPU or page-locked; the ids are int64 of shape (num_blocks,)
-    on the GPU, in range and distinct on the side that is written. A piece lies at `offset + flat_shift` in its row.
-    Bytes between pieces stay as they are.
+    `flat` is uint8 of shape (num_rows, row_bytes), on the GPU or page-locked; the ids are int64 of shape (num_ids,) on
+    the GPU, in range and distinct on the side that is written. A piece lies at `offset + flat_shift` in its row. Bytes
+    between pieces stay as they are. `count` blocks are copied, or all from `first` on: a slice of a tensor would take
+    as long as the launch. On `stream`, or the current one, which takes longer to find.
     """
-    _launch(table, block_ids, flat, flat_ids, flat_shift, num_programs, to_flat=True)
+    _launch(table, block_ids, flat, flat_ids, first, count, flat_shift, num_programs, stream, to_flat=True)
 
 
 def scatter_pieces(
     table: RegionTable,
     block_ids: torch.Tensor,
     flat: torch.Tensor,
-    flat_ids: torch.Tensor,
+    flat_ids: torch.Tensor | None = None,
     *,
+    first: int = 0,
+    count: int | None = None,
     flat_shift: int = 0,
     num_programs: int = STAGED_PROGRAMS,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Copy row `flat_ids[i]` of `flat` into the pieces of block `block_ids[i]`: the reverse of `gather_pieces`."""
-    _launch(table, block_ids, flat, flat_ids, flat_shift, num_programs, to_flat=False)
+    """Copy row `flat_ids[i]` of `flat` into the pieces of block `block_ids[first + i]`: `gather_pieces` in reverse."""
+    _launch(table, block_ids, flat, flat_ids, first, count, flat_shift, num_programs, stream, to_flat=False)
 
 
 def copy_pieces_reference(
@@ -136,49 +154,52 @@ def _launch(
     table: RegionTable,
     block_ids: torch.Tensor,
     flat: torch.Tensor,
-    flat_ids: torch.Tensor,
+    flat_ids: torch.Tensor | None,
+    first: int,
+    count: int | None,
     flat_shift: int,
     num_programs: int,
+    stream: torch.cuda.Stream | None,
     to_flat: bool,
 ) -> None:
     if flat.dtype != torch.uint8 or flat.ndim != 2 or flat.stride(1) != 1:
         raise ValueError(f"flat is {flat.dtype} of shape {tuple(flat.shape)}: give rows of uint8, bytes adjacent")
-    if block_ids.dtype != torch.int64 or flat_ids.dtype != torch.int64 or block_ids.shape != flat_ids.shape:
-        raise ValueError(f"ids are {block_ids.dtype} and {flat_ids.dtype}, {block_ids.shape} and {flat_ids.shape}")
+    if block_ids.dtype != torch.int64 or (flat_ids is not None and flat_ids.dtype != torch.int64):
+        raise ValueError(
+            f"ids are {block_ids.dtype} and {flat_ids.dtype if flat_ids is not None else None}: give int64"
+        )
+    num_ids = block_ids.shape[0]
+    count = num_ids - first if count is None else count
+    if not 0 <= count <= num_ids - first or (flat_ids is not None and flat_ids.shape[0] != count):
+        raise ValueError(f"{count} blocks from {first} on: there are {num_ids} block_ids, flat_ids need one each")
     flat_base, row_bytes = flat.data_ptr() + flat_shift, flat.stride(0)
-    chunks = -(-table.largest // CHUNK_BYTES)
-    num_items = len(block_ids) * len(table.host_sizes) * chunks
+    words = table.words and flat_base % 8 == 0 and row_bytes % 8 == 0
+    width = table.width if words else STEP
+    pieces = STEP // width
+    num_regions, chunks = len(table.host_sizes), -(-table.largest // CHUNK_BYTES)
+    num_items, total_bytes = count * num_regions * chunks, count * table.total
     if num_items == 0:
         return
-    grid = (min(num_programs, num_items), 1, 1)
-    words = table.words and flat_base % 8 == 0 and row_bytes % 8 == 0
-    total_bytes = len(block_ids) * table.total
-    arguments = (
-        block_ids,
-        flat_ids,
-        table.bases,
-        table.strides,
-        table.sizes,
-        table.offsets,
-        flat_base,
-        row_bytes,
-        num_items,
-        len(table.host_sizes),
-        chunks,
-        total_bytes,
-        to_flat,
-        words,
-        CHUNK_BYTES,
-        STEP,
-    )
-    key = (table.bases.get_device(), to_flat, words, total_bytes > _INT32_MAX)
+    grid = (min(num_programs, -(-num_items // pieces)), 1, 1)
+    counts = flat_base, row_bytes, num_items, num_regions, chunks, total_bytes
+    constants = to_flat, words, flat_ids is None, CHUNK_BYTES, pieces, width
+    key = (block_ids.get_device(), to_flat, words, flat_ids is None, total_bytes > _INT32_MAX, width)
     kernel = _compiled.get(key)
-    if kernel is not None:
-        kernel[grid](*arguments)
+    if kernel is None:
+        columns = table.bases, table.strides, table.sizes, table.offsets
+        ids = block_ids[first:]
+        with torch.cuda.stream(stream):
+            kernel = _copy_pieces[grid](
+                ids, ids if flat_ids is None else flat_ids, *columns, *counts, *constants, num_warps=NUM_WARPS
+            )
+        if kernel is not None:  # the interpreter compiles nothing
+            _compiled[key] = kernel
         return
-    kernel = _copy_pieces[grid](*arguments, num_warps=NUM_WARPS)
-    if kernel is not None:  # the interpreter compiles nothing
-        _compiled[key] = kernel
+    # Addresses in place of tensors: the launcher asks the driver about each of those.
+    ids_address = block_ids.data_ptr() + 8 * first
+    flat_ids_address = ids_address if flat_ids is None else flat_ids.data_ptr()
+    handle = None if stream is None else stream.cuda_stream
+    kernel[grid](ids_address, flat_ids_address, *table.addresses, *counts, *constants, stream=handle)
 
 
 def _launch_metadata(grid: tuple[int, ...], kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -188,20 +209,21 @@ def _launch_metadata(grid: tuple[int, ...], kernel: Any, args: dict[str, Any]) -
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
-    source,
-    target,
-    size,
+    sources,
+    targets,
+    sizes,
     TYPE: tl.constexpr,
+    ITEM: tl.constexpr,
     WIDTH: tl.constexpr,
-    STEP_SIZE: tl.constexpr,
 ):
-    lanes = tl.arange(0, STEP_SIZE)
-    source_ptr = source.to(tl.pointer_type(TYPE))
-    target_ptr = target.to(tl.pointer_type(TYPE))
-    count = size // WIDTH
-    for start in range(0, count, STEP_SIZE):
-        mask = start + lanes < count
-        tl.store(target_ptr + start + lanes, tl.load(source_ptr + start + lanes, mask=mask), mask=mask)
+    """As many bytes as each entry's `sizes`, WIDTH items of them at a time."""
+    lanes = tl.arange(0, WIDTH)[None, :]
+    source_ptrs = sources.to(tl.pointer_type(TYPE))[:, None]
+    target_ptrs = targets.to(tl.pointer_type(TYPE))[:, None]
+    counts = (sizes // ITEM)[:, None]
+    for start in range(0, tl.max(sizes) // ITEM, WIDTH):
+        mask = start + lanes < counts
+        tl.store(target_ptrs + start + lanes, tl.load(source_ptrs + start + lanes, mask=mask), mask=mask)
 
 
 # Counts, addresses and the alignment of slices change from call to call: specialising on them would compile during
@@ -226,24 +248,30 @@ def _copy_pieces(  # type: ignore[no-untyped-def]
     total_bytes,  # for launch_metadata only
     TO_FLAT: tl.constexpr,
     WORDS: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     CHUNK: tl.constexpr,
-    STEP_SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     tl.static_assert(CHUNK % 8 == 0)
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+    for first in range(tl.program_id(0) * PIECES, num_items, tl.num_programs(0) * PIECES):
+        item = first + tl.arange(0, PIECES)
+        there = item < num_items
         chunk = item % chunks
         region = item // chunks % num_regions
         block = item // chunks // num_regions
         done = chunk.to(tl.int64) * CHUNK
         # A region of smaller pieces has fewer chunks: its last ones are empty.
-        size = tl.maximum(tl.minimum(tl.load(sizes + region) - done, CHUNK), 0)
-        piece = tl.load(bases + region) + tl.load(block_ids + block) * tl.load(strides + region) + done
-        row = flat_base + tl.load(flat_ids + block) * row_bytes + tl.load(offsets + region) + done
+        size = tl.maximum(tl.minimum(tl.load(sizes + region, mask=there, other=0) - done, CHUNK), 0)
+        block_id = tl.load(block_ids + block, mask=there, other=0)
+        row_id = block.to(tl.int64) if IN_ORDER else tl.load(flat_ids + block, mask=there, other=0)
+        piece = tl.load(bases + region) + block_id * tl.load(strides + region) + done
+        row = flat_base + row_id * row_bytes + tl.load(offsets + region) + done
         source = piece if TO_FLAT else row
         target = row if TO_FLAT else piece
         if WORDS:
-            _move(source, target, size, tl.int64, 8, STEP_SIZE)
+            _move(source, target, size, tl.int64, 8, WIDTH)
             whole = size // 8 * 8
             _move(source + whole, target + whole, size - whole, tl.uint8, 1, 8)
         else:
-            _move(source, target, size, tl.uint8, 1, STEP_SIZE)
+            _move(source, target, size, tl.uint8, 1, WIDTH)

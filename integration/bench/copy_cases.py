@@ -37,14 +37,24 @@ class Way(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Case:
-    """Blocks of equal pieces, twice as many as are moved on either side; `device_ids[i]` goes with `host_ids[i]`."""
+    """Blocks of equal pieces, twice as many as are moved on either side; `device_ids[i]` goes with `host_ids[i]`.
+
+    `pieces` are what a copy has to move apart: uint8 of shape (num_blocks, piece_bytes), one for each region, or one
+    for all where a block's regions are neighbours.
+    """
 
     layout: CacheLayout
+    pieces: list[torch.Tensor]
     host: HostPool
     device_ids: Int64s
     host_ids: Int64s
     flat_device: torch.Tensor
     flat_host: torch.Tensor
+
+    @property
+    def piece_bytes(self) -> int:
+        """Length of a piece."""
+        return self.pieces[0].shape[1]
 
     @property
     def num_bytes(self) -> int:
@@ -108,8 +118,7 @@ class LoopWay:
     """`copy_` for every piece, as engines without a batch call do."""
 
     def __init__(self, case: Case) -> None:
-        per_block = len(case.layout.regions)
-        self._count = max(1, min(len(case.device_ids), _LOOP_COPIES // per_block))
+        self._count = max(1, min(len(case.device_ids), _LOOP_COPIES // len(case.pieces)))
         self.num_bytes = self._count * case.layout.piece_bytes
         self._case = case
 
@@ -118,8 +127,8 @@ class LoopWay:
         case = self._case
         for device_id, host_id in zip(case.device_ids[: self._count], case.host_ids[: self._count], strict=True):
             row = case.host.tensor[host_id]
-            for region in case.layout.regions:
-                there, here = region.view[device_id], row[region.offset : region.offset + region.piece_bytes]
+            for i, piece in enumerate(case.pieces):
+                there, here = piece[device_id], row[i * case.piece_bytes : (i + 1) * case.piece_bytes]
                 target, source = (there, here) if direction is Direction.LOAD else (here, there)
                 target.copy_(source, non_blocking=True)
 
@@ -135,14 +144,13 @@ class VllmWay:
 
         self.num_bytes = case.num_bytes
         self._swap = _custom_ops.swap_blocks_batch
-        regions = case.layout.regions
-        bases = np.array([region.data_ptr for region in regions])
-        strides = np.array([region.block_stride for region in regions])
-        offsets = np.array([region.offset for region in regions])
+        bases = np.array([piece.data_ptr() for piece in case.pieces])
+        strides = np.array([piece.stride(0) for piece in case.pieces])
+        offsets = np.arange(len(case.pieces)) * case.piece_bytes
         there = bases + case.device_ids[:, None] * strides
         here = case.host.tensor.data_ptr() + case.host_ids[:, None] * case.layout.block_bytes + offsets
         self._device, self._host = (torch.from_numpy(side.ravel().astype(np.int64)) for side in (there, here))
-        self._sizes = torch.tensor([region.piece_bytes for region in regions] * len(case.device_ids), dtype=torch.int64)
+        self._sizes = torch.full((len(self._host),), case.piece_bytes, dtype=torch.int64)
 
     def copy(self, direction: Direction) -> None:
         """See `Way`."""
@@ -156,11 +164,21 @@ class VllmWay:
 
 
 def make_case(piece_bytes: int, num_regions: int, num_bytes: int) -> Case:
-    """A cache in GPU memory (in host memory without a GPU) and a host pool, half of whose blocks move."""
+    """A cache in GPU memory (in host memory without a GPU) and a host pool, half of whose blocks move.
+
+    Pieces from 1 MiB up are whole blocks, whose regions are neighbours, as in vLLM's cross-layer caches.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    count = max(1, num_bytes // (piece_bytes * num_regions))
-    cache = torch.zeros((num_regions, 2 * count, piece_bytes), dtype=torch.uint8, device=device)
-    layers = {f"layer {i}": cache[i] for i in range(num_regions)}
+    joined = piece_bytes >= 1 << 20
+    block_bytes = piece_bytes if joined else piece_bytes * num_regions
+    count = max(1, num_bytes // block_bytes)
+    if joined:
+        cache = torch.zeros((2 * count, num_regions, piece_bytes // num_regions), dtype=torch.uint8, device=device)
+        pieces, views = [cache.flatten(1)], list(cache.unbind(1))
+    else:
+        cache = torch.zeros((num_regions, 2 * count, piece_bytes), dtype=torch.uint8, device=device)
+        pieces = views = list(cache.unbind(0))
+    layers = {f"layer {i}": view for i, view in enumerate(views)}
     layout = CacheLayout.from_tensors(layers, 2 * count, block_dims=dict.fromkeys(layers, 0))
     host = HostPool(2 * count, layout.block_bytes, device=device)
     host.wait_ready()
@@ -170,7 +188,7 @@ def make_case(piece_bytes: int, num_regions: int, num_bytes: int) -> Case:
         side.setflags(write=False)
     moved = count * layout.piece_bytes
     flat_host = torch.empty(moved, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return Case(layout, host, ids[0], ids[1], torch.empty(moved, dtype=torch.uint8, device=device), flat_host)
+    return Case(layout, pieces, host, ids[0], ids[1], torch.empty(moved, dtype=torch.uint8, device=device), flat_host)
 
 
 def ways_of(case: Case, names: Sequence[str]) -> dict[str, Way]:
@@ -195,7 +213,7 @@ def ways_of(case: Case, names: Sequence[str]) -> dict[str, Way]:
 
 
 def _path(case: Case, name: PathName) -> CopyPath:
-    return make_path(case.layout, case.host, Config(copy_path=name, staging_memory="256MiB"))
+    return make_path(case.layout, case.host, Config(copy_path=name))
 
 
 def on_streams(case: Case, work: Sequence[Callable[[], None]]) -> float:

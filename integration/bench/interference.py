@@ -22,10 +22,10 @@ from integration.bench.copy_cases import Case, Way, large_copy_ms, make_case, wa
 from integration.report import Report, hardware
 from kv_connector.config import Config
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.types import Direction
+from kv_connector.types import CopyJob, Direction
 
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 32, 4096, 14336, 1024  # Llama-3.1-8B's
-PRODUCT, PRODUCTS = 8192, 10
+PRODUCT, PRODUCTS = 8192, 30
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pieces", default="16,64,2048", help="KiB")
     parser.add_argument("--regions", type=int, default=64)
-    parser.add_argument("--bytes", type=int, default=805306368, help="of one copy: as long as the products take")
+    parser.add_argument("--bytes", type=int, default=9 << 28, help="of one copy: as long as the products take")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--ways", default="ours,runs,direct,batch8,batch64")
     options = parser.parse_args()
@@ -44,7 +44,7 @@ def main() -> int:
     print(f"{hardware()['gpu']}: copies of {options.bytes >> 20} MiB beside the model, medians of {options.repeats}")
     decode, prefill = Model(32), Model(4096)
     for piece_bytes in (int(float(text) * 1024) for text in options.pieces.split(",")):
-        case = make_case(piece_bytes, 1 if piece_bytes >= 1 << 20 else options.regions, options.bytes)
+        case = make_case(piece_bytes, options.regions, options.bytes)
         try:
             for name, way in ways_of(case, options.ways.split(",")).items():
                 measure_products(report, case, name, way, options.repeats)
@@ -115,10 +115,10 @@ def measure_products(report: Report, case: Case, name: str, way: Way, repeats: i
         copying: list[float] = []
         link: list[float] = []
         for _ in range(repeats + 1):
-            torch.cuda.synchronize()
+            # A large copy in front of both: each begins on a GPU that has rested as long.
+            large_copy_ms(case, direction)
             alone.append(device_ms(products))
             link.append(large_copy_ms(case, direction))
-            torch.cuda.synchronize()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start = torch.cuda.Event(enable_timing=True)
             start.record()
@@ -135,7 +135,7 @@ def measure_products(report: Report, case: Case, name: str, way: Way, repeats: i
             copying.append(begin.elapsed_time(end) * case.num_bytes / way.num_bytes)
         slower = median(beside[1:]) / median(alone[1:]) - 1
         share = median(link[1:]) / median(copying[1:])
-        label = f"{case.layout.regions[0].piece_bytes >> 10}KiB_{direction.value}"
+        label = f"{case.piece_bytes >> 10}KiB_{direction.value}"
         print(f"{label:>14} {name:>7}: products {slower:+.1%}, copy at {share:.3f} of the link", flush=True)
         row = {"part": "products", "way": name, "case": label, "alone_ms": alone[1:], "beside_ms": beside[1:]}
         report.rows.append(row | {"copy_ms": copying[1:], "link_ms": link[1:]})
@@ -146,31 +146,34 @@ def measure_products(report: Report, case: Case, name: str, way: Way, repeats: i
 
 
 def measure_model(report: Report, case: Case, name: str, work: Callable[[], None], repeats: int) -> None:
-    """A loop of the model with and without loads and saves through the transfer engine all the time."""
+    """A loop of the model with and without loads, saves, and both, through the transfer engine all the time."""
     engine = TransferEngine(case.layout, case.host, Config(staging_memory="256MiB"))
-    alone: list[float] = []
-    beside: list[float] = []
+    found: dict[str, list[float]] = {"alone": [], "loads": [], "saves": [], "loads and saves": []}
     for repeat in range(repeats + 1):
-        alone.append(device_ms(work))
-        with copying(engine, case, repeat):
-            beside.append(device_ms(work))
+        for number, (beside, times) in enumerate(found.items()):
+            with copying(engine, case, beside, 4 * repeat + number):
+                times.append(device_ms(work))
     engine.close()
-    slower = median(beside[1:]) / median(alone[1:]) - 1
-    label = f"{case.layout.regions[0].piece_bytes >> 10}KiB"
-    print(f"{label:>14} {name}: {median(alone[1:]):.1f} ms alone, {slower:+.1%} beside copies both ways", flush=True)
-    report.rows.append({"part": name, "case": label, "alone_ms": alone[1:], "beside_ms": beside[1:]})
-    report.claim(f"{name}_slower_beside_copies_{label}", slower, 0.02, "of 1", "lower")
+    label = f"{case.piece_bytes >> 10}KiB"
+    ms = {beside: median(times[1:]) for beside, times in found.items()}
+    slower = {beside: ms[beside] / ms["alone"] - 1 for beside in ms if beside != "alone"}
+    print(
+        f"{label:>14} {name}: {ms['alone']:.1f} ms alone, " + ", ".join(f"{v:+.1%} by {k}" for k, v in slower.items())
+    )
+    report.rows.append({"part": name, "case": label, "ms": {beside: times[1:] for beside, times in found.items()}})
+    for beside, value in slower.items():
+        report.claim(f"{name}_slower_by_{beside.replace(' ', '_')}_{label}", value, 0.02, "of 1", "lower")
 
 
 @contextmanager
-def copying(engine: TransferEngine, case: Case, number: int) -> Iterator[None]:
+def copying(engine: TransferEngine, case: Case, kind: str, number: int) -> Iterator[None]:
     """Loads and saves of disjoint blocks have been enqueued, enough for what follows, and end with it."""
     half = len(case.device_ids) // 2
-    job = case.job(Direction.LOAD, 4 * number)
-    load = type(job)(4 * number, Direction.LOAD, job.device_ids[:half], job.host_ids[:half], "x")
-    save = type(job)(4 * number + 1, Direction.SAVE, job.device_ids[half:], job.host_ids[half:])
-    engine.submit_background_load([load], engine.mark())
-    engine.submit_save([save])
+    if "loads" in kind:
+        part = case.device_ids[:half], case.host_ids[:half]
+        engine.submit_background_load([CopyJob(2 * number, Direction.LOAD, *part, "x")], engine.mark())
+    if "saves" in kind:
+        engine.submit_save([CopyJob(2 * number + 1, Direction.SAVE, case.device_ids[half:], case.host_ids[half:])])
     try:
         yield
     finally:
@@ -199,7 +202,7 @@ def measure_uploads(report: Report, case: Case, name: str, way: Way, priority: i
                 if beside and loaded.query():
                     break
                 found[beside].append(1e6 * (time.perf_counter() - begin))
-    label = f"{case.layout.regions[0].piece_bytes >> 10}KiB"
+    label = f"{case.piece_bytes >> 10}KiB"
     if not found[True]:
         print(f"{label:>14} {name:>7}: the load was over before an upload was")
         return

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidBlockError
 from ..types import CopyJob, Direction
+
+Int64s = NDArray[np.int64]
+
+
+def merged_ids(
+    jobs: Sequence[CopyJob], direction: Direction, num_device_blocks: int, num_host_blocks: int
+) -> tuple[Int64s, Int64s] | None:
+    """Device and host block ids of all jobs, one behind the other and read-only; None if any job has to be refused.
+
+    A few calls for all jobs together, as a step has one for each request. `check_job` says which are wrong, and how.
+    """
+    for job in jobs:
+        device, host = job.device_ids, job.host_ids
+        if not (isinstance(device, np.ndarray) and isinstance(host, np.ndarray) and job.direction is direction):
+            return None
+        if not (device.dtype == host.dtype == np.int64 and device.ndim == 1 and device.shape == host.shape):
+            return None
+    device_ids = np.concatenate([job.device_ids for job in jobs])
+    host_ids = np.concatenate([job.host_ids for job in jobs])
+    targets, limit = (device_ids, num_device_blocks) if direction is Direction.LOAD else (host_ids, num_host_blocks)
+    for ids, num_blocks in ((device_ids, num_device_blocks), (host_ids, num_host_blocks)):
+        if len(ids) and (ids.min() < 0 or ids.max() >= num_blocks):
+            return None
+        ids.setflags(write=False)
+    taken = np.zeros(limit, dtype=np.bool_)
+    taken[targets] = True
+    return (device_ids, host_ids) if np.count_nonzero(taken) == len(targets) else None
 
 
 def check_job(

@@ -39,9 +39,10 @@ class Segments:
 class Copier(Protocol):
     """Enqueues copies between addresses."""
 
-    def __call__(self, targets: Int64s, sources: Int64s, sizes: Int64s, pinned: bool, stream: int | None) -> None:
-        """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]`.
+    def __call__(self, targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
+        """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]`, each given by the address of `count` int64 values.
 
+        The arrays are read before it returns. Addresses, because asking NumPy for one takes longer than all else here.
         `pinned` says that the host side is page-locked; `stream` is the driver's handle, None the current stream's.
         """
 
@@ -66,14 +67,17 @@ class RunsPath:
         self._copier = copier if copier is not None else driver_copier()
         self._columns: dict[range, tuple[Int64s, ...]] = {}
 
-    def copy(self, direction: Direction, regions: range, device_ids: Int64s, host_ids: Int64s) -> None:
+    def copy(
+        self, direction: Direction, regions: range, device_ids: Int64s, host_ids: Int64s, urgent: bool = False
+    ) -> None:
         """See `CopyPath.copy`."""
         self.submit(direction, self.plan(regions, device_ids, host_ids))
 
     def submit(self, direction: Direction, plan: Segments) -> None:
         """Copy what `plan` returned."""
         targets, sources = (plan.device, plan.host) if direction is Direction.LOAD else (plan.host, plan.device)
-        self._copier(targets, sources, plan.sizes, self._host.is_pinned, None)
+        arrays = targets.ctypes.data, sources.ctypes.data, plan.sizes.ctypes.data
+        self._copier(*arrays, len(plan), self._host.is_pinned, None)
 
     def plan(self, regions: range, device_ids: Int64s, host_ids: Int64s) -> Segments:
         """The segments of a copy of at least one block."""
@@ -156,27 +160,22 @@ class DriverCopier:
             fail_index = [pointer] if self._takes_fail_index else []
             self._batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, *fail_index, pointer]
 
-    def __call__(self, targets: Int64s, sources: Int64s, sizes: Int64s, pinned: bool, stream: int | None) -> None:
+    def __call__(self, targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
         """See `Copier`."""
         if stream is None:
             stream = torch.cuda.current_stream().cuda_stream
         # The batch call refuses the default stream, and pageable memory is not its case.
         if self._batch is None or stream == 0 or not pinned:
-            self._copy_each(targets, sources, sizes, stream)
+            self._copy_each(targets, sources, sizes, count, stream)
             return
-        for start in range(0, len(sizes), self._max_copies):
-            part = slice(start, start + self._max_copies)
-            self._copy_batch(targets[part], sources[part], sizes[part], stream)
+        for start in range(0, count, self._max_copies):
+            skipped, number = 8 * start, min(self._max_copies, count - start)
+            code = self._batch(targets + skipped, sources + skipped, sizes + skipped, number, *self._constant, stream)
+            self._check(code, "cuMemcpyBatchAsync")
 
-    def _copy_batch(self, targets: Int64s, sources: Int64s, sizes: Int64s, stream: int) -> None:
-        assert self._batch is not None
-        code = self._batch(
-            targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), *self._constant, stream
-        )
-        self._check(code, "cuMemcpyBatchAsync")
-
-    def _copy_each(self, targets: Int64s, sources: Int64s, sizes: Int64s, stream: int) -> None:
-        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+    def _copy_each(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
+        arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (targets, sources, sizes)]
+        for target, source, size in zip(*arrays, strict=True):
             code = self._driver.cuMemcpyAsync(
                 ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream)
             )

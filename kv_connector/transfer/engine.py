@@ -21,7 +21,7 @@ import numpy as np
 from ..config import Config
 from ..errors import ConfigError, InvalidBlockError, TransferError
 from ..types import CopyJob, Direction, LoadTiming
-from .checks import check_job
+from .checks import check_job, merged_ids
 from .host_pool import HostPool
 from .layout import CacheLayout, last_group
 from .paths import CopyPath, make_path
@@ -59,6 +59,7 @@ class TransferEngine:
         self._layout = layout
         self._host = host
         self._config = config
+        self._whole: tuple[range, ...] = (range(len(layout.regions)),)
         self._path = path if path is not None else make_path(layout, host, config)
         self._fallback = fallback
         self._lanes = {
@@ -162,25 +163,38 @@ class TransferEngine:
 
     def _submit(self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None = None) -> frozenset[int]:
         """`after` makes it a load in the background."""
-        self._check_new(jobs)
-        self._unreported.update(job.job_id for job in jobs)
-        valid = self._valid_jobs(direction, jobs)
-        failed = {job.job_id for job in jobs} - {job.job_id for job in valid}
-        for job in jobs:
-            if job.job_id in failed or job.num_blocks == 0:
-                self._finish(job, ok=job.job_id not in failed)
-        moving = [job for job in valid if job.num_blocks > 0]
-        if moving and not self._enqueue(direction, moving, after):
-            failed.update(job.job_id for job in moving)
-        return frozenset(failed)
+        self._take_ids(jobs)
+        valid, failed = jobs, frozenset[int]()
+        pairs = self._pairs(direction, jobs, after)
+        if pairs is None:
+            valid = self._valid_jobs(direction, jobs)
+            failed = frozenset(job.job_id for job in jobs) - {job.job_id for job in valid}
+            pairs = self._pairs(direction, valid, after)
+        moving = [job for job in valid if job.num_blocks]
+        if len(moving) < len(jobs):
+            for job in jobs:
+                if job.job_id in failed or job.num_blocks == 0:
+                    self._finish(job, ok=job.job_id not in failed)
+        if moving and pairs is not None and not self._enqueue(direction, moving, pairs):
+            failed |= {job.job_id for job in moving}
+        return failed
 
-    def _check_new(self, jobs: Sequence[CopyJob]) -> None:
-        seen = set(self._unreported)
-        for job in jobs:
-            if job.job_id in seen:
-                # Failing it would end the other job of this id, and its leases, while that one's copy runs.
-                raise InvalidBlockError(f"job id {job.job_id} is in flight: it names one job until that is reported")
-            seen.add(job.job_id)
+    def _take_ids(self, jobs: Sequence[CopyJob]) -> None:
+        new = {job.job_id for job in jobs}
+        if len(new) < len(jobs) or not new.isdisjoint(self._unreported):
+            # Failing it would end the other job of this id, and its leases, while that one's copy runs.
+            twice = [job.job_id for i, job in enumerate(jobs) if job.job_id in {other.job_id for other in jobs[:i]}]
+            name = next(iter(new & self._unreported), None)
+            name = twice[0] if name is None else name
+            raise InvalidBlockError(f"job id {name} is in flight: it names one job until that is reported")
+        self._unreported |= new
+
+    def _pairs(self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None) -> BlockPairs | None:
+        """All blocks of these jobs, None if one has to be refused; of one job in the background with an `after`."""
+        if self._closed or not jobs:
+            return None
+        ids = merged_ids(jobs, direction, self._layout.num_blocks, self._host.num_ready_blocks)
+        return None if ids is None else BlockPairs(*ids, 0 if after is None else jobs[0].num_guarded, after)
 
     def _valid_jobs(self, direction: Direction, jobs: Sequence[CopyJob]) -> list[CopyJob]:
         num_device, num_host = self._layout.num_blocks, self._host.num_ready_blocks
@@ -197,9 +211,8 @@ class TransferEngine:
                 valid.append(job)
         return valid
 
-    def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None) -> bool:
-        pairs = BlockPairs.of(jobs, after)
-        groups: tuple[range, ...] = (range(len(self._layout.regions)),)
+    def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob], pairs: BlockPairs) -> bool:
+        groups, after = self._whole, pairs.after
         if direction is Direction.LOAD and after is None:
             groups = self._layout.layer_groups(len(pairs), self._config.layer_group_bytes)
         lane = self._lanes[direction]
@@ -217,11 +230,12 @@ class TransferEngine:
     def _copy(self, submission: Submission, path: CopyPath, pairs: BlockPairs, lane: Lane) -> bool:
         submission.events.clear()
         try:
-            for group in submission.groups:
+            for i, group in enumerate(submission.groups):
+                first_of_many = i == 0 and len(submission.groups) > 1
                 for device_ids, host_ids, after in pairs.in_order():
                     if after is not None:
                         after.wait(lane.stream)
-                    path.copy(submission.direction, group, device_ids, host_ids)
+                    path.copy(submission.direction, group, device_ids, host_ids, urgent=first_of_many)
                 submission.events.append(lane.mark(lane.stream))
         except Exception as error:  # noqa: BLE001 - the seam to paths and driver: whatever they raise is a miss, not a crash.
             ids = [job.job_id for job in submission.jobs]

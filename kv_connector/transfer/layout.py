@@ -22,8 +22,14 @@ PIECE_ALIGN = 16
 """A piece's offset in its host block is a multiple of this, the widest load of a GPU thread."""
 BLOCK_ALIGN = 4096
 """Host blocks start on pages, as page locking and direct I/O want it."""
+LEAST_ROW_BYTES = 64 << 10
+"""DMA moves rows of this length at 50 of 55 GB/s, and rows of 16 KiB at 26, all of it the launching thread's time (one
+H200 on PCIe 5, 2026-11-21): no layer group behind the first has shorter ones."""
 LONG_ROW_BYTES = 256 << 10
-"""DMA moves rows of this length at 50 of 55 GB/s, and rows of 64 KiB at 40 (one H200 on PCIe 5, 2026-11-21)."""
+"""Rows from here on are worth no more than this."""
+FIRST_GROUP_BYTES = 8 << 20
+"""Of a load's first layer group at least: 150 us of the link, as long as it takes to submit the second. It may have
+short rows: a kernel moves it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,19 +138,21 @@ class CacheLayout:
     def layer_groups(self, num_blocks: int, target_bytes: int) -> tuple[range, ...]:
         """Cut the regions into consecutive groups of whole layers, in order, for a copy of `num_blocks` blocks.
 
-        A group closes once it holds `target_bytes` and, for each block, twice what the group before it held, up to
-        `LONG_ROW_BYTES`: the first layer is there early, and the others come in rows that DMA moves fast. The last
+        The first group is there early: it closes once it holds `FIRST_GROUP_BYTES`. Each one behind it has at least
+        twice the bytes, up to `target_bytes`, and twice the row, from `LEAST_ROW_BYTES` to `LONG_ROW_BYTES`. The last
         group may be smaller.
         """
         groups: list[range] = []
-        start = row_bytes = least = 0
-        first = 0
+        start = first = row_bytes = least_row = 0
+        least_bytes = min(FIRST_GROUP_BYTES, target_bytes)
         for stop in self._layer_stops:
             row_bytes += sum(region.piece_bytes for region in self.regions[first:stop])
             first = stop
-            if (num_blocks * row_bytes >= target_bytes and row_bytes >= least) or stop == len(self.regions):
+            is_full = row_bytes >= least_row and num_blocks * row_bytes >= least_bytes
+            if is_full or stop == len(self.regions):
                 groups.append(range(start, stop))
-                least = min(2 * row_bytes, LONG_ROW_BYTES)
+                least_row = max(min(LEAST_ROW_BYTES, target_bytes), min(2 * row_bytes, LONG_ROW_BYTES))
+                least_bytes = min(2 * num_blocks * row_bytes, target_bytes)
                 start, row_bytes = stop, 0
         return tuple(groups)
 

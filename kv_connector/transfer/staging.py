@@ -1,17 +1,20 @@
 """The staged path: a kernel packs pieces into rows on the device, DMA moves whole rows. The reverse for loads.
 
-    save    blocks --pack--> buffer --DMA--> host rows        the caller's stream packs and unpacks,
-    load    blocks <-unpack- buffer <--DMA-- host rows        a stream of the ring's own copies
+    save    blocks --pack--> buffer --DMA--> host rows        each buffer's own stream packs and unpacks,
+    load    blocks <-unpack- buffer <--DMA-- host rows        a stream of the ring's copies
 
 DMA engines do the slow part, over the link, and cost the model next to nothing; a chunk is copied while the next one is
-packed. A chunk's host side is sorted, and a row is as long as a layer group's part of a host block.
+packed. A chunk's host side is sorted, and a row is as long as a layer group's part of a host block. Beside a busy model
+kernels start only where one of its own ends. Those of several buffers wait side by side and start together; of one
+stream each would wait for an end of its own, and the link meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,45 +26,70 @@ from ..types import Direction
 from .direct import IdUploads, RegionTables, UploadedIds
 from .dma import Copier, driver_copier, merge_runs
 from .host_pool import HostPool
-from .layout import PIECE_ALIGN, CacheLayout
+from .layout import LONG_ROW_BYTES, PIECE_ALIGN, CacheLayout
 from .streams import Event, make_lane
 
 Int64s = NDArray[np.int64]
 
-NUM_BUFFERS = 2
-"""Buffers a direction: one is packed while one is copied. On an H200 (2026-11-21) two and three of the same memory both
-reach 53 of 55 GB/s, two with fewer chunks to submit; and beside a busy model it is the size of a chunk that counts."""
+NUM_BUFFERS = 3
+"""Buffers a direction. Beside a busy model one is packed at each end of its kernels, 1.4 ms apart for large products,
+and what lies in the others has to keep the link busy until then: of 128 MiB, 2.4 ms of the link, three are enough and
+two not quite. More are more chunks to submit."""
+EDGE_BYTES = 8 << 20
+"""Of the chunk that nothing runs beside, the first of a save and the last of a load: its packing delays the copy."""
+# Above the model's 0: a packing kernel is short and the link waits for it. Loads first.
+_PRIORITIES = {Direction.LOAD: -2, Direction.SAVE: -1}
+
+
+class _Buffer:
+    """Staging memory with the stream of its kernels; `free` is the end of its last use."""
+
+    def __init__(self, memory: torch.Tensor, priority: int) -> None:
+        self.memory = memory
+        self.stream = make_lane(memory.device, priority, timing=False).stream
+        self.free: Event | None = None
 
 
 class _Ring:
-    """One direction's staging buffers, and the stream that copies from or to them."""
+    """One direction's staging buffers, and the lane that copies from or to them."""
 
     def __init__(self, device: torch.device, num_bytes: int, priority: int) -> None:
         self.lane = make_lane(device, priority, timing=False)
         self.buffer_bytes = num_bytes // NUM_BUFFERS // PIECE_ALIGN * PIECE_ALIGN
-        self.buffers = torch.empty((NUM_BUFFERS, self.buffer_bytes), dtype=torch.uint8, device=device)
-        self._free: list[Event | None] = [None] * NUM_BUFFERS
+        memory = torch.empty((NUM_BUFFERS, self.buffer_bytes), dtype=torch.uint8, device=device)
+        self.buffers = [_Buffer(memory[i], priority) for i in range(NUM_BUFFERS)]
         self._next = 0
 
-    def take(self, stream: Any) -> int:
-        """Number of the next buffer; what `stream` does from now on comes after its last use."""
-        free = self._free[self._next]
-        if free is not None:
-            free.wait(stream)
-            self.lane.recycle([free])
-            self._free[self._next] = None
-        return self._next
+    def take(self, stream: Any = None) -> int:
+        """Number of the next buffer; what `stream`, its own by default, does from now on comes after its last use."""
+        number = self._next
+        self._next = (number + 1) % NUM_BUFFERS
+        buffer = self.buffers[number]
+        if buffer.free is not None:
+            buffer.free.wait(buffer.stream if stream is None else stream)
+            self.lane.recycle([buffer.free])
+            buffer.free = None
+        return number
 
-    def give(self, stream: Any) -> None:
+    def give(self, number: int, stream: Any) -> None:
         """`stream` has the last use of the buffer that was taken."""
-        self._free[self._next] = self.lane.mark(stream)
-        self._next = (self._next + 1) % NUM_BUFFERS
+        self.buffers[number].free = self.lane.mark(stream)
 
-    def pass_on(self, stream: Any, then: Any) -> None:
-        """What `then` does from now on comes after what `stream` holds now."""
+    def pass_on(self, stream: Any, *then: Any) -> None:
+        """What each of `then` does from now on comes after what `stream` holds now."""
         position = self.lane.mark(stream)
-        position.wait(then)
+        for follower in then:
+            position.wait(follower)
         self.lane.recycle([position])
+
+    def fork(self, stream: Any) -> None:
+        """Kernels come after what `stream` holds now."""
+        self.pass_on(stream, *(buffer.stream for buffer in self.buffers))
+
+    def join(self, stream: Any) -> None:
+        """What `stream` does from now on comes after all that the ring has enqueued."""
+        for own in (self.lane.stream, *(buffer.stream for buffer in self.buffers)):
+            self.pass_on(own, stream)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +99,7 @@ class _Part:
     All that is the same for every chunk is made once, so that a chunk costs the launching thread little more than its
     launch and its call of the driver: `rows[b]` are the rows of buffer b, uint8 of shape (most_rows, row_bytes), and
     `addresses[b]` and `sizes` those of their stretches without padding, usually one a row: padding is never copied, it
-    would carry what the buffer held before to the host.
+    would carry what the buffer held before to the host. `pointers` are where those arrays lie, the sizes' last.
     """
 
     table: RegionTable
@@ -80,19 +108,22 @@ class _Part:
     rows: tuple[torch.Tensor, ...]
     addresses: tuple[Int64s, ...]
     sizes: Int64s
+    pointers: tuple[int, ...]
 
     @property
     def most_rows(self) -> int:
         """That a chunk can have."""
-        return len(self.rows[0])
+        return self.rows[0].shape[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    """Some rows of a copy: device block ids on the device, and the host's side of their stretches, by row."""
+class _Chunk(NamedTuple):
+    """`num_rows` blocks of a copy from `first` on; `addresses` are the host's side of all of the copy's stretches."""
 
     block_ids: torch.Tensor
+    first: int
+    num_rows: int
     addresses: Int64s
+    pointer: int  # of the chunk's addresses
     pieces: Int64s | None  # which registered piece of host memory each lies in; None where no two are neighbours
 
 
@@ -114,29 +145,27 @@ class StagedPath:
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
         self._tables = RegionTables(layout)
-        self._ids = IdUploads(layout.device)
-        self._rings = {
-            Direction.LOAD: _Ring(layout.device, staging_memory // 2, priority=-1),
-            Direction.SAVE: _Ring(layout.device, staging_memory // 2, priority=0),
-        }
-        largest = self._rings[Direction.LOAD].buffer_bytes // PIECE_ALIGN
-        self._slots = torch.arange(min(layout.num_blocks, largest), dtype=torch.int64, device=layout.device)
+        self._ids = IdUploads(layout.device, sides=1)
+        self._rings = {way: _Ring(layout.device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
         self._parts: dict[tuple[Direction, range], tuple[_Part, ...]] = {}
         if layout.device.type == "cuda":
             self._compile()
 
-    def copy(self, direction: Direction, regions: range, device_ids: Int64s, host_ids: Int64s) -> None:
+    def copy(
+        self, direction: Direction, regions: range, device_ids: Int64s, host_ids: Int64s, urgent: bool = False
+    ) -> None:
         """See `CopyPath.copy`."""
         ring = self._rings[direction]
         current = ring.lane.current()
         move = self._load_chunk if direction is Direction.LOAD else self._save_chunk
         ids = self._ids.get(direction, device_ids, host_ids)
+        ring.fork(current)
         try:
             for part in self._fitting_parts(direction, regions):
-                for chunk in self._chunks(part, ids):
-                    move(ring, current, part, chunk)
+                for chunk in self._chunks(direction, part, ids):
+                    move(ring, part, chunk)
         finally:
-            ring.pass_on(ring.lane.stream, current)
+            ring.join(current)
             self._ids.used()
 
     def close(self) -> None:
@@ -151,51 +180,72 @@ class StagedPath:
         """
         ring = self._rings[Direction.LOAD]
         part = self._fitting_parts(Direction.LOAD, range(1))[0]
-        rows = part.rows[ring.take(ring.lane.current())]
+        block_ids = torch.zeros(1, dtype=torch.int64, device=self._layout.device)
+        stream = ring.buffers[0].stream
+        ring.fork(ring.lane.current())
         for _ in range(2):  # the second call is the one that service makes
-            gather_pieces(part.table, self._slots[:1], rows, self._slots[:1], flat_shift=-part.start)
-            scatter_pieces(part.table, self._slots[:1], rows, self._slots[:1], flat_shift=-part.start)
-        ring.give(ring.lane.current())
+            for move in (gather_pieces, scatter_pieces):
+                move(part.table, block_ids, part.rows[0], flat_shift=-part.start, stream=stream)
+        ring.join(ring.lane.current())
 
-    def _chunks(self, part: _Part, ids: UploadedIds) -> Iterator[_Chunk]:
-        """The rows of a copy in equal chunks that fit into a buffer."""
-        count, width = len(ids.host_ids), len(part.offsets)
-        num_chunks = -(-count // part.most_rows)
-        num_rows = -(-count // num_chunks)
-        addresses = ids.host_ids * self._host.block_bytes + self._host.tensor.data_ptr()
+    def _chunks(self, direction: Direction, part: _Part, ids: UploadedIds) -> Iterator[_Chunk]:
+        """The rows of a copy in equal chunks that fit into a buffer, but for a short one at the exposed end."""
+        host_ids, width = ids.host_ids, len(part.offsets)
+        addresses = host_ids * self._host.block_bytes + self._host.tensor.data_ptr()
         addresses = (addresses[:, None] + part.offsets).ravel()
         pieces = None
-        # A gap parts every row from the next, except where a row is all of its block.
-        if part.sizes[0] == self._host.block_bytes and np.any(np.diff(ids.host_ids) == 1):
-            pieces = ids.host_ids // self._host.blocks_per_piece
-        for first in range(0, count, num_rows):
-            rows = slice(first, first + num_rows)
-            stretches = slice(first * width, (first + num_rows) * width)
-            yield _Chunk(ids.device_ids_there[rows], addresses[stretches], None if pieces is None else pieces[rows])
+        # A gap parts every row from the next, except where a row is all of its block; long ones gain nothing.
+        if part.sizes[0] == self._host.block_bytes < LONG_ROW_BYTES and np.any(host_ids[1:] == host_ids[:-1] + 1):
+            pieces = host_ids // self._host.blocks_per_piece
+        pointer, first = addresses.ctypes.data, 0
+        for count in chunk_rows(direction, len(host_ids), part.most_rows, EDGE_BYTES // part.rows[0].stride(0)):
+            yield _Chunk(ids.device_ids_there, first, count, addresses, pointer + 8 * width * first, pieces)
+            first += count
 
-    def _save_chunk(self, ring: _Ring, current: Any, part: _Part, chunk: _Chunk) -> None:
-        buffer, slots = ring.take(current), self._slots[: len(chunk.block_ids)]
-        gather_pieces(part.table, chunk.block_ids, part.rows[buffer], slots, flat_shift=-part.start)
-        ring.pass_on(current, ring.lane.stream)
-        self._copy_rows(Direction.SAVE, ring, part, buffer, chunk)
-        ring.give(ring.lane.stream)
+    def _save_chunk(self, ring: _Ring, part: _Part, chunk: _Chunk) -> None:
+        number = ring.take()
+        stream = ring.buffers[number].stream
+        gather_pieces(
+            part.table,
+            chunk.block_ids,
+            part.rows[number],
+            first=chunk.first,
+            count=chunk.num_rows,
+            flat_shift=-part.start,
+            stream=stream,
+        )
+        ring.pass_on(stream, ring.lane.stream)
+        self._copy_rows(Direction.SAVE, ring, part, number, chunk)
+        ring.give(number, ring.lane.stream)
 
-    def _load_chunk(self, ring: _Ring, current: Any, part: _Part, chunk: _Chunk) -> None:
+    def _load_chunk(self, ring: _Ring, part: _Part, chunk: _Chunk) -> None:
         # The host's bytes are there already: only the buffer has to be free, not what the caller's stream waits for.
-        buffer, slots = ring.take(ring.lane.stream), self._slots[: len(chunk.block_ids)]
-        self._copy_rows(Direction.LOAD, ring, part, buffer, chunk)
-        ring.pass_on(ring.lane.stream, current)
-        scatter_pieces(part.table, chunk.block_ids, part.rows[buffer], slots, flat_shift=-part.start)
-        ring.give(current)
+        number = ring.take(ring.lane.stream)
+        stream = ring.buffers[number].stream
+        self._copy_rows(Direction.LOAD, ring, part, number, chunk)
+        ring.pass_on(ring.lane.stream, stream)
+        scatter_pieces(
+            part.table,
+            chunk.block_ids,
+            part.rows[number],
+            first=chunk.first,
+            count=chunk.num_rows,
+            flat_shift=-part.start,
+            stream=stream,
+        )
+        ring.give(number, stream)
 
-    def _copy_rows(self, direction: Direction, ring: _Ring, part: _Part, buffer: int, chunk: _Chunk) -> None:
-        count = len(chunk.addresses)
-        device, host, sizes = part.addresses[buffer][:count], chunk.addresses, part.sizes[:count]
+    def _copy_rows(self, direction: Direction, ring: _Ring, part: _Part, number: int, chunk: _Chunk) -> None:
+        device, host, sizes = part.pointers[number], chunk.pointer, part.pointers[-1]
+        count = chunk.num_rows * len(part.offsets)
         if chunk.pieces is not None:
-            segments = merge_runs(device, host, sizes, chunk.pieces)
-            device, host, sizes = segments.device, segments.host, segments.sizes
+            rows = slice(chunk.first, chunk.first + count)
+            stretches = part.addresses[number][:count], chunk.addresses[rows], part.sizes[:count]
+            merged = merge_runs(*stretches, chunk.pieces[rows])
+            device, host, sizes = (a.ctypes.data for a in (merged.device, merged.host, merged.sizes))
+            count = len(merged)
         targets, sources = (device, host) if direction is Direction.LOAD else (host, device)
-        self._copier(targets, sources, sizes, self._host.is_pinned, ring.lane.handle)
+        self._copier(targets, sources, sizes, count, self._host.is_pinned, ring.lane.handle)
 
     def _fitting_parts(self, direction: Direction, regions: range) -> tuple[_Part, ...]:
         """The regions, cut where the row of a block would outgrow a buffer."""
@@ -218,17 +268,32 @@ class StagedPath:
         sizes = np.array([region.piece_bytes for region in pieces], dtype=np.int64)
         stretches = merge_runs(offsets, offsets, sizes, np.zeros_like(sizes))
         start, row_bytes = pieces[0].offset, _row_bytes(self._layout, regions)
-        most_rows = min(ring.buffer_bytes // row_bytes, len(self._slots))
-        rows = tuple(buffer[: most_rows * row_bytes].view(most_rows, row_bytes) for buffer in ring.buffers)
+        most_rows = min(ring.buffer_bytes // row_bytes, self._layout.num_blocks)
+        memory = [buffer.memory for buffer in ring.buffers]
+        rows = tuple(buffer[: most_rows * row_bytes].view(most_rows, row_bytes) for buffer in memory)
         row_offsets = np.arange(most_rows, dtype=np.int64)[:, None] * row_bytes + (stretches.host - start)
+        addresses = tuple((row_offsets + buffer.data_ptr()).ravel() for buffer in memory)
+        sizes = np.tile(stretches.sizes, most_rows)
         return _Part(
             table=self._tables.part(regions),
             start=start,
             offsets=stretches.host,
             rows=rows,
-            addresses=tuple((row_offsets + buffer.data_ptr()).ravel() for buffer in rows),
-            sizes=np.tile(stretches.sizes, most_rows),
+            addresses=addresses,
+            sizes=sizes,
+            pointers=tuple(array.ctypes.data for array in (*addresses, sizes)),
         )
+
+
+def chunk_rows(direction: Direction, count: int, most: int, edge: int) -> list[int]:
+    """How many of `count` rows each chunk has, at most `most`; of many the one at the exposed end has `edge`."""
+    edge = min(edge, most) if count > 2 * edge else 0
+    num_chunks = -(-(count - edge) // most)
+    starts = [(count - edge) * i // num_chunks for i in range(num_chunks + 1)]
+    rows = [end - start for start, end in pairwise(starts)]
+    if not edge:
+        return rows
+    return [edge, *rows] if direction is Direction.SAVE else [*rows, edge]
 
 
 def min_staging_memory(layout: CacheLayout) -> int:

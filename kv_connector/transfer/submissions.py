@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,7 @@ from ..types import CopyJob, Direction
 from .streams import Event
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """The end of a job. `bytes` were copied, paddings left out; none count where the job failed.
 
     `milliseconds` are those of all that was submitted with the job, counted on the first of these jobs.
@@ -51,14 +51,6 @@ class BlockPairs:
     num_guarded: int
     after: Event | None
 
-    @classmethod
-    def of(cls, jobs: Sequence[CopyJob], after: Event | None) -> BlockPairs:
-        """Those of all jobs, merged; of one job in the background where there is an `after`."""
-        num_guarded = jobs[0].num_guarded if after is not None else 0
-        return cls(
-            _merged([job.device_ids for job in jobs]), _merged([job.host_ids for job in jobs]), num_guarded, after
-        )
-
     def __len__(self) -> int:
         """How many pairs there are."""
         return len(self.device_ids)
@@ -72,9 +64,3 @@ class BlockPairs:
         if free:
             yield self.device_ids[:free], self.host_ids[:free], None
         yield self.device_ids[free:], self.host_ids[free:], self.after
-
-
-def _merged(ids: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    merged = np.concatenate(ids)
-    merged.setflags(write=False)
-    return merged
