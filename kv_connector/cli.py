@@ -1,4 +1,4 @@
-"""`kv-connector`: what an operator does with a storage folder, also while engines use it."""
+"""`kv-connector`: what an operator does with a storage folder, also while engines use it, and with a new machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .config import parse_size
 from .errors import ConfigError
 from .storage.survey import PackFile, damaged_blocks, survey, temporary_files
+
+if TYPE_CHECKING:
+    from .transfer.costs import LinkCosts
 
 _BAR = 30  # characters
 
@@ -28,7 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kv-connector", description=__doc__)
-    storage = parser.add_subparsers(required=True).add_parser("storage", help="look at and tidy a storage folder")
+    parts = parser.add_subparsers(required=True)
+    calibrate = parts.add_parser("calibrate", help="measure what copies take on this machine, and show what follows")
+    calibrate.add_argument("--json", type=Path, metavar="FILE", help="write it, for the setting `calibration`")
+    calibrate.add_argument("--png", type=Path, metavar="FILE", help="write a picture; needs matplotlib")
+    calibrate.add_argument("--show", metavar="FILE", help='measure nothing: show such a file, or "built-in"')
+    calibrate.add_argument("--device", type=int, default=0, help="number of the GPU")
+    calibrate.add_argument("--bytes", default="64MiB", help="of the copy that is shown")
+    calibrate.set_defaults(run=_calibrate)
+    storage = parts.add_parser("storage", help="look at and tidy a storage folder")
     commands = storage.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -48,6 +60,44 @@ def _parser() -> argparse.ArgumentParser:
     rm.add_argument("--identity", help="all of this identity, or of the first digits of it")
     rm.add_argument("--all", action="store_true", help="all")
     return parser
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from .transfer.costs import BUILT_IN, decode
+    from .transfer.envelope import draw, table
+
+    if options.show is None:
+        costs = _measured(options.device)
+    elif options.show == "built-in":
+        costs = BUILT_IN
+    else:
+        costs = decode(Path(options.show).read_text(), options.show)
+    num_bytes = parse_size(options.bytes, "--bytes")
+    print(table(costs, num_bytes))
+    if options.json is not None:
+        options.json.write_text(costs.encode())
+    if options.png is not None:
+        draw(costs, num_bytes, options.png)
+    return 0
+
+
+def _measured(number: int) -> LinkCosts:
+    """Of the GPU of this number, on host memory of its own."""
+    import torch
+
+    if number >= torch.cuda.device_count():
+        raise ConfigError(f"GPU {number}: there are {torch.cuda.device_count()} here; --show shows an earlier result")
+    from .transfer.calibration import measure
+    from .transfer.host_pool import HostPool
+
+    device = torch.device("cuda", number)
+    with torch.cuda.device(device):
+        host = HostPool(32, 1 << 20, device=device)
+        host.wait_ready()
+        try:
+            return measure(device, host, [1 << power for power in (10, 12, 14, 16, 18)])
+        finally:
+            host.close()
 
 
 def _stat(options: argparse.Namespace) -> int:

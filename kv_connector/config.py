@@ -181,7 +181,10 @@ class Config:
     block_major: ask the engine for a device cache in which the layers of a block are neighbours, where it offers one:
         a block is then one long copy.
     copy_path: `auto` picks a path per job from piece size and count; the others force one.
-    layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each.
+    calibration: what copies take on this machine: `auto` measures it at the first start and remembers it, `off` goes by
+        built-in figures, anything else is a file that `kv-connector calibrate --json` wrote.
+    layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each; 0: as many as keep the
+        link busy, by the calibration.
     staging_memory: device bytes for the rings of the staged path, over both directions.
     pin_memory: page-lock the host pool (in the background) where there is a GPU.
     numa_bind: put the host pool on the GPU's NUMA node.
@@ -197,7 +200,8 @@ class Config:
     max_load_stall_ms: int = 2
     block_major: bool = True
     copy_path: PathName = PathName.AUTO
-    layer_group_bytes: int = 32 << 20
+    calibration: str = "auto"
+    layer_group_bytes: int = 0
     staging_memory: int = 384 << 20
     pin_memory: bool = True
     numa_bind: bool = True
@@ -222,6 +226,8 @@ class Config:
             )
         if self.storage is not None and not self.host_memory:
             raise ConfigError("storage needs host_memory: blocks come and go through the host's memory")
+        if not isinstance(self.calibration, str) or not self.calibration:
+            raise ConfigError(f"calibration={self.calibration!r}: give 'auto', 'off' or the path of a file")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -242,7 +248,7 @@ _LEAST = {
     "write_through_threshold": 1,
     "write_back_lookahead": 1,
     "max_load_stall_ms": 0,
-    "layer_group_bytes": 1,
+    "layer_group_bytes": 0,
     "staging_memory": 1 << 20,
 }
 

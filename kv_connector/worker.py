@@ -15,6 +15,7 @@ from .config import Config
 from .errors import KVConnectorError
 from .storage.base import Storage
 from .storage.jobs import StorageJobs
+from .transfer.costs import LinkCosts, link_costs
 from .transfer.engine import TransferEngine
 from .transfer.host_pool import HostPool
 from .transfer.layout import CacheLayout
@@ -42,7 +43,7 @@ class WorkerHalf(KVConnectorWorker):
         config: Config,
         rank: int = 0,
         world_size: int = 1,
-        make_path: Callable[[CacheLayout, HostPool, Config], CopyPath] = make_path,
+        make_path: Callable[[CacheLayout, HostPool, Config, LinkCosts], CopyPath] = make_path,
         fails_by_request: bool = True,
         retries_loads: bool = False,
         open_storage: Callable[[int, memoryview], Storage] | None = None,
@@ -89,9 +90,10 @@ class WorkerHalf(KVConnectorWorker):
                 pin_memory=self._config.pin_memory,
                 numa_bind=self._config.numa_bind,
             )
-            path = self._make_path(layout, self._host, self._config)
+            costs = link_costs(layout, self._host, self._config)
+            path = self._make_path(layout, self._host, self._config, costs)
             fallback = make_fallback(layout, self._host) if self._retries_loads else None
-            self._engine = TransferEngine(layout, self._host, self._config, path, fallback)
+            self._engine = TransferEngine(layout, self._host, self._config, path, fallback, costs)
             if self._open_storage is not None:
                 blocks = self._host.tensor.numpy()
                 storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data)

@@ -22,6 +22,7 @@ from kv_connector.errors import TransferError
 from kv_connector.index import CacheIdentity
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.storage.base import Storage
+from kv_connector.transfer.costs import LinkCosts
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import CacheLayout
 from kv_connector.transfer.paths import CopyPath, make_path
@@ -135,8 +136,8 @@ class LateWorker(WorkerHalf):
         self._late: list[CopyJob] = []
         self._late_loads: list[CopyJob] = []
 
-    def _make_faulty(self, layout: CacheLayout, host: HostPool, config: Config) -> CopyPath:
-        self.path = FaultyPath(make_path(layout, host, config), layout)
+    def _make_faulty(self, layout: CacheLayout, host: HostPool, config: Config, costs: LinkCosts) -> CopyPath:
+        self.path = FaultyPath(make_path(layout, host, config, costs), layout)
         return self.path
 
     def handle_preemptions(self, plan: StepPlan) -> None:

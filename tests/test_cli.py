@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from kv_connector.cli import main
 from kv_connector.storage.filesystem import FilesystemStorage
@@ -97,6 +98,33 @@ def test_an_engine_that_uses_the_folder_only_misses(folder: Path) -> None:
     assert put(store, keys_of("a")) == [True] * 4
     assert get(store, keys_of("a")) == [True] * 4
     store.close()
+
+
+def test_what_copies_take_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An operator looks at a result, keeps it, and looks at the kept one."""
+    kept = tmp_path / "costs.json"
+    assert main(["calibrate", "--show", "built-in", "--json", str(kept)]) == 0
+    shown = capsys.readouterr().out
+    assert "64 KiB" in shown and " staged" in shown and " runs" in shown and "layer groups of" in shown
+    assert main(["calibrate", "--show", str(kept), "--bytes", "64MiB"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == shown.splitlines()[1:]
+    kept.write_text("{}")
+    assert main(["calibrate", "--show", str(kept)]) == 2
+    assert "measure anew" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_there_is_nothing_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate"]) == 2
+    assert "GPU 0: there are 0 here" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "costs.json"
+    assert main(["calibrate", "--json", str(kept)]) == 0
+    assert "measured on" in capsys.readouterr().out
+    assert main(["calibrate", "--show", str(kept)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,9 @@ WRONG = [
     ({"write_through_threshold": 0}, "write_through_threshold=0 is too small: give at least 1"),
     ({"write_back_lookahead": 0}, "write_back_lookahead=0 is too small: give at least 1"),
     ({"host_memory": -1}, "host_memory=-1 is too small: give at least 0"),
-    ({"layer_group_bytes": 0}, "layer_group_bytes=0 is too small: give at least 1"),
+    ({"layer_group_bytes": -1}, "layer_group_bytes=-1 is too small: give at least 0"),
+    ({"calibration": ""}, "calibration='': give 'auto', 'off' or the path of a file"),
+    ({"calibration": True}, "calibration=True: give 'auto', 'off' or the path of a file"),
     ({"staging_memory": 0}, "staging_memory=0 is too small: give at least 1048576"),
 ]
 

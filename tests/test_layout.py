@@ -15,8 +15,6 @@ from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import (
     BLOCK_ALIGN,
     FIRST_GROUP_BYTES,
-    LEAST_ROW_BYTES,
-    LONG_ROW_BYTES,
     PIECE_ALIGN,
     CacheLayout,
 )
@@ -110,11 +108,15 @@ def test_any_geometry_round_trips_and_every_byte_is_covered_once(data: st.DataOb
     pieces=st.lists(st.integers(1, 100), min_size=1, max_size=12),
     num_blocks=st.integers(1, 50),
     target=st.integers(1, 20_000),
+    least=st.integers(0, 1000),
+    more=st.integers(0, 1000),
 )
-def test_layer_groups_cut_between_layers_in_order(pieces: list[int], num_blocks: int, target: int) -> None:
+def test_layer_groups_cut_between_layers_in_order(
+    pieces: list[int], num_blocks: int, target: int, least: int, more: int
+) -> None:
     tensors = {f"{i}": [torch.zeros(7, size), torch.zeros(7, 3, 2)[:, :, :1]] for i, size in enumerate(pieces)}
     layout = CacheLayout.from_tensors(tensors, 7, {f"{i}": 0 for i in range(len(pieces))})
-    groups = layout.layer_groups(num_blocks, target)
+    groups = layout.layer_groups(num_blocks, target, least, least + more)
     assert [region for group in groups for region in group] == list(range(len(layout.regions)))
     # Every group holds twice the one before it, so that the first is early and later ones come in longer rows.
     least_row, least_bytes = 0, min(FIRST_GROUP_BYTES, target)
@@ -126,7 +128,7 @@ def test_layer_groups_cut_between_layers_in_order(pieces: list[int], num_blocks:
             assert layout.regions[group.stop].layer != last_layer
         rest = sum(layout.regions[region].piece_bytes for region in group if layout.regions[region].layer != last_layer)
         assert rest == 0 or num_blocks * rest < least_bytes or rest < least_row
-        least_row = max(min(LEAST_ROW_BYTES, target), min(2 * row, LONG_ROW_BYTES))
+        least_row = max(least, min(2 * row, least + more))
         least_bytes = min(2 * num_blocks * row, target)
     for name in layout.layer_names:
         assert layout.regions[layout.last_region(name)].layer == name

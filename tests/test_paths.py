@@ -15,7 +15,7 @@ from kv_connector.transfer import staging
 from kv_connector.transfer.direct import DirectPath
 from kv_connector.transfer.dma import RunsPath, merge_runs
 from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.paths import TorchPath, choose, make_path
+from kv_connector.transfer.paths import TorchPath, make_path
 from kv_connector.transfer.staging import StagedPath, min_staging_memory
 from kv_connector.types import Direction
 from tests.copies import (
@@ -113,23 +113,6 @@ def test_merged_segments_hold_the_same_bytes() -> None:
     assert segments.device.tolist() == [100, 200]
     assert segments.host.tolist() == [0, 16]
     assert segments.sizes.tolist() == [16, 24]
-
-
-@pytest.mark.parametrize(
-    ("segment", "row", "rows", "pinned", "name"),
-    [
-        (16 << 10, 1 << 20, 64, True, PathName.STAGED),
-        (16 << 10, 16 << 10, 4096, True, PathName.STAGED),  # a row already, but too short for DMA
-        (16 << 10, 128 << 10, 2, True, PathName.DIRECT),
-        (2 << 20, 2 << 20, 32, True, PathName.RUNS),
-        (64 << 10, 64 << 10, 4096, True, PathName.RUNS),  # packing would not make it longer
-        (64 << 10, 2 << 20, 128, True, PathName.STAGED),
-        (16 << 10, 1 << 20, 64, False, PathName.RUNS),
-        (16 << 10, 16 << 10, 1, False, PathName.RUNS),
-    ],
-)
-def test_choice_of_a_path(segment: int, row: int, rows: int, pinned: bool, name: PathName) -> None:
-    assert choose(segment, row, rows, pinned) is name
 
 
 def test_paths_that_cannot_serve_say_what_to_change() -> None:

@@ -22,6 +22,7 @@ from ..config import Config
 from ..errors import ConfigError, InvalidBlockError, TransferError
 from ..types import CopyJob, Direction, LoadTiming
 from .checks import check_job, merged_ids
+from .costs import BUILT_IN, LinkCosts
 from .host_pool import HostPool
 from .layout import CacheLayout, last_group
 from .paths import CopyPath, make_path
@@ -46,8 +47,11 @@ class TransferEngine:
         config: Config,
         path: CopyPath | None = None,
         fallback: CopyPath | None = None,
+        costs: LinkCosts = BUILT_IN,
     ) -> None:
         """`path` replaces the one that `config.copy_path` names; a load that fails on it is tried on `fallback`.
+
+        `costs` are those of this machine: by them paths are chosen and layer groups cut.
 
         Raises ConfigError where pool or path do not fit.
         """
@@ -58,9 +62,11 @@ class TransferEngine:
             )
         self._layout = layout
         self._host = host
-        self._config = config
         self._whole: tuple[range, ...] = (range(len(layout.regions)),)
-        self._path = path if path is not None else make_path(layout, host, config)
+        self._path = path if path is not None else make_path(layout, host, config, costs)
+        self._group_bytes = config.layer_group_bytes or costs.group_bytes
+        # Rows that DMA still moves, for groups that come early, and those that it moves well.
+        self._row_bytes = min(costs.rows_at(0.8), self._group_bytes), costs.rows_at(0.92)
         self._fallback = fallback
         self._lanes = {
             Direction.LOAD: make_lane(layout.device, priority=-1, timing=True),
@@ -214,7 +220,7 @@ class TransferEngine:
     def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob], pairs: BlockPairs) -> bool:
         groups, after = self._whole, pairs.after
         if direction is Direction.LOAD and after is None:
-            groups = self._layout.layer_groups(len(pairs), self._config.layer_group_bytes)
+            groups = self._layout.layer_groups(len(pairs), self._group_bytes, *self._row_bytes)
         lane = self._lanes[direction]
         with lane.running(after_current=after is None):
             submission = Submission(direction, jobs, groups, lane.mark(lane.stream))

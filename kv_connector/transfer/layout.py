@@ -22,11 +22,6 @@ PIECE_ALIGN = 16
 """A piece's offset in its host block is a multiple of this, the widest load of a GPU thread."""
 BLOCK_ALIGN = 4096
 """Host blocks start on pages, as page locking and direct I/O want it."""
-LEAST_ROW_BYTES = 64 << 10
-"""DMA moves rows of this length at 50 of 55 GB/s, and rows of 16 KiB at 26, all of it the launching thread's time (one
-H200 on PCIe 5, 2026-11-21): no layer group behind the first has shorter ones."""
-LONG_ROW_BYTES = 256 << 10
-"""Rows from here on are worth no more than this."""
 FIRST_GROUP_BYTES = 8 << 20
 """Of a load's first layer group at least: 150 us of the link, as long as it takes to submit the second. It may have
 short rows: a kernel moves it."""
@@ -135,23 +130,25 @@ class CacheLayout:
         """Index of the last region that the layer reads; an alias reads its owner's. -1 for an unknown layer."""
         return self._last_region.get(layer_name, -1)
 
-    def layer_groups(self, num_blocks: int, target_bytes: int) -> tuple[range, ...]:
+    def layer_groups(
+        self, num_blocks: int, target_bytes: int, least_row: int = 0, long_row: int = 0
+    ) -> tuple[range, ...]:
         """Cut the regions into consecutive groups of whole layers, in order, for a copy of `num_blocks` blocks.
 
         The first group is there early: it closes once it holds `FIRST_GROUP_BYTES`. Each one behind it has at least
-        twice the bytes, up to `target_bytes`, and twice the row, from `LEAST_ROW_BYTES` to `LONG_ROW_BYTES`. The last
-        group may be smaller.
+        twice the bytes, up to `target_bytes`, and twice the row, from `least_row` to `long_row` bytes. The last group
+        may be smaller.
         """
         groups: list[range] = []
-        start = first = row_bytes = least_row = 0
+        start = first = row_bytes = wanted_row = 0
         least_bytes = min(FIRST_GROUP_BYTES, target_bytes)
         for stop in self._layer_stops:
             row_bytes += sum(region.piece_bytes for region in self.regions[first:stop])
             first = stop
-            is_full = row_bytes >= least_row and num_blocks * row_bytes >= least_bytes
+            is_full = row_bytes >= wanted_row and num_blocks * row_bytes >= least_bytes
             if is_full or stop == len(self.regions):
                 groups.append(range(start, stop))
-                least_row = max(min(LEAST_ROW_BYTES, target_bytes), min(2 * row_bytes, LONG_ROW_BYTES))
+                wanted_row = max(least_row, min(2 * row_bytes, long_row))
                 least_bytes = min(2 * num_blocks * row_bytes, target_bytes)
                 start, row_bytes = stop, 0
         return tuple(groups)

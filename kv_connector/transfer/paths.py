@@ -11,21 +11,10 @@ from numpy.typing import NDArray
 from ..config import Config, PathName
 from ..errors import TransferError
 from ..types import Direction
+from .costs import BUILT_IN, LinkCosts
 from .dma import RunsPath
 from .host_pool import HostPool
 from .layout import CacheLayout, Region
-
-# One H200 on PCIe 5, random block ids (2026-11-21). DMA alone moves segments of 256 KiB at 50 and of 2 MiB at 54.6 of
-# 55.4 GB/s, packed rows go at 53 to 54 whatever their pieces.
-RUNS_SEGMENT_BYTES = 1 << 20
-# Where packing makes nothing longer, DMA alone is better from here on: 40 GB/s, as packed rows of that length, and no
-# kernel that waits behind the model's.
-UNPACKED_SEGMENT_BYTES = 64 << 10
-# A direct kernel moves this in 20 us, about what the staged chain takes to start.
-DIRECT_TOTAL_BYTES = 1 << 20
-# It is 8 % slower than packing and DMA, whose chain it is ahead of by 25 us or more: up to here it is done sooner, and
-# while the model waits for just that copy there is nobody to disturb.
-URGENT_DIRECT_BYTES = 16 << 20
 
 
 class CopyPath(Protocol):
@@ -94,14 +83,15 @@ def _matching_views(region: Region, host: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 class AutoPath:
-    """Chooses a path for each copy by `choose`."""
+    """Chooses a path for each copy: the one that `costs` says takes least, of those that this pool and layout have."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool, staging_memory: int) -> None:
+    def __init__(self, layout: CacheLayout, host: HostPool, staging_memory: int, costs: LinkCosts) -> None:
         """`staging_memory` is what `StagedPath` may take; where a piece does not fit into it, DMA takes its place."""
         from .direct import DirectPath
         from .staging import StagedPath, min_staging_memory
 
         self._host = host
+        self._costs = costs
         self._runs = RunsPath(layout, host)
         self._paths: dict[PathName, CopyPath] = {PathName.RUNS: self._runs}
         if host.is_pinned:
@@ -124,7 +114,9 @@ class AutoPath:
         num_segments = len(pieces) * len(device_ids) if plan is None else len(plan)
         row_bytes = sum(pieces)
         segment_bytes = row_bytes * len(device_ids) // num_segments
-        name = choose(segment_bytes, row_bytes, len(device_ids), self._host.is_pinned, urgent)
+        name = PathName.RUNS  # only DMA reaches memory that is not page-locked
+        if self._host.is_pinned:
+            name = self._costs.choose(direction, segment_bytes, row_bytes, len(device_ids), urgent)
         if plan is not None and (name is PathName.RUNS or name not in self._paths):
             self._runs.submit(direction, plan)
         else:
@@ -136,38 +128,20 @@ class AutoPath:
             path.close()
 
 
-def choose(segment_bytes: int, row_bytes: int, num_rows: int, is_pinned: bool, urgent: bool = False) -> PathName:
-    """The path for a copy of `num_rows` rows of host memory, in segments of `segment_bytes` on average.
-
-    Only DMA reaches memory that is not page-locked. Long segments need no packing, nor do those that are rows already.
-    What is over in microseconds is not worth a chain of two launches and a copy, and the model does not feel it; nor
-    does it feel what it waits for. All else is packed.
-    """
-    total_bytes = num_rows * row_bytes
-    is_row = segment_bytes >= row_bytes and segment_bytes >= UNPACKED_SEGMENT_BYTES
-    if not is_pinned or segment_bytes >= RUNS_SEGMENT_BYTES:
-        return PathName.RUNS
-    if urgent and total_bytes <= URGENT_DIRECT_BYTES:
-        return PathName.DIRECT
-    if is_row:
-        return PathName.RUNS
-    return PathName.DIRECT if total_bytes <= DIRECT_TOTAL_BYTES else PathName.STAGED
-
-
 def make_fallback(layout: CacheLayout, host: HostPool) -> CopyPath:
     """The path that needs least: no kernels, no staging, any memory."""
     return TorchPath(layout, host) if layout.device.type == "cpu" else RunsPath(layout, host)
 
 
-def make_path(layout: CacheLayout, host: HostPool, config: Config) -> CopyPath:
-    """The path that `config.copy_path` names; a cache on the CPU is always copied with torch.
+def make_path(layout: CacheLayout, host: HostPool, config: Config, costs: LinkCosts = BUILT_IN) -> CopyPath:
+    """The path that `config.copy_path` names, by `costs` where it is `auto`; a cache on the CPU is copied with torch.
 
     Raises ConfigError where the path cannot serve this pool and layout.
     """
     if layout.device.type == "cpu":
         return TorchPath(layout, host)
     if config.copy_path is PathName.AUTO:
-        return AutoPath(layout, host, config.staging_memory)
+        return AutoPath(layout, host, config.staging_memory, costs)
     if config.copy_path is PathName.RUNS:
         return RunsPath(layout, host)
     # Only these need Triton.

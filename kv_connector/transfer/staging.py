@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from ..errors import ConfigError
 from ..triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
 from ..types import Direction
+from .costs import EDGE_BYTES
 from .direct import IdUploads, RegionTables, UploadedIds
 from .dma import Copier, driver_copier, merge_runs
 from .host_pool import HostPool
-from .layout import LONG_ROW_BYTES, PIECE_ALIGN, CacheLayout
+from .layout import PIECE_ALIGN, CacheLayout
 from .streams import Event, make_lane
 
 Int64s = NDArray[np.int64]
@@ -35,8 +36,8 @@ NUM_BUFFERS = 3
 """Buffers a direction. Beside a busy model one is packed at each end of its kernels, 1.4 ms apart for large products,
 and what lies in the others has to keep the link busy until then: of 128 MiB, 2.4 ms of the link, three are enough and
 two not quite. More are more chunks to submit."""
-EDGE_BYTES = 8 << 20
-"""Of the chunk that nothing runs beside, the first of a save and the last of a load: its packing delays the copy."""
+_JOINED_BYTES = 256 << 10
+"""Neighbouring rows below this are copied as one; DMA hardly gains beyond, and joining takes the thread's time."""
 # Above the model's 0: a packing kernel is short and the link waits for it. Loads first.
 _PRIORITIES = {Direction.LOAD: -2, Direction.SAVE: -1}
 
@@ -195,7 +196,7 @@ class StagedPath:
         addresses = (addresses[:, None] + part.offsets).ravel()
         pieces = None
         # A gap parts every row from the next, except where a row is all of its block; long ones gain nothing.
-        if part.sizes[0] == self._host.block_bytes < LONG_ROW_BYTES and np.any(host_ids[1:] == host_ids[:-1] + 1):
+        if part.sizes[0] == self._host.block_bytes < _JOINED_BYTES and np.any(host_ids[1:] == host_ids[:-1] + 1):
             pieces = host_ids // self._host.blocks_per_piece
         pointer, first = addresses.ctypes.data, 0
         for count in chunk_rows(direction, len(host_ids), part.most_rows, EDGE_BYTES // part.rows[0].stride(0)):

@@ -1,0 +1,179 @@
+"""What a copy takes on each path on this machine, and from that the path and the layer groups that serve best.
+
+Three things are known of each direction, measured at start-up (`calibration.py`) or built in: DMA by the length of a
+segment, the packing kernel, and the kernel over the link, both by the length of a piece. All else is sums of these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import Config, PathName
+from ..errors import ConfigError
+from ..types import Direction
+
+if TYPE_CHECKING:
+    from .host_pool import HostPool
+    from .layout import CacheLayout
+
+EDGE_BYTES = 8 << 20
+"""Of the staged path's chunk that nothing runs beside, the first of a save and the last of a load."""
+DISTURBING_US = 35.0
+"""A kernel over the link slows the model by 15 to 57 % (H200, 2026-11-21) while it runs: longer than this it runs only
+for a copy that the model waits for."""
+_FASTER = 0.97
+"""Packing has to save more than this leaves: it takes multiprocessors and memory bandwidth that DMA does not."""
+_GROUP_STARTS = 20
+"""A layer group takes as long as so many starts of a copy, so that starting costs it a twentieth."""
+_LIMIT = 1 << 16  # characters of a file
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """GB/s at some lengths, in bytes and ascending, and the microseconds that a copy of no bytes takes."""
+
+    lengths: tuple[int, ...]
+    gigabytes_per_second: tuple[float, ...]
+    start_us: float
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in zip(self.lengths, self.lengths[1:], strict=False))
+        rates_ok = all(math.isfinite(rate) and rate > 0 for rate in self.gigabytes_per_second)
+        if not (self.lengths and ascending and self.lengths[0] > 0 and rates_ok):
+            raise ConfigError(f"lengths {self.lengths} with rates {self.gigabytes_per_second}: give rates above 0")
+        if len(self.lengths) != len(self.gigabytes_per_second) or not 0 <= self.start_us < math.inf:
+            raise ConfigError(f"{len(self.lengths)} lengths, {len(self.gigabytes_per_second)} rates: give one for each")
+
+    def rate(self, length: float) -> float:
+        """GB/s at this length: between those known by its logarithm, and beyond them as at the last."""
+        lengths, rates = self.lengths, self.gigabytes_per_second
+        i = bisect_right(lengths, length)
+        if i == 0 or i == len(lengths):
+            return rates[max(0, i - 1)]
+        share = math.log(length / lengths[i - 1]) / math.log(lengths[i] / lengths[i - 1])
+        return rates[i - 1] + share * (rates[i] - rates[i - 1])
+
+    def microseconds(self, num_bytes: int, length: float) -> float:
+        """Of a copy of `num_bytes` in parts of `length`."""
+        return self.start_us + num_bytes / self.rate(length) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionCosts:
+    """`dma` by segment; `packing` on the device and `direct` over the link by piece."""
+
+    dma: Curve
+    packing: Curve
+    direct: Curve
+
+    def microseconds(self, path: PathName, segment_bytes: int, row_bytes: int, num_rows: int) -> float:
+        """Of a copy of `num_rows` rows of host memory in segments of `segment_bytes` on average, by one path."""
+        num_bytes = num_rows * row_bytes
+        if path is PathName.RUNS:
+            return self.dma.microseconds(num_bytes, segment_bytes)
+        if path is PathName.DIRECT:
+            return self.direct.microseconds(num_bytes, segment_bytes)
+        edge = self.packing.microseconds(min(num_bytes, EDGE_BYTES), segment_bytes)
+        return edge + self.dma.microseconds(num_bytes, row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """Of one GPU. `source` says where they are from."""
+
+    load: DirectionCosts
+    save: DirectionCosts
+    source: str
+
+    def of(self, direction: Direction) -> DirectionCosts:
+        """Those of a direction."""
+        return self.load if direction is Direction.LOAD else self.save
+
+    def choose(
+        self, direction: Direction, segment_bytes: int, row_bytes: int, num_rows: int, urgent: bool = False
+    ) -> PathName:
+        """The path for a copy to or from page-locked memory; `urgent`: the model waits for it."""
+        costs = self.of(direction)
+        runs, staged, direct = (
+            costs.microseconds(path, segment_bytes, row_bytes, num_rows)
+            for path in (PathName.RUNS, PathName.STAGED, PathName.DIRECT)
+        )
+        if direct < min(runs, staged) and (urgent or direct <= DISTURBING_US):
+            return PathName.DIRECT
+        return PathName.STAGED if staged < _FASTER * runs else PathName.RUNS
+
+    def rows_at(self, share: float) -> int:
+        """Bytes of the shortest row, a power of two, that DMA loads at this share of its best rate."""
+        dma = self.load.dma
+        length = dma.lengths[0]
+        while length < dma.lengths[-1] and dma.rate(length) < share * max(dma.gigabytes_per_second):
+            length *= 2
+        return length
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a layer group that is large enough for the link and no larger: the first layers are there early."""
+        start_us = self.load.dma.start_us + self.load.packing.start_us
+        return int(_GROUP_STARTS * start_us * max(self.load.dma.gigabytes_per_second) * 1e3)
+
+    def encode(self) -> str:
+        """As JSON; see `decode`."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def decode(text: str, source: str) -> LinkCosts:
+    """What `encode` wrote, which comes from a file. Raises ConfigError, naming `source`."""
+    try:
+        found: Any = json.loads(text[:_LIMIT])
+        return LinkCosts(_direction(found["load"]), _direction(found["save"]), source)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{source} is no result of `kv-connector calibrate`: {error!r}; measure anew") from error
+
+
+def link_costs(layout: CacheLayout, host: HostPool, config: Config) -> LinkCosts:
+    """What `config.calibration` says: measured, now or at an earlier start, built in, or from a file.
+
+    Measuring writes to the first blocks of `host`: for start-up. Raises ConfigError for a file that cannot be read.
+    """
+    if config.calibration not in ("auto", "off"):
+        try:
+            return decode(Path(config.calibration).read_text(), config.calibration)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"calibration={config.calibration!r} cannot be read: {error}") from error
+    if config.calibration == "off" or layout.device.type != "cuda" or not host.is_pinned:
+        return BUILT_IN
+    from .calibration import remembered_costs  # only this needs Triton
+
+    return remembered_costs(layout, host)
+
+
+def _direction(found: Mapping[str, Any]) -> DirectionCosts:
+    return DirectionCosts(*(_curve(found[name]) for name in ("dma", "packing", "direct")))
+
+
+def _curve(found: Mapping[str, Any]) -> Curve:
+    lengths = tuple(int(length) for length in found["lengths"])
+    return Curve(lengths, tuple(float(rate) for rate in found["gigabytes_per_second"]), float(found["start_us"]))
+
+
+_LENGTHS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
+BUILT_IN = LinkCosts(
+    load=DirectionCosts(
+        dma=Curve(_LENGTHS, (2.1, 8.0, 26.0, 49.6, 50.0, 54.3), 10.0),
+        packing=Curve((1 << 10, 16 << 10), (400.0, 800.0), 25.0),
+        direct=Curve((1 << 10, 4 << 10, 16 << 10), (40.0, 44.9, 50.0), 12.0),
+    ),
+    save=DirectionCosts(
+        dma=Curve(_LENGTHS, (2.3, 8.9, 38.0, 49.8, 50.1, 54.2), 10.0),
+        packing=Curve((1 << 10, 16 << 10), (400.0, 800.0), 25.0),
+        direct=Curve((1 << 10, 4 << 10, 16 << 10), (40.0, 45.5, 51.2), 12.0),
+    ),
+    source="built in: one H200 on PCIe 5, driver 580, 2026-11-21",
+)
+"""What serves where nothing was measured. Their order is the same on other GPUs, and that is what counts."""
