@@ -41,7 +41,8 @@ VERSION = 1
 SEGMENT_LENGTHS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 """Segments that DMA is measured with; short ones are bounded by the launching thread."""
 REGIONS = 16  # pieces of a block that kernels are measured with
-_LARGE = 32 << 20  # bytes of a copy whose rate is taken
+NUM_BYTES = 32 << 20
+"""Of host memory and of scratch memory that copies are measured on."""
 _REPEATS = 3
 _READY_SECONDS = 1.5
 """How long a start waits for the first page-locked memory."""
@@ -54,6 +55,8 @@ def remembered_costs(layout: CacheLayout, host: HostPool) -> LinkCosts:
     served with what is built in.
     """
     piece_bytes = max(region.piece_bytes for region in layout.regions)
+    if host.num_blocks * host.block_bytes < NUM_BYTES:
+        return BUILT_IN  # nobody waits for so little
     path = cache_folder() / f"link_costs_{_key(layout.device, piece_bytes)}.json"
     try:
         return decode(path.read_text(), str(path))
@@ -66,7 +69,7 @@ def remembered_costs(layout: CacheLayout, host: HostPool) -> LinkCosts:
 
 def _measured_now(device: torch.device, host: HostPool, piece_bytes: int, path: Path) -> LinkCosts:
     begin = time.perf_counter()
-    while host.num_ready_blocks * host.block_bytes < _LARGE and host.num_ready_blocks < host.num_blocks:
+    while host.num_ready_blocks * host.block_bytes < NUM_BYTES:
         if time.perf_counter() - begin > _READY_SECONDS:
             logger.warning("no host memory is ready after %.1f s: copies go by what is built in", _READY_SECONDS)
             return BUILT_IN
@@ -91,8 +94,11 @@ def _measured_now(device: torch.device, host: HostPool, piece_bytes: int, path: 
 def measure(device: torch.device, host: HostPool, piece_lengths: Sequence[int]) -> LinkCosts:
     """Measure now: DMA at `SEGMENT_LENGTHS`, the kernels at `piece_lengths`, ascending.
 
-    Overwrites the first 32 MiB of `host`, or what is ready of it. Raises what CUDA raises.
+    Overwrites the first `NUM_BYTES` of `host`. Raises ValueError where it has less that is ready or pieces are longer,
+    and what CUDA raises.
     """
+    if host.num_ready_blocks * host.block_bytes < NUM_BYTES or max(piece_lengths) > NUM_BYTES:
+        raise ValueError(f"{NUM_BYTES} bytes of host memory are needed, and pieces of at most as many")
     bench = _Bench(device, host)
     found = {}
     for direction in Direction:
@@ -113,17 +119,16 @@ class _Bench:
 
     def __init__(self, device: torch.device, host: HostPool) -> None:
         self._device = device
-        self._num_bytes = min(_LARGE, host.num_ready_blocks * host.block_bytes)
-        self._host = host.tensor.view(-1)[: self._num_bytes]
-        self._scratch = torch.zeros((2, self._num_bytes), dtype=torch.uint8, device=device)
+        self._host = host.tensor.view(-1)[:NUM_BYTES]
+        self._scratch = torch.zeros((2, NUM_BYTES), dtype=torch.uint8, device=device)
         self._lane = make_lane(device, priority=0, timing=True)
         self._stream = self._lane.stream
         self._random = np.random.default_rng(0)
 
     def dma(self, direction: Direction, length: int) -> tuple[float, float]:
         """GB/s in segments of `length`, and microseconds that a copy of one segment takes beyond its bytes."""
-        count = max(1, min(self._num_bytes // length, 2048))  # a call of the driver
-        places = (self._random.permutation(self._num_bytes // length)[:count] * length for _ in range(2))
+        count = min(NUM_BYTES // length, 2048)  # a call of the driver
+        places = (self._random.permutation(NUM_BYTES // length)[:count] * length for _ in range(2))
         there, here = (place.astype(np.int64) for place in places)
         there, here = there + self._scratch.data_ptr(), here + self._host.data_ptr()
         sizes = np.full(count, length, dtype=np.int64)
@@ -133,12 +138,14 @@ class _Bench:
         return self._rate(lambda number: copier(*arrays, number, True, handle), count, length)
 
     def kernel(self, direction: Direction, length: int, over_link: bool) -> tuple[float, float]:
-        """The same of blocks of `REGIONS` pieces of `length`, to rows on the device or in host memory."""
-        count = max(1, self._num_bytes // (length * REGIONS))
-        views = self._scratch[0][: count * length * REGIONS].view(REGIONS, count, length)
-        table = RegionTable.upload(list(views.unbind(0)), [i * length for i in range(REGIONS)])
+        """The same of blocks of up to `REGIONS` pieces of `length`, to rows on the device or in host memory."""
+        regions = min(REGIONS, NUM_BYTES // length)
+        row_bytes = length * regions
+        count = NUM_BYTES // row_bytes
+        views = self._scratch[0][: count * row_bytes].view(regions, count, length)
+        table = RegionTable.upload(list(views.unbind(0)), [i * length for i in range(regions)])
         ids = torch.from_numpy(self._random.permutation(count)).to(self._device)
-        rows = (self._host if over_link else self._scratch[1])[: count * length * REGIONS].view(count, -1)
+        rows = (self._host if over_link else self._scratch[1])[: count * row_bytes].view(count, row_bytes)
         load = direction is Direction.LOAD
         move = scatter_pieces if load else gather_pieces
         programs = (LINK_LOAD_PROGRAMS if load else LINK_SAVE_PROGRAMS) if over_link else STAGED_PROGRAMS
@@ -147,12 +154,14 @@ class _Bench:
             flat_ids = ids[:number] if over_link else None
             move(table, ids, rows, flat_ids, count=number, num_programs=programs, stream=self._stream)
 
-        return self._rate(copy, count, length * REGIONS)
+        return self._rate(copy, count, row_bytes)
 
     def _rate(self, copy: Callable[[int], None], count: int, length: int) -> tuple[float, float]:
         """Of `copy(count)`, which moves `count * length` bytes, and of `copy(1)`."""
         large, small = self._microseconds(copy, count), self._microseconds(copy, 1)
-        rate = max(1, count - 1) * length / max(large - small, 0.5 * large) / 1e3
+        if count == 1:
+            return length / large / 1e3, 0.0
+        rate = (count - 1) * length / max(large - small, large / 2) / 1e3
         return rate, max(0.0, small - length / rate / 1e3)
 
     def _microseconds(self, copy: Callable[[int], None], count: int) -> float:

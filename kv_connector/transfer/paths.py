@@ -109,14 +109,16 @@ class AutoPath:
     ) -> None:
         """See `CopyPath.copy`."""
         pieces = self._runs.piece_bytes(regions)
-        # Of several pieces no two blocks are adjacent on both sides, whatever their ids.
-        plan = self._runs.plan(regions, device_ids, host_ids) if len(pieces) == 1 else None
-        num_segments = len(pieces) * len(device_ids) if plan is None else len(plan)
-        row_bytes = sum(pieces)
-        segment_bytes = row_bytes * len(device_ids) // num_segments
-        name = PathName.RUNS  # only DMA reaches memory that is not page-locked
+        row_bytes, num_rows = sum(pieces), len(device_ids)
+        segment_bytes, name = row_bytes // len(pieces), PathName.RUNS  # only DMA reaches memory that is not page-locked
         if self._host.is_pinned:
-            name = self._costs.choose(direction, segment_bytes, row_bytes, len(device_ids), urgent)
+            name = self._costs.choose(direction, segment_bytes, row_bytes, num_rows, urgent)
+        plan = None
+        if len(pieces) == 1 and not (urgent and name is PathName.DIRECT):
+            # Of several pieces no two blocks are adjacent on both sides, whatever their ids.
+            plan = self._runs.plan(regions, device_ids, host_ids)
+            if self._host.is_pinned and len(plan) < num_rows:
+                name = self._costs.choose(direction, row_bytes * num_rows // len(plan), row_bytes, num_rows)
         if plan is not None and (name is PathName.RUNS or name not in self._paths):
             self._runs.submit(direction, plan)
         else:
