@@ -111,13 +111,9 @@ def test_quantised_caches_are_bytes_like_any_other(tmp_path: Path, dtype: str) -
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
 @pytest.mark.parametrize("choice", ["sync", "async"])
-@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_two_ranks_load_what_each_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, choice: str
-) -> None:
-    """vLLM's CPU backend runs no pipeline of two stages, with or without a connector: it is tested here only."""
+def test_two_ranks_load_what_each_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has used CUDA, and a fork could not
-    check_loaded_bytes_and_tokens(tmp_path, "dense", choice, **{kind: 2})
+    check_loaded_bytes_and_tokens(tmp_path, "dense", choice, tensor_parallel_size=2)
 
 
 def test_a_cache_of_latents_is_copied_too(tmp_path: Path) -> None:

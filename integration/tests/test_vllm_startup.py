@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
 from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, running, transfer_config, vllm_version
+from kv_connector.engines.vllm.specs import refuse_unsupported
 from kv_connector.errors import ConfigError
 
 
@@ -39,6 +41,19 @@ def test_host_memory_has_no_default(tmp_path: Path) -> None:
 
 def test_prefix_caching_is_needed(tmp_path: Path) -> None:
     assert "leave prefix caching on" in refusal(tmp_path, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+)
+def test_ways_of_being_parallel_that_are_not_served(name: str) -> None:
+    """vLLM's CPU backend has none of them: it would refuse them itself before the connector is made."""
+    sizes = {"pipeline_parallel_size": 1, name: 2}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes), cache_config=SimpleNamespace(enable_prefix_caching=True)
+    )
+    with pytest.raises(ConfigError, match=f"{name}=2 is not supported"):
+        refuse_unsupported(config)
 
 
 def test_the_short_name_alone_is_enough(tmp_path: Path) -> None:

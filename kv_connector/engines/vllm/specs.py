@@ -59,7 +59,7 @@ def read_config(vllm_config: VllmConfig) -> Config:
 def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineShape:
     """The engine's shape. Raises ConfigError, naming the reason and what would help, for what is not served."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    _refuse_unsupported(vllm_config)
+    refuse_unsupported(vllm_config)
     groups = [(index, _block_group(group)) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
     block_size = _block_size(kv_cache_config)
     groups.sort(key=lambda entry: entry[1].window_blocks is not None)
@@ -101,7 +101,8 @@ def layer_specs(spec: Any) -> Iterable[Any]:
     return wrapped.values() if wrapped is not None else (spec,)
 
 
-def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError, with the reason and the fix, for what no engine may be started with."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if not cache.enable_prefix_caching:
         raise ConfigError("enable_prefix_caching=False: blocks have no names without it; leave prefix caching on")
@@ -109,10 +110,10 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name}={size} is not supported: a block then holds a part of its tokens; set it to 1")
-    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+    if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} together with speculative decoding is not "
-            "supported: vLLM leaves out the save calls of all but the last stage; use one or the other"
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported: loads and saves of several "
+            "stages have not been shown to agree; set it to 1 and use tensor_parallel_size"
         )
 
 
