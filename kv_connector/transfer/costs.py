@@ -127,13 +127,13 @@ class LinkCosts:
         return json.dumps(asdict(self), indent=1)
 
 
-def decode(text: str, source: str) -> LinkCosts:
-    """What `encode` wrote, which comes from a file. Raises ConfigError, naming `source`."""
+def decode(text: str, name: str) -> LinkCosts:
+    """What `encode` wrote. Raises ConfigError, with the name of the file that it comes from."""
     try:
         found: Any = json.loads(text[:_LIMIT])
-        return LinkCosts(_direction(found["load"]), _direction(found["save"]), source)
+        return LinkCosts(_direction(found["load"]), _direction(found["save"]), str(found["source"])[:200])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{source} is no result of `kv-connector calibrate`: {error!r}; measure anew") from error
+        raise ConfigError(f"{name} is no result of `kv-connector calibrate`: {error!r}; measure anew") from error
 
 
 def link_costs(layout: CacheLayout, host: HostPool, config: Config) -> LinkCosts:
