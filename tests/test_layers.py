@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "kv_connector"
 
-THIRD_PARTY = {"torch", "triton", "numpy", "cuda", "vllm", "prometheus_client", "mooncake", "matplotlib"}
+THIRD_PARTY = {"torch", "triton", "numpy", "cuda", "vllm", "prometheus_client", "mooncake", "matplotlib", "nixl_cu12", "nixl_cu13"}
 LAYER_0 = {"types", "errors", "config", "metrics", "events"}
 
 # What each part may import beyond the standard library and itself. A dotted entry allows only that module.
@@ -30,7 +30,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": {*LAYER_0, "torch", "numpy", "cuda", "triton_kernels", "matplotlib"},
     "base": {*LAYER_0},
     "storage": {*LAYER_0, "numpy", "mooncake"},
+    "peer": {*LAYER_0, "numpy", "nixl_cu12", "nixl_cu13"},
     "jobs": {*LAYER_0, "numpy"},
+    "handovers": {*LAYER_0, "base", "index", "jobs", "numpy"},
     "saves": {*LAYER_0, "base", "index"},
     "loads": {*LAYER_0},
     "leases": {*LAYER_0, "base", "index", "jobs", "loads", "saves"},
@@ -38,11 +40,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backups": {*LAYER_0, "index", "jobs"},
     "prefetches": {*LAYER_0, "base", "index", "jobs", "loads"},
     "storing": {*LAYER_0, "backups", "base", "index", "jobs", "loads", "prefetches", "numpy"},
-    "endings": {*LAYER_0, "base", "index", "jobs", "loads", "saves", "storing"},
+    "endings": {*LAYER_0, "base", "index", "jobs", "handovers", "loads", "saves", "storing"},
     "scheduler": {
         *LAYER_0,
         "base",
         "endings",
+        "handovers",
         "index",
         "jobs",
         "leases",
@@ -52,10 +55,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storing",
         "numpy",
     },
-    "worker": {*LAYER_0, "base", "storage", "transfer", "torch", "numpy"},
+    "worker": {*LAYER_0, "base", "peer", "storage", "transfer", "torch", "numpy"},
     "engines": {*LAYER_0, "base", "index", "build", "vllm", "torch", "prometheus_client"},
     "cli": {*LAYER_0, "storage", "transfer", "torch"},
-    "build": {*LAYER_0, "base", "index", "storage", "transfer", "scheduler", "worker", "torch", "numpy"},
+    "build": {*LAYER_0, "base", "index", "peer", "storage", "transfer", "scheduler", "worker", "torch", "numpy"},
 }
 # In addition, under `if TYPE_CHECKING`: costs nothing at run time.
 MAY_NAME: dict[str, set[str]] = {
@@ -65,7 +68,8 @@ MAY_NAME: dict[str, set[str]] = {
 }
 # Only inside functions, so that the scheduler's process never loads what moves bytes.
 ONLY_LAZILY: dict[str, set[str]] = {
-    "build": {"storage", "transfer", "worker", "torch"},
+    "build": {"peer", "storage", "transfer", "worker", "torch"},
+    "peer": {"nixl_cu12", "nixl_cu13"},
     "storage": {"mooncake"},  # not everybody has it
 }
 # One thread and a clock that is passed in: a run is repeatable from a seed.
@@ -75,6 +79,7 @@ MAY_NOT_IMPORT = {
     "index": THREADS | CLOCKS,
     "jobs": THREADS | CLOCKS,
     "saves": THREADS | CLOCKS,
+    "handovers": THREADS | CLOCKS,
     "loads": THREADS | CLOCKS,
     "leases": THREADS | CLOCKS,
     "endings": THREADS | CLOCKS,
