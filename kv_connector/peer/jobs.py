@@ -55,6 +55,8 @@ class PeerJobs:
         self._gated: list[tuple[Marker, Callable[[], None]]] = []
         self._ended: deque[EndedPeerJob] = deque()
         self._open: set[int] = set()
+        self._waiting: set[int] = set()  # receives that have not begun
+        self._called_off: set[int] = set()  # and those of them that will not
         self._is_closing = False
         self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="kv-peer", daemon=True)
@@ -71,7 +73,8 @@ class PeerJobs:
         if job.action is PeerAction.SEND:
             self._say(None, lambda: self._offers.offer(job))
         else:
-            self._say(behind, lambda: self._receives.receive(job))
+            self._waiting.add(job.job_id)
+            self._say(behind, lambda: self._receive(job))
 
     def ready(self, job_ids: Iterable[int], regions: int, behind: Marker) -> None:
         """The leading `regions` of these SEND jobs are computed once the work in front of `behind` is done."""
@@ -119,10 +122,22 @@ class PeerJobs:
         self._words.append((behind, word))
         self._transport.wake()
 
-    def _cancel(self, job_id: int) -> None:
-        self._receives.cancel(job_id)
-
     # On the thread.
+
+    def _receive(self, job: PeerJob) -> None:
+        self._waiting.discard(job.job_id)
+        if job.job_id in self._called_off:
+            self._called_off.discard(job.job_id)
+            self._receives.ended.append((job.job_id, False))
+        else:
+            self._receives.receive(job)
+
+    def _cancel(self, job_id: int) -> None:
+        """It may have ended, or not have begun yet: what it fills was still in use."""
+        if job_id in self._receives:
+            self._receives.cancel(job_id)
+        elif job_id in self._waiting:
+            self._called_off.add(job_id)
 
     def _run(self) -> None:
         try:

@@ -170,7 +170,7 @@ class Offers:
             stop.pushes.discard(event.number)
         self._tell_stopped()
         if sending.is_ending:
-            self._end(offer, sending, ok=False)
+            self._end(offer, sending, ok=offer.is_unwanted)
         else:
             self._advance(offer)
 
@@ -265,8 +265,9 @@ class Offers:
         self._let_go(offer)
 
     def _let_go(self, offer: _Offer) -> None:
+        """What nobody wants is as good as sent."""
         for sending in list(offer.sendings.values()):
-            self._end(offer, sending, ok=False)
+            self._end(offer, sending, ok=offer.is_unwanted)
 
     def _end(self, offer: _Offer, sending: _Sending, ok: bool) -> None:
         """The job ends, once nothing of it is on its way."""

@@ -75,8 +75,10 @@ class Receives:
 
     def cancel(self, job_id: int) -> None:
         """Nobody waits for the job any more."""
-        if job_id in self._jobs:
-            self._stop(self._jobs[job_id])
+        self._stop(self._jobs[job_id])
+
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._jobs
 
     def connected(self, link: int) -> None:
         """A link is open."""
