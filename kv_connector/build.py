@@ -98,9 +98,14 @@ def _open_peers(
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
     """The links of one rank, for its pool. Raises ConfigError where they cannot be opened."""
     from .peer.handshake import Card
-    from .peer.shared_memory import SharedMemoryTransport
 
     card = Card(identity, engine_id, pool.num_blocks)
     port = config.port + identity.rank if config.port else 0
     secret, seconds = config.secret.encode(), config.timeout_ms / 1e3
+    if config.kind == "nixl":
+        from .peer.nixl import NixlTransport
+
+        return NixlTransport(pool, card, config.bind, port, secret, seconds)
+    from .peer.shared_memory import SharedMemoryTransport
+
     return SharedMemoryTransport(pool, card, config.bind, port, secret, seconds, config.staging_memory)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kv_connector.peer.base import (
     Arrived,
@@ -25,6 +26,7 @@ from kv_connector.peer.base import (
 )
 from kv_connector.peer.handshake import Card
 from kv_connector.peer.loopback import LoopbackNet, LoopbackTransport
+from kv_connector.peer.nixl import NixlTransport, why_not
 from kv_connector.peer.shared_memory import SharedMemoryTransport
 
 SECRET = b"a secret that both sides know"
@@ -69,10 +71,16 @@ class Backend:
         card = card_of(pool, **changes)
         if self.name == "loopback":
             return LoopbackTransport(self.net, pool.pool, card, secret)
+        if self.name == "nixl":
+            return NixlTransport(pool.pool, card, "127.0.0.1", 0, secret, seconds)
         return SharedMemoryTransport(pool.pool, card, "127.0.0.1", 0, secret, seconds, STAGING)
 
 
-BACKENDS = ["loopback", "shared_memory"]
+BACKENDS = [
+    "loopback",
+    "shared_memory",
+    pytest.param("nixl", marks=pytest.mark.skipif(why_not() is not None, reason=str(why_not()))),
+]
 
 
 class Side:

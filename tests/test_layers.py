@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "kv_connector"
 
-THIRD_PARTY = {"torch", "triton", "numpy", "cuda", "vllm", "prometheus_client", "mooncake", "matplotlib", "nixl_cu12", "nixl_cu13"}
+THIRD_PARTY = {"torch", "triton", "numpy", "cuda", "vllm", "prometheus_client", "mooncake", "matplotlib"}
 LAYER_0 = {"types", "errors", "config", "metrics", "events"}
 
 # What each part may import beyond the standard library and itself. A dotted entry allows only that module.
@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": {*LAYER_0, "torch", "numpy", "cuda", "triton_kernels", "matplotlib"},
     "base": {*LAYER_0},
     "storage": {*LAYER_0, "numpy", "mooncake"},
-    "peer": {*LAYER_0, "numpy", "nixl_cu12", "nixl_cu13"},
+    "peer": {*LAYER_0, "numpy"},
     "jobs": {*LAYER_0, "numpy"},
     "handovers": {*LAYER_0, "base", "index", "jobs", "numpy"},
     "saves": {*LAYER_0, "base", "index"},
@@ -70,7 +70,6 @@ MAY_NAME: dict[str, set[str]] = {
 # Only inside functions, so that the scheduler's process never loads what moves bytes.
 ONLY_LAZILY: dict[str, set[str]] = {
     "build": {"peer", "storage", "transfer", "worker", "torch"},
-    "peer": {"nixl_cu12", "nixl_cu13"},
     "storage": {"mooncake"},  # not everybody has it
 }
 # One thread and a clock that is passed in: a run is repeatable from a seed.

@@ -117,7 +117,7 @@ def pairs_still_work(listener: Side) -> Iterator[None]:
         (encode({"t": "hello", "version": VERSION, "nonce": "00"}), "nonce"),
         (encode({"t": "hello", "version": VERSION, "nonce": "zz" * 32}), "nonce"),
         (encode({"t": "hello", "version": VERSION}), "nonce"),
-        (struct.pack(">I", 6000) + b"[" * 6000, "not JSON"),
+        (struct.pack(">I", 200_000) + b"[" * 200_000, "not JSON"),
     ],
 )
 def test_garbage_is_refused_and_told_nothing(

@@ -14,7 +14,7 @@ from typing import Any
 from .base import PeerError
 
 MAX_MESSAGE = 1 << 20
-MAX_HELLO = 16 << 10
+MAX_HELLO = 256 << 10
 """While nobody has proved anything."""
 _LENGTH = struct.Struct(">I")
 
