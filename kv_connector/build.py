@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from .scheduler import SchedulerHalf
     from .storage.base import Storage
     from .worker import WorkerHalf
+
+
+logger = logging.getLogger("kv_connector.peer")
 
 
 def build_scheduler(config: Config, block_size: int, world_size: int = 1, **options: Any) -> SchedulerHalf:
@@ -106,6 +110,14 @@ def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, p
         from .peer.nixl import NixlTransport
 
         return NixlTransport(pool, card, config.bind, port, secret, seconds)
+    if pool.device >= 0:
+        from .peer.base import PeerError
+        from .peer.cuda_ipc import CudaIpcTransport
+
+        try:
+            return CudaIpcTransport(pool, card, config.bind, port, secret, seconds)
+        except PeerError as error:
+            logger.warning("the pool cannot be shared between processes, its blocks go through host memory: %s", error)
     from .peer.shared_memory import SharedMemoryTransport
 
     return SharedMemoryTransport(pool, card, config.bind, port, secret, seconds, config.staging_memory)

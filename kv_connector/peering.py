@@ -111,6 +111,10 @@ class StepPeers:
             self._failed_loads.clear()
         return self._jobs.poll()
 
+    def rest(self) -> None:
+        """Nothing is computed in this step: leave the processor, and Python's lock, to those who hand blocks over."""
+        self._jobs.rest()
+
     def load_failed(self, job_id: int) -> None:
         """A load failed that steps may have waited for."""
         self._failed_loads.add(job_id)

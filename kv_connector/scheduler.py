@@ -246,6 +246,7 @@ class SchedulerHalf(KVConnectorScheduler):
             peer,
             withdrawn,
             cancelled_peer,
+            computes=num_tokens > 0,
         )
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:

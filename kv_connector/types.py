@@ -137,6 +137,7 @@ class StepPlan:
     all of it, and no step waits for them; those in `cancelled_storage`, of this step or of earlier ones, need not be
     done where they have not begun. `peer` jobs run beside the steps too: what a SEND offers is computed by the end of
     this step. `withdrawn` hand-overs are offered no more, and those in `cancelled_peer` are received no more.
+    A step that not `computes` is there for what runs beside it: it may rest for a moment.
     """
 
     step: int
@@ -151,6 +152,7 @@ class StepPlan:
     peer: tuple[PeerJob, ...] = ()
     withdrawn: tuple[str, ...] = ()
     cancelled_peer: tuple[int, ...] = ()
+    computes: bool = True
 
     @property
     def is_empty(self) -> bool:

@@ -180,6 +180,8 @@ class WorkerHalf(KVConnectorWorker):
             self._transfer.submit_save(self._plan.saves)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
+        if self._peers is not None and self._plan is not None and not self._plan.computes:
+            self._peers.rest()
         self._poll()
         self._announce()
         finished = self._received, self._failed_receiving

@@ -29,14 +29,14 @@ pytestmark = [
     pytest.mark.skipif(not is_converted(default_folder()), reason="needs the converted SmolLM2 (make model)"),
 ]
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 40
 CONCURRENCY = 16
 SECRET = "a secret of these tests only"
 ROOT = Path(__file__).parents[2]
 
 
 def config_of(role: str, port: int = 0) -> str:
-    peer = {"secret_env": "PD_SECRET", "port": port, "deadline_ms": 20_000, "timeout_ms": 5_000}
+    peer = {"secret_env": "PD_SECRET", "port": port, "deadline_ms": 60_000, "timeout_ms": 30_000}
     return json.dumps(
         {
             "kv_connector": "TieredKVConnector",

@@ -62,6 +62,7 @@ class Server:
         command += ["--kv-transfer-config", transfer_config]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         settings["PYTHONHASHSEED"] = "0"  # they share a folder, and old versions name blocks by it
+        settings |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # several share the machine
         # All cores for each, or all servers start on the same one. "nobind" would say so, but crashes 0.20.
         settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         self.process = subprocess.Popen(

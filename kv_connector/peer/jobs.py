@@ -7,10 +7,12 @@ model leaves words in a queue, wakes it, and never waits for it but in `close`.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ..types import PeerAction, PeerJob
@@ -23,6 +25,7 @@ logger = logging.getLogger("kv_connector.peer")
 _IDLE_SECONDS = 0.25
 _MARKER_SECONDS = 0.0005
 _CLOSE_SECONDS = 30.0
+_REST_SECONDS = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class PeerJobs:
         self._words: deque[tuple[Marker | None, Callable[[], None]]] = deque()
         self._gated: list[tuple[Marker, Callable[[], None]]] = []
         self._ended: deque[EndedPeerJob] = deque()
+        self._has_ended = threading.Event()
         self._open: set[int] = set()
         self._waiting: set[int] = set()  # receives that have not begun
         self._called_off: set[int] = set()  # and those of them that will not
@@ -96,8 +100,14 @@ class PeerJobs:
         for job_id in job_ids:
             self._say(None, lambda job_id=job_id: self._cancel(job_id))  # type: ignore[misc]
 
+    def rest(self) -> None:
+        """Wait for a job to end, for a few milliseconds at most, if any is under way."""
+        if self._open:
+            self._has_ended.wait(_REST_SECONDS)
+
     def poll(self) -> list[EndedPeerJob]:
         """Jobs that have ended since the last call."""
+        self._has_ended.clear()
         ended = []
         while self._ended:
             job = self._ended.popleft()
@@ -140,6 +150,9 @@ class PeerJobs:
             self._called_off.add(job_id)
 
     def _run(self) -> None:
+        # The engine's main thread may be tied to a core, where it never rests; this one is not to share it.
+        with suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
         try:
             while not self._is_closing:
                 self._take_words()
@@ -203,3 +216,5 @@ class PeerJobs:
         for part in (self._offers, self._receives):
             ended, part.ended = part.ended, []
             self._ended.extend(EndedPeerJob(job_id, ok) for job_id, ok in ended)
+            if ended:
+                self._has_ended.set()

@@ -6,29 +6,13 @@ Packed, a block is its pieces of some regions, one behind the other; blocks foll
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Ids, Marker, PeerPool
+from .base import Ids, PeerPool
 
 Bytes = NDArray[np.uint8]
-
-
-class PackedBlocks(Protocol):
-    """Moves blocks; a result other than None is the marker that says when it is done."""
-
-    def pack(self, block_ids: Ids, regions: range, packed: Bytes) -> Marker | None:
-        """Copy blocks into `packed`, contiguous uint8 of shape (num_blocks, bytes of the regions)."""
-
-    def unpack(self, block_ids: Ids, regions: range, packed: Bytes) -> Marker | None:
-        """The reverse of `pack`."""
-
-
-def open_blocks(pool: PeerPool) -> PackedBlocks:
-    """What packs this pool's blocks."""
-    return HostBlocks(pool) if pool.device < 0 else DeviceBlocks(pool)
 
 
 class HostBlocks:
@@ -39,7 +23,7 @@ class HostBlocks:
         self._keeps = pool.keeps
 
     def pack(self, block_ids: Ids, regions: range, packed: Bytes) -> None:
-        """See `PackedBlocks.pack`."""
+        """Copy blocks into `packed`, uint8 of shape (num_blocks, bytes of the regions)."""
         start = 0
         for index in regions:
             region = self._regions[index]
@@ -47,42 +31,12 @@ class HostBlocks:
             start += region.shape[1]
 
     def unpack(self, block_ids: Ids, regions: range, packed: Bytes) -> None:
-        """See `PackedBlocks.unpack`."""
+        """The reverse of `pack`."""
         start = 0
         for index in regions:
             region = self._regions[index]
             region[block_ids] = packed[:, start : start + region.shape[1]]
             start += region.shape[1]
-
-
-class DeviceBlocks:
-    """A pool on a CUDA device: one copy of the driver's for each piece, on the pool's stream."""
-
-    def __init__(self, pool: PeerPool) -> None:
-        self._pool = pool
-
-    def pack(self, block_ids: Ids, regions: range, packed: Bytes) -> Marker:
-        """See `PackedBlocks.pack`."""
-        device, host, sizes = self._pieces(block_ids, regions, packed)
-        return self._copy(host, device, sizes)
-
-    def unpack(self, block_ids: Ids, regions: range, packed: Bytes) -> Marker:
-        """See `PackedBlocks.unpack`."""
-        device, host, sizes = self._pieces(block_ids, regions, packed)
-        return self._copy(device, host, sizes)
-
-    def _pieces(self, block_ids: Ids, regions: range, packed: Bytes) -> tuple[Ids, Ids, Ids]:
-        addresses = piece_addresses(self._pool, block_ids, regions)
-        sizes = np.array([self._pool.regions[index].piece_bytes for index in regions], dtype=np.int64)
-        starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-        rows = packed.ctypes.data + packed.strides[0] * np.arange(len(block_ids), dtype=np.int64)
-        host = np.ascontiguousarray(rows[:, None] + starts[None, :]).reshape(-1)
-        return addresses.reshape(-1), host, np.tile(sizes, len(block_ids))
-
-    def _copy(self, targets: Ids, sources: Ids, sizes: Ids) -> Marker:
-        assert self._pool.copy is not None and self._pool.mark is not None
-        self._pool.copy(targets, sources, sizes, False, self._pool.stream)
-        return self._pool.mark()
 
 
 def piece_addresses(pool: PeerPool, block_ids: Ids, regions: range) -> Ids:

@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import socket
+import weakref
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Ring:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.fd = fd
+        weakref.finalize(self, os.close, fd)
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(fd).st_size != num_slots * slot_bytes:
@@ -37,8 +39,6 @@ class Ring:
             memory = mmap.mmap(fd, num_slots * slot_bytes)
         except OSError as error:
             raise PeerError(f"shared memory cannot be mapped: {error}") from error
-        finally:
-            os.close(fd)
         self.slots: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, slot_bytes)
 
 

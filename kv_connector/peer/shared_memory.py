@@ -40,7 +40,7 @@ from .base import (
 )
 from .channel import SideChannel
 from .handshake import Card
-from .pool import open_blocks
+from .slots import open_copier
 
 _SLOTS = 8
 _MOST_SLOT_BYTES = 256 << 20
@@ -98,7 +98,7 @@ class SharedMemoryTransport:
             )
         self.counters = PeerCounters()
         self._pool = pool
-        self._blocks = open_blocks(pool)
+        self._copier = open_copier(pool)
         self._descriptors = ring.Descriptors()
         card = Card(card.identity, card.engine_id, card.num_blocks, {"socket": self._descriptors.name})
         try:
@@ -223,9 +223,12 @@ class SharedMemoryTransport:
             self._offer_ring(link, sending)
         while sending.ring is not None and sending.chunks and sending.free:
             chunk, slot = sending.chunks.popleft(), sending.free.popleft()
-            shape = len(chunk.source_ids), self._pool.bytes_of(chunk.regions)
-            packed = sending.ring.slots[slot, : shape[0] * shape[1]].reshape(shape)
-            marker = self._blocks.pack(chunk.source_ids, chunk.regions, packed)
+            try:
+                marker = self._copier.pack(chunk.source_ids, chunk.regions, sending.ring, slot)
+            except PeerError as error:
+                sending.chunks.appendleft(chunk)
+                self._channel.drop(link, str(error))
+                return
             if marker is not None:
                 sending.packing.append((chunk, slot, marker))
             else:
@@ -342,8 +345,7 @@ class SharedMemoryTransport:
             return
         if first + count_ > len(granted):
             raise PeerError(f"it fills blocks {first} to {first + count_} of {len(granted)} that were granted")
-        packed = receiving.ring.slots[slot, : count_ * size].reshape(count_, size)
-        marker = self._blocks.unpack(granted[first : first + count_], regions, packed)
+        marker = self._copier.unpack(granted[first : first + count_], regions, receiving.ring, slot)
         if marker is not None:
             receiving.unpacking.append((slot, arrived, marker))
         else:
