@@ -34,7 +34,7 @@ class StepPeers:
         self._layout = layout
         self._group_bytes = config.layer_group_bytes
         self._lane = make_lane(layout.device, priority=0, timing=False)
-        self._jobs = open_peers(_pool_of(layout, self._lane))
+        self._jobs = open_peers(pool_of(layout, self._lane))
         self._sends: list[int] = []  # of this step, that are not wholly ready
         self._stops: list[int] = []  # of layer groups, in regions, that are to come
         self._is_layerwise = False
@@ -129,7 +129,8 @@ def awaits(job: PeerJob) -> bool:
     return job.action is PeerAction.RECEIVE and job.request_id is not None
 
 
-def _pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
+def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
+    """The cache tensors as peers are shown them; copies between devices run on the lane."""
     regions = tuple(PoolRegion(r.data_ptr, r.block_stride, r.piece_bytes) for r in layout.regions)
     if layout.device.type != "cuda":
         return PeerPool(layout.num_blocks, regions, keeps=layout)

@@ -181,9 +181,9 @@ class Pair:
         self.decode.end()
 
 
-def peer_settings(kind: str, role: str, **options: Any) -> dict[str, Any]:
-    """Settings of one of a pair on this machine; the secret is the demo's own."""
-    return {"peer": {"kind": kind, "role": role, "secret": "known to both of the demo's engines"} | options}
+def peer_settings(kind: str, role: str) -> dict[str, Any]:
+    """`peer` of one of a pair on this machine; the secret is the demo's own."""
+    return {"kind": kind, "role": role, "secret": "known to both of the demo's engines"}
 
 
 def _build(shape: EngineShape, folder: Path | None, device: str) -> MiniEngine:
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chats = make_chats(options.users, options.turns, options.document_tokens, tokenizer)
 
     def start(role: str) -> EngineProcess:
-        settings = {} if role == "both" else peer_settings(options.kind, role)
+        settings = {} if role == "both" else {"peer": peer_settings(options.kind, role)}
         shape = EngineShape(1024, 16, settings, name=role)
         return EngineProcess(partial(_build, shape, options.model, options.device))
 

@@ -32,9 +32,10 @@ def build(variant: dict[str, Any], settings: dict[str, Any], name: str) -> MiniE
     return make_engine(model, EngineShape(60, BLOCK_SIZE, settings, max_step_tokens=48, name=name), "random")
 
 
-def start(variant: dict[str, Any], kind: str, role: str, **settings: Any) -> EngineProcess:
-    peer = peer_settings(kind, role, deadline_ms=20_000, timeout_ms=5_000, staging_memory=1 << 20)
-    return EngineProcess(partial(build, variant, peer | {"layer_group_bytes": 1} | settings, role))
+def start(variant: dict[str, Any], kind: str, role: str, deadline_ms: int = 60_000) -> EngineProcess:
+    options = {"deadline_ms": deadline_ms, "timeout_ms": 20_000, "staging_memory": 1 << 20}
+    settings = {"peer": peer_settings(kind, role) | options, "layer_group_bytes": 1}
+    return EngineProcess(partial(build, variant, settings, role))
 
 
 def prompts(count: int = 6) -> list[list[int]]:
@@ -76,7 +77,7 @@ def test_a_killed_engine_costs_its_requests_only(victim: str, kind: str) -> None
     engine = build({}, {}, "alone")
     expected = [request.output_token_ids for request in engine.generate(prompts(), 6)]
     engine.shutdown()
-    pair = Pair(start({}, kind, "producer"), start({}, kind, "consumer"))
+    pair = Pair(start({}, kind, "producer", 3_000), start({}, kind, "consumer"))
     try:
         told = [pair.prefill.ask(Ask(tuple(p), 1, {"do_remote_decode": True})) for p in prompts()]
         handovers = [pair.prefill.answer(number).handover for number in told]

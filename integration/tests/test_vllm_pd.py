@@ -26,10 +26,12 @@ from integration.tests.test_vllm_serve import Server
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not is_converted(default_folder()), reason="needs the converted SmolLM2 (make model)"),
 ]
 
-NUM_REQUESTS = 40
+NUM_REQUESTS = 200
+NUM_BEFORE_KILL = 80
 CONCURRENCY = 16
 SECRET = "a secret of these tests only"
 ROOT = Path(__file__).parents[2]
@@ -158,9 +160,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def question(number: int) -> str:
-    """Prompts of 40 to 300 tokens; some share their beginnings."""
+    """Prompts of 50 to 130 tokens; some share their beginnings."""
     facts = f"Note {number % 50}: the town of Vale {number % 50} has {number % 50 + 3} bridges and a mill. "
-    return facts * (2 + number % 11) + f"Question {number}: how many bridges are there?"
+    return facts * (2 + number % 4) + f"Question {number}: how many bridges are there?"
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,7 @@ def test_tokens_are_those_of_one_engine(cluster: Cluster, expected: list[str]) -
     before = cluster.decode.metric("vllm:kv_tiered_received_blocks_total")
     assert ask_all(cluster) == expected
     cluster.quiesce()
-    assert cluster.decode.metric("vllm:kv_tiered_received_blocks_total") - before > 2 * NUM_REQUESTS
+    assert cluster.decode.metric("vllm:kv_tiered_received_blocks_total") - before >= NUM_REQUESTS
     assert cluster.decode.metric("vllm:kv_tiered_failed_receive_jobs_total") == 0
     assert cluster.prefill.metric("vllm:kv_tiered_expired_handovers_total") == 0
     assert cluster.proxy.counts()["handed_over"] >= NUM_REQUESTS
@@ -210,7 +212,7 @@ def test_both_engines_are_asked_at_once(cluster: Cluster, expected: list[str]) -
     finally:
         cluster.proxy.end()
         cluster.proxy = sequential
-    assert cluster.decode.metric("vllm:kv_tiered_received_blocks_total") - before > 80
+    assert cluster.decode.metric("vllm:kv_tiered_received_blocks_total") - before >= 40
 
 
 @pytest.mark.parametrize("victim", ["kv_producer", "kv_consumer", "proxy"])
@@ -218,7 +220,7 @@ def test_what_is_killed_in_the_middle_comes_back(cluster: Cluster, expected: lis
     """Those that are left go on: a request is answered as ever, or ends with a clear error."""
     forget(cluster)
     answers: list[str | Exception] = []
-    asking = threading.Thread(target=lambda: answers.extend(ask_all(cluster)))
+    asking = threading.Thread(target=lambda: answers.extend(ask_all(cluster, NUM_BEFORE_KILL)))
     port = cluster.proxy.port
     asking.start()
     wait_for_traffic(cluster)
@@ -229,7 +231,7 @@ def test_what_is_killed_in_the_middle_comes_back(cluster: Cluster, expected: lis
         (cluster.prefill if victim == "kv_producer" else cluster.decode).end(signal.SIGKILL)
     asking.join(250)
     assert not asking.is_alive(), "a request hangs"
-    right = [answer == good for answer, good in zip(answers, expected, strict=True)]
+    right = [answer == good for answer, good in zip(answers, expected[:NUM_BEFORE_KILL], strict=True)]
     wrong = [a for a, ok in zip(answers, right, strict=True) if not ok]
     assert all(isinstance(answer, Exception) for answer in wrong), "an answer with other tokens"
     if victim == "kv_producer":
