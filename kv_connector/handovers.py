@@ -115,9 +115,13 @@ class HandoverPlanner:
 
     # The producer.
 
-    def admitted(self, request: Request) -> None:
-        """A request was admitted, for the first time or again; blocks of one that another engine is to continue are
-        offered from now on."""
+    def admitted(self, request: Request, first: int, device_ids: Sequence[int], pool: DeviceBlocks) -> None:
+        """A request was admitted, for the first time or again. Blocks of one that another engine is to continue are
+        offered from now on; the blocks `device_ids`, from position `first` on, are to come from another engine."""
+        self._offer(request)
+        self._receive(request, first, device_ids, pool)
+
+    def _offer(self, request: Request) -> None:
         params = _params(request)
         if not self._config.produces or not params.get("do_remote_decode") or request.request_id in self._sending:
             return
@@ -196,9 +200,8 @@ class HandoverPlanner:
             return 0
         return (request.num_tokens - 1) // self._block_size
 
-    def receive(self, request: Request, first: int, device_ids: Sequence[int], pool: DeviceBlocks) -> None:
-        """The request was admitted: its blocks from `first` on come from the other engine, which is told so where
-        there are none: it need not hold them."""
+    def _receive(self, request: Request, first: int, device_ids: Sequence[int], pool: DeviceBlocks) -> None:
+        """Where nothing is to come, the other engine is told so: it need not hold what it has."""
         incoming = self._incoming_of(request)
         if incoming is None or incoming.is_asked:
             return

@@ -20,9 +20,9 @@ from .endings import JobEnds
 from .errors import ConfigError, KVConnectorError
 from .events import AllBlocksCleared, BlockRemoved, CacheEvent, EventLog
 from .handovers import HandoverPlanner
+from .hits import HitCounter
 from .index import (
     BlockGroup,
-    BlockState,
     CacheIdentity,
     CacheTier,
     GroupedTree,
@@ -86,6 +86,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._requests: dict[str, _RequestState] = {}
         self._jobs = JobLedger(world_size)
         self._grouped = GroupedTree(self.tree, groups)
+        self._hits = HitCounter(self.tree, self.host, self.metrics, block_size)
         self._lookup = Lookup(self._grouped, self.host, drop_last_block)
         self._saves = SavePlanner(self._grouped, self.host, SavePolicy.from_config(config), self.metrics)
         self._loads = LoadPlanner(config, self.metrics, clock)
@@ -176,22 +177,17 @@ class SchedulerHalf(KVConnectorScheduler):
         self.tree.touch(known, self._clock())
         if self._storage is not None:
             self._storage.prefetches.admitted(request.request_id, first, count)
+        num_loadable = self._num_loadable(request, num_local_tokens)
         num_remote = 0
         if self._handovers is not None:
-            self._handovers.admitted(request)
-            num_remote = count - min(count, self._num_loadable(request, num_local_tokens))
-            self._handovers.receive(
-                request,
-                first + count - num_remote,
-                state.tables[0].block_ids[first + count - num_remote : first + count],
-                self._pool,
-            )
+            num_remote = max(0, count - num_loadable)
+            remote_ids = state.tables[0].block_ids[first + count - num_remote : first + count]
+            self._handovers.admitted(request, first + count - num_remote, remote_ids, self._pool)
         mode = LoadMode.ASYNC if num_remote else self._loads.admit(request.request_id)
         if not state.counted:
             state.counted = True
-            self._count_hits(request, known, num_local_tokens, num_external_tokens, mode)
-            self.metrics.host_hit_tokens -= num_remote * self._block_size
-            self.metrics.peer_hit_tokens += num_remote * self._block_size
+            num_recomputed = num_loadable if mode is LoadMode.RECOMPUTE and not count else 0
+            self._hits.count(request, known, num_local_tokens, num_external_tokens, num_remote, num_recomputed)
         if count - num_remote:
             state.load = self._leases.take(
                 self._pool, request, state.tables, first, count - num_remote, mode or LoadMode.SYNC, not num_remote
@@ -362,23 +358,6 @@ class SchedulerHalf(KVConnectorScheduler):
         num_new = request.num_tokens - num_computed_tokens - num_hit
         others = len(self._requests) > (request.request_id in self._requests)
         return self._loads.choose(request.request_id, num_blocks, num_hit, num_new, others, first_blocks)
-
-    def _count_hits(
-        self, request: Request, known: list[int], num_local_tokens: int, num_external_tokens: int, mode: LoadMode | None
-    ) -> None:
-        for node in known:
-            self.tree.hits[node] += 1
-        metrics, size = self.metrics, self._block_size
-        metrics.requests += 1
-        metrics.queries_tokens += request.num_tokens
-        metrics.device_hit_tokens += num_local_tokens
-        metrics.host_hit_tokens += num_external_tokens
-        if mode is LoadMode.RECOMPUTE and not num_external_tokens:
-            metrics.recomputed_tokens += self._num_loadable(request, num_local_tokens) * size
-        for node in self.tree.match(request.block_hashes[(num_local_tokens + num_external_tokens) // size :]):
-            if self.host.node_state(node) is not BlockState.SWAPPING_TO_HOST:
-                break
-            metrics.missed_pending_tokens += size
 
     def _plan_loads(self) -> tuple[list[CopyJob], list[CopyJob]]:
         """Jobs of the requests admitted in this step: those it waits for, and those that run behind it."""

@@ -40,7 +40,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
-        peer = {"secret": SECRET, "deadline_ms": 30_000, "timeout_ms": 2_000, "staging_memory": 1 << 16} | (peer or {})
+        peer = {"secret": SECRET, "deadline_ms": 60_000, "timeout_ms": 20_000, "staging_memory": 1 << 16} | (peer or {})
         config = Config(peer=peer, **({"layer_group_bytes": 1, "load_choice": "sync"} | settings))  # type: ignore[arg-type]
         self.model = PatternModel(num_ranks=ranks)
         identity = CacheIdentity(model, "uint8", "rows", BLOCK, tp_size=ranks)

@@ -77,7 +77,7 @@ def test_a_killed_engine_costs_its_requests_only(victim: str, kind: str) -> None
     engine = build({}, {}, "alone")
     expected = [request.output_token_ids for request in engine.generate(prompts(), 6)]
     engine.shutdown()
-    pair = Pair(start({}, kind, "producer", 3_000), start({}, kind, "consumer"))
+    pair = Pair(start({}, kind, "producer", 5_000), start({}, kind, "consumer"))
     try:
         told = [pair.prefill.ask(Ask(tuple(p), 1, {"do_remote_decode": True})) for p in prompts()]
         handovers = [pair.prefill.answer(number).handover for number in told]
@@ -93,6 +93,8 @@ def test_a_killed_engine_costs_its_requests_only(victim: str, kind: str) -> None
             pair.decode.process.kill()
             pair.decode.end()
             pair.decode = start({}, kind, "consumer")
+        for process in (pair.prefill, pair.decode):
+            process.stats()  # it has started
         parts = pair.generate([prompt[::-1] for prompt in prompts()], 6)
         assert sum(decode.external_hit_tokens for _, decode in parts) > 100
         again = pair.generate(prompts(), 6)
