@@ -150,6 +150,26 @@ def test_the_producer_pushes_while_it_computes() -> None:
         consumer.check()
 
 
+@pytest.mark.parametrize("consumer_first", [False, True])
+def test_nobody_waits_for_what_the_consumer_has(consumer_first: bool) -> None:
+    """Both are asked at once, and the consumer has all of it: the producer hears so, be it before it has begun."""
+    prompt = prompt_of(60)
+    with pair() as (producer, consumer):
+        for engine in (producer, consumer):
+            engine.add(prompt, 1)
+            run(engine)
+        port = producer.engine._runner.workers[0]._peers.port  # type: ignore[attr-defined, union-attr]
+        told = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "127.0.0.1", "remote_port": port}
+        first, second = (producer, consumer) if not consumer_first else (consumer, producer)
+        for engine in (first, second):
+            engine.add(prompt, 2, told if engine is consumer else {"do_remote_decode": True, "transfer_id": "t"})
+            run(engine, until=lambda engine=engine: engine.requests[-1].is_finished)
+        run(producer, consumer)
+        assert producer.stats()["expired_handovers"] == 0
+        producer.check()
+        consumer.check()
+
+
 def test_what_the_consumer_has_is_not_sent_again() -> None:
     prompt = prompt_of(60)
     with pair() as (producer, consumer):

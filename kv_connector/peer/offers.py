@@ -82,6 +82,7 @@ class Offers:
         self._by_job: dict[int, _Offer] = {}
         self._by_push: dict[int, tuple[_Offer, _Sending]] = {}
         self._early: dict[str, _Want] = {}
+        self._early_nones: dict[str, int] = {}  # hand-overs that are not wanted, and whose link said so
         self._stops: list[_Stop] = []
         self._peers: dict[int, int] = {}  # by link: blocks of the peer's pool
         self._numbers = count(1)
@@ -100,6 +101,7 @@ class Offers:
             early = self._early.pop(job.transfer_id, None)
             if early is not None:
                 self._accept(offer, early)
+            offer.is_unwanted = self._early_nones.pop(job.transfer_id, None) is not None
         offer.sendings[job.job_id] = _Sending(job)
         self._by_job[job.job_id] = offer
         self._advance(offer)
@@ -141,6 +143,7 @@ class Offers:
         """A peer is gone: what it wanted is let go."""
         self._peers.pop(link, None)
         self._early = {name: want for name, want in self._early.items() if want.link != link}
+        self._early_nones = {name: other for name, other in self._early_nones.items() if other != link}
         for offer in [o for o in self._offers.values() if o.want is not None and o.want.link == link]:
             self._unwanted(offer)
 
@@ -150,9 +153,7 @@ class Offers:
         if kind == "want":
             self._hear_want(link, body)
         elif kind == "none":
-            offer = self._offers.get(check_text(body, "transfer"))
-            if offer is not None and offer.want is None and check_text(body, "engine") == self._engine_id:
-                self._unwanted(offer)
+            self._hear_none(link, check_text(body, "transfer"), check_text(body, "engine"))
         elif kind == "stop":
             self._hear_stop(link, check_int(body, "grant"))
         else:
@@ -206,6 +207,15 @@ class Offers:
             self._refuse(want, "too many hand-overs are asked for that nobody has begun, or this one twice")
         else:
             self._early[transfer_id] = want
+
+    def _hear_none(self, link: int, transfer_id: str, engine_id: str) -> None:
+        offer = self._offers.get(transfer_id)
+        if engine_id not in ("", self._engine_id) or (offer is not None and offer.want is not None):
+            return
+        if offer is not None:
+            self._unwanted(offer)
+        elif not engine_id and len(self._early_nones) < MOST_EARLY_WANTS:
+            self._early_nones[transfer_id] = link
 
     def _accept(self, offer: _Offer, want: _Want) -> None:
         if offer.want is not None or offer.is_unwanted:
