@@ -141,7 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _complete(self, body: dict[str, Any]) -> None:
         request_id = self.headers.get("X-Request-Id") or uuid.uuid4().hex
-        params = self._prefill(body, request_id)
+        # Nobody is to compute a prompt that nobody continues.
+        params = self._prefill(body, request_id) if self.server.decode.order() else None
         for upstream in self.server.decode.order():
             asked = {**body, "kv_transfer_params": params} if params else body
             try:
