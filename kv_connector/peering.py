@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from .config import Config
-from .peer.base import PeerPool, PoolRegion
+from .peer.base import Ids, PeerPool, PoolRegion
 from .peer.jobs import EndedPeerJob, PeerJobs
 from .transfer.dma import driver_copier
 from .transfer.layout import CacheLayout
 from .transfer.streams import Event, Lane, make_lane
 from .types import PeerAction, PeerJob, StepPlan
+
+_GROUP_BYTES = 32 << 20
+"""Of a step's blocks that are sent at once, unless the config says otherwise."""
 
 OpenPeers = Callable[[PeerPool], PeerJobs]
 """Opens the links of one rank for its pool."""
@@ -32,7 +37,7 @@ class StepPeers:
     def __init__(self, layout: CacheLayout, config: Config, open_peers: OpenPeers) -> None:
         """Raises ConfigError where the links cannot be opened."""
         self._layout = layout
-        self._group_bytes = config.layer_group_bytes
+        self._group_bytes = config.layer_group_bytes or _GROUP_BYTES
         self._lane = make_lane(layout.device, priority=0, timing=False)
         self._jobs = open_peers(pool_of(layout, self._lane))
         self._sends: list[int] = []  # of this step, that are not wholly ready
@@ -138,8 +143,14 @@ def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
         layout.num_blocks,
         regions,
         device=layout.device.index or 0,
-        copy=driver_copier(),
+        copy=_copy,
         mark=lambda: lane.mark(lane.stream),
         stream=lane.handle,
         keeps=layout,
     )
+
+
+def _copy(targets: Ids, sources: Ids, sizes: Ids, pinned: bool, stream: int | None) -> None:
+    """See `peer.base.Copier`. The driver reads the arrays before it returns."""
+    to, by, lengths = (np.ascontiguousarray(array, dtype=np.int64) for array in (targets, sources, sizes))
+    driver_copier()(to.ctypes.data, by.ctypes.data, lengths.ctypes.data, len(lengths), pinned, stream)

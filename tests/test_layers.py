@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storing",
         "numpy",
     },
-    "peering": {*LAYER_0, "peer", "transfer"},
+    "peering": {*LAYER_0, "numpy", "peer", "transfer"},
     "worker": {*LAYER_0, "base", "peer", "peering", "storage", "transfer", "torch", "numpy"},
     "engines": {*LAYER_0, "base", "index", "build", "vllm", "torch", "prometheus_client"},
     "cli": {*LAYER_0, "storage", "transfer", "torch"},
