@@ -219,12 +219,14 @@ class WorkerHalf(KVConnectorWorker):
 
     def describe(self) -> str:
         """One line for a log: what was registered and what it is copied to."""
-        if self._layout is None or self._host is None:
+        if self._layout is None:
             return "nothing registered"
+        num_host_blocks = self._host.num_blocks if self._host is not None else 0
+        peers = f"; other engines reach it at port {self._peers.port}" if self._peers is not None else ""
         return (
             f"{len(self._layout.layer_names)} layers in {len(self._layout.regions)} regions of "
-            f"{self._layout.num_blocks} blocks on {self._layout.device}; {self._host.num_blocks} host blocks of "
-            f"{self._layout.block_bytes} bytes"
+            f"{self._layout.num_blocks} blocks on {self._layout.device}; {num_host_blocks} host blocks of "
+            f"{self._layout.block_bytes} bytes{peers}"
         )
 
     def shutdown(self) -> None:
