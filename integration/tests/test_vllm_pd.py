@@ -31,14 +31,14 @@ pytestmark = [
 ]
 
 NUM_REQUESTS = 200
-NUM_BEFORE_KILL = 80
+NUM_BEFORE_KILL = 48
 CONCURRENCY = 16
 SECRET = "a secret of these tests only"
 ROOT = Path(__file__).parents[2]
 
 
 def config_of(role: str, port: int = 0) -> str:
-    peer = {"secret_env": "PD_SECRET", "port": port, "deadline_ms": 60_000, "timeout_ms": 30_000}
+    peer = {"secret_env": "PD_SECRET", "port": port, "deadline_ms": 30_000, "timeout_ms": 30_000}
     return json.dumps(
         {
             "kv_connector": "TieredKVConnector",
