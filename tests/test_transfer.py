@@ -57,12 +57,13 @@ class ManualLane:
     """A lane whose events complete when the test says so; it records every wait."""
 
     is_synchronous = False
-    stream = None
     handle = 0
 
     def __init__(self) -> None:
+        self.stream = object()
         self.marks: list[ManualEvent] = []
         self.waited: list[ManualEvent] = []
+        self.waits: list[tuple[ManualEvent, Any]] = []  # with the stream that waits, None for the current one
 
     @contextmanager
     def running(self, after_current: bool = True) -> Iterator[None]:
@@ -90,6 +91,7 @@ class ManualEvent:
 
     def wait(self, stream: Any = None) -> None:
         self.lane.waited.append(self)
+        self.lane.waits.append((self, stream))
 
     def synchronize(self) -> None:
         self.done = True
@@ -119,6 +121,13 @@ def make_engine(
     config = Config(layer_group_bytes=4096, **settings)
     path = None if fail_on is None else FailingPath(make_path(layout, pool, config), fail_on)
     return TransferEngine(layout, pool, config, path), layout, pool
+
+
+def load_in_background(engine: TransferEngine, lane: ManualLane, *jobs: CopyJob) -> None:
+    """Behind nothing: what the current stream holds is done."""
+    after = engine.mark()
+    lane.marks[-1].done = True
+    assert engine.submit_background_load(jobs, after) == frozenset()
 
 
 def ends(completions: Any) -> list[tuple[int, bool]]:
@@ -190,9 +199,30 @@ def test_jobs_end_once_their_event_has_completed(lanes: list[ManualLane]) -> Non
     load.marks[-1].done = True
     assert ends(engine.poll()) == [(1, True), (2, True)]
     assert engine.poll() == []
+    waited = list(load.waits)
     engine.wait_all()
-    assert load.waited == []  # everything has arrived
+    assert load.waits == waited  # everything has arrived
     assert ends(engine.drain()) == [(4, True)]
+
+
+def test_saves_yield_to_the_loads_submitted_before_them_and_loads_to_no_save(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    load, save = lanes
+    engine.submit_save([job(1, SAVE, [0], [0])])
+    assert load.waits == save.waits == [], "nothing is loaded"
+    for number in (2, 3):
+        load_in_background(engine, load, job(number, LOAD, [number], [number]))
+    assert save.waits == [], "a load never waits for a save"
+    engine.submit_save([job(4, SAVE, [4], [4])])
+    assert load.waits == [(load.marks[-1], save.stream)], "the save's stream waits for the last load, and nothing else"
+    load_in_background(engine, load, job(5, LOAD, [5], [5]))
+    assert (len(load.waits), save.waits) == (1, []), "later loads hold no earlier save up"
+    for event in load.marks:
+        event.done = True
+    assert ends(engine.poll()) == [(2, True), (3, True), (5, True)]
+    engine.submit_save([job(6, SAVE, [6], [6])])
+    assert len(load.waits) == 1, "loads that have ended are not waited for"
+    assert ends(engine.drain()) == [(1, True), (4, True), (6, True)]
 
 
 def test_a_failed_job_ends_only_after_what_was_enqueued_for_it(lanes: list[ManualLane]) -> None:

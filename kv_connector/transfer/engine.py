@@ -114,8 +114,13 @@ class TransferEngine:
     def submit_save(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
         """Enqueue a step's saves, merged, after the current stream's position; call it after the forward pass.
 
-        Errors and result are those of `submit_load`.
+        They yield to the loads that are under way, on the device only. Errors and result are those of `submit_load`.
         """
+        loads = [entry.end for entry in self._in_flight if entry.direction is Direction.LOAD]
+        if loads and loads[-1] is not None:
+            # Loads run in order, so the last one's end is the end of all. Somebody waits for a load, and nobody for a
+            # save. Saves do not starve: they wait only for loads submitted before them, which wait for no later save.
+            loads[-1].wait(self._lanes[Direction.SAVE].stream)
         return self._submit(Direction.SAVE, jobs)
 
     def wait_layer(self, layer_name: str) -> None:
