@@ -154,6 +154,30 @@ def test_blocks_that_wait_are_not_saved_before_they_are_computed_again() -> None
     half.check()
 
 
+def test_what_a_plan_ahead_saves_behind_a_load_that_failed_is_never_matched() -> None:
+    """The engine plans a step before it hears that the load of the one before has failed."""
+    half, blocks, watch = make_half(20 * BLOCK_BYTES)
+    first = Asked("first", list(range(8)))
+    admit(half, first)
+    plan = step(half, first, 0, 8)
+    report(half, 1, tuple(job.job_id for job in plan.saves))
+    half.request_finished(first)
+
+    watch.now = 1.0
+    again = Asked("again", list(range(32)))
+    admit(half, again, first_block=50)
+    plan = step(half, again, 8, 24)
+    watch.now = 2.0
+    ahead = step(half, again, 32, 0)
+    assert saved(ahead) == [54, 55], "they waited, and were computed on what was to be loaded"
+    report(half, 2, failed=tuple(job.job_id for job in (*plan.loads, *plan.saves)))
+    report(half, 3, done=tuple(job.job_id for job in ahead.saves))
+    assert half.host.num_copies == 0
+    assert half.metrics.failed_save_jobs == 2
+    assert blocks.pins() == {}
+    half.check()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     blocks_a_second=st.integers(1, 400),

@@ -66,7 +66,9 @@ def test_the_defaults_are_valid_and_keep_the_host_tier_off() -> None:
 def test_settings_from_json_become_typed_values() -> None:
     config = Config.from_mapping(
         {"host_memory": "16GiB", "write_policy": "write_back", "copy_path": "staged", "staging_memory": "64MiB"}
+        | {"save_bandwidth": "1.5GB"}
     )
+    assert config.save_bandwidth == 1_500_000_000
     assert config.host_memory == 16 << 30
     assert config.write_policy is WritePolicy.WRITE_BACK
     assert config.copy_path is PathName.STAGED
@@ -123,6 +125,8 @@ WRONG = [
     ({"write_through_threshold": 0}, "write_through_threshold=0 is too small: give at least 1"),
     ({"write_back_lookahead": 0}, "write_back_lookahead=0 is too small: give at least 1"),
     ({"host_memory": -1}, "host_memory=-1 is too small: give at least 0"),
+    ({"save_bandwidth": -1}, "save_bandwidth=-1 is too small: give at least 0"),
+    ({"save_bandwidth": "8GB/s"}, "save_bandwidth='8GB/s' is not a size"),
     ({"layer_group_bytes": 0}, "layer_group_bytes=0 is too small: give at least 1"),
     ({"staging_memory": 0}, "staging_memory=0 is too small: give at least 1048576"),
 ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from kv_connector.config import PathName
+from kv_connector.config import Config, PathName
+from kv_connector.scheduler import SchedulerHalf
 from kv_connector.transfer import submissions
 from kv_connector.transfer.paths import CopyPath
-from kv_connector.types import CopyJob, Direction
+from kv_connector.types import CopyJob, Direction, StepPlan
+from kv_connector.worker import WorkerHalf
 from tests.copies import LOAD, POISON, SAVE, ids, job
 from tests.engines import ManualLane, ends, make_engine
 
@@ -90,6 +93,33 @@ def test_long_copies_of_whole_blocks_tell_how_far_they_are(
     assert ends(engine.drain()) == [(3, True)]
     for region, old in zip(layout.regions, before, strict=True):
         assert torch.equal(region.view[:7], old[:7])
+
+
+def test_an_operator_sees_what_is_still_to_come_on_all_ranks(lanes: list[ManualLane]) -> None:
+    half = SchedulerHalf(Config(host_memory=1 << 20), 4, world_size=2)
+    worker = WorkerHalf(Config(host_memory=1 << 20, layer_group_bytes=1))
+    worker.register_kv_caches({f"layers.{i}": torch.zeros(4, 2048, dtype=torch.int8) for i in range(2)}, 4)
+    assert worker._host is not None
+    worker._host.wait_ready()
+
+    def seen() -> tuple[float, float]:
+        report = worker.build_connector_worker_meta()
+        assert report.block_bytes == 4096
+        own = replace(report, done=(), failed=())  # the half has planned no such jobs
+        half.update_connector_output([own, replace(own, rank=1)])
+        stats = half.get_kv_connector_stats()
+        return stats["loading_bytes"], stats["saving_bytes"]
+
+    load, save = lanes
+    worker.bind_connector_metadata(StepPlan(1, loads=(job(1, LOAD, [0], [0]),), saves=(job(2, SAVE, [1, 2], [1, 2]),)))
+    worker.start_load_kv()
+    worker.wait_for_save()
+    assert seen() == (2 * 4096, 4 * 4096)
+    load.marks[1].done = True
+    assert seen() == (2 * 2048, 4 * 4096), "the first layer is there"
+    load.marks[2].done = save.marks[1].done = True
+    assert seen() == (0, 0)
+    worker.shutdown()
 
 
 @pytest.mark.parametrize("name", list(PathName))
