@@ -117,11 +117,12 @@ class TransferEngine:
 
         They yield to the loads that are under way, on the device only. Errors and result are those of `submit_load`.
         """
-        loads = [entry.end for entry in self._in_flight if entry.direction is Direction.LOAD]
-        if loads and loads[-1] is not None:
+        loads = [entry for entry in self._in_flight if entry.direction is Direction.LOAD]
+        if loads:
             # Loads run in order, so the last one's end is the end of all. Somebody waits for a load, and nobody for a
-            # save. Saves do not starve: they wait only for loads submitted before them, which wait for no later save.
-            loads[-1].wait(self._lanes[Direction.SAVE].stream)
+            # save. Saves do not starve: each waits only for loads submitted before it, which wait for no later save.
+            assert loads[-1].end is not None
+            loads[-1].end.wait(self._lanes[Direction.SAVE].stream)
         return self._submit(Direction.SAVE, jobs)
 
     def wait_layer(self, layer_name: str) -> None:
