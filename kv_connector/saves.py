@@ -37,6 +37,8 @@ class SavePlanner:
         self._policy = policy
         self._budget = budget
         self._metrics = metrics
+        # Windows first: what they cannot save in a step is lost, and what full attention cannot save waits.
+        self._order = sorted(range(len(grouped.groups)), key=lambda group: grouped.groups[group].window_blocks is None)
         self._num_taken = 0  # device blocks that requests admitted in the step being scheduled have use for
         self._most_taken = 0  # in any step
 
@@ -64,7 +66,8 @@ class SavePlanner:
         self._budget.fill(now)
         full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
         pairs = []
-        for group, table in enumerate(tables):
+        for group in self._order if tables else ():
+            table = tables[group]
             if full <= table.next_block and not table.unsaved:
                 continue
             if self._grouped.groups[group].window_blocks is None:

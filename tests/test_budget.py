@@ -123,6 +123,22 @@ def test_blocks_of_a_window_cannot_wait() -> None:
     assert saved(step(half, request, 16, 0)) == []
 
 
+def test_windows_come_first_and_full_attention_catches_up() -> None:
+    """A hit needs the blocks of both, and only those of full attention can wait."""
+    half, _, watch = make_half(20 * BLOCK_BYTES, groups=(BlockGroup(), BlockGroup(window_blocks=2)))
+    request = Asked("a", list(range(24)))
+    admit(half, request, num_groups=2)
+    plans = [step(half, request, 0, 24)]
+    assert saved(plans[0]) == [10, 11]
+    for tick in range(1, 4):
+        watch.now = float(tick)
+        plans.append(step(half, request, 24, 0))
+    assert [saved(plan) for plan in plans[1:]] == [[0, 1], [2, 3], [4, 5]]
+    report(half, 4, tuple(job.job_id for plan in plans for job in plan.saves))
+    assert half.get_num_new_matched_tokens(Asked("b", list(range(25))), 0) == (24, False)
+    half.check()
+
+
 def test_saves_before_reuse_are_not_limited() -> None:
     half, blocks, _ = make_half(BLOCK_BYTES, write_policy="write_back")
     request = Asked("a", list(range(32)))
