@@ -27,7 +27,7 @@ from tests.copies import (
     ids,
     job,
 )
-from tests.engines import ManualLane, ends, load_in_background, make_engine
+from tests.engines import ManualLane, ends, make_engine
 
 
 @pytest.mark.parametrize("name", list(PathName))
@@ -99,26 +99,6 @@ def test_jobs_end_once_their_event_has_completed(lanes: list[ManualLane]) -> Non
     engine.wait_all()
     assert load.waits == waited  # everything has arrived
     assert ends(engine.drain()) == [(4, True)]
-
-
-def test_saves_yield_to_the_loads_submitted_before_them_and_loads_to_no_save(lanes: list[ManualLane]) -> None:
-    engine, _, _ = make_engine()
-    load, save = lanes
-    engine.submit_save([job(1, SAVE, [0], [0])])
-    assert load.waits == save.waits == [], "nothing is loaded"
-    for number in (2, 3):
-        load_in_background(engine, load, job(number, LOAD, [number], [number]))
-    assert save.waits == [], "a load never waits for a save"
-    engine.submit_save([job(4, SAVE, [4], [4])])
-    assert load.waits == [(load.marks[-1], save.stream)], "the save's stream waits for the last load, and nothing else"
-    load_in_background(engine, load, job(5, LOAD, [5], [5]))
-    assert (len(load.waits), save.waits) == (1, []), "later loads hold no earlier save up"
-    for event in load.marks:
-        event.done = True
-    assert ends(engine.poll()) == [(2, True), (3, True), (5, True)]
-    engine.submit_save([job(6, SAVE, [6], [6])])
-    assert len(load.waits) == 1, "loads that have ended are not waited for"
-    assert ends(engine.drain()) == [(1, True), (4, True), (6, True)]
 
 
 def test_a_failed_job_ends_only_after_what_was_enqueued_for_it(lanes: list[ManualLane]) -> None:
