@@ -263,6 +263,8 @@ class Config:
     write_through_threshold: hits that a block needs under `write_through_selective`.
     write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved; it grows by itself to
         twice what the requests admitted in one step have had use for.
+    save_bandwidth: bytes a second, over all ranks, that saves may take; what is over it is saved in later steps. 0 sets
+        no limit, and there is none for the saves of `write_back` before a device block is reused.
     load_choice: `auto` loads, asynchronously or not, or computes, whatever is estimated to be sooner; `sync` and
         `async` load every hit, and that way.
     max_load_stall_ms: under `auto`, a load that would hold running requests up for longer is asynchronous.
@@ -285,6 +287,7 @@ class Config:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
     write_through_threshold: int = 2
     write_back_lookahead: int = 64
+    save_bandwidth: int = 0
     load_choice: LoadChoice = LoadChoice.AUTO
     max_load_stall_ms: int = 2
     block_major: bool = True
@@ -299,7 +302,7 @@ class Config:
     peer: PeerConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("host_memory", "layer_group_bytes", "staging_memory"):
+        for name in ("host_memory", "save_bandwidth", "layer_group_bytes", "staging_memory"):
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
         object.__setattr__(self, "write_policy", _choice(WritePolicy, self.write_policy, "write_policy"))
         object.__setattr__(self, "load_choice", _choice(LoadChoice, self.load_choice, "load_choice"))
@@ -342,6 +345,7 @@ _LEAST = {
     "host_memory": 0,
     "write_through_threshold": 1,
     "write_back_lookahead": 1,
+    "save_bandwidth": 0,
     "max_load_stall_ms": 0,
     "layer_group_bytes": 0,
     "staging_memory": 1 << 20,

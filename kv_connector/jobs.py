@@ -108,6 +108,8 @@ class JobLedger:
 
     def take_in(self, report: StepReport) -> list[EndedJob]:
         """Count one rank's report; returns the jobs that end with it."""
+        for job_id in report.failed:
+            self._distrust_saves_after(job_id)
         ended = []
         found = dict(report.found)
         for job_id, ok in [(job_id, True) for job_id in report.done] + [(job_id, False) for job_id in report.failed]:
@@ -121,3 +123,12 @@ class JobLedger:
                 del self._open[job_id]
                 ended.append(EndedJob(entry.job, not entry.failed, entry.pins_device, entry.found or 0))
         return ended
+
+    def _distrust_saves_after(self, job_id: int) -> None:
+        """What was computed since a load that failed may rest on bytes that never came, and an engine that plans ahead
+        has had it saved in steps that it planned before it knew. These saves run to their end, and count as failed."""
+        job = self._open[job_id].job
+        if isinstance(job, CopyJob) and job.direction is Direction.LOAD:
+            for later_id, entry in self._open.items():
+                if later_id > job_id and isinstance(entry.job, CopyJob) and entry.job.direction is Direction.SAVE:
+                    entry.failed = True

@@ -30,6 +30,7 @@ class CacheMetrics:
     saves_pinned_blocks: int = 0
     saved_blocks: int = 0
     loaded_blocks: int = 0
+    deferred_saves_blocks: int = 0
     dropped_saves_blocks: int = 0
     fetched_blocks: int = 0
     dropped_fetches_blocks: int = 0
@@ -74,7 +75,8 @@ DOCUMENTATION = {
     "saves_pinned_blocks": "Saves begun because the prefix is pinned.",
     "saved_blocks": "Saves whose bytes arrived.",
     "loaded_blocks": "Blocks loaded.",
-    "dropped_saves_blocks": "Blocks that the policy wanted and that found no room on the host in time.",
+    "deferred_saves_blocks": "Blocks that waited for save_bandwidth, once for each request that wanted them saved.",
+    "dropped_saves_blocks": "Blocks that the policy wanted and that found no room, or no bandwidth, in time.",
     "fetched_blocks": "Blocks that came from storage to the host.",
     "dropped_fetches_blocks": "Blocks that storage had and that found no room on the host.",
     "failed_fetch_jobs": "Jobs of blocks that storage had and could not give; they were computed.",
@@ -116,6 +118,8 @@ DOCUMENTATION = {
     "host_cached_blocks": "Blocks of host memory that hold a cached block.",
     "host_evicted_blocks": "Blocks evicted from the host.",
     "jobs_in_flight": "Copy jobs under way.",
+    "loading_bytes": "Bytes of loads under way that have not arrived yet, all ranks, as of their last report.",
+    "saving_bytes": "Bytes of saves under way that have not arrived yet, all ranks, as of their last report.",
     "known_blocks": "Blocks that the index knows, with or without a copy.",
 }
 """What each statistic of the scheduler half counts, gauges included."""
@@ -128,6 +132,8 @@ GAUGES = frozenset(
         "host_capacity_blocks",
         "host_cached_blocks",
         "jobs_in_flight",
+        "loading_bytes",
+        "saving_bytes",
         "known_blocks",
     }
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .base import DeviceBlocks, Request, ScheduledRequest
+from .budget import SaveBudget
 from .index import BlockState, CacheTier, Event, GroupedTree, SavePolicy
 from .metrics import CacheMetrics
 from .types import NO_BLOCK, BlockHash
@@ -17,19 +18,27 @@ class BlockTable:
 
     block_ids: list[int] = field(default_factory=list)  # NO_BLOCK where the engine holds none
     next_block: int = 0  # blocks from here on have not been shown to the policy
-    unsaved: list[int] = field(default_factory=list)  # earlier blocks that are wanted but found no room
+    unsaved: list[int] = field(default_factory=list)  # earlier blocks that are wanted and wait, in order
 
 
 class SavePlanner:
-    """Pairs device blocks with host blocks. The caller opens a job for the pairs, which are leased on both sides."""
+    """Pairs device blocks with host blocks. The caller opens a job for the pairs, which are leased on both sides.
 
-    def __init__(self, grouped: GroupedTree, host: CacheTier, policy: SavePolicy, metrics: CacheMetrics) -> None:
+    What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps.
+    """
+
+    def __init__(
+        self, grouped: GroupedTree, host: CacheTier, policy: SavePolicy, budget: SaveBudget, metrics: CacheMetrics
+    ) -> None:
         self.may_save_before_reuse = False  # something changed since nothing was left to save
         self._grouped = grouped
         self._tree = grouped.tree
         self._host = host
         self._policy = policy
+        self._budget = budget
         self._metrics = metrics
+        # Windows first: what they cannot save in a step is lost, and what full attention cannot save waits.
+        self._order = sorted(range(len(grouped.groups)), key=lambda group: grouped.groups[group].window_blocks is None)
         self._num_taken = 0  # device blocks that requests admitted in the step being scheduled have use for
         self._most_taken = 0  # in any step
 
@@ -54,9 +63,11 @@ class SavePlanner:
         now: float,
     ) -> list[tuple[int, int]]:
         """(device id, host id) of blocks that are, or will be after this step, full and valid on the device."""
+        self._budget.fill(now)
         full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
         pairs = []
-        for group, table in enumerate(tables):
+        for group in self._order if tables else ():
+            table = tables[group]
             if full <= table.next_block and not table.unsaved:
                 continue
             if self._grouped.groups[group].window_blocks is None:
@@ -66,7 +77,10 @@ class SavePlanner:
         return pairs
 
     def plan_before_reuse(self, blocks: DeviceBlocks) -> list[tuple[int, int]]:
-        """Under write_back: saves of the device blocks that the engine will reuse first."""
+        """Under write_back: saves of the device blocks that the engine will reuse first.
+
+        They are within no budget and take nothing from it: a block that waited would be lost, and computed again.
+        """
         if not self._policy.saves_before_reuse:
             return []
         pairs = []
@@ -90,18 +104,36 @@ class SavePlanner:
     def _plan_full(
         self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
     ) -> list[tuple[int, int]]:
-        if not self._host.num_available:
+        most = self._budget.num_blocks
+        if not self._host.num_available or (not most and full <= table.next_block):
             return []  # with no room at all the blocks are looked at when there is some
-        first, keys = table.next_block, self._grouped.keys(hashes[:full], group)
-        table.next_block = max(first, full)
-        wanted = [index for index in table.unsaved if self._is_wanted(keys[index])] + self._wanted(keys, first)
+        keys = self._grouped.keys(hashes[:full], group)
+        first = min(table.next_block, full)  # fewer are full than before where a load has failed
+        table.next_block = max(table.next_block, full)
+        wanted, waiting = self._still_wanted(table.unsaved, keys, most)
+        new, most = self._wanted(keys, first), most - len(wanted)
+        self._metrics.deferred_saves_blocks += len(new[most:])
+        wanted, waiting = wanted + new[:most], waiting + new[most:]
         host_ids = self._host.allocate_behind(len(wanted), keys, now)
-        saved, table.unsaved = wanted[: len(host_ids)], wanted[len(host_ids) :]
+        self._budget.spend(len(host_ids))
+        saved, table.unsaved = wanted[: len(host_ids)], wanted[len(host_ids) :] + waiting
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
         start = first + len(self._tree.match(keys[first:]))  # every block has a node from now on
         nodes = self._tree.insert_path(keys, now, start)
         targets = [nodes[i - start] if i >= start else self._tree.insert_path(keys[: i + 1], now, i)[0] for i in saved]
         return self._attach(table, saved, targets, nodes, host_ids, num_hit_blocks)
+
+    def _still_wanted(
+        self, indices: Sequence[int], keys: Sequence[BlockHash], most: int
+    ) -> tuple[list[int], list[int]]:
+        """The first of these blocks that are full now and wanted, at most so many, and those not looked at."""
+        wanted: list[int] = []
+        for position, index in enumerate(indices):
+            if len(wanted) == most or index >= len(keys):
+                return wanted, list(indices[position:])
+            if self._is_wanted(keys[index]):
+                wanted.append(index)
+        return wanted, []
 
     def _wanted(self, keys: Sequence[BlockHash], first: int) -> list[int]:
         """Which blocks from `first` on the policy wants: a hit shows it thousands that are saved already."""
@@ -115,12 +147,14 @@ class SavePlanner:
     def _plan_window(
         self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
     ) -> list[tuple[int, int]]:
-        """Blocks slide out of the window and are gone: what finds no room in this step is not saved later."""
+        """Blocks slide out of the window and are gone: what finds no room or budget in this step is not saved later."""
         held = [i for i in range(table.next_block, full) if table.block_ids[i] != NO_BLOCK]
         table.next_block = max(table.next_block, full)
         keys = {index: self._grouped.keys((hashes[index],), group)[0] for index in held}
         wanted = [index for index in held if self._is_wanted(keys[index])]
-        host_ids = self._host.allocate_up_to(len(wanted), older_than=now) if wanted else []
+        most = min(len(wanted), self._budget.num_blocks)
+        host_ids = self._host.allocate_up_to(most, older_than=now) if most else []
+        self._budget.spend(len(host_ids))
         nodes = {index: self._tree.insert_path((keys[index],), now)[0] for index in held}
         # The window's end is what a later prefix needs, so its blocks go first where there is no room for all.
         saved = wanted[len(wanted) - len(host_ids) :]

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from .base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
+from .budget import SaveBudget
 from .config import Config
 from .endings import JobEnds
 from .errors import ConfigError, KVConnectorError
@@ -35,6 +36,7 @@ from .jobs import JobLedger
 from .leases import LoadLease, LoadLeases
 from .loads import LoadMode, LoadPlanner
 from .metrics import CacheMetrics
+from .ranks import RankStates
 from .saves import BlockTable, SavePlanner
 from .steps import StepsUnderWay
 from .storing import StoragePlanner
@@ -88,7 +90,9 @@ class SchedulerHalf(KVConnectorScheduler):
         self._grouped = GroupedTree(self.tree, groups)
         self._hits = HitCounter(self.tree, self.host, self.metrics, block_size)
         self._lookup = Lookup(self._grouped, self.host, drop_last_block)
-        self._saves = SavePlanner(self._grouped, self.host, SavePolicy.from_config(config), self.metrics)
+        self._budget = SaveBudget(config.save_bandwidth)
+        policy = SavePolicy.from_config(config)
+        self._saves = SavePlanner(self._grouped, self.host, policy, self._budget, self.metrics)
         self._loads = LoadPlanner(config, self.metrics, clock)
         self._leases = LoadLeases(self._lookup, self.host, self._jobs, self._loads)
         self._under_way = StepsUnderWay()
@@ -126,7 +130,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self.metrics,
             self._events,
         )
-        self._ready_host_blocks = [0] * world_size
+        self._ranks = RankStates(world_size)
         self._host_limit: int | None = None
         self._step = 0
         self._unpins_when_idle = unpins_when_idle
@@ -247,7 +251,8 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
-            self._ready_host_blocks[report.rank] = report.num_host_blocks
+            self._ranks.take_in(report)
+        self._budget.block_bytes = self._ranks.block_bytes
         self._fit_host()  # what a look-up has found needs room
         for report in reports:
             self._ends.take_in(report)
@@ -319,6 +324,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self.metrics.snapshot()
             | (self._storage.stats() if self._storage is not None else {})
             | (self._handovers.stats() if self._handovers is not None else {})
+            | self._ranks.stats()
             | {
                 "host_capacity_blocks": self.host.pool.capacity,
                 "host_cached_blocks": self.host.num_copies,
@@ -393,7 +399,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def _fit_host(self) -> None:
         """Use as many host blocks as every rank has ready and the operator allows."""
-        ready = min(self._ready_host_blocks)
+        ready = self._ranks.num_host_blocks
         capacity = ready if self._host_limit is None else min(ready, self._host_limit)
         if capacity != self.host.pool.capacity:
             self.host.resize(capacity)

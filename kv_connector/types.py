@@ -172,10 +172,12 @@ class LoadTiming:
 class StepReport:
     """What one rank says after a step. A job is in `done` only when its last byte has arrived.
 
-    `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `load_milliseconds` is how
-    long the loads of `loaded_bytes` took. `found` has, for each look-up in `done`, how many leading keys exist here.
-    `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have changed, and
-    `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if nowhere.
+    `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `block_bytes` are those of
+    one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
+    belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, how many
+    leading keys exist here. `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they
+    may have changed, and `peer_counters` those of its links to other engines. `peer_port` is where those reach
+    this rank, 0 if nowhere.
     """
 
     step: int
@@ -183,8 +185,11 @@ class StepReport:
     done: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     num_host_blocks: int = 0
+    block_bytes: int = 0
     loaded_bytes: int = 0
     saved_bytes: int = 0
+    loading_bytes: int = 0
+    saving_bytes: int = 0
     load_milliseconds: float = 0.0
     load_timings: tuple[LoadTiming, ...] = field(default=())
     found: tuple[tuple[int, int], ...] = ()

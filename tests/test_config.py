@@ -66,7 +66,9 @@ def test_the_defaults_are_valid_and_keep_the_host_tier_off() -> None:
 def test_settings_from_json_become_typed_values() -> None:
     config = Config.from_mapping(
         {"host_memory": "16GiB", "write_policy": "write_back", "copy_path": "staged", "staging_memory": "64MiB"}
+        | {"save_bandwidth": "1.5GB"}
     )
+    assert config.save_bandwidth == 1_500_000_000
     assert config.host_memory == 16 << 30
     assert config.write_policy is WritePolicy.WRITE_BACK
     assert config.copy_path is PathName.STAGED
@@ -126,6 +128,8 @@ WRONG = [
     ({"layer_group_bytes": -1}, "layer_group_bytes=-1 is too small: give at least 0"),
     ({"calibration": ""}, "calibration='': give 'auto', 'off' or the path of a file"),
     ({"calibration": True}, "calibration=True: give 'auto', 'off' or the path of a file"),
+    ({"save_bandwidth": -1}, "save_bandwidth=-1 is too small: give at least 0"),
+    ({"save_bandwidth": "8GB/s"}, "save_bandwidth='8GB/s' is not a size"),
     ({"staging_memory": 0}, "staging_memory=0 is too small: give at least 1048576"),
 ]
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kv_connector.config import Config, PathName
-from kv_connector.errors import ConfigError, InvalidBlockError, TransferError
-from kv_connector.transfer import engine as engine_module
+from kv_connector.errors import ConfigError, InvalidBlockError
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import CopyPath, make_path
+from kv_connector.transfer.paths import make_path
 from kv_connector.types import CopyJob, Direction
 from tests.copies import (
     LOAD,
@@ -31,98 +26,8 @@ from tests.copies import (
     filled,
     ids,
     job,
-    make_pool,
 )
-
-
-class FailingPath:
-    """Copies like another path and raises on the k-th call, counted from 0."""
-
-    def __init__(self, path: CopyPath, fail_on: int) -> None:
-        self.path = path
-        self.fail_on = fail_on
-        self.calls = 0
-
-    def copy(self, direction: Direction, regions: range, device_ids: Any, host_ids: Any, urgent: bool = False) -> None:
-        self.calls += 1
-        if self.calls - 1 == self.fail_on:
-            raise TransferError("fault injected")
-        self.path.copy(direction, regions, device_ids, host_ids, urgent)
-
-    def close(self) -> None:
-        self.path.close()
-
-
-class ManualLane:
-    """A lane whose events complete when the test says so; it records every wait."""
-
-    is_synchronous = False
-    stream = None
-    handle = 0
-
-    def __init__(self) -> None:
-        self.marks: list[ManualEvent] = []
-        self.waited: list[ManualEvent] = []
-
-    @contextmanager
-    def running(self, after_current: bool = True) -> Iterator[None]:
-        yield
-
-    def mark(self, stream: Any = None) -> ManualEvent:
-        self.marks.append(ManualEvent(self))
-        return self.marks[-1]
-
-    def recycle(self, events: list[Any]) -> None:
-        for event in events:
-            assert any(later.done or later.lost for later in self.marks[self.marks.index(event) :])
-
-
-class ManualEvent:
-    def __init__(self, lane: ManualLane) -> None:
-        self.lane = lane
-        self.done = False
-        self.lost = False
-
-    def query(self) -> bool:
-        if self.lost:
-            raise RuntimeError("device lost")
-        return self.done
-
-    def wait(self, stream: Any = None) -> None:
-        self.lane.waited.append(self)
-
-    def synchronize(self) -> None:
-        self.done = True
-
-    def elapsed_time(self, end_event: ManualEvent) -> float:
-        return float(self.lane.marks.index(end_event) - self.lane.marks.index(self))
-
-
-@pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> list[ManualLane]:
-    """The engine's load and save lanes, in this order, once it is made."""
-    made: list[ManualLane] = []
-
-    def make(*_: object, **__: object) -> ManualLane:
-        made.append(ManualLane())
-        return made[-1]
-
-    monkeypatch.setattr(engine_module, "make_lane", make)
-    return made
-
-
-def make_engine(
-    device: torch.device | None = None, fail_on: int | None = None, **settings: Any
-) -> tuple[TransferEngine, CacheLayout, HostPool]:
-    layout = filled(bf16_apart, device or torch.device("cpu"))
-    pool = make_pool(layout)
-    config = Config(layer_group_bytes=4096, **settings)
-    path = None if fail_on is None else FailingPath(make_path(layout, pool, config), fail_on)
-    return TransferEngine(layout, pool, config, path), layout, pool
-
-
-def ends(completions: Any) -> list[tuple[int, bool]]:
-    return sorted((completion.job_id, completion.ok) for completion in completions)
+from tests.engines import ManualLane, ends, make_engine
 
 
 @pytest.mark.parametrize("name", list(PathName))
@@ -190,8 +95,9 @@ def test_jobs_end_once_their_event_has_completed(lanes: list[ManualLane]) -> Non
     load.marks[-1].done = True
     assert ends(engine.poll()) == [(1, True), (2, True)]
     assert engine.poll() == []
+    waited = list(load.waits)
     engine.wait_all()
-    assert load.waited == []  # everything has arrived
+    assert load.waits == waited  # everything has arrived
     assert ends(engine.drain()) == [(4, True)]
 
 

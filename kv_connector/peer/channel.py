@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,6 +59,7 @@ class SideChannel:
             ) from error
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
+        self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
@@ -120,7 +122,9 @@ class SideChannel:
 
     def wake(self) -> None:
         """See `PeerTransport.wake`."""
-        os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:  # the descriptor may be somebody else's once it is closed
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Close every socket."""
@@ -129,7 +133,9 @@ class SideChannel:
         self._links.clear()
         self._listener.close()
         self._selector.close()
-        os.close(self._wake_fd)
+        with self._wake_lock:
+            fd, self._wake_fd = self._wake_fd, -1
+        os.close(fd)
 
     def _new_link(self) -> int:
         self._next_link += 1

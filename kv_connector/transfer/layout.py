@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -83,7 +84,8 @@ class CacheLayout:
         self.regions = tuple(regions)
         self.layer_names = tuple(last_region)
         self.block_bytes = _round_up(end, BLOCK_ALIGN)
-        self.piece_bytes = sum(region.piece_bytes for region in regions)
+        self._bytes_before = [0, *accumulate(region.piece_bytes for region in regions)]  # of each region
+        self.piece_bytes = self._bytes_before[-1]
         self.device = regions[0].view.device
         self._last_region = dict(last_region)
         self._layer_stops = [
@@ -143,7 +145,7 @@ class CacheLayout:
         start = first = row_bytes = wanted_row = 0
         least_bytes = min(FIRST_GROUP_BYTES, target_bytes)
         for stop in self._layer_stops:
-            row_bytes += sum(region.piece_bytes for region in self.regions[first:stop])
+            row_bytes += self.bytes_of(range(first, stop))
             first = stop
             is_full = row_bytes >= wanted_row and num_blocks * row_bytes >= least_bytes
             if is_full or stop == len(self.regions):
@@ -152,6 +154,10 @@ class CacheLayout:
                 least_bytes = min(2 * num_blocks * row_bytes, target_bytes)
                 start, row_bytes = stop, 0
         return tuple(groups)
+
+    def bytes_of(self, regions: range) -> int:
+        """Bytes of one block's pieces in these consecutive regions, paddings left out."""
+        return self._bytes_before[regions.stop] - self._bytes_before[regions.start]
 
     def host_slice(self, regions: range) -> tuple[int, int]:
         """Offset and length, in bytes, of the part of a host block that holds these consecutive regions."""

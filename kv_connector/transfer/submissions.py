@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +12,12 @@ from numpy.typing import NDArray
 
 from ..types import CopyJob, Direction
 from .streams import Event
+
+logger = logging.getLogger("kv_connector.transfer")
+
+SLICE_BYTES = 512 << 20
+"""Copies of whole blocks that are longer have an event after each such part, 10 ms of the link, that says how far they
+are. A part is submitted as a copy of its own, so short ones would keep the link waiting."""
 
 
 class Completion(NamedTuple):
@@ -28,15 +35,52 @@ class Completion(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """Jobs that were copied together: `events[i]` follows group i, `end` follows everything that was enqueued."""
+    """Jobs that were copied together, in parts: by layer group, or all layers by slices of blocks.
+
+    `events[i]` follows part i, which is group i where there are several, and has `part_bytes[i]` bytes; `end` follows
+    everything that was enqueued.
+    """
 
     direction: Direction
     jobs: Sequence[CopyJob]
     groups: tuple[range, ...]
     start: Event
     events: list[Event] = field(default_factory=list)
+    part_bytes: list[int] = field(default_factory=list)
     end: Event | None = None
     ok: bool = True
+    num_arrived: int = 0  # leading parts that are known to have completed
+
+    def begin(self) -> None:
+        """Nothing is copied yet, whatever an earlier try has enqueued."""
+        self.events.clear()
+        self.part_bytes.clear()
+
+    def add_part(self, num_bytes: int, event: Event) -> None:
+        """A part was enqueued, with `event` behind it."""
+        self.part_bytes.append(num_bytes)
+        self.events.append(event)
+
+    def has_ended(self) -> bool:
+        """Whether nothing of it runs any more; it is not `ok` from here on where the device is lost. Never blocks."""
+        assert self.end is not None
+        try:
+            return self.end.query()
+        except RuntimeError as error:  # nothing has arrived
+            logger.warning("%s failed on the device: %s", self.direction.value, error)
+            self.ok = False
+            return True
+
+    def pending_bytes(self) -> int:
+        """Bytes that will arrive and are not known to have done so: none where the copy failed. Never blocks."""
+        if not self.ok:
+            return 0
+        try:
+            while self.num_arrived < len(self.events) and self.events[self.num_arrived].query():
+                self.num_arrived += 1
+        except RuntimeError:  # the device is lost: the next poll finds that the copy has failed, and says so
+            return 0
+        return sum(self.part_bytes[self.num_arrived :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +98,23 @@ class BlockPairs:
     def __len__(self) -> int:
         """How many pairs there are."""
         return len(self.device_ids)
+
+    def slices(self, block_bytes: int) -> Iterator[BlockPairs]:
+        """Parts of `SLICE_BYTES`, of blocks of so many: the guarded last, and in host order, so that neighbours stay
+        together. What needs no cut stays as it is."""
+        most = max(1, SLICE_BYTES // block_bytes)
+        if len(self) <= most:
+            yield self  # the very arrays, as below
+            return
+        free = len(self) - self.num_guarded
+        parts = np.argsort(self.host_ids[:free], kind="stable"), np.argsort(self.host_ids[free:], kind="stable") + free
+        order = np.concatenate(parts)
+        device_ids, host_ids = self.device_ids[order], self.host_ids[order]
+        for ids in (device_ids, host_ids):
+            ids.setflags(write=False)
+        for start in range(0, len(self), most):
+            part = slice(start, min(start + most, len(self)))
+            yield BlockPairs(device_ids[part], host_ids[part], max(0, part.stop - max(start, free)), self.after)
 
     def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], Event | None]]:
         """What is not empty of the two parts."""

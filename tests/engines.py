@@ -1,0 +1,104 @@
+"""Transfer engines for tests, with lanes whose events complete when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kv_connector.config import Config
+from kv_connector.errors import TransferError
+from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.host_pool import HostPool
+from kv_connector.transfer.layout import CacheLayout
+from kv_connector.transfer.paths import CopyPath, make_path
+from kv_connector.types import CopyJob, Direction
+from tests.copies import bf16_apart, filled, make_pool
+
+
+class FailingPath:
+    """Copies like another path and raises on the k-th call, counted from 0."""
+
+    def __init__(self, path: CopyPath, fail_on: int) -> None:
+        self.path = path
+        self.fail_on = fail_on
+        self.calls = 0
+
+    def copy(self, direction: Direction, regions: range, device_ids: Any, host_ids: Any, urgent: bool = False) -> None:
+        self.calls += 1
+        if self.calls - 1 == self.fail_on:
+            raise TransferError("fault injected")
+        self.path.copy(direction, regions, device_ids, host_ids, urgent)
+
+    def close(self) -> None:
+        self.path.close()
+
+
+class ManualLane:
+    """A lane whose events complete when the test says so; it records every wait."""
+
+    is_synchronous = False
+    handle = 0
+
+    def __init__(self) -> None:
+        self.stream = object()
+        self.marks: list[ManualEvent] = []
+        self.waited: list[ManualEvent] = []
+        self.waits: list[tuple[ManualEvent, Any]] = []  # with the stream that waits, None for the current one
+
+    @contextmanager
+    def running(self, after_current: bool = True) -> Iterator[None]:
+        yield
+
+    def mark(self, stream: Any = None) -> ManualEvent:
+        self.marks.append(ManualEvent(self))
+        return self.marks[-1]
+
+    def recycle(self, events: list[Any]) -> None:
+        for event in events:
+            assert any(later.done or later.lost for later in self.marks[self.marks.index(event) :])
+
+
+class ManualEvent:
+    def __init__(self, lane: ManualLane) -> None:
+        self.lane = lane
+        self.done = False
+        self.lost = False
+
+    def query(self) -> bool:
+        if self.lost:
+            raise RuntimeError("device lost")
+        return self.done
+
+    def wait(self, stream: Any = None) -> None:
+        self.lane.waited.append(self)
+        self.lane.waits.append((self, stream))
+
+    def synchronize(self) -> None:
+        self.done = True
+
+    def elapsed_time(self, end_event: ManualEvent) -> float:
+        return float(self.lane.marks.index(end_event) - self.lane.marks.index(self))
+
+
+def make_engine(
+    device: torch.device | None = None, fail_on: int | None = None, **settings: Any
+) -> tuple[TransferEngine, CacheLayout, HostPool]:
+    layout = filled(bf16_apart, device or torch.device("cpu"))
+    pool = make_pool(layout)
+    config = Config(layer_group_bytes=4096, **settings)
+    path = None if fail_on is None else FailingPath(make_path(layout, pool, config), fail_on)
+    return TransferEngine(layout, pool, config, path), layout, pool
+
+
+def load_in_background(engine: TransferEngine, lane: ManualLane, *jobs: CopyJob) -> None:
+    """Behind nothing: what the current stream holds is done."""
+    after = engine.mark()
+    lane.marks[-1].done = True
+    assert engine.submit_background_load(jobs, after) == frozenset()
+
+
+def ends(completions: Any) -> list[tuple[int, bool]]:
+    return sorted((completion.job_id, completion.ok) for completion in completions)
