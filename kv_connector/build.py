@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 from .errors import ConfigError
 
 if TYPE_CHECKING:
-    from .config import Config, StorageConfig
+    from .config import Config, PeerConfig, StorageConfig
     from .index import CacheIdentity
+    from .peer.base import PeerIdentity, PeerPool, PeerTransport
+    from .peer.jobs import PeerJobs
     from .scheduler import SchedulerHalf
     from .storage.base import Storage
     from .worker import WorkerHalf
+
+
+logger = logging.getLogger("kv_connector.peer")
 
 
 def build_scheduler(config: Config, block_size: int, world_size: int = 1, **options: Any) -> SchedulerHalf:
@@ -25,16 +31,24 @@ def build_scheduler(config: Config, block_size: int, world_size: int = 1, **opti
 
 
 def build_worker(
-    config: Config, rank: int = 0, world_size: int = 1, identity: CacheIdentity | None = None, **options: Any
+    config: Config,
+    rank: int = 0,
+    world_size: int = 1,
+    identity: CacheIdentity | None = None,
+    engine_id: str = "",
+    **options: Any,
 ) -> WorkerHalf:
     """The worker half of one rank; `options` as for `WorkerHalf`. Imports torch.
 
-    `identity` is that of the scheduler half; storage keeps it beside the blocks.
+    `identity` and `engine_id` are those of the scheduler half: storage keeps the identity beside the blocks, and other
+    engines are told both.
     """
     from .worker import WorkerHalf
 
     if config.storage is not None:
         options["open_storage"] = partial(_open_storage, config.storage, identity, rank, world_size)
+    if config.peer is not None:
+        options["open_peers"] = partial(_open_peers, config.peer, identity, engine_id, rank, world_size)
     return WorkerHalf(config, rank, world_size, **options)
 
 
@@ -60,3 +74,50 @@ def _open_storage(
         return FilesystemStorage(Path(config.path), digest, block_bytes, config.capacity)
     except (OSError, ValueError) as error:
         raise ConfigError(f"storage at {config.path!r} cannot be used: {error}") from error
+
+
+def _open_peers(
+    config: PeerConfig, identity: CacheIdentity | None, engine_id: str, rank: int, world_size: int, pool: PeerPool
+) -> PeerJobs:
+    from .peer.base import PeerIdentity
+    from .peer.jobs import PeerJobs
+
+    if identity is None:
+        raise ConfigError("peer needs the engine's identity: pass it to build_scheduler and build_worker")
+    known = PeerIdentity(
+        model=identity.model,
+        cache_dtype=identity.cache_dtype,
+        layout=identity.layout,
+        block_size=identity.block_size,
+        tp_size=identity.tp_size,
+        pp_size=identity.pp_size,
+        rank=rank,
+        pieces=pool.pieces,
+    )
+    transport = open_transport(config, known, engine_id, pool)
+    deadline, timeout = config.deadline_ms / 1e3, config.timeout_ms / 1e3
+    return PeerJobs(transport, engine_id, len(pool.regions), rank, deadline, timeout)
+
+
+def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
+    """The links of one rank, for its pool. Raises ConfigError where they cannot be opened."""
+    from .peer.handshake import Card
+
+    card = Card(identity, engine_id, pool.num_blocks)
+    port = config.port + identity.rank if config.port else 0
+    secret, seconds = config.secret.encode(), config.timeout_ms / 1e3
+    if config.kind == "nixl":
+        from .peer.nixl import NixlTransport
+
+        return NixlTransport(pool, card, config.bind, port, secret, seconds)
+    if pool.device >= 0:
+        from .peer.base import PeerError
+        from .peer.cuda_ipc import CudaIpcTransport
+
+        try:
+            return CudaIpcTransport(pool, card, config.bind, port, secret, seconds)
+        except PeerError as error:
+            logger.warning("the pool cannot be shared between processes, its blocks go through host memory: %s", error)
+    from .peer.shared_memory import SharedMemoryTransport
+
+    return SharedMemoryTransport(pool, card, config.bind, port, secret, seconds, config.staging_memory)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
 }
 _E = TypeVar("_E", bound=Enum)
-_S = TypeVar("_S", "Config", "StorageConfig")
+_S = TypeVar("_S", "Config", "StorageConfig", "PeerConfig")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -69,6 +70,14 @@ class Backup(str, Enum):
     ON_SAVE = "on_save"
     ON_EVICTION = "on_eviction"
     AT_FINISH = "at_finish"
+
+
+class PeerRole(str, Enum):
+    """What an engine does for others: computes prompts for them, continues what others computed, or both."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+    BOTH = "both"
 
 
 class Protocol(str, Enum):
@@ -147,11 +156,11 @@ class StorageConfig:
                 raise ConfigError(f"storage.{name}={value!r} is too small: give an integer of at least {least}")
 
     def _check_kind(self) -> None:
-        for field in fields(self):
-            owner = next((kind for kind, names in _KEYS_OF_KIND.items() if field.name in names), self.kind)
-            value = getattr(self, field.name)
-            if owner != self.kind and value != field.default:
-                raise ConfigError(f"storage.{field.name}={value!r} is for kind {owner!r} only: leave it out")
+        for part in fields(self):
+            owner = next((kind for kind, names in _KEYS_OF_KIND.items() if part.name in names), self.kind)
+            value = getattr(self, part.name)
+            if owner != self.kind and value != part.default:
+                raise ConfigError(f"storage.{part.name}={value!r} is for kind {owner!r} only: leave it out")
         if self.kind == "mooncake":
             if not _HOST_AND_PORT.fullmatch(self.master) or not 0 < int(self.master.rpartition(":")[2]) < 1 << 16:
                 raise ConfigError(f'storage.master={self.master!r}: give its host and port, such as "10.0.0.1:50051"')
@@ -164,6 +173,85 @@ class StorageConfig:
             raise ConfigError(f"storage.path={self.path!r}: give the folder to keep blocks in")
         if self.capacity < 1:
             raise ConfigError(f"storage.capacity={self.capacity!r} is too small: give an integer of at least 1")
+
+
+_PEER_KINDS = ("shared_memory", "nixl")
+_LEAST_SECRET = 16
+_ANY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConfig:
+    """Hand-overs between engines. Sizes accept text such as `"64MiB"`.
+
+    kind: `shared_memory` serves engines of one machine and needs no package; `nixl` any, over whatever UCX finds.
+    role: `producer` computes prompts for others, `consumer` continues them, `both` does either.
+    bind: address to listen at for other engines.
+    port: rank r listens at this port plus r; 0 takes any that are free, which those then learn who are told by the
+        engine itself.
+    host: address that others are told; `bind` if empty.
+    secret: what all engines that talk to each other know, at least 16 characters; the environment variable
+        `secret_env` if empty.
+    timeout_ms: for a peer to answer a handshake, or to read what it is sent.
+    deadline_ms: how long a producer holds blocks that nobody has asked for, and a consumer waits with nothing arriving.
+    staging_memory: bytes of shared memory for each link and direction, where blocks go through such.
+    """
+
+    kind: str = "shared_memory"
+    role: PeerRole = PeerRole.BOTH
+    bind: str = "127.0.0.1"
+    port: int = 0
+    host: str = ""
+    secret: str = field(default="", repr=False)
+    secret_env: str = "KV_CONNECTOR_PEER_SECRET"
+    timeout_ms: int = 10_000
+    deadline_ms: int = 60_000
+    staging_memory: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.kind not in _PEER_KINDS:
+            raise ConfigError(f"peer.kind={self.kind!r} is unknown: give one of {', '.join(map(repr, _PEER_KINDS))}")
+        for name in ("bind", "host", "secret", "secret_env"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"peer.{name} is not text: give it in quotes")
+        object.__setattr__(self, "role", _choice(PeerRole, self.role, "peer.role"))
+        object.__setattr__(self, "staging_memory", parse_size(self.staging_memory, "peer.staging_memory"))
+        for name, least, most in (
+            ("port", 0, 65_535),
+            ("timeout_ms", 1, 1 << 31),
+            ("deadline_ms", 1, 1 << 31),
+            ("staging_memory", 1 << 16, 1 << 40),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ConfigError(f"peer.{name}={value!r}: give an integer from {least} to {most}")
+        self._check_address_and_secret()
+
+    def _check_address_and_secret(self) -> None:
+        if not self.host:
+            object.__setattr__(self, "host", self.bind)
+        if self.host in _ANY_ADDRESS:
+            raise ConfigError(
+                f"peer.host={self.host!r} is no address that others can reach, and bind={self.bind!r} is none either: "
+                "give this machine's address"
+            )
+        if not self.secret:
+            object.__setattr__(self, "secret", os.environ.get(self.secret_env, ""))
+        if len(self.secret) < _LEAST_SECRET:
+            raise ConfigError(
+                f"peer.secret has {len(self.secret)} characters: give at least {_LEAST_SECRET}, or set "
+                f"{self.secret_env} to them, the same for all engines that talk to each other"
+            )
+
+    @property
+    def produces(self) -> bool:
+        """Whether prompts are computed for others."""
+        return self.role is not PeerRole.CONSUMER
+
+    @property
+    def consumes(self) -> bool:
+        """Whether prompts are continued that others computed."""
+        return self.role is not PeerRole.PRODUCER
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +280,7 @@ class Config:
     numa_bind: put the host pool on the GPU's NUMA node.
     trace_loads: time each layer group of a load with events and report the exposed wait.
     storage: where blocks are kept beyond the host's memory; none by default.
+    peer: how blocks are handed to other engines and come from them; not at all by default.
     """
 
     host_memory: int = 0
@@ -210,6 +299,7 @@ class Config:
     numa_bind: bool = True
     trace_loads: bool = False
     storage: StorageConfig | None = None
+    peer: PeerConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("host_memory", "save_bandwidth", "layer_group_bytes", "staging_memory"):
@@ -227,6 +317,11 @@ class Config:
             raise ConfigError(
                 f'storage={storage!r} is not an object: give one such as {{"path": "/data/kv", "capacity": "1TiB"}}'
             )
+        peer: object = self.peer
+        if isinstance(peer, Mapping):
+            object.__setattr__(self, "peer", _build(PeerConfig, peer, "peer."))
+        elif peer is not None and not isinstance(peer, PeerConfig):
+            raise ConfigError(f'peer={peer!r} is not an object: give one such as {{"role": "producer", "port": 7100}}')
         if self.storage is not None and not self.host_memory:
             raise ConfigError("storage needs host_memory: blocks come and go through the host's memory")
         if not isinstance(self.calibration, str) or not self.calibration:

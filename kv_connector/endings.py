@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 
 from .base import DeviceBlocks
 from .events import BlockStored, EventLog
+from .handovers import HandoverPlanner
 from .index import CacheTier
 from .jobs import EndedJob, JobLedger
 from .loads import LoadPlanner
 from .metrics import CacheMetrics
 from .saves import SavePlanner
 from .storing import StoragePlanner
-from .types import CopyJob, Direction, StepReport, StorageJob, Tier
+from .types import CopyJob, Direction, PeerJob, StepReport, StorageJob, Tier
 
 logger = logging.getLogger("kv_connector.scheduler")
 
@@ -29,6 +30,7 @@ class JobEnds:
         loads: LoadPlanner,
         saves: SavePlanner,
         storage: StoragePlanner | None,
+        handovers: HandoverPlanner | None,
         metrics: CacheMetrics,
         events: EventLog,
     ) -> None:
@@ -38,6 +40,7 @@ class JobEnds:
         self._loads = loads
         self._saves = saves
         self._storage = storage
+        self._handovers = handovers
         self._metrics = metrics
         self._events = events
         self._fence = False  # blocks that copies under way use are no longer pinned
@@ -49,6 +52,10 @@ class JobEnds:
             if isinstance(job.job, StorageJob):
                 assert self._storage is not None, "a storage job without storage"
                 self._storage.end(job)
+            elif isinstance(job.job, PeerJob):
+                assert self._handovers is not None, "a peer job without peers"
+                self._handovers.end(job.job, job.ok)
+                self._pool().free_blocks(job.job.device_ids.tolist())
             elif job.job.direction is Direction.LOAD:
                 self._end_load(job, job.job)
                 self._release(job, job.job)
@@ -57,6 +64,8 @@ class JobEnds:
                 self._release(job, job.job)
         if self._storage is not None and report.storage_counters:
             self._storage.note_counters(report.rank, report.storage_counters)
+        if self._handovers is not None:
+            self._handovers.note_report(report.rank, report.peer_port, report.peer_counters)
         metrics.loaded_bytes += report.loaded_bytes
         metrics.saved_bytes += report.saved_bytes
         metrics.load_milliseconds += report.load_milliseconds

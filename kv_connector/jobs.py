@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .types import CopyJob, Direction, StepReport, StorageAction, StorageJob
+from .types import CopyJob, Direction, PeerAction, PeerJob, StepReport, StorageAction, StorageJob
 
 
 @dataclass(slots=True)
 class _OpenJob:
-    job: CopyJob | StorageJob
+    job: CopyJob | StorageJob | PeerJob
     waiting_for: set[int]
     failed: bool = False
     pins_device: bool = True
@@ -27,7 +27,7 @@ class EndedJob:
     least that any rank has.
     """
 
-    job: CopyJob | StorageJob
+    job: CopyJob | StorageJob | PeerJob
     ok: bool
     pins_device: bool
     found: int = 0
@@ -73,6 +73,26 @@ class JobLedger:
     def open_storage(self, action: StorageAction, keys: bytes, host_ids: Sequence[int]) -> StorageJob:
         """As `open`, for a job between host and storage."""
         job = StorageJob(self._next_id, action, keys, np.array(host_ids, dtype=np.int64))
+        self._next_id += 1
+        self._open[job.job_id] = _OpenJob(job, set(range(self._world_size)), pins_device=False)
+        return job
+
+    def open_peer(
+        self,
+        action: PeerAction,
+        transfer_id: str,
+        first: int,
+        device_ids: Sequence[int],
+        names: bytes = b"",
+        host: str = "",
+        ports: tuple[int, ...] = (),
+        engine_id: str = "",
+        request_id: str | None = None,
+    ) -> PeerJob:
+        """As `open`, for a job between two engines. Its device blocks stay pinned while the engine is idle, too: they
+        are what the engine is idle with."""
+        ids = np.array(device_ids, dtype=np.int64)
+        job = PeerJob(self._next_id, action, transfer_id, first, ids, names, host, ports, engine_id, request_id)
         self._next_id += 1
         self._open[job.job_id] = _OpenJob(job, set(range(self._world_size)), pins_device=False)
         return job

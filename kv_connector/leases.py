@@ -18,6 +18,7 @@ class LoadLease:
     """Blocks of an admitted request that are leased on both sides and not yet planned."""
 
     mode: LoadMode
+    may_announce: bool = True
     device_ids: list[int] = field(default_factory=list)
     host_ids: list[int] = field(default_factory=list)
 
@@ -39,10 +40,12 @@ class LoadLeases:
         first: int,
         num_blocks: int,
         mode: LoadMode,
+        may_announce: bool = True,
     ) -> LoadLease:
-        """Lease what a hit of `num_blocks` blocks from `first` on is made of."""
+        """Lease what a hit of `num_blocks` blocks from `first` on is made of. `may_announce`: the request waits for
+        nothing else, so that it may go on when this load is about to end."""
         hit = self._lookup.hit(request.block_hashes, first, num_blocks)
-        lease = LoadLease(mode)
+        lease = LoadLease(mode, may_announce)
         for table, indices, nodes in zip(tables, hit.indices, hit.nodes, strict=True):
             host_ids = self._host.blocks_of(nodes)
             device_ids = table.block_ids[indices.start : indices.stop]
@@ -73,5 +76,5 @@ class LoadLeases:
         device_ids, host_ids = zip(*pairs, strict=True)
         num_guarded = sum(device_id in used for device_id in device_ids)
         job = self._jobs.open(Direction.LOAD, device_ids, host_ids, request_id, num_guarded)
-        self._planner.begin(job)
+        self._planner.begin(job, lease.may_announce)
         return job

@@ -207,12 +207,13 @@ class LoadPlanner:
         for block_id in host_ids:
             self._ends.pop(block_id, None)
 
-    def begin(self, job: CopyJob) -> None:
-        """A load whose blocks were reserved is planned now."""
+    def begin(self, job: CopyJob, may_announce: bool = True) -> None:
+        """A load whose blocks were reserved is planned now. Without `may_announce` it is over when it has ended."""
         ends = [self._ends.get(block_id) for block_id in job.host_ids.tolist()]
         known = [end for end in ends if end is not None]
         seconds = self.estimate.load_seconds(job.num_blocks) or 0.0
-        self._background[job.job_id] = _BackgroundLoad(seconds, max(known) if len(known) == len(ends) else None)
+        is_known = may_announce and len(known) == len(ends)
+        self._background[job.job_id] = _BackgroundLoad(seconds, max(known) if is_known else None)
 
     def end(self, job: CopyJob) -> None:
         """A load in the background was reported by every rank."""

@@ -39,6 +39,11 @@ class CacheMetrics:
     backed_up_blocks: int = 0
     dropped_backups_blocks: int = 0
     failed_backup_jobs: int = 0
+    peer_hit_tokens: int = 0
+    offered_blocks: int = 0
+    received_blocks: int = 0
+    failed_receive_jobs: int = 0
+    expired_handovers: int = 0
     failed_save_jobs: int = 0
     failed_load_jobs: int = 0
     saved_bytes: int = 0
@@ -79,6 +84,11 @@ DOCUMENTATION = {
     "backed_up_blocks": "Blocks that are in storage since they were saved, those that were there already counted too.",
     "dropped_backups_blocks": "Saved blocks not backed up: too many were waiting, or they were evicted first.",
     "failed_backup_jobs": "Jobs of blocks that storage did not take.",
+    "peer_hit_tokens": "Tokens of admitted requests that were to come from another engine.",
+    "offered_blocks": "Blocks of prompts that were computed for another engine.",
+    "received_blocks": "Blocks that came from another engine.",
+    "failed_receive_jobs": "Jobs of blocks that did not come from another engine; they were computed.",
+    "expired_handovers": "Requests computed for another engine that nobody asked for in time.",
     "failed_save_jobs": "Save jobs that failed.",
     "failed_load_jobs": "Load jobs that failed; their tokens were recomputed.",
     "saved_bytes": "Bytes saved, all ranks.",
@@ -100,6 +110,10 @@ DOCUMENTATION = {
     "storage_evicted_blocks": "Blocks that storage deleted to make room.",
     "storage_stored_blocks": "Blocks in storage, as far as this engine knows.",
     "storage_stored_bytes": "Bytes in storage, as far as this engine knows.",
+    "peer_sent_bytes": "Bytes sent to other engines, all ranks.",
+    "peer_received_bytes": "Bytes that came from other engines, all ranks.",
+    "peer_refused_links": "Connections from or to other engines that were refused.",
+    "peer_lost_links": "Connections between engines that were lost.",
     "host_capacity_blocks": "Blocks of host memory that are ready for use.",
     "host_cached_blocks": "Blocks of host memory that hold a cached block.",
     "host_evicted_blocks": "Blocks evicted from the host.",

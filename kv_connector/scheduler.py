@@ -20,9 +20,10 @@ from .config import Config
 from .endings import JobEnds
 from .errors import ConfigError, KVConnectorError
 from .events import AllBlocksCleared, BlockRemoved, CacheEvent, EventLog
+from .handovers import HandoverPlanner
+from .hits import HitCounter
 from .index import (
     BlockGroup,
-    BlockState,
     CacheIdentity,
     CacheTier,
     GroupedTree,
@@ -61,7 +62,8 @@ class SchedulerHalf(KVConnectorScheduler):
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
     An engine that keeps its own device blocks in our index passes its `tree`, so that one tree knows every tier.
     `clock` gives seconds that never go back; it orders evictions and times loads. `identity` names what the engine's
-    block hashes leave out (model, layout, ...): it goes into the names of blocks in storage.
+    block hashes leave out (model, layout, ...): it goes into the names that other engines know blocks by. `engine_id`
+    names this start of the engine, for those that continue its requests.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SchedulerHalf(KVConnectorScheduler):
         drop_last_block: bool = False,
         unpins_when_idle: bool = True,
         identity: CacheIdentity | None = None,
+        engine_id: str = "",
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
         self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=True)  # grows as ranks report memory that is ready
@@ -85,6 +88,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._requests: dict[str, _RequestState] = {}
         self._jobs = JobLedger(world_size)
         self._grouped = GroupedTree(self.tree, groups)
+        self._hits = HitCounter(self.tree, self.host, self.metrics, block_size)
         self._lookup = Lookup(self._grouped, self.host, drop_last_block)
         self._budget = SaveBudget(config.save_bandwidth)
         policy = SavePolicy.from_config(config)
@@ -93,10 +97,11 @@ class SchedulerHalf(KVConnectorScheduler):
         self._leases = LoadLeases(self._lookup, self.host, self._jobs, self._loads)
         self._under_way = StepsUnderWay()
         self._storage: StoragePlanner | None = None
+        for name, part in (("storage", config.storage), ("peer", config.peer)):
+            if part is not None and len(groups) > 1:
+                raise ConfigError(f"{name} with {len(groups)} block groups is not supported: leave {name} out")
+        root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
         if config.storage is not None:
-            if len(groups) > 1:
-                raise ConfigError(f"storage with {len(groups)} block groups is not supported: leave storage out")
-            root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
             self._storage = StoragePlanner(
                 config.storage,
                 root,
@@ -108,6 +113,11 @@ class SchedulerHalf(KVConnectorScheduler):
                 clock,
                 block_size,
             )
+        self._handovers: HandoverPlanner | None = None
+        if config.peer is not None:
+            self._handovers = HandoverPlanner(
+                config.peer, engine_id, root, world_size, self._jobs, self.metrics, clock, block_size
+            )
         self._events = EventLog()
         self._ends = JobEnds(
             lambda: self._pool,
@@ -116,6 +126,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self._loads,
             self._saves,
             self._storage,
+            self._handovers,
             self.metrics,
             self._events,
         )
@@ -130,7 +141,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._blocks = blocks
 
     def on_new_request(self, request: Request) -> None:
-        if self._storage is not None:
+        if self._storage is not None and not (self._handovers is not None and self._handovers.arrived(request)):
             self._storage.prefetches.arrived(request, (request.num_tokens - 1) // self._block_size)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -139,6 +150,10 @@ class SchedulerHalf(KVConnectorScheduler):
             if self._storage.prefetches.is_awaited(request.request_id):
                 return None, False
         num_blocks = self._num_loadable(request, num_computed_tokens)
+        num_remote = self._num_remote(request, num_computed_tokens, num_blocks)
+        if num_remote:
+            self._loads.withdraw(request.request_id)
+            return (num_blocks + num_remote) * self._block_size, True
         if not num_blocks:
             self._loads.withdraw(request.request_id)
             return 0, False
@@ -166,12 +181,21 @@ class SchedulerHalf(KVConnectorScheduler):
         self.tree.touch(known, self._clock())
         if self._storage is not None:
             self._storage.prefetches.admitted(request.request_id, first, count)
-        mode = self._loads.admit(request.request_id)
+        num_loadable = self._num_loadable(request, num_local_tokens)
+        num_remote = 0
+        if self._handovers is not None:
+            num_remote = max(0, count - num_loadable)
+            remote_ids = state.tables[0].block_ids[first + count - num_remote : first + count]
+            self._handovers.admitted(request, first + count - num_remote, remote_ids, self._pool)
+        mode = LoadMode.ASYNC if num_remote else self._loads.admit(request.request_id)
         if not state.counted:
             state.counted = True
-            self._count_hits(request, known, num_local_tokens, num_external_tokens, mode)
-        if count:
-            state.load = self._leases.take(self._pool, request, state.tables, first, count, mode or LoadMode.SYNC)
+            num_recomputed = num_loadable if mode is LoadMode.RECOMPUTE and not count else 0
+            self._hits.count(request, known, num_local_tokens, num_external_tokens, num_remote, num_recomputed)
+        if count - num_remote:
+            state.load = self._leases.take(
+                self._pool, request, state.tables, first, count - num_remote, mode or LoadMode.SYNC, not num_remote
+            )
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
         for request_id in output.preempted_req_ids:
@@ -196,6 +220,8 @@ class SchedulerHalf(KVConnectorScheduler):
             for table in state.tables:
                 written += table.block_ids[item.num_computed_tokens // self._block_size :]
             pairs += self._saves.plan(state.request, state.tables, item, state.num_hit_blocks, self._block_size, now)
+            if self._handovers is not None:
+                self._handovers.scheduled(item, state.tables[0].block_ids, self._pool)
         pairs += self._saves.plan_before_reuse(self._pool)
         device_ids, host_ids = zip(*pairs, strict=True) if pairs else ((), ())
         self._pool.touch(device_ids)
@@ -204,7 +230,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._loads.estimate.step_planned(self._step, num_tokens, len(loads), now)
         announced, awaited = self._loads.announce(self._step)
         self._log_removed()
-        fence = self._ends.take_fence(overwrites=bool(num_tokens or loads or background))
+        peer, withdrawn, cancelled_peer = self._handovers.plan() if self._handovers is not None else ((), (), ())
+        fence = self._ends.take_fence(overwrites=bool(num_tokens or loads or background or peer))
         storage, cancelled = self._storage.plan() if self._storage is not None else ((), ())
         return StepPlan(
             self._step,
@@ -216,6 +243,10 @@ class SchedulerHalf(KVConnectorScheduler):
             fence,
             storage,
             cancelled,
+            peer,
+            withdrawn,
+            cancelled_peer,
+            computes=num_tokens > 0,
         )
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
@@ -242,7 +273,12 @@ class SchedulerHalf(KVConnectorScheduler):
             self.tree.touch(self._grouped.known(request.block_hashes, state.num_hit_blocks), self._clock())
             if not self._requests and self._unpins_when_idle:
                 self._ends.unpin()
-        return False, None
+        return False, self._handovers.finished(request) if self._handovers is not None else None
+
+    def withdraw_handover(self, request_id: str) -> None:
+        """The request is given up: called before `request_finished`, no other engine is told to continue it."""
+        if self._handovers is not None:
+            self._handovers.withdraw(request_id)
 
     # What an operator asks.
 
@@ -266,12 +302,15 @@ class SchedulerHalf(KVConnectorScheduler):
         self.host.removed.clear()
         if self._storage is not None:
             self._storage.reset()
+        if self._handovers is not None:
+            self._handovers.reset()
         self._events.add(AllBlocksCleared(Tier.HOST))
         return True
 
     def has_pending_push_work(self) -> bool:
         backs_up = self._storage is not None and self._storage.is_busy
-        return len(self._jobs) > 0 or self._saves.may_save_before_reuse or backs_up
+        hands_over = self._handovers is not None and self._handovers.is_busy
+        return len(self._jobs) > 0 or self._saves.may_save_before_reuse or backs_up or hands_over
 
     def has_pending_block_frees(self) -> bool:
         return self._jobs.num_pinning > 0
@@ -284,6 +323,7 @@ class SchedulerHalf(KVConnectorScheduler):
         return (
             self.metrics.snapshot()
             | (self._storage.stats() if self._storage is not None else {})
+            | (self._handovers.stats() if self._handovers is not None else {})
             | self._ranks.stats()
             | {
                 "host_capacity_blocks": self.host.pool.capacity,
@@ -308,6 +348,13 @@ class SchedulerHalf(KVConnectorScheduler):
             return 0
         return self._lookup.find(request.block_hashes, num_computed_tokens // size, (request.num_tokens - 1) // size)
 
+    def _num_remote(self, request: Request, num_computed_tokens: int, num_loadable: int) -> int:
+        """Blocks behind those that can be loaded that another engine has."""
+        if self._handovers is None or num_computed_tokens % self._block_size:
+            return 0
+        known = num_computed_tokens // self._block_size + num_loadable
+        return max(0, self._handovers.num_blocks(request) - known)
+
     def _choose(self, request: Request, num_computed_tokens: int, num_blocks: int) -> LoadMode:
         first = num_computed_tokens // self._block_size
         first_blocks: list[int] = []
@@ -317,23 +364,6 @@ class SchedulerHalf(KVConnectorScheduler):
         num_new = request.num_tokens - num_computed_tokens - num_hit
         others = len(self._requests) > (request.request_id in self._requests)
         return self._loads.choose(request.request_id, num_blocks, num_hit, num_new, others, first_blocks)
-
-    def _count_hits(
-        self, request: Request, known: list[int], num_local_tokens: int, num_external_tokens: int, mode: LoadMode | None
-    ) -> None:
-        for node in known:
-            self.tree.hits[node] += 1
-        metrics, size = self.metrics, self._block_size
-        metrics.requests += 1
-        metrics.queries_tokens += request.num_tokens
-        metrics.device_hit_tokens += num_local_tokens
-        metrics.host_hit_tokens += num_external_tokens
-        if mode is LoadMode.RECOMPUTE and not num_external_tokens:
-            metrics.recomputed_tokens += self._num_loadable(request, num_local_tokens) * size
-        for node in self.tree.match(request.block_hashes[(num_local_tokens + num_external_tokens) // size :]):
-            if self.host.node_state(node) is not BlockState.SWAPPING_TO_HOST:
-                break
-            metrics.missed_pending_tokens += size
 
     def _plan_loads(self) -> tuple[list[CopyJob], list[CopyJob]]:
         """Jobs of the requests admitted in this step: those it waits for, and those that run behind it."""
@@ -362,6 +392,8 @@ class SchedulerHalf(KVConnectorScheduler):
         if state.load is not None:
             self._leases.drop(self._pool, state.load)
             state.load = None
+        if self._handovers is not None:
+            self._handovers.drop(state.request.request_id, self._pool)
         self.metrics.dropped_saves_blocks += sum(len(table.unsaved) for table in state.tables)
         state.tables = []
 

@@ -90,6 +90,41 @@ class StorageJob:
         return [self.keys[i : i + 32] for i in range(0, len(self.keys), 32)]
 
 
+class PeerAction(Enum):
+    """What a peer job does with device blocks: offer them to another engine, or have one fill them."""
+
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerJob:
+    """Device blocks handed from one engine to another; like a copy job it ends exactly once on every rank.
+
+    `transfer_id` names the hand-over on both sides; the blocks are those of the prompt from position `first` on.
+    A SEND has in `names`, where it is the first of its hand-over, the names of all blocks that will be offered, 32
+    bytes each. A RECEIVE has the name of its last block there, and asks `engine_id` (any where empty) at `host` and
+    `ports`, one for each rank or that of rank 0. Without blocks it tells the producer that nothing is wanted.
+    `request_id` names the request that waits for it.
+    """
+
+    job_id: int
+    action: PeerAction
+    transfer_id: str
+    first: int
+    device_ids: NDArray[np.int64]
+    names: bytes = b""
+    host: str = ""
+    ports: tuple[int, ...] = ()
+    engine_id: str = ""
+    request_id: str | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks that the job moves."""
+        return len(self.device_ids)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """What the worker half does in one step; `build_connector_meta` makes it and every rank gets the same one.
@@ -100,7 +135,9 @@ class StepPlan:
     its `awaited_loads`. Saves are submitted after the forward pass: they may read blocks that it computes. With `fence`
     blocks that copies of earlier steps use may be written by this step: they are waited for. `storage` jobs run beside
     all of it, and no step waits for them; those in `cancelled_storage`, of this step or of earlier ones, need not be
-    done where they have not begun.
+    done where they have not begun. `peer` jobs run beside the steps too: what a SEND offers is computed by the end of
+    this step. `withdrawn` hand-overs are offered no more, and those in `cancelled_peer` are received no more.
+    A step that not `computes` is there for what runs beside it: it may rest for a moment.
     """
 
     step: int
@@ -112,11 +149,15 @@ class StepPlan:
     fence: bool = False
     storage: tuple[StorageJob, ...] = ()
     cancelled_storage: tuple[int, ...] = ()
+    peer: tuple[PeerJob, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+    cancelled_peer: tuple[int, ...] = ()
+    computes: bool = True
 
     @property
     def is_empty(self) -> bool:
         """Whether the step copies nothing."""
-        return not (self.loads or self.background_loads or self.saves or self.storage)
+        return not (self.loads or self.background_loads or self.saves or self.storage or self.peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +176,8 @@ class StepReport:
     one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
     belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, how many
     leading keys exist here. `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they
-    may have changed.
+    may have changed, and `peer_counters` those of its links to other engines. `peer_port` is where those reach
+    this rank, 0 if nowhere.
     """
 
     step: int
@@ -152,3 +194,5 @@ class StepReport:
     load_timings: tuple[LoadTiming, ...] = field(default=())
     found: tuple[tuple[int, int], ...] = ()
     storage_counters: tuple[tuple[str, float], ...] = ()
+    peer_port: int = 0
+    peer_counters: tuple[tuple[str, float], ...] = ()

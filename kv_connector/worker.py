@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from .base import KVConnectorWorker
 from .config import Config
 from .errors import KVConnectorError
+from .peer.jobs import EndedPeerJob
+from .peering import OpenPeers, StepPeers, awaits
 from .storage.base import Storage
 from .storage.jobs import StorageJobs
 from .transfer.costs import LinkCosts, link_costs
@@ -21,7 +23,7 @@ from .transfer.host_pool import HostPool
 from .transfer.layout import CacheLayout
 from .transfer.paths import CopyPath, make_fallback, make_path
 from .transfer.submissions import Completion
-from .types import CopyJob, Direction, StepPlan, StepReport
+from .types import CopyJob, Direction, PeerJob, StepPlan, StepReport
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +37,8 @@ class WorkerHalf(KVConnectorWorker):
     `make_path` makes the copy path that moves the bytes; tests put one that fails in its place. `fails_by_request`:
     background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
     `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
-    `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given.
+    `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given, `open_peers`
+    the links to other engines.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class WorkerHalf(KVConnectorWorker):
         fails_by_request: bool = True,
         retries_loads: bool = False,
         open_storage: Callable[[int, memoryview], Storage] | None = None,
+        open_peers: OpenPeers | None = None,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -56,12 +60,17 @@ class WorkerHalf(KVConnectorWorker):
         self._retries_loads = retries_loads
         self._open_storage = open_storage
         self._storage: StorageJobs | None = None
+        self._open_peers = open_peers
+        self._peers: StepPeers | None = None
         self._layout: CacheLayout | None = None
         self._engine: TransferEngine | None = None
         self._host: HostPool | None = None
         self._plan: StepPlan | None = None
         self._step = 0
         self._loads: dict[int, CopyJob] = {}  # in flight, for the block ids of those that fail
+        self._receives: dict[int, PeerJob] = {}  # in flight
+        self._lost: dict[str, set[int]] = {}  # by request: blocks of those jobs that failed
+        self._handed: list[EndedPeerJob] = []  # peer jobs to be reported
         self._load_failed = False  # in this step
         self._invalid_blocks: set[int] = set()
         self._completed: list[Completion] = []
@@ -98,6 +107,8 @@ class WorkerHalf(KVConnectorWorker):
                 blocks = self._host.tensor.numpy()
                 storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data)
                 self._storage = StorageJobs(storage, blocks)
+        if self._open_peers is not None:
+            self._peers = StepPeers(layout, self._config, self._open_peers)
 
     def handle_preemptions(self, plan: StepPlan) -> None:
         if plan.fence and plan.step != self._step and self._engine is not None:
@@ -117,6 +128,9 @@ class WorkerHalf(KVConnectorWorker):
             self._storage.begin(job)
         if self._storage is not None:
             self._storage.cancel(plan.cancelled_storage)
+        if self._peers is not None:
+            self._peers.begin(plan)
+            self._receives |= {job.job_id: job for job in plan.peer if awaits(job)}
 
     def clear_connector_metadata(self) -> None:
         self._plan = None
@@ -144,13 +158,18 @@ class WorkerHalf(KVConnectorWorker):
             self._transfer.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str) -> None:
-        """Nothing to do: a save packs all layers of a block into one run of host memory, after the last of them."""
+        """A save packs all layers of a block into one run of host memory, after the last of them; other engines may be
+        sent what is there already."""
+        if self._peers is not None and not self._load_failed:
+            self._peers.saved_layer(layer_name)
 
     def wait_for_save(self) -> None:
         if self._plan is None:
             return
         if self._plan.loads:
             self._transfer.wait_all()  # whatever the hooks did, later steps find the load complete
+        if self._peers is not None:
+            self._peers.computed(ok=not self._load_failed)
         if not self._saves_pending:
             return
         self._saves_pending = False
@@ -161,6 +180,8 @@ class WorkerHalf(KVConnectorWorker):
             self._transfer.submit_save(self._plan.saves)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
+        if self._peers is not None and self._plan is not None and not self._plan.computes:
+            self._peers.rest()
         self._poll()
         self._announce()
         finished = self._received, self._failed_receiving
@@ -176,12 +197,15 @@ class WorkerHalf(KVConnectorWorker):
         self._poll()
         completed, self._completed = self._completed, []
         stored = self._storage.poll() if self._storage is not None else []
+        handed, self._handed = self._handed, []
         loaded = [c for c in completed if c.direction is Direction.LOAD]
+        ended = [(c.job_id, c.ok) for c in completed] + [(job.job_id, job.ok) for job in stored]
+        ended += [(job.job_id, job.ok) for job in handed]
         return StepReport(
             step=self._step,
             rank=self._rank,
-            done=tuple([c.job_id for c in completed if c.ok] + [job.job_id for job in stored if job.ok]),
-            failed=tuple([c.job_id for c in completed if not c.ok] + [job.job_id for job in stored if not job.ok]),
+            done=tuple(job_id for job_id, ok in ended if ok),
+            failed=tuple(job_id for job_id, ok in ended if not ok),
             num_host_blocks=self._host.num_ready_blocks if self._host else 0,
             block_bytes=self._host.block_bytes if self._host else 0,
             loaded_bytes=sum(c.bytes for c in loaded),
@@ -192,19 +216,26 @@ class WorkerHalf(KVConnectorWorker):
             load_timings=self._transfer.take_load_timings() if self._engine else (),
             found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
             storage_counters=self._storage.counters() if self._storage is not None and stored else (),
+            peer_port=self._peers.port if self._peers is not None else 0,
+            peer_counters=self._peers.counters() if self._peers is not None else (),
         )
 
     def describe(self) -> str:
         """One line for a log: what was registered and what it is copied to."""
-        if self._layout is None or self._host is None:
+        if self._layout is None:
             return "nothing registered"
+        num_host_blocks = self._host.num_blocks if self._host is not None else 0
+        peers = f"; other engines reach it at port {self._peers.port}" if self._peers is not None else ""
         return (
             f"{len(self._layout.layer_names)} layers in {len(self._layout.regions)} regions of "
-            f"{self._layout.num_blocks} blocks on {self._layout.device}; {self._host.num_blocks} host blocks of "
-            f"{self._layout.block_bytes} bytes"
+            f"{self._layout.num_blocks} blocks on {self._layout.device}; {num_host_blocks} host blocks of "
+            f"{self._layout.block_bytes} bytes{peers}"
         )
 
     def shutdown(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
         if self._engine is not None and self._host is not None:
             self._engine.close()
             if self._storage is not None:
@@ -220,13 +251,15 @@ class WorkerHalf(KVConnectorWorker):
         return self._engine
 
     def _poll(self) -> None:
-        if self._engine is None:
-            return
-        completions = self._engine.poll()
+        completions = self._engine.poll() if self._engine is not None else []
         self._completed += completions
         for completion in completions:
             if completion.job_id in self._loads:
                 self._end_load(self._loads.pop(completion.job_id), completion.ok)
+        for job in self._peers.poll(self._loads) if self._peers is not None else ():
+            self._handed.append(job)
+            if job.job_id in self._receives:
+                self._end_load(self._receives.pop(job.job_id), job.ok)
 
     def _announce(self) -> None:
         """Call loads received that the plan says will end soon; one that failed on submission has ended before."""
@@ -236,14 +269,29 @@ class WorkerHalf(KVConnectorWorker):
                 self._received.add(job.request_id)
                 self._announced.add(job_id)
 
-    def _end_load(self, job: CopyJob, ok: bool) -> None:
-        by_request = job.request_id if job.job_id not in self._announced else None
+    def _end_load(self, job: CopyJob | PeerJob, ok: bool) -> None:
+        """A load or a receive has ended."""
+        if not ok and self._peers is not None:
+            self._peers.load_failed(job.job_id)
+        is_awaited = job.request_id is not None and job.job_id not in self._announced
         self._announced.discard(job.job_id)
-        if by_request is not None:
-            self._received.add(by_request)
-        if ok:
-            return
-        if by_request is not None and self._fails_by_request:
-            self._failed_receiving.add(by_request)
-        else:
+        if job.request_id is not None:
+            if not ok:
+                self._lost.setdefault(job.request_id, set()).update(job.device_ids.tolist())
+            others: list[CopyJob | PeerJob] = [*self._loads.values(), *self._receives.values()]
+            if not any(other.request_id == job.request_id for other in others):
+                self._end_request(job.request_id, is_awaited)
+        elif not ok:
             self._invalid_blocks.update(job.device_ids.tolist())
+
+    def _end_request(self, request_id: str, is_awaited: bool) -> None:
+        """The last job that the request waits for has ended; not `is_awaited`: it was announced, and may have run."""
+        lost = self._lost.pop(request_id, None)
+        if is_awaited:
+            self._received.add(request_id)
+        if lost is None:
+            return
+        if is_awaited and self._fails_by_request:
+            self._failed_receiving.add(request_id)
+        else:
+            self._invalid_blocks.update(lost)

@@ -164,6 +164,42 @@ def test_wrong_storage_is_refused_with_value_limit_and_fix(storage: dict[str, An
     assert message in str(caught.value)
 
 
+SECRET = {"secret": "sixteen or more characters"}
+WRONG_PEER = [
+    ({}, "peer.secret has 0 characters: give at least 16, or set KV_CONNECTOR_PEER_SECRET to them"),
+    ({"secret": "short"}, "peer.secret has 5 characters: give at least 16"),
+    ({"secret_env": "NOBODY_SET_THIS"}, "or set NOBODY_SET_THIS to them"),
+    ({"kind": "rdma"}, "peer.kind='rdma' is unknown: give one of 'shared_memory', 'nixl'"),
+    ({"role": "prefill"}, "peer.role='prefill' is unknown: give one of 'producer', 'consumer', 'both'"),
+    (SECRET | {"port": 70000}, "peer.port=70000: give an integer from 0 to 65535"),
+    (SECRET | {"timeout_ms": 0}, "peer.timeout_ms=0: give an integer from 1 to"),
+    (SECRET | {"deadline_ms": "long"}, "peer.deadline_ms='long': give an integer from 1 to"),
+    (SECRET | {"bind": "0.0.0.0"}, "peer.host='0.0.0.0' is no address that others can reach"),
+    (SECRET | {"bind": None}, "peer.bind is not text"),
+    (SECRET | {"staging_memory": "1KiB"}, "peer.staging_memory=1024: give an integer from 65536"),
+    (SECRET | {"ports": 1}, "unknown setting 'peer.ports' (did you mean 'port'?)"),
+]
+
+
+@pytest.mark.parametrize(("peer", "message"), WRONG_PEER)
+def test_wrong_peers_are_refused_with_value_limit_and_fix(
+    peer: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KV_CONNECTOR_PEER_SECRET", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        Config(peer=peer)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+    assert "sixteen" not in str(caught.value)
+
+
+def test_the_secret_may_come_from_the_environment_and_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUR_SECRET", "from the environment")
+    config = Config(peer={"secret_env": "OUR_SECRET", "bind": "::", "host": "fd00::1"})  # type: ignore[arg-type]
+    assert config.peer is not None
+    assert (config.peer.secret, config.peer.host) == ("from the environment", "fd00::1")
+    assert "from the environment" not in repr(config)
+
+
 @pytest.mark.parametrize("master", ["10.0.0.1:50051", "store.example:1", "[fd00::1]:50051"])
 def test_mooncake_needs_the_address_of_its_master(master: str) -> None:
     settings = {"host_memory": "1GiB", "storage": MOONCAKE | {"master": master, "segment_memory": "4GiB"}}

@@ -30,7 +30,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transfer": {*LAYER_0, "torch", "numpy", "cuda", "triton_kernels", "matplotlib"},
     "base": {*LAYER_0},
     "storage": {*LAYER_0, "numpy", "mooncake"},
+    "peer": {*LAYER_0, "numpy"},
     "jobs": {*LAYER_0, "numpy"},
+    "hits": {*LAYER_0, "base", "index"},
+    "handovers": {*LAYER_0, "base", "index", "jobs", "numpy"},
     "ranks": {*LAYER_0},
     "budget": set(),
     "saves": {*LAYER_0, "base", "budget", "index"},
@@ -40,12 +43,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backups": {*LAYER_0, "index", "jobs"},
     "prefetches": {*LAYER_0, "base", "index", "jobs", "loads"},
     "storing": {*LAYER_0, "backups", "base", "index", "jobs", "loads", "prefetches", "numpy"},
-    "endings": {*LAYER_0, "base", "index", "jobs", "loads", "saves", "storing"},
+    "endings": {*LAYER_0, "base", "index", "jobs", "handovers", "loads", "saves", "storing"},
     "scheduler": {
         *LAYER_0,
         "base",
         "budget",
         "endings",
+        "handovers",
+        "hits",
         "index",
         "jobs",
         "leases",
@@ -56,10 +61,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storing",
         "numpy",
     },
-    "worker": {*LAYER_0, "base", "storage", "transfer", "torch", "numpy"},
+    "peering": {*LAYER_0, "numpy", "peer", "transfer"},
+    "worker": {*LAYER_0, "base", "peer", "peering", "storage", "transfer", "torch", "numpy"},
     "engines": {*LAYER_0, "base", "index", "build", "vllm", "torch", "prometheus_client"},
     "cli": {*LAYER_0, "storage", "transfer", "torch"},
-    "build": {*LAYER_0, "base", "index", "storage", "transfer", "scheduler", "worker", "torch", "numpy"},
+    "build": {*LAYER_0, "base", "index", "peer", "storage", "transfer", "scheduler", "worker", "torch", "numpy"},
 }
 # In addition, under `if TYPE_CHECKING`: costs nothing at run time.
 MAY_NAME: dict[str, set[str]] = {
@@ -69,7 +75,7 @@ MAY_NAME: dict[str, set[str]] = {
 }
 # Only inside functions, so that the scheduler's process never loads what moves bytes.
 ONLY_LAZILY: dict[str, set[str]] = {
-    "build": {"storage", "transfer", "worker", "torch"},
+    "build": {"peer", "storage", "transfer", "worker", "torch"},
     "storage": {"mooncake"},  # not everybody has it
 }
 # One thread and a clock that is passed in: a run is repeatable from a seed.
@@ -81,6 +87,8 @@ MAY_NOT_IMPORT = {
     "ranks": THREADS | CLOCKS,
     "budget": THREADS | CLOCKS,
     "saves": THREADS | CLOCKS,
+    "handovers": THREADS | CLOCKS,
+    "hits": THREADS | CLOCKS,
     "loads": THREADS | CLOCKS,
     "leases": THREADS | CLOCKS,
     "endings": THREADS | CLOCKS,

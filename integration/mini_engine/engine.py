@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from kv_connector.index import BlockHasher, CacheIdentity, root_hash
 from kv_connector.scheduler import SchedulerHalf
@@ -31,13 +32,20 @@ class MiniEngine:
         if connector is not None:
             scheduler.bind_connector(connector)
 
-    def add(self, prompt_token_ids: Sequence[int], max_new_tokens: int, request_id: str | None = None) -> EngineRequest:
-        """Queue a prompt; the returned request fills up while `step` runs."""
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_new_tokens: int,
+        request_id: str | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> EngineRequest:
+        """Queue a prompt; the returned request fills up while `step` runs. `kv_transfer_params`: as vLLM has them."""
         request = EngineRequest(
             request_id=request_id or f"request-{next(self._ids)}",
             token_ids=list(prompt_token_ids),
             max_new_tokens=max_new_tokens,
             hasher=BlockHasher(self.scheduler.block_size, self._root),
+            kv_transfer_params=kv_transfer_params,
         )
         self.scheduler.add(request)
         return request

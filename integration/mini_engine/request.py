@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kv_connector.index import BlockHasher
 from kv_connector.types import BlockHash
@@ -29,6 +30,8 @@ class EngineRequest:
     is_aborted: bool = False  # while such a load was under way
     first_token_at: float | None = None
     draft_token_ids: list[int] = field(default_factory=list)
+    kv_transfer_params: dict[str, Any] | None = None  # what the client says of another engine
+    handover: dict[str, Any] | None = None  # what another engine has to be told to continue it
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

@@ -50,18 +50,19 @@ FACTS = "Lyon lies where two rivers meet. Its old town is known for covered pass
 class Server:
     """A server process of its own group; `log` is what it has printed. It starts at once, `settle` waits for it."""
 
-    def __init__(self, transfer_config: str, folder: Path) -> None:
+    def __init__(self, transfer_config: str, folder: Path, port: int = 0, num_blocks: int = NUM_BLOCKS) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+            self.port = port or probe.getsockname()[1]
         self.folder = folder
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_folder())]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "smollm2"]
         command += ["--dtype", "float32", "--max-model-len", "512", "--block-size", "32", "--enforce-eager"]
-        command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "8"]
+        command += ["--num-gpu-blocks-override", str(num_blocks), "--max-num-seqs", "8"]
         command += ["--kv-transfer-config", transfer_config]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         settings["PYTHONHASHSEED"] = "0"  # they share a folder, and old versions name blocks by it
+        settings |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # several share the machine
         # All cores for each, or all servers start on the same one. "nobind" would say so, but crashes 0.20.
         settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         self.process = subprocess.Popen(

@@ -167,7 +167,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.half.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do: blocks are saved whole, after the last layer."""
+        """Blocks are saved whole, after the last layer; other engines may be sent those layers that are there."""
+        self._worker.half.save_kv_layer(layer_name)
 
     def wait_for_save(self) -> None:
         self._worker.half.wait_for_save()

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from ...build import build_scheduler
 from ...config import Config
 from ...errors import ConfigError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 logger = logging.getLogger("kv_connector.vllm")
 
 
@@ -39,6 +42,7 @@ class SchedulerRole:
             drop_last_block=shape.drop_last_block,
             unpins_when_idle=shape.unpins_when_idle,
             identity=shape.identity,
+            engine_id=shape.engine_id,
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
         self._has_blocks = False
@@ -87,6 +91,8 @@ class SchedulerRole:
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
+        if request.status not in _ENDED_WELL:
+            self.half.withdraw_handover(request.request_id)
         return self.half.request_finished(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:

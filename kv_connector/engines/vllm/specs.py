@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
-from ...config import Config
+from ...config import Config, PeerRole
 from ...errors import ConfigError
 from ...index import BlockGroup, CacheIdentity
 
@@ -37,23 +37,33 @@ class EngineShape:
     drop_last_block: bool
     unpins_when_idle: bool
     identity: CacheIdentity
+    engine_id: str
 
 
 def read_config(vllm_config: VllmConfig) -> Config:
     """Our settings, from `kv_connector_extra_config`."""
     assert vllm_config.kv_transfer_config is not None
     config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
-    if not config.host_memory:
+    if not config.host_memory and config.peer is None:
         raise ConfigError(
             "host_memory=0: there is nothing to cache in; give kv_connector_extra_config a size such as "
             '{"host_memory": "64GiB"} (all ranks together)'
         )
-    if config.storage is not None and not _has_stable_hashes(vllm_config):
-        raise ConfigError(
-            "storage: this engine's names of blocks change with every start; set PYTHONHASHSEED to the same value for "
-            "all engines that share the storage, such as PYTHONHASHSEED=0"
-        )
-    return config
+    for name, part in (("storage", config.storage), ("peer", config.peer)):
+        if part is not None and not _has_stable_hashes(vllm_config):
+            raise ConfigError(
+                f"{name}: this engine's names of blocks change with every start; set PYTHONHASHSEED to the same value "
+                "for all engines that share blocks, such as PYTHONHASHSEED=0"
+            )
+    return _with_role(config, str(vllm_config.kv_transfer_config.kv_role))
+
+
+def _with_role(config: Config, kv_role: str) -> Config:
+    """vLLM's `kv_role` says what the engine does for others, unless our own setting does. Without `peer`, nothing."""
+    roles = {"kv_producer": PeerRole.PRODUCER, "kv_consumer": PeerRole.CONSUMER}
+    if config.peer is None or kv_role not in roles or config.peer.role is not PeerRole.BOTH:
+        return config
+    return replace(config, peer=replace(config.peer, role=roles[kv_role]))
 
 
 def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineShape:
@@ -84,6 +94,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
             tp_size=parallel.tensor_parallel_size,
             pp_size=parallel.pipeline_parallel_size,
         ),
+        engine_id=str(getattr(vllm_config.kv_transfer_config, "engine_id", None) or ""),
     )
 
 

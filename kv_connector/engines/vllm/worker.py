@@ -40,6 +40,7 @@ class WorkerRole:
             shape.rank,
             shape.world_size,
             identity=shape.identity,
+            engine_id=shape.engine_id,
             fails_by_request=TELLS_FAILED_REQUESTS,
             retries_loads=True,
         )

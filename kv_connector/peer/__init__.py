@@ -1,0 +1,1 @@
+"""Blocks handed from one engine to another: side channel, backends, and the protocol between two worker halves."""

@@ -1,0 +1,280 @@
+"""What a peer backend offers: links to other engines' ranks, short messages over them, and pushes of whole blocks.
+
+    A (pushes)                                     B (is pushed to)
+    connect(host, port)  ---- handshake ---->      both get Connected: identities are equal, secrets are
+    send(link, body)     ---- message ------>      Message(link, body)
+                         <--- message -------      grant(link, number, block_ids), send(link, body)
+    push(link, push)     ---- blocks ------->      Arrived(link, number, first, count, regions): every byte is there
+    Pushed(number, ok)                             revoke(link, number)
+
+Memory model: the pool is registered once, as regions of equal pieces, one a block. A push names blocks of both pools
+and a run of regions; it goes to positions of a grant, the list of blocks that the receiver has set aside for it. Where
+`is_one_sided`, the pusher's own copies write into the receiver's pool: after `revoke` they may still do so until the
+pusher has said that it stopped, or `quiet_seconds` after the link was lost. Elsewhere the receiver copies, and nothing
+is written behind `revoke`.
+
+Lifecycle: each push ends exactly once, in Pushed, also where the link is lost. A link is lost once, in Lost, and is
+never used again; connecting anew gives another link.
+
+Threading model: no threads. One thread makes every call but `wake`, which any may; all input and output is driven by
+`poll`, and no other call blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import KVConnectorError
+
+VERSION = 1
+"""Of the messages between peers; both sides must speak the same."""
+
+Ids = NDArray[np.int64]
+
+
+class PeerError(KVConnectorError):
+    """A peer is not to be talked to, or said what it may not: its link is dropped, and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """What must be equal on both sides. `pieces` are the bytes of one block in each region, in order."""
+
+    model: str
+    cache_dtype: str
+    layout: str
+    block_size: int
+    tp_size: int
+    pp_size: int
+    rank: int
+    pieces: tuple[int, ...]
+
+    def differences(self, other: PeerIdentity) -> list[str]:
+        """Each field that differs, with both values; "here" is this identity."""
+        pairs = [(part.name, getattr(self, part.name), getattr(other, part.name)) for part in fields(self)]
+        return [
+            f"{name} is {_shown(ours)} here and {_shown(theirs)} there"
+            for name, ours, theirs in pairs
+            if ours != theirs
+        ]
+
+    def encode(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self) | {"pieces": list(self.pieces)}
+
+    @classmethod
+    def decode(cls, body: object) -> PeerIdentity:
+        """The reverse of `encode`; raises PeerError for anything else."""
+        names = [part.name for part in fields(cls)]
+        if not isinstance(body, Mapping) or sorted(body) != sorted(names):
+            raise PeerError(f"an identity has the fields {', '.join(names)}")
+        for part in names:
+            wanted = list if part == "pieces" else str if part in ("model", "cache_dtype", "layout") else int
+            if type(body[part]) is not wanted:
+                raise PeerError(f"the identity's {part} is not of type {wanted.__name__}")
+        if not all(type(piece) is int for piece in body["pieces"]):
+            raise PeerError("the identity's pieces are not integers")
+        return cls(**{**body, "pieces": tuple(body["pieces"])})
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRegion:
+    """Block b's piece lies at `address + b * block_stride` and has `piece_bytes` bytes."""
+
+    address: int
+    block_stride: int
+    piece_bytes: int
+
+
+class Copier(Protocol):
+    """Enqueues copies between addresses of this process, on the device (`transfer.dma.DriverCopier`)."""
+
+    def __call__(self, targets: Ids, sources: Ids, sizes: Ids, pinned: bool, stream: int | None) -> None:
+        """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]`, all int64 of shape (num_copies,)."""
+
+
+class Marker(Protocol):
+    """A point in a device's work, with the names of torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether the work in front of it has completed; never blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerPool:
+    """The device blocks that peers may be sent and may fill; valid until the transport is closed.
+
+    `device` is -1 for the CPU's memory, else the index of a CUDA device; then `copy` and `mark` are given: a copier,
+    and a maker of markers behind what was enqueued so far, both on `stream`, a stream of the driver's that is ours.
+    `keeps` keeps the memory alive.
+    """
+
+    num_blocks: int
+    regions: tuple[PoolRegion, ...]
+    device: int = -1
+    copy: Copier | None = None
+    mark: Callable[[], Marker] | None = None
+    stream: int = 0
+    keeps: object = None
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of one block in each region."""
+        return tuple(region.piece_bytes for region in self.regions)
+
+    def bytes_of(self, regions: range) -> int:
+        """Bytes of one block in these regions."""
+        return sum(self.regions[index].piece_bytes for index in regions)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Push:
+    """Blocks `source_ids` of this pool to `target_ids` of the peer's, which are positions `first` and following of the
+    peer's grant `grant`; in each of `regions`. `number` is the caller's, and in use once at a time."""
+
+    number: int
+    grant: int
+    first: int
+    source_ids: Ids
+    target_ids: Ids
+    regions: range
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A link is open. `engine_id` names the peer's start, `num_blocks` are those of its pool."""
+
+    link: int
+    engine_id: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The peer said something; `body` is a JSON object of bounded size and otherwise unchecked."""
+
+    link: int
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Positions `first` to `first + count` of a grant hold the peer's bytes in each of `regions`."""
+
+    link: int
+    grant: int
+    first: int
+    count: int
+    regions: range
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A push has ended; with `ok` its bytes have arrived or will before anything that is sent from now on."""
+
+    number: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A link is gone, or was never made."""
+
+    link: int
+    reason: str
+
+
+PeerEvent = Connected | Message | Arrived | Pushed | Lost
+
+
+@dataclass(slots=True)
+class PeerCounters:
+    """Sums since the transport was opened."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    refused_links: int = 0  # of peers that failed the handshake
+    lost_links: int = 0  # that were open
+
+
+class PeerTransport(Protocol):
+    """See the module for the order of calls."""
+
+    is_one_sided: bool
+    quiet_seconds: float
+    counters: PeerCounters
+
+    @property
+    def port(self) -> int:
+        """Where peers reach this side."""
+
+    def connect(self, host: str, port: int) -> int:
+        """Begin a link; Connected or Lost tells what came of it."""
+
+    def send(self, link: int, body: Mapping[str, Any]) -> None:
+        """Say something, in order with everything else that is said; nothing on a link that is lost.
+
+        Raises PeerError where the message is over the bound.
+        """
+
+    def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
+        """Let the peer fill these blocks, position by position."""
+
+    def revoke(self, link: int, number: int) -> None:
+        """The peer is to fill them no more; see `is_one_sided`."""
+
+    def push(self, link: int, push: Push) -> None:
+        """Begin to push. Ids must lie in the pools: an assertion here, and refused by the peer."""
+
+    def cancel(self, number: int) -> None:
+        """Push what has not begun no more; Pushed still comes, once nothing of it is on its way."""
+
+    def drop(self, link: int, reason: str) -> None:
+        """Close a link; Lost comes with the reason."""
+
+    def poll(self, timeout: float) -> list[PeerEvent]:
+        """Make progress, for up to `timeout` seconds where there is nothing to tell."""
+
+    def wake(self) -> None:
+        """Let a `poll` that waits return; from any thread."""
+
+    def close(self) -> None:
+        """Close every link and free everything. Idempotent."""
+
+
+def check_ids(ids: object, num_blocks: int) -> Ids:
+    """Block ids from a message: distinct integers in [0, num_blocks). Raises PeerError."""
+    if not isinstance(ids, list) or not all(type(value) is int for value in ids):
+        raise PeerError("block ids are not a list of integers")
+    outside = [value for value in ids if not 0 <= value < num_blocks]
+    if outside:
+        raise PeerError(f"block {outside[0]} is outside of a pool of {num_blocks} blocks")
+    if len(set(ids)) != len(ids):
+        raise PeerError("a block is named twice")
+    return np.array(ids, dtype=np.int64)
+
+
+def check_int(body: Mapping[str, Any], name: str, least: int = 0, most: int = 1 << 53) -> int:
+    """An integer field of a message. Raises PeerError."""
+    value = body.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise PeerError(f"{name}={value!r} is not an integer from {least} to {most}")
+    return value
+
+
+def check_text(body: Mapping[str, Any], name: str, most: int = 512) -> str:
+    """A text field of a message. Raises PeerError."""
+    value = body.get(name)
+    if type(value) is not str or len(value) > most:
+        raise PeerError(f"{name} is not text of up to {most} characters")
+    return value

@@ -1,0 +1,336 @@
+"""The same-host backend for pools on CUDA devices: the pusher's copy engines write into the other process's pool.
+
+Each side tells the CUDA IPC handles of the allocations that its pool lies in; the other opens them once a link is open,
+and a push is one call of the driver for all of its pieces. What has arrived is told over the side channel behind the
+copy's event. A handle names a whole allocation, so a region is its allocation and an offset. Memory that was mapped
+piece by piece (expandable segments, sleep mode) has no handle: such a pool goes through shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .base import (
+    Arrived,
+    Connected,
+    Ids,
+    Lost,
+    Marker,
+    Message,
+    PeerCounters,
+    PeerError,
+    PeerEvent,
+    PeerPool,
+    PoolRegion,
+    Push,
+    Pushed,
+    check_int,
+)
+from .channel import SideChannel
+from .handshake import Card
+from .pool import piece_addresses
+
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_POLL_SECONDS = 0.0002
+_CLOSE_SECONDS = 5.0
+logger = logging.getLogger("kv_connector.peer")
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
+
+
+class Driver:
+    """The driver's IPC calls. Every call that needs one makes the device's primary context current first."""
+
+    def __init__(self, device: int) -> None:
+        """Raises PeerError where there is no driver or no such device."""
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise PeerError(f"the CUDA driver cannot be loaded: {error}") from error
+        self._cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+        handle, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._check(self._cuda.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+        code = self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), handle)
+        self._check(code, "cuDevicePrimaryCtxRetain")
+
+    def use(self) -> None:
+        """Make the context current on this thread."""
+        self._check(self._cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+
+    def export(self, address: int) -> tuple[str, int]:
+        """The handle of the allocation that holds an address, in hexadecimal, and the address's offset in it."""
+        self.use()
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        code = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        self._check(code, "cuMemGetAddressRange")
+        handle = _Handle()
+        self._check(self._cuda.cuIpcGetMemHandle(ctypes.byref(handle), base), "cuIpcGetMemHandle")
+        return bytes(handle.reserved).hex(), address - base.value
+
+    def open(self, handle: str) -> int:
+        """Map another process's allocation; its address here. Raises PeerError."""
+        self.use()
+        raw = bytes.fromhex(handle)
+        address = ctypes.c_uint64()
+        code = self._cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(raw), _LAZY_PEER_ACCESS)
+        self._check(code, "cuIpcOpenMemHandle")
+        return address.value
+
+    def size_of(self, address: int) -> int:
+        """Bytes of the allocation that begins at an address."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        code = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        self._check(code, "cuMemGetAddressRange")
+        return size.value - (address - base.value)
+
+    def close(self, address: int) -> None:
+        """Unmap what `open` has mapped; nothing may use it."""
+        self.use()
+        self._cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address))
+
+    def _check(self, code: int, call: str) -> None:
+        if code:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
+            raise PeerError(f"{call} failed with CUDA error {code}: {(text.value or b'unknown').decode()}")
+
+
+@dataclass(slots=True)
+class _Remote:
+    """The peer's pool as it is mapped here, and the allocations to unmap."""
+
+    pool: PeerPool
+    mapped: list[int]
+    is_lost: bool = False
+
+
+@dataclass(slots=True)
+class _Writing:
+    link: int
+    push: Push
+    marker: Marker
+
+
+class CudaIpcTransport:
+    """See `PeerTransport`."""
+
+    is_one_sided = True
+    quiet_seconds = 1.0
+
+    def __init__(self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float) -> None:
+        """Raises PeerError where the pool has no handles, and ConfigError where the address cannot be used."""
+        self.counters = PeerCounters()
+        self._pool = pool
+        self._driver = Driver(pool.device)
+        exported = [self._driver.export(region.address) for region in pool.regions]
+        handles = sorted({handle for handle, _ in exported})
+        places = [
+            [handles.index(h), offset, r.block_stride] for (h, offset), r in zip(exported, pool.regions, strict=True)
+        ]
+        extra = {"handles": handles, "regions": places}
+        card = Card(card.identity, card.engine_id, card.num_blocks, extra)
+        self._channel = SideChannel(bind, port, secret, card, seconds, self.counters)
+        self._remotes: dict[int, _Remote] = {}
+        self._writing: list[_Writing] = []
+        self._num_granted: dict[tuple[int, int], int] = {}
+        self._events: list[PeerEvent] = []
+        self._is_closed = False
+
+    @property
+    def port(self) -> int:
+        """See `PeerTransport.port`."""
+        return self._channel.port
+
+    def connect(self, host: str, port: int) -> int:
+        """See `PeerTransport.connect`."""
+        return self._channel.connect(host, port)
+
+    def send(self, link: int, body: Mapping[str, Any]) -> None:
+        """See `PeerTransport.send`."""
+        self._channel.send(link, body)
+
+    def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
+        """See `PeerTransport.grant`."""
+        self._num_granted[link, number] = len(block_ids)
+
+    def revoke(self, link: int, number: int) -> None:
+        """See `PeerTransport.revoke`: the peer has to be told, too."""
+        self._num_granted.pop((link, number), None)
+
+    def push(self, link: int, push: Push) -> None:
+        """See `PeerTransport.push`."""
+        remote = self._remotes.get(link)
+        if remote is None or remote.is_lost:
+            self._events.append(Pushed(push.number, False))
+            return
+        for ids, pool in ((push.source_ids, self._pool), (push.target_ids, remote.pool)):
+            assert len(ids) and 0 <= ids.min() <= ids.max() < pool.num_blocks, f"{ids} of {pool.num_blocks}"
+        assert self._pool.copy is not None and self._pool.mark is not None
+        self._driver.use()
+        # Region by region, so that neighbouring blocks are neighbours in the list.
+        sources = piece_addresses(self._pool, push.source_ids, push.regions).T.reshape(-1)
+        targets = piece_addresses(remote.pool, push.target_ids, push.regions).T.reshape(-1)
+        pieces = np.array([self._pool.regions[index].piece_bytes for index in push.regions], dtype=np.int64)
+        sources, targets, sizes = _merged(sources, targets, np.repeat(pieces, len(push.source_ids)))
+        try:
+            self._pool.copy(targets, sources, sizes, True, self._pool.stream)
+            self._writing.append(_Writing(link, push, self._pool.mark()))
+        except Exception as error:  # noqa: BLE001 - torch's and the copier's: the seam where they become a lost link
+            self._events.append(Pushed(push.number, False))
+            self._channel.drop(link, f"a copy to it failed: {error}")
+
+    def cancel(self, number: int) -> None:
+        """See `PeerTransport.cancel`: what was enqueued ends by itself."""
+
+    def drop(self, link: int, reason: str) -> None:
+        """See `PeerTransport.drop`."""
+        self._channel.drop(link, reason)
+
+    def poll(self, timeout: float) -> list[PeerEvent]:
+        """See `PeerTransport.poll`."""
+        if self._writing:
+            timeout = min(timeout, _POLL_SECONDS)
+        for event in self._channel.poll(0.0 if self._events else timeout):
+            self._take(event)
+        self._finish_writing()
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        """See `PeerTransport.wake`."""
+        self._channel.wake()
+
+    def close(self) -> None:
+        """See `PeerTransport.close`. Waits for copies under way: they read memory that goes."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        end = time.monotonic() + _CLOSE_SECONDS
+        while self._writing and time.monotonic() < end:
+            self._finish_writing()
+            time.sleep(_POLL_SECONDS)
+        self._channel.close()
+        for remote in self._remotes.values():
+            remote.is_lost = True
+        self._unmap_lost()
+
+    def _take(self, event: PeerEvent) -> None:
+        if isinstance(event, (Connected, Message)):
+            try:
+                if isinstance(event, Connected):
+                    self._meet(event.link)
+                elif event.body["t"] == "written":
+                    self._hear_written(event.link, event.body)
+                    return
+            except PeerError as error:
+                self._channel.drop(event.link, str(error))
+                return
+        elif isinstance(event, Lost) and event.link in self._remotes:
+            self._remotes[event.link].is_lost = True
+            self._num_granted = {key: n for key, n in self._num_granted.items() if key[0] != event.link}
+        self._events.append(event)
+
+    def _meet(self, link: int) -> None:
+        """Map the peer's allocations, and check that its regions lie within them."""
+        card = self._channel.card_of(link)
+        if card is None:
+            raise PeerError("it went as it came")
+        handles, places = card.extra.get("handles"), card.extra.get("regions")
+        if not isinstance(handles, list) or not all(_is_handle(handle) for handle in handles):
+            raise PeerError("its pool has no CUDA IPC handles: it must lie on a GPU of this machine")
+        if not isinstance(places, list) or len(places) != len(self._pool.regions):
+            raise PeerError(f"its pool is not {len(self._pool.regions)} regions")
+        mapped: list[int] = []
+        try:
+            mapped.extend(self._driver.open(handle) for handle in handles)
+            sizes = [self._driver.size_of(address) for address in mapped]
+            regions = tuple(
+                _region(place, piece, mapped, sizes, card.num_blocks)
+                for place, piece in zip(places, self._pool.pieces, strict=True)
+            )
+        except PeerError:
+            for address in mapped:
+                self._driver.close(address)
+            raise
+        self._remotes[link] = _Remote(PeerPool(card.num_blocks, regions, self._pool.device), mapped)
+
+    def _hear_written(self, link: int, body: Mapping[str, Any]) -> None:
+        grant, first, count = check_int(body, "grant"), check_int(body, "first"), check_int(body, "count", 1)
+        start = check_int(body, "from", 0, len(self._pool.regions) - 1)
+        regions = range(start, check_int(body, "to", start + 1, len(self._pool.regions)))
+        granted = self._num_granted.get((link, grant))
+        if granted is None:
+            return  # revoked while this was on its way
+        if first + count > granted:
+            raise PeerError(f"it filled blocks {first} to {first + count} of {granted} that were granted")
+        self.counters.received_bytes += count * self._pool.bytes_of(regions)
+        self._events.append(Arrived(link, grant, first, count, regions))
+
+    def _finish_writing(self) -> None:
+        """Copies run one behind the other."""
+        while self._writing and self._has_ended(self._writing[0]):
+            writing = self._writing.pop(0)
+            push, remote = writing.push, self._remotes[writing.link]
+            count, regions = len(push.source_ids), push.regions
+            if not remote.is_lost:
+                told = {"grant": push.grant, "first": push.first, "count": count}
+                told |= {"from": regions.start, "to": regions.stop}
+                try:
+                    self._channel.send(writing.link, {"t": "written", **told})
+                except PeerError as error:
+                    self._channel.drop(writing.link, str(error))
+                self.counters.sent_bytes += count * self._pool.bytes_of(regions)
+            self._events.append(Pushed(push.number, not remote.is_lost))
+        self._unmap_lost()
+
+    def _has_ended(self, writing: _Writing) -> bool:
+        try:
+            return writing.marker.query()
+        except RuntimeError as error:  # the device is lost: nothing has arrived
+            self._remotes[writing.link].is_lost = True
+            self._channel.drop(writing.link, f"a copy to it failed: {error}")
+            return True
+
+    def _unmap_lost(self) -> None:
+        """Once nothing is written to it any more."""
+        busy = {writing.link for writing in self._writing}
+        for link in [link for link, remote in self._remotes.items() if remote.is_lost and link not in busy]:
+            for address in self._remotes.pop(link).mapped:
+                self._driver.close(address)
+
+
+def _is_handle(value: object) -> bool:
+    if type(value) is not str or len(value) != 2 * _HANDLE_BYTES:
+        return False
+    try:
+        return len(bytes.fromhex(value)) == _HANDLE_BYTES
+    except ValueError:
+        return False
+
+
+def _region(place: object, piece: int, mapped: Sequence[int], sizes: Sequence[int], num_blocks: int) -> PoolRegion:
+    if not isinstance(place, list) or len(place) != 3:
+        raise PeerError("a region of its pool is not an allocation, an offset and a stride")
+    named = dict(zip(("allocation", "offset", "stride"), place, strict=True))
+    allocation = check_int(named, "allocation", 0, len(mapped) - 1)
+    offset, stride = check_int(named, "offset"), check_int(named, "stride", 1)
+    if offset + (num_blocks - 1) * stride + piece > sizes[allocation]:
+        raise PeerError(f"a region of its pool ends behind its allocation of {sizes[allocation]} bytes")
+    return PoolRegion(mapped[allocation] + offset, stride, piece)
+
+
+def _merged(sources: Ids, targets: Ids, sizes: Ids) -> tuple[Ids, Ids, Ids]:
+    """Neighbours on both sides joined into longer copies."""
+    ends = (sources[:-1] + sizes[:-1] != sources[1:]) | (targets[:-1] + sizes[:-1] != targets[1:])
+    starts = np.concatenate(([0], np.flatnonzero(ends) + 1))
+    return sources[starts], targets[starts], np.add.reduceat(sizes, starts)

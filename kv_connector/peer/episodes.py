@@ -1,0 +1,34 @@
+"""One line of the log for each episode of faults, however often a peer tries."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+logger = logging.getLogger("kv_connector.peer")
+
+_MOST_REMEMBERED = 256
+_SECONDS = 60.0
+
+
+class Episodes:
+    """Who is in a fault, by a name such as a host. An episode ends when the peer is heard well, or after a minute."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._told: dict[str, tuple[str, float]] = {}
+
+    def fault(self, who: str, what: str) -> None:
+        """A fault of somebody; it is told where the same was not told a moment ago."""
+        now = self._clock()
+        before = self._told.get(who)
+        if before is not None and before[0] == what and now - before[1] < _SECONDS:
+            return
+        if len(self._told) >= _MOST_REMEMBERED:
+            del self._told[next(iter(self._told))]
+        self._told[who] = what, now
+        logger.warning("peer %s: %s", who, what)
+
+    def well(self, who: str) -> None:
+        """All is well with somebody."""
+        self._told.pop(who, None)

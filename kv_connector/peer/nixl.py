@@ -1,0 +1,369 @@
+"""The NIXL backend: one agent for each rank, which writes into the peer's pool over whatever UCX finds.
+
+The whole pool is registered once, and a descriptor list over all of its pieces is prepared once on either side, so that
+a push is two lists of indices. The notification that NIXL delivers behind the last byte is what tells the receiver; who
+may be written to, and everything else that is said, goes over the side channel. Nothing here unpickles.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from .base import (
+    Arrived,
+    Connected,
+    Ids,
+    Lost,
+    PeerCounters,
+    PeerError,
+    PeerEvent,
+    PeerPool,
+    Push,
+    Pushed,
+    check_int,
+    check_text,
+)
+from .channel import SideChannel
+from .handshake import Card
+
+MODULES = ("nixl_cu12", "nixl_cu13")
+_START_SECONDS = 60.0
+_POLL_SECONDS = 0.0005
+_DROP_SECONDS = 5.0
+logger = logging.getLogger("kv_connector.peer")
+
+
+def why_not() -> str | None:
+    """Why NIXL cannot be used here; None where it can."""
+    if not any(find_spec(name) for name in MODULES):
+        return "peer.kind='nixl' needs a package: pip install 'kv-connector[nixl-cu12]' or, with CUDA 13, [nixl-cu13]"
+    return None
+
+
+@dataclass(slots=True)
+class _Remote:
+    """The agent behind a link, and the list of its pieces."""
+
+    name: str
+    pieces: Any
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A push under way; `due` is when it is given up after its link was lost."""
+
+    link: int
+    push: Push
+    handle: Any
+    due: float | None = None
+
+
+class NixlTransport:
+    """See `PeerTransport`."""
+
+    is_one_sided = True
+    quiet_seconds = 1.0
+
+    def __init__(self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float) -> None:
+        """Raises ConfigError where NIXL is missing or does not start, or the address cannot be used."""
+        self.counters = PeerCounters()
+        self._pool = pool
+        self._name = f"kv-{secrets.token_hex(12)}"
+        self._agent = _start_agent(self._name)
+        self._memory = "DRAM" if pool.device < 0 else "VRAM"
+        self._registered = self._register()
+        own = [(region.address, region.block_stride) for region in pool.regions]
+        self._pieces = self._prepare("NIXL_INIT_AGENT", own, pool.num_blocks, pool.device)
+        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
+        card = Card(card.identity, card.engine_id, card.num_blocks, extra)
+        self._channel = SideChannel(bind, port, secret, card, seconds, self.counters)
+        self._remotes: dict[int, _Remote] = {}
+        self._links: dict[str, int] = {}  # by agent
+        self._writing: list[_Writing] = []
+        self._num_granted: dict[tuple[int, int], int] = {}
+        self._events: list[PeerEvent] = []
+        self._is_closed = False
+
+    @property
+    def port(self) -> int:
+        """See `PeerTransport.port`."""
+        return self._channel.port
+
+    def connect(self, host: str, port: int) -> int:
+        """See `PeerTransport.connect`."""
+        return self._channel.connect(host, port)
+
+    def send(self, link: int, body: Mapping[str, Any]) -> None:
+        """See `PeerTransport.send`."""
+        self._channel.send(link, body)
+
+    def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
+        """See `PeerTransport.grant`."""
+        self._num_granted[link, number] = len(block_ids)
+
+    def revoke(self, link: int, number: int) -> None:
+        """See `PeerTransport.revoke`: the peer has to be told, too."""
+        self._num_granted.pop((link, number), None)
+
+    def push(self, link: int, push: Push) -> None:
+        """See `PeerTransport.push`."""
+        remote = self._remotes.get(link)
+        ids = push.source_ids
+        assert len(ids) and 0 <= ids.min() <= ids.max() < self._pool.num_blocks, f"{ids} of {self._pool.num_blocks}"
+        if remote is None:
+            self._events.append(Pushed(push.number, False))
+            return
+        targets = push.target_ids
+        assert 0 <= targets.min() <= targets.max() < remote.num_blocks, f"{targets} of {remote.num_blocks}"
+        regions = push.regions
+        told = {"grant": push.grant, "first": push.first, "count": len(ids), "from": regions.start, "to": regions.stop}
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "WRITE",
+                self._pieces,
+                _indices(ids, regions, self._pool.num_blocks),
+                remote.pieces,
+                _indices(targets, regions, remote.num_blocks),
+                json.dumps(told).encode(),
+            )
+            self._agent.transfer(handle)
+        except Exception as error:  # noqa: BLE001 - NIXL has exceptions of its own: the seam where they become a lost link
+            self._events.append(Pushed(push.number, False))
+            self._channel.drop(link, f"NIXL cannot write to it: {type(error).__name__}: {error}")
+            return
+        self._writing.append(_Writing(link, push, handle))
+
+    def cancel(self, number: int) -> None:
+        """See `PeerTransport.cancel`: what was handed to NIXL ends by itself."""
+
+    def drop(self, link: int, reason: str) -> None:
+        """See `PeerTransport.drop`."""
+        self._channel.drop(link, reason)
+
+    def poll(self, timeout: float) -> list[PeerEvent]:
+        """See `PeerTransport.poll`."""
+        if self._writing or self._num_granted:
+            timeout = min(timeout, _POLL_SECONDS)
+        for event in self._channel.poll(0.0 if self._events else timeout):
+            self._take(event)
+        self._finish_writing()
+        if self._num_granted or self._remotes:
+            self._take_notifications()
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        """See `PeerTransport.wake`."""
+        self._channel.wake()
+
+    def close(self) -> None:
+        """See `PeerTransport.close`. Waits for a while for what is being written: it is read from memory that goes."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._channel.close()
+        end = time.monotonic() + _DROP_SECONDS
+        while self._writing and time.monotonic() < end:
+            self._finish_writing()
+            time.sleep(_POLL_SECONDS)
+        for link in list(self._remotes):
+            self._forget(link)
+        try:
+            self._agent.release_dlist_handle(self._pieces)
+            for registered in self._registered:
+                self._agent.deregister_memory(registered)
+        except Exception as error:  # noqa: BLE001 - as above; nothing is left to do about it
+            logger.warning("NIXL did not let go of its memory: %s: %s", type(error).__name__, error)
+
+    def _register(self) -> list[Any]:
+        """Register every byte of the pool once; regions may be interleaved."""
+        spans: list[list[int]] = []
+        last = self._pool.num_blocks - 1
+        for region in sorted(self._pool.regions, key=lambda region: region.address):
+            stop = region.address + last * region.block_stride + region.piece_bytes
+            if spans and region.address <= spans[-1][1]:
+                spans[-1][1] = max(spans[-1][1], stop)
+            else:
+                spans.append([region.address, stop])
+        device = max(0, self._pool.device)
+        try:
+            return [self._agent.register_memory([(a, b - a, device, "")], self._memory) for a, b in spans]
+        except Exception as error:
+            raise ConfigError(
+                f"NIXL cannot register this engine's {self._memory}: {type(error).__name__}: {error}; use "
+                "peer.kind='shared_memory' on one machine, or a NIXL whose UCX was built for this device"
+            ) from error
+
+    def _prepare(self, agent: str, regions: Sequence[tuple[int, int]], num_blocks: int, device: int) -> Any:
+        """The list of all pieces: block b of region r is entry r * num_blocks + b."""
+        rows = np.empty((len(regions), num_blocks, 3), dtype=np.uint64)
+        blocks = np.arange(num_blocks, dtype=np.uint64)
+        for row, (address, stride), piece in zip(rows, regions, self._pool.pieces, strict=True):
+            row[:, 0] = np.uint64(address) + blocks * np.uint64(stride)
+            row[:, 1] = piece
+            row[:, 2] = max(0, device)
+        return self._agent.prep_xfer_dlist(agent, rows.reshape(-1, 3), "DRAM" if device < 0 else "VRAM")
+
+    def _take(self, event: PeerEvent) -> None:
+        if isinstance(event, Connected):
+            try:
+                self._meet(event.link)
+            except PeerError as error:
+                self._channel.drop(event.link, str(error))
+                return
+        elif isinstance(event, Lost):
+            self._forget(event.link)
+        self._events.append(event)
+
+    def _meet(self, link: int) -> None:
+        card = self._channel.card_of(link)
+        if card is None:
+            raise PeerError("it went as it came")
+        name, regions = check_text(card.extra, "agent"), card.extra.get("regions")
+        if not isinstance(regions, list) or len(regions) != len(self._pool.regions):
+            raise PeerError(f"its pool is not {len(self._pool.regions)} regions")
+        if name in self._links or name == self._name:
+            self._channel.drop(self._links.get(name, link), "the same peer connected again")
+        places = [_place(region) for region in regions]
+        device = check_int(card.extra, "device", least=-1, most=1024)
+        try:
+            metadata = base64.b64decode(check_text(card.extra, "metadata", 1 << 20), validate=True)
+            found = self._agent.add_remote_agent(metadata)
+            if (found.decode() if isinstance(found, bytes) else str(found)) != name:
+                raise PeerError("its agent has another name than it says")
+            pieces = self._prepare(name, places, card.num_blocks, device)
+        except binascii.Error as error:
+            raise PeerError("its agent's metadata is not base64") from error
+        except PeerError:
+            raise
+        except Exception as error:
+            raise PeerError(f"NIXL does not accept it: {type(error).__name__}: {error}") from error
+        self._remotes[link] = _Remote(name, pieces, card.num_blocks)
+        self._links[name] = link
+
+    def _forget(self, link: int) -> None:
+        remote = self._remotes.pop(link, None)
+        self._num_granted = {key: count for key, count in self._num_granted.items() if key[0] != link}
+        due = time.monotonic() + _DROP_SECONDS
+        for writing in self._writing:
+            if writing.link == link:
+                writing.due = due
+        if remote is None:
+            return
+        if self._links.get(remote.name) == link:
+            del self._links[remote.name]
+        try:
+            self._agent.release_dlist_handle(remote.pieces)
+            self._agent.remove_remote_agent(remote.name)
+        except Exception as error:  # noqa: BLE001 - it is gone either way
+            logger.debug("NIXL had forgotten %s: %s", remote.name, error)
+
+    def _finish_writing(self) -> None:
+        left = []
+        for writing in self._writing:
+            try:
+                state = self._agent.check_xfer_state(writing.handle)
+            except Exception as error:  # noqa: BLE001 - the peer is gone, or the transport failed
+                state = "ERR"
+                self._channel.drop(writing.link, f"NIXL failed: {type(error).__name__}")
+            is_overdue = writing.due is not None and time.monotonic() >= writing.due
+            if state == "PROC" and not is_overdue:
+                left.append(writing)
+                continue
+            is_ok = state == "DONE" and writing.due is None
+            if is_ok:
+                self.counters.sent_bytes += len(writing.push.source_ids) * self._pool.bytes_of(writing.push.regions)
+            self._events.append(Pushed(writing.push.number, is_ok))
+            try:
+                self._agent.release_xfer_handle(writing.handle)
+            except Exception as error:  # noqa: BLE001 - as above
+                logger.debug("NIXL did not release a transfer: %s", error)
+        self._writing = left
+
+    def _take_notifications(self) -> None:
+        for agent, notes in self._agent.get_new_notifs().items():
+            link = self._links.get(agent)
+            for note in notes if link is not None else ():
+                assert link is not None
+                try:
+                    arrived = self._arrival(link, note)
+                except PeerError as error:
+                    self._channel.drop(link, str(error))
+                    break
+                if (link, arrived.grant) in self._num_granted:
+                    self.counters.received_bytes += arrived.count * self._pool.bytes_of(arrived.regions)
+                    self._events.append(arrived)
+
+    def _arrival(self, link: int, note: bytes) -> Arrived:
+        try:
+            body = json.loads(note)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            raise PeerError("a notification is not a JSON object")
+        grant, first, count = check_int(body, "grant"), check_int(body, "first"), check_int(body, "count", 1)
+        start = check_int(body, "from", 0, len(self._pool.regions) - 1)
+        regions = range(start, check_int(body, "to", start + 1, len(self._pool.regions)))
+        granted = self._num_granted.get((link, grant))
+        if granted is not None and first + count > granted:
+            raise PeerError(f"it filled blocks {first} to {first + count} of {granted} that were granted")
+        return Arrived(link, grant, first, count, regions)
+
+
+def _indices(block_ids: Ids, regions: range, num_blocks: int) -> Any:
+    """Entries of the list of pieces: region by region, so that neighbours in memory are neighbours here."""
+    starts = np.arange(regions.start, regions.stop, dtype=np.int64) * num_blocks
+    return (starts[:, None] + block_ids[None, :]).reshape(-1).astype(np.int32)
+
+
+def _place(region: object) -> tuple[int, int]:
+    if not isinstance(region, list) or len(region) != 2 or not all(type(v) is int and 0 <= v < 1 << 63 for v in region):
+        raise PeerError("a region of its pool is not an address and a stride")
+    return region[0], region[1]
+
+
+def _start_agent(name: str) -> Any:
+    """An agent with UCX. It may hang where the network is set up badly, so it is given a limited time."""
+    reason = why_not()
+    if reason is not None:
+        raise ConfigError(reason)
+    # Memory that is registered again and again would pile up otherwise (vLLM #24264). Read by UCX when it is loaded.
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    made: list[Any] = []
+
+    def make() -> None:
+        try:
+            api = importlib.import_module(f"{next(module for module in MODULES if find_spec(module))}._api")
+            agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+            agent.create_backend("UCX", agent.get_plugin_params("UCX"))
+            made.append(agent)
+        except Exception as error:  # noqa: BLE001 - a thread's top: it is raised where it was asked for
+            made.append(error)
+
+    thread = threading.Thread(target=make, name="kv-nixl-start", daemon=True)
+    thread.start()
+    thread.join(_START_SECONDS)
+    result = made[0] if made else TimeoutError(f"nothing within {_START_SECONDS:g} s")
+    if isinstance(result, Exception):
+        raise ConfigError(
+            f"NIXL does not start: {type(result).__name__}: {result}; UCX_LOG_LEVEL=info says what UCX finds, UCX_TLS "
+            "names what it may use"
+        ) from result
+    return result
