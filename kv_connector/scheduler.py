@@ -130,8 +130,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self.metrics,
             self._events,
         )
-        self._ranks = RankStates(world_size)
-        self._host_limit: int | None = None
+        self._ranks = RankStates(world_size, self.host)
         self._step = 0
         self._unpins_when_idle = unpins_when_idle
 
@@ -233,27 +232,17 @@ class SchedulerHalf(KVConnectorScheduler):
         peer, withdrawn, cancelled_peer = self._handovers.plan() if self._handovers is not None else ((), (), ())
         fence = self._ends.take_fence(overwrites=bool(num_tokens or loads or background or peer))
         storage, cancelled = self._storage.plan() if self._storage is not None else ((), ())
+        copies = tuple(loads), tuple(saves), tuple(background)
+        handed = peer, withdrawn, cancelled_peer
         return StepPlan(
-            self._step,
-            tuple(loads),
-            tuple(saves),
-            tuple(background),
-            announced,
-            awaited,
-            fence,
-            storage,
-            cancelled,
-            peer,
-            withdrawn,
-            cancelled_peer,
-            computes=num_tokens > 0,
+            self._step, *copies, announced, awaited, fence, storage, cancelled, *handed, computes=num_tokens > 0
         )
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
             self._ranks.take_in(report)
         self._budget.block_bytes = self._ranks.block_bytes
-        self._fit_host()  # what a look-up has found needs room
+        self._ranks.fit_host()  # what a look-up has found needs room
         for report in reports:
             self._ends.take_in(report)
         if reports:
@@ -294,8 +283,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def resize_host(self, num_blocks: int | None) -> None:
         """Use at most `num_blocks` host blocks from now on; None uses all that are ready."""
-        self._host_limit = num_blocks
-        self._fit_host()
+        self._ranks.limit_host(num_blocks)
 
     def reset_cache(self) -> bool:
         self.host.reset()
@@ -396,13 +384,6 @@ class SchedulerHalf(KVConnectorScheduler):
             self._handovers.drop(state.request.request_id, self._pool)
         self.metrics.dropped_saves_blocks += sum(len(table.unsaved) for table in state.tables)
         state.tables = []
-
-    def _fit_host(self) -> None:
-        """Use as many host blocks as every rank has ready and the operator allows."""
-        ready = self._ranks.num_host_blocks
-        capacity = ready if self._host_limit is None else min(ready, self._host_limit)
-        if capacity != self.host.pool.capacity:
-            self.host.resize(capacity)
 
     def _log_removed(self) -> None:
         if self.host.removed:

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "jobs": {*LAYER_0, "numpy"},
     "hits": {*LAYER_0, "base", "index"},
     "handovers": {*LAYER_0, "base", "index", "jobs", "numpy"},
-    "ranks": {*LAYER_0},
+    "ranks": {*LAYER_0, "index"},
     "budget": set(),
     "saves": {*LAYER_0, "base", "budget", "index"},
     "loads": {*LAYER_0},
