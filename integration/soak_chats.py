@@ -175,10 +175,15 @@ class WatchedPath:
         half._engine._path = self
 
     def copy(
-        self, direction: Direction, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]
+        self,
+        direction: Direction,
+        regions: range,
+        device_ids: NDArray[np.int64],
+        host_ids: NDArray[np.int64],
+        urgent: bool = False,
     ) -> None:
         """As `CopyPath.copy`."""
-        self._inner.copy(direction, regions, device_ids, host_ids)
+        self._inner.copy(direction, regions, device_ids, host_ids, urgent)
         waited_for = direction is Direction.LOAD and self._half._plan is not None and bool(self._half._plan.loads)
         fails = self._rng.random() < (self._args.sync_faults if waited_for else self._args.faults)
         if direction is Direction.LOAD and (fails or self._args.spoil):
