@@ -22,6 +22,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -m gpu -p no:cacheprovider \
   --disable-warnings tests integration/tests
 step python3 -P -m integration.bench.copies --json "$out/copies.json"
+step python3 -P -m integration.bench.copies_many --json "$out/copies_many.json"
 step python3 -P -m integration.bench.interference --json "$out/interference.json"
 step python3 -P -m integration.bench.overlap --json "$out/overlap.json" --trace "$out/overlap_trace.json"
 if python3 -P -c 'import transformers; from integration.models.smollm2 import find_gguf; find_gguf()' 2> /dev/null; then
