@@ -244,7 +244,7 @@ def test_every_job_ends_once_and_what_arrives_is_what_was_offered() -> None:
     run_state_machine_as_test(
         HandoverMachine,
         settings=settings(
-            max_examples=150,
+            max_examples=300,
             stateful_step_count=50,
             deadline=None,
             derandomize=True,
