@@ -177,6 +177,18 @@ class Arrived:
     count: int
     regions: range
 
+    @classmethod
+    def decode(cls, link: int, body: Mapping[str, Any], num_regions: int) -> Arrived:
+        """What `announce` wrote, from a peer. Raises PeerError for anything else."""
+        grant, first, count = check_int(body, "grant"), check_int(body, "first"), check_int(body, "count", 1)
+        start = check_int(body, "from", 0, num_regions - 1)
+        return cls(link, grant, first, count, range(start, check_int(body, "to", start + 1, num_regions)))
+
+
+def announce(grant: int, first: int, count: int, regions: range) -> dict[str, int]:
+    """As plain JSON, what arrives at positions `first` to `first + count` of a grant."""
+    return {"grant": grant, "first": first, "count": count, "from": regions.start, "to": regions.stop}
+
 
 @dataclass(frozen=True, slots=True)
 class Pushed:

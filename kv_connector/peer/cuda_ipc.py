@@ -11,30 +11,28 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from .base import (
-    Arrived,
     Connected,
     Ids,
     Lost,
     Marker,
     Message,
-    PeerCounters,
     PeerError,
     PeerEvent,
     PeerPool,
     PoolRegion,
     Push,
     Pushed,
+    announce,
     check_int,
 )
-from .channel import SideChannel
 from .handshake import Card
+from .over_channel import OneSided
 from .pool import piece_addresses
 
 _HANDLE_BYTES = 64
@@ -121,51 +119,20 @@ class _Writing:
     marker: Marker
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(OneSided):
     """See `PeerTransport`."""
-
-    is_one_sided = True
-    quiet_seconds = 1.0
 
     def __init__(self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float) -> None:
         """Raises PeerError where the pool has no handles, and ConfigError where the address cannot be used."""
-        self.counters = PeerCounters()
-        self._pool = pool
         self._driver = Driver(pool.device)
         exported = [self._driver.export(region.address) for region in pool.regions]
         handles = sorted({handle for handle, _ in exported})
         places = [
             [handles.index(h), offset, r.block_stride] for (h, offset), r in zip(exported, pool.regions, strict=True)
         ]
-        extra = {"handles": handles, "regions": places}
-        card = Card(card.identity, card.engine_id, card.num_blocks, extra)
-        self._channel = SideChannel(bind, port, secret, card, seconds, self.counters)
+        super().__init__(pool, card, {"handles": handles, "regions": places}, bind, port, secret, seconds)
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
-        self._num_granted: dict[tuple[int, int], int] = {}
-        self._events: list[PeerEvent] = []
-        self._is_closed = False
-
-    @property
-    def port(self) -> int:
-        """See `PeerTransport.port`."""
-        return self._channel.port
-
-    def connect(self, host: str, port: int) -> int:
-        """See `PeerTransport.connect`."""
-        return self._channel.connect(host, port)
-
-    def send(self, link: int, body: Mapping[str, Any]) -> None:
-        """See `PeerTransport.send`."""
-        self._channel.send(link, body)
-
-    def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
-        """See `PeerTransport.grant`."""
-        self._num_granted[link, number] = len(block_ids)
-
-    def revoke(self, link: int, number: int) -> None:
-        """See `PeerTransport.revoke`: the peer has to be told, too."""
-        self._num_granted.pop((link, number), None)
 
     def push(self, link: int, push: Push) -> None:
         """See `PeerTransport.push`."""
@@ -189,13 +156,6 @@ class CudaIpcTransport:
             self._events.append(Pushed(push.number, False))
             self._channel.drop(link, f"a copy to it failed: {error}")
 
-    def cancel(self, number: int) -> None:
-        """See `PeerTransport.cancel`: what was enqueued ends by itself."""
-
-    def drop(self, link: int, reason: str) -> None:
-        """See `PeerTransport.drop`."""
-        self._channel.drop(link, reason)
-
     def poll(self, timeout: float) -> list[PeerEvent]:
         """See `PeerTransport.poll`."""
         if self._writing:
@@ -205,10 +165,6 @@ class CudaIpcTransport:
         self._finish_writing()
         events, self._events = self._events, []
         return events
-
-    def wake(self) -> None:
-        """See `PeerTransport.wake`."""
-        self._channel.wake()
 
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for copies under way: they read memory that goes."""
@@ -237,7 +193,7 @@ class CudaIpcTransport:
                 return
         elif isinstance(event, Lost) and event.link in self._remotes:
             self._remotes[event.link].is_lost = True
-            self._num_granted = {key: n for key, n in self._num_granted.items() if key[0] != event.link}
+            self._forget_grants(event.link)
         self._events.append(event)
 
     def _meet(self, link: int) -> None:
@@ -264,18 +220,6 @@ class CudaIpcTransport:
             raise
         self._remotes[link] = _Remote(PeerPool(card.num_blocks, regions, self._pool.device), mapped)
 
-    def _hear_written(self, link: int, body: Mapping[str, Any]) -> None:
-        grant, first, count = check_int(body, "grant"), check_int(body, "first"), check_int(body, "count", 1)
-        start = check_int(body, "from", 0, len(self._pool.regions) - 1)
-        regions = range(start, check_int(body, "to", start + 1, len(self._pool.regions)))
-        granted = self._num_granted.get((link, grant))
-        if granted is None:
-            return  # revoked while this was on its way
-        if first + count > granted:
-            raise PeerError(f"it filled blocks {first} to {first + count} of {granted} that were granted")
-        self.counters.received_bytes += count * self._pool.bytes_of(regions)
-        self._events.append(Arrived(link, grant, first, count, regions))
-
     def _finish_writing(self) -> None:
         """Copies run one behind the other."""
         while self._writing and self._has_ended(self._writing[0]):
@@ -283,10 +227,10 @@ class CudaIpcTransport:
             push, remote = writing.push, self._remotes[writing.link]
             count, regions = len(push.source_ids), push.regions
             if not remote.is_lost:
-                told = {"grant": push.grant, "first": push.first, "count": count}
-                told |= {"from": regions.start, "to": regions.stop}
                 try:
-                    self._channel.send(writing.link, {"t": "written", **told})
+                    self._channel.send(
+                        writing.link, {"t": "written", **announce(push.grant, push.first, count, regions)}
+                    )
                 except PeerError as error:
                     self._channel.drop(writing.link, str(error))
                 self.counters.sent_bytes += count * self._pool.bytes_of(regions)

@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -25,21 +25,20 @@ import numpy as np
 
 from ..errors import ConfigError
 from .base import (
-    Arrived,
     Connected,
     Ids,
     Lost,
-    PeerCounters,
     PeerError,
     PeerEvent,
     PeerPool,
     Push,
     Pushed,
+    announce,
     check_int,
     check_text,
 )
-from .channel import SideChannel
 from .handshake import Card
+from .over_channel import OneSided
 
 MODULES = ("nixl_cu12", "nixl_cu13")
 _START_SECONDS = 60.0
@@ -74,16 +73,12 @@ class _Writing:
     due: float | None = None
 
 
-class NixlTransport:
+class NixlTransport(OneSided):
     """See `PeerTransport`."""
-
-    is_one_sided = True
-    quiet_seconds = 1.0
 
     def __init__(self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float) -> None:
         """Raises ConfigError where NIXL is missing or does not start, or the address cannot be used."""
-        self.counters = PeerCounters()
-        self._pool = pool
+        self._pool = pool  # what registers it comes before the links
         self._name = f"kv-{secrets.token_hex(12)}"
         self._agent = _start_agent(self._name)
         self._memory = "DRAM" if pool.device < 0 else "VRAM"
@@ -92,35 +87,10 @@ class NixlTransport:
         self._pieces = self._prepare("NIXL_INIT_AGENT", own, pool.num_blocks, pool.device)
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
-        card = Card(card.identity, card.engine_id, card.num_blocks, extra)
-        self._channel = SideChannel(bind, port, secret, card, seconds, self.counters)
+        super().__init__(pool, card, extra, bind, port, secret, seconds)
         self._remotes: dict[int, _Remote] = {}
         self._links: dict[str, int] = {}  # by agent
         self._writing: list[_Writing] = []
-        self._num_granted: dict[tuple[int, int], int] = {}
-        self._events: list[PeerEvent] = []
-        self._is_closed = False
-
-    @property
-    def port(self) -> int:
-        """See `PeerTransport.port`."""
-        return self._channel.port
-
-    def connect(self, host: str, port: int) -> int:
-        """See `PeerTransport.connect`."""
-        return self._channel.connect(host, port)
-
-    def send(self, link: int, body: Mapping[str, Any]) -> None:
-        """See `PeerTransport.send`."""
-        self._channel.send(link, body)
-
-    def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
-        """See `PeerTransport.grant`."""
-        self._num_granted[link, number] = len(block_ids)
-
-    def revoke(self, link: int, number: int) -> None:
-        """See `PeerTransport.revoke`: the peer has to be told, too."""
-        self._num_granted.pop((link, number), None)
 
     def push(self, link: int, push: Push) -> None:
         """See `PeerTransport.push`."""
@@ -133,7 +103,7 @@ class NixlTransport:
         targets = push.target_ids
         assert 0 <= targets.min() <= targets.max() < remote.num_blocks, f"{targets} of {remote.num_blocks}"
         regions = push.regions
-        told = {"grant": push.grant, "first": push.first, "count": len(ids), "from": regions.start, "to": regions.stop}
+        told = announce(push.grant, push.first, len(ids), regions)
         try:
             handle = self._agent.make_prepped_xfer(
                 "WRITE",
@@ -150,13 +120,6 @@ class NixlTransport:
             return
         self._writing.append(_Writing(link, push, handle))
 
-    def cancel(self, number: int) -> None:
-        """See `PeerTransport.cancel`: what was handed to NIXL ends by itself."""
-
-    def drop(self, link: int, reason: str) -> None:
-        """See `PeerTransport.drop`."""
-        self._channel.drop(link, reason)
-
     def poll(self, timeout: float) -> list[PeerEvent]:
         """See `PeerTransport.poll`."""
         if self._writing or self._num_granted:
@@ -168,10 +131,6 @@ class NixlTransport:
             self._take_notifications()
         events, self._events = self._events, []
         return events
-
-    def wake(self) -> None:
-        """See `PeerTransport.wake`."""
-        self._channel.wake()
 
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for a while for what is being written: it is read from memory that goes."""
@@ -260,7 +219,7 @@ class NixlTransport:
 
     def _forget(self, link: int) -> None:
         remote = self._remotes.pop(link, None)
-        self._num_granted = {key: count for key, count in self._num_granted.items() if key[0] != link}
+        self._forget_grants(link)
         due = time.monotonic() + _DROP_SECONDS
         for writing in self._writing:
             if writing.link == link:
@@ -303,28 +262,20 @@ class NixlTransport:
             for note in notes if link is not None else ():
                 assert link is not None
                 try:
-                    arrived = self._arrival(link, note)
+                    self._hear_written(link, _note(note))
                 except PeerError as error:
                     self._channel.drop(link, str(error))
                     break
-                if (link, arrived.grant) in self._num_granted:
-                    self.counters.received_bytes += arrived.count * self._pool.bytes_of(arrived.regions)
-                    self._events.append(arrived)
 
-    def _arrival(self, link: int, note: bytes) -> Arrived:
-        try:
-            body = json.loads(note)
-        except ValueError:
-            body = None
-        if not isinstance(body, dict):
-            raise PeerError("a notification is not a JSON object")
-        grant, first, count = check_int(body, "grant"), check_int(body, "first"), check_int(body, "count", 1)
-        start = check_int(body, "from", 0, len(self._pool.regions) - 1)
-        regions = range(start, check_int(body, "to", start + 1, len(self._pool.regions)))
-        granted = self._num_granted.get((link, grant))
-        if granted is not None and first + count > granted:
-            raise PeerError(f"it filled blocks {first} to {first + count} of {granted} that were granted")
-        return Arrived(link, grant, first, count, regions)
+
+def _note(note: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(note)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise PeerError("a notification is not a JSON object")
+    return body
 
 
 def _indices(block_ids: Ids, regions: range, num_blocks: int) -> Any:

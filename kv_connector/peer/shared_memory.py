@@ -29,17 +29,17 @@ from .base import (
     Lost,
     Marker,
     Message,
-    PeerCounters,
     PeerError,
     PeerEvent,
     PeerPool,
     Push,
     Pushed,
+    announce,
     check_int,
     check_text,
 )
-from .channel import SideChannel
 from .handshake import Card
+from .over_channel import OverChannel, check_granted
 from .slots import open_copier
 
 _SLOTS = 8
@@ -79,7 +79,7 @@ class _Receiving:
     unpacking: list[tuple[int, Arrived, Marker]] = field(default_factory=list)
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(OverChannel):
     """See `PeerTransport`. Each link takes up to `staging_bytes` for each direction that is used."""
 
     is_one_sided = False
@@ -96,13 +96,10 @@ class SharedMemoryTransport:
                 f"peer.staging_memory={staging_bytes} is too small: give at least {least}, {_SLOTS} slots of a layer's "
                 "piece of a block"
             )
-        self.counters = PeerCounters()
-        self._pool = pool
         self._copier = open_copier(pool)
         self._descriptors = ring.Descriptors()
-        card = Card(card.identity, card.engine_id, card.num_blocks, {"socket": self._descriptors.name})
         try:
-            self._channel = SideChannel(bind, port, secret, card, seconds, self.counters)
+            super().__init__(pool, card, {"socket": self._descriptors.name}, bind, port, secret, seconds)
         except ConfigError:
             self._descriptors.close()
             raise
@@ -110,21 +107,6 @@ class SharedMemoryTransport:
         self._receiving: dict[int, _Receiving] = {}
         self._dying: list[tuple[ring.Ring, Marker]] = []  # rings of lost links that a device still reads or writes
         self._cut_short: set[int] = set()  # cancelled pushes of which something is being packed
-        self._events: list[PeerEvent] = []
-        self._is_closed = False
-
-    @property
-    def port(self) -> int:
-        """See `PeerTransport.port`."""
-        return self._channel.port
-
-    def connect(self, host: str, port: int) -> int:
-        """See `PeerTransport.connect`."""
-        return self._channel.connect(host, port)
-
-    def send(self, link: int, body: Mapping[str, Any]) -> None:
-        """See `PeerTransport.send`."""
-        self._channel.send(link, body)
 
     def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
         """See `PeerTransport.grant`."""
@@ -163,10 +145,6 @@ class SharedMemoryTransport:
             else:
                 self._events.append(Pushed(number, False))
 
-    def drop(self, link: int, reason: str) -> None:
-        """See `PeerTransport.drop`."""
-        self._channel.drop(link, reason)
-
     def poll(self, timeout: float) -> list[PeerEvent]:
         """See `PeerTransport.poll`."""
         if any(s.packing for s in self._sending.values()) or any(r.unpacking for r in self._receiving.values()):
@@ -180,10 +158,6 @@ class SharedMemoryTransport:
         self._dying = [entry for entry in self._dying if not entry[1].query()]
         events, self._events = self._events, []
         return events
-
-    def wake(self) -> None:
-        """See `PeerTransport.wake`."""
-        self._channel.wake()
 
     def close(self) -> None:
         """See `PeerTransport.close`."""
@@ -236,8 +210,8 @@ class SharedMemoryTransport:
 
     def _packed(self, link: int, chunk: _Chunk, slot: int) -> None:
         count_, regions = len(chunk.source_ids), chunk.regions
-        body = {"t": "slot", "slot": slot, "grant": chunk.grant, "first": chunk.first, "count": count_}
-        self._say(link, body | {"from": regions.start, "to": regions.stop})
+        told = announce(chunk.grant, chunk.first, count_, regions)
+        self._say(link, {"t": "slot", "slot": slot, **told})
         self.counters.sent_bytes += count_ * self._pool.bytes_of(regions)
         if chunk.is_last:
             self._events.append(Pushed(chunk.number, True))
@@ -332,29 +306,27 @@ class SharedMemoryTransport:
         if receiving.ring is None:
             raise PeerError("it filled a slot of a ring that it never sent")
         slot = check_int(body, "slot", 0, receiving.ring.num_slots - 1)
-        first, count_ = check_int(body, "first"), check_int(body, "count", 1)
-        start = check_int(body, "from", 0, len(self._pool.regions) - 1)
-        regions = range(start, check_int(body, "to", start + 1, len(self._pool.regions)))
-        size = self._pool.bytes_of(regions)
-        if count_ * size > receiving.ring.slot_bytes:
-            raise PeerError(f"{count_} blocks of {size} bytes are more than a slot of {receiving.ring.slot_bytes}")
-        arrived = Arrived(link, check_int(body, "grant"), first, count_, regions)
+        arrived = Arrived.decode(link, body, len(self._pool.regions))
+        size = self._pool.bytes_of(arrived.regions)
+        if arrived.count * size > receiving.ring.slot_bytes:
+            raise PeerError(
+                f"{arrived.count} blocks of {size} bytes are more than a slot of {receiving.ring.slot_bytes}"
+            )
         granted = receiving.grants.get(arrived.grant)
         if granted is None:  # revoked while this was on its way
             self._say(link, {"t": "free", "slot": slot})
             return
-        if first + count_ > len(granted):
-            raise PeerError(f"it fills blocks {first} to {first + count_} of {len(granted)} that were granted")
-        marker = self._copier.unpack(granted[first : first + count_], regions, receiving.ring, slot)
+        check_granted(arrived, len(granted))
+        block_ids = granted[arrived.first : arrived.first + arrived.count]
+        marker = self._copier.unpack(block_ids, arrived.regions, receiving.ring, slot)
         if marker is not None:
             receiving.unpacking.append((slot, arrived, marker))
         else:
             self._emptied(slot, arrived)
 
     def _emptied(self, slot: int, arrived: Arrived) -> None:
-        self.counters.received_bytes += arrived.count * self._pool.bytes_of(arrived.regions)
         self._say(arrived.link, {"t": "free", "slot": slot})
-        self._events.append(arrived)
+        self._arrived(arrived)
 
     def _finish_unpacking(self, link: int, receiving: _Receiving) -> None:
         while receiving.unpacking and receiving.unpacking[0][2].query():
