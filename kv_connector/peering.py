@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from .transfer.dma import driver_copier
 from .transfer.layout import CacheLayout
 from .transfer.streams import Event, Lane, make_lane
 from .types import PeerAction, PeerJob, StepPlan
+
+if TYPE_CHECKING:
+    from .transfer.remote import RemoteWriter
 
 _GROUP_BYTES = 32 << 20
 """Of a step's blocks that are sent at once, unless the config says otherwise."""
@@ -139,11 +143,20 @@ def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
     regions = tuple(PoolRegion(r.data_ptr, r.block_stride, r.piece_bytes) for r in layout.regions)
     if layout.device.type != "cuda":
         return PeerPool(layout.num_blocks, regions, keeps=layout)
+
+    def writer(there: Sequence[PoolRegion]) -> RemoteWriter:
+        from .transfer.remote import RemoteWriter
+
+        bases = np.array([region.address for region in there], dtype=np.int64)
+        strides = np.array([region.block_stride for region in there], dtype=np.int64)
+        return RemoteWriter(layout, lane, bases, strides)
+
     return PeerPool(
         layout.num_blocks,
         regions,
         device=layout.device.index or 0,
         copy=_copy,
+        writer=writer,
         mark=lambda: lane.mark(lane.stream),
         stream=lane.handle,
         keeps=layout,

@@ -76,11 +76,8 @@ class Backend:
         return SharedMemoryTransport(pool.pool, card, "127.0.0.1", 0, secret, seconds, STAGING)
 
 
-BACKENDS = [
-    "loopback",
-    "shared_memory",
-    pytest.param("nixl", marks=pytest.mark.skipif(why_not() is not None, reason=str(why_not()))),
-]
+needs_nixl = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+BACKENDS = ["loopback", "shared_memory", pytest.param("nixl", marks=needs_nixl)]
 
 
 class Side:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from kv_connector.peer.base import PeerError
 from kv_connector.peer.frames import MAX_MESSAGE
+from tests.peer_process import FarSide, open_on
 from tests.peers import (
     BACKENDS,
     PIECES,
@@ -22,18 +25,35 @@ from tests.peers import (
     Side,
     ids,
     link_up,
+    needs_nixl,
     push_all,
     until,
 )
 
 
 class Two:
-    """A producer and a consumer with a link between them."""
+    """A producer and a consumer with a link between them; of those `apart`, the consumer is in another process."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.pools = Pool(40, seed=1), Pool(30, seed=2)
-        self.a, self.b = (Side(backend.open(pool, engine_id=name)) for pool, name in zip(self.pools, "ab", strict=True))
+    def __init__(self, name: str) -> None:
+        self._name, _, self._is_apart = name.partition(" ")
+        self._backend = None if self._is_apart else Backend(name)
+        self.a, self.source = self._open("a", 40, 1)
+        self.b, self.target = self._open("b", 30, 2)
+        self.link, self.back = link_up(self.a, self.b)
+
+    def _open(self, engine_id: str, num_blocks: int, seed: int) -> tuple[Any, Any]:
+        """A side and its pool."""
+        if self._backend is not None:
+            pool = Pool(num_blocks, seed)
+            return Side(self._backend.open(pool, engine_id=engine_id)), pool
+        if engine_id == "a":
+            return open_on(self._name, num_blocks, seed, engine_id, device=0)
+        far = FarSide(self._name, num_blocks, seed, engine_id, device=max(0, torch.cuda.device_count() - 1))
+        return far, far
+
+    def replace_b(self) -> None:
+        """Another engine in the place of b, which is gone."""
+        self.b, self.target = self._open("b2", 30, 2)
         self.link, self.back = link_up(self.a, self.b)
 
     def until(self, condition: object) -> None:
@@ -44,9 +64,16 @@ class Two:
         self.b.transport.close()
 
 
-@pytest.fixture(params=BACKENDS)
+APART = [
+    "shared_memory apart",
+    pytest.param("cuda apart", marks=pytest.mark.gpu),
+    pytest.param("cuda+nixl apart", marks=[pytest.mark.gpu, needs_nixl]),
+]
+
+
+@pytest.fixture(params=[*BACKENDS, *APART])
 def two(request: pytest.FixtureRequest) -> Iterator[Two]:
-    pair = Two(Backend(request.param))
+    pair = Two(request.param)
     yield pair
     pair.close()
 
@@ -59,7 +86,7 @@ def test_both_sides_know_each_other(two: Two) -> None:
 
 
 def test_blocks_arrive_where_they_were_granted_and_nowhere_else(two: Two) -> None:
-    source, target = two.pools
+    source, target = two.source, two.target
     before = target.all_bytes()
     two.b.transport.grant(two.back, 7, [20, 3, 11, 4])
     number = push_all(two.a, two.link, [5, 6, 30], [3, 11, 4], grant=7, first=1)
@@ -71,7 +98,7 @@ def test_blocks_arrive_where_they_were_granted_and_nowhere_else(two: Two) -> Non
 
 
 def test_regions_can_come_in_parts_and_in_both_directions(two: Two) -> None:
-    source, target = two.pools
+    source, target = two.source, two.target
     two.b.transport.grant(two.back, 1, [0, 1])
     two.a.transport.grant(two.link, 2, [9])
     for number, regions in enumerate((range(1), range(1, 3))):
@@ -86,7 +113,7 @@ def test_regions_can_come_in_parts_and_in_both_directions(two: Two) -> None:
 
 def test_more_than_fits_on_the_way_at_once(two: Two) -> None:
     """A push of a whole pool, many times what a backend may hold between the two."""
-    source, target = two.pools
+    source, target = two.source, two.target
     expected = [source.block(i) for i in range(30)]
     for turn in range(20):
         two.b.transport.grant(two.back, turn, list(range(30)))
@@ -110,14 +137,14 @@ def test_messages_come_in_order_and_up_to_the_bound(two: Two) -> None:
 def test_a_revoked_grant_is_not_filled(two: Two) -> None:
     if two.b.transport.is_one_sided:
         pytest.skip("the pusher's own copies: it has to be told to stop")
-    before = two.pools[1].all_bytes()
+    before = two.target.all_bytes()
     two.b.transport.grant(two.back, 3, [1, 2])
     two.b.transport.revoke(two.back, 3)
     push_all(two.a, two.link, [1, 2], [1, 2], grant=3)
     two.until(lambda: two.a.of(Pushed))
     two.a.transport.send(two.link, {"t": "x"})
     two.until(lambda: two.b.of(Message))
-    assert two.pools[1].all_bytes() == before
+    assert two.target.all_bytes() == before
     assert not two.b.of(Arrived)
     assert not two.b.of(Lost), "it was revoked while it was on its way: nobody's fault"
 
@@ -125,12 +152,12 @@ def test_a_revoked_grant_is_not_filled(two: Two) -> None:
 def test_more_than_was_granted_is_refused(two: Two) -> None:
     if two.b.transport.is_one_sided:
         pytest.skip("the pusher's own copies: it is the pusher who checks")
-    before = two.pools[1].all_bytes()
+    before = two.target.all_bytes()
     two.b.transport.grant(two.back, 3, [1, 2])
     push_all(two.a, two.link, [1, 2, 3], [1, 2, 3], grant=3)
     two.until(lambda: two.b.of(Lost))
     assert "granted" in two.b.of(Lost)[0].reason
-    assert two.pools[1].all_bytes() == before
+    assert two.target.all_bytes() == before
 
 
 def test_every_push_ends_once_where_the_link_is_lost(two: Two) -> None:
@@ -156,14 +183,13 @@ def test_a_cancelled_push_ends(two: Two) -> None:
     two.b.transport.grant(two.back, 1, [4])
     push_all(two.a, two.link, [9], [4], grant=1)
     two.until(lambda: any(e.grant == 1 and e.regions.stop == 3 for e in two.b.of(Arrived)))
-    assert two.pools[1].block(4) == two.pools[0].block(9), "the link still works"
+    assert two.target.block(4) == two.source.block(9), "the link still works"
 
 
 def test_a_peer_that_went_comes_back_at_another_link(two: Two) -> None:
     two.b.transport.close()
     until(lambda: two.a.of(Lost), two.a)
-    two.b = Side(two.backend.open(two.pools[1], engine_id="b2"))
-    two.link, two.back = link_up(two.a, two.b)
+    two.replace_b()
     assert two.a.of(Connected)[-1].engine_id == "b2"
     two.b.transport.grant(two.back, 0, [2])
     push_all(two.a, two.link, [1], [2], grant=0)

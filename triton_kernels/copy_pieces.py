@@ -1,7 +1,8 @@
 """Pieces of scattered blocks to or from rows of flat memory: kernel, launchers and torch reference.
 
 A block is spread over regions; a flat row holds its pieces at fixed offsets. The flat side is a staging ring on the
-device, or host memory that is page-locked, which the GPU reads and writes over the link:
+device, or host memory that is page-locked, which the GPU reads and writes over the link, or another GPU's pool, whose
+regions are rows as long as the distance between its blocks:
 
     regions   | region 0: block 0, block 1, ... |   | region 1: block 0, block 1, ... |
                              \\___________________________________/
@@ -24,6 +25,7 @@ import triton.language as tl
 LINK_LOAD_PROGRAMS = 8
 LINK_SAVE_PROGRAMS = 4
 STAGED_PROGRAMS = 32
+PEER_PROGRAMS = 32
 CHUNK_BYTES = 64 << 10
 """A piece is shared out in chunks of this many bytes, so that few large pieces still occupy every program."""
 STEP = 2048
@@ -114,7 +116,8 @@ def gather_pieces(
     between pieces stay as they are. `count` blocks are copied, or all from `first` on: a slice of a tensor would take
     as long as the launch. On `stream`, or the current one, which takes longer to find.
     """
-    _launch(table, block_ids, flat, flat_ids, first, count, flat_shift, num_programs, stream, to_flat=True)
+    base, row_bytes = _flat_rows(flat, flat_shift)
+    _launch(table, block_ids, base, row_bytes, flat_ids, first, count, num_programs, stream, to_flat=True)
 
 
 def scatter_pieces(
@@ -130,7 +133,26 @@ def scatter_pieces(
     stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Copy row `flat_ids[i]` of `flat` into the pieces of block `block_ids[first + i]`: `gather_pieces` in reverse."""
-    _launch(table, block_ids, flat, flat_ids, first, count, flat_shift, num_programs, stream, to_flat=False)
+    base, row_bytes = _flat_rows(flat, flat_shift)
+    _launch(table, block_ids, base, row_bytes, flat_ids, first, count, num_programs, stream, to_flat=False)
+
+
+def send_pieces(
+    table: RegionTable,
+    block_ids: torch.Tensor,
+    base: int,
+    row_bytes: int,
+    row_ids: torch.Tensor,
+    *,
+    num_programs: int = PEER_PROGRAMS,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Copy the pieces of block `block_ids[i]` to block `row_ids[i]` of a pool elsewhere that the GPU reaches.
+
+    There the piece of block b lies at address `base + b * row_bytes` plus the table's offset. Ids are int64 of shape
+    (num_ids,) on the GPU, in range, `row_ids` distinct: nothing is checked. On `stream`, or the current one.
+    """
+    _launch(table, block_ids, base, row_bytes, row_ids, 0, None, num_programs, stream, to_flat=True)
 
 
 def copy_pieces_reference(
@@ -150,20 +172,25 @@ def copy_pieces_reference(
             view[block_ids] = column[flat_ids].to(view.device)
 
 
+def _flat_rows(flat: torch.Tensor, shift: int) -> tuple[int, int]:
+    """Address of the first row, shifted, and bytes from row to row."""
+    if flat.dtype != torch.uint8 or flat.ndim != 2 or flat.stride(1) != 1:
+        raise ValueError(f"flat is {flat.dtype} of shape {tuple(flat.shape)}: give rows of uint8, bytes adjacent")
+    return flat.data_ptr() + shift, flat.stride(0)
+
+
 def _launch(
     table: RegionTable,
     block_ids: torch.Tensor,
-    flat: torch.Tensor,
+    flat_base: int,
+    row_bytes: int,
     flat_ids: torch.Tensor | None,
     first: int,
     count: int | None,
-    flat_shift: int,
     num_programs: int,
     stream: torch.cuda.Stream | None,
     to_flat: bool,
 ) -> None:
-    if flat.dtype != torch.uint8 or flat.ndim != 2 or flat.stride(1) != 1:
-        raise ValueError(f"flat is {flat.dtype} of shape {tuple(flat.shape)}: give rows of uint8, bytes adjacent")
     if block_ids.dtype != torch.int64 or (flat_ids is not None and flat_ids.dtype != torch.int64):
         raise ValueError(
             f"ids are {block_ids.dtype} and {flat_ids.dtype if flat_ids is not None else None}: give int64"
@@ -172,7 +199,6 @@ def _launch(
     count = num_ids - first if count is None else count
     if not 0 <= count <= num_ids - first or (flat_ids is not None and flat_ids.shape[0] != count):
         raise ValueError(f"{count} blocks from {first} on: there are {num_ids} block_ids, flat_ids need one each")
-    flat_base, row_bytes = flat.data_ptr() + flat_shift, flat.stride(0)
     words = table.words and flat_base % 8 == 0 and row_bytes % 8 == 0
     width = table.width if words else STEP
     pieces = STEP // width

@@ -103,6 +103,13 @@ class Copier(Protocol):
         """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]`, all int64 of shape (num_copies,)."""
 
 
+class Writer(Protocol):
+    """Enqueues writes of blocks of this pool into one other pool (`transfer.remote.RemoteWriter`)."""
+
+    def write(self, source_ids: Ids, target_ids: Ids, regions: range) -> None:
+        """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range."""
+
+
 class Marker(Protocol):
     """A point in a device's work, with the names of torch.cuda.Event."""
 
@@ -114,15 +121,16 @@ class Marker(Protocol):
 class PeerPool:
     """The device blocks that peers may be sent and may fill; valid until the transport is closed.
 
-    `device` is -1 for the CPU's memory, else the index of a CUDA device; then `copy` and `mark` are given: a copier,
-    and a maker of markers behind what was enqueued so far, both on `stream`, a stream of the driver's that is ours.
-    `keeps` keeps the memory alive.
+    `device` is -1 for the CPU's memory, else the index of a CUDA device; then `copy`, `writer` and `mark` are given: a
+    copier, a maker of writers into a pool that is mapped here, and a maker of markers behind what was enqueued so far,
+    all on `stream`, a stream of the driver's that is ours. `keeps` keeps the memory alive.
     """
 
     num_blocks: int
     regions: tuple[PoolRegion, ...]
     device: int = -1
     copy: Copier | None = None
+    writer: Callable[[Sequence[PoolRegion]], Writer] | None = None
     mark: Callable[[], Marker] | None = None
     stream: int = 0
     keeps: object = None

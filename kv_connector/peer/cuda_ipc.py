@@ -1,9 +1,9 @@
-"""The same-host backend for pools on CUDA devices: the pusher's copy engines write into the other process's pool.
+"""The same-host backend for pools on CUDA devices: the pusher's own copies write into the other process's pool.
 
-Each side tells the CUDA IPC handles of the allocations that its pool lies in; the other opens them once a link is open,
-and a push is one call of the driver for all of its pieces. What has arrived is told over the side channel behind the
-copy's event. A handle names a whole allocation, so a region is its allocation and an offset. Memory that was mapped
-piece by piece (expandable segments, sleep mode) has no handle: such a pool goes through shared memory.
+Each side tells the CUDA IPC handles of the allocations that its pool lies in; the other opens them once a link is open.
+A push is one kernel, or one call of the driver where pieces are long. What has arrived is told over the side channel
+behind the copy's event. A handle names a whole allocation, so a region is its allocation and an offset. Memory that was
+mapped piece by piece (expandable segments, sleep mode) has no handle: such a pool goes through shared memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from .base import (
     Connected,
-    Ids,
     Lost,
     Marker,
     Message,
@@ -28,12 +25,12 @@ from .base import (
     PoolRegion,
     Push,
     Pushed,
+    Writer,
     announce,
     check_int,
 )
 from .handshake import Card
 from .over_channel import OneSided
-from .pool import piece_addresses
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -107,7 +104,8 @@ class Driver:
 class _Remote:
     """The peer's pool as it is mapped here, and the allocations to unmap."""
 
-    pool: PeerPool
+    num_blocks: int
+    writer: Writer
     mapped: list[int]
     is_lost: bool = False
 
@@ -140,19 +138,14 @@ class CudaIpcTransport(OneSided):
         if remote is None or remote.is_lost:
             self._events.append(Pushed(push.number, False))
             return
-        for ids, pool in ((push.source_ids, self._pool), (push.target_ids, remote.pool)):
-            assert len(ids) and 0 <= ids.min() <= ids.max() < pool.num_blocks, f"{ids} of {pool.num_blocks}"
-        assert self._pool.copy is not None and self._pool.mark is not None
+        for ids, num_blocks in ((push.source_ids, self._pool.num_blocks), (push.target_ids, remote.num_blocks)):
+            assert len(ids) and 0 <= ids.min() <= ids.max() < num_blocks, f"{ids} of {num_blocks}"
+        assert self._pool.mark is not None
         self._driver.use()
-        # Region by region, so that neighbouring blocks are neighbours in the list.
-        sources = piece_addresses(self._pool, push.source_ids, push.regions).T.reshape(-1)
-        targets = piece_addresses(remote.pool, push.target_ids, push.regions).T.reshape(-1)
-        pieces = np.array([self._pool.regions[index].piece_bytes for index in push.regions], dtype=np.int64)
-        sources, targets, sizes = _merged(sources, targets, np.repeat(pieces, len(push.source_ids)))
         try:
-            self._pool.copy(targets, sources, sizes, True, self._pool.stream)
+            remote.writer.write(push.source_ids, push.target_ids, push.regions)
             self._writing.append(_Writing(link, push, self._pool.mark()))
-        except Exception as error:  # noqa: BLE001 - torch's and the copier's: the seam where they become a lost link
+        except Exception as error:  # noqa: BLE001 - torch's and the writer's: the seam where they become a lost link
             self._events.append(Pushed(push.number, False))
             self._channel.drop(link, f"a copy to it failed: {error}")
 
@@ -207,6 +200,7 @@ class CudaIpcTransport(OneSided):
         if not isinstance(places, list) or len(places) != len(self._pool.regions):
             raise PeerError(f"its pool is not {len(self._pool.regions)} regions")
         mapped: list[int] = []
+        assert self._pool.writer is not None
         try:
             mapped.extend(self._driver.open(handle) for handle in handles)
             sizes = [self._driver.size_of(address) for address in mapped]
@@ -214,11 +208,11 @@ class CudaIpcTransport(OneSided):
                 _region(place, piece, mapped, sizes, card.num_blocks)
                 for place, piece in zip(places, self._pool.pieces, strict=True)
             )
-        except PeerError:
+            self._remotes[link] = _Remote(card.num_blocks, self._pool.writer(regions), mapped)
+        except (PeerError, RuntimeError) as error:  # torch's, where the device is out of memory
             for address in mapped:
                 self._driver.close(address)
-            raise
-        self._remotes[link] = _Remote(PeerPool(card.num_blocks, regions, self._pool.device), mapped)
+            raise PeerError(str(error)) from error
 
     def _finish_writing(self) -> None:
         """Copies run one behind the other."""
@@ -271,10 +265,3 @@ def _region(place: object, piece: int, mapped: Sequence[int], sizes: Sequence[in
     if offset + (num_blocks - 1) * stride + piece > sizes[allocation]:
         raise PeerError(f"a region of its pool ends behind its allocation of {sizes[allocation]} bytes")
     return PoolRegion(mapped[allocation] + offset, stride, piece)
-
-
-def _merged(sources: Ids, targets: Ids, sizes: Ids) -> tuple[Ids, Ids, Ids]:
-    """Neighbours on both sides joined into longer copies."""
-    ends = (sources[:-1] + sizes[:-1] != sources[1:]) | (targets[:-1] + sizes[:-1] != targets[1:])
-    starts = np.concatenate(([0], np.flatnonzero(ends) + 1))
-    return sources[starts], targets[starts], np.add.reduceat(sizes, starts)

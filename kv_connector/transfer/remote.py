@@ -1,0 +1,129 @@
+"""Writes into another engine's pool that is mapped here: by DMA where runs are long, else by a kernel of ours.
+
+A copy engine takes a microsecond or two for each run, in which NVLink moves half a megabyte; a kernel's programs store
+to the other GPU's memory as they do to their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..types import Direction
+from .dma import Copier, Int64s, Segments, driver_copier, merge_runs
+from .layout import CacheLayout
+
+if TYPE_CHECKING:
+    from ..triton_kernels.copy_pieces import RegionTable
+    from .streams import Lane
+
+LEAST_DMA_BYTES = 1 << 20
+"""Of a run, for the copy engines to be as fast as the kernel, which takes multiprocessors from the model."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """Regions, those joined that are neighbours in both pools: int64 of shape (num_columns,)."""
+
+    own_bases: Int64s
+    bases: Int64s
+    own_strides: Int64s
+    strides: Int64s
+    sizes: Int64s
+
+    def mean_run(self, source_ids: Int64s, target_ids: Int64s) -> float:
+        """Bytes that a copy engine would move at a time."""
+        num_ends = 1 + np.count_nonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1))
+        is_dense = (self.sizes == self.strides) & (self.sizes == self.own_strides)
+        num_runs = np.where(is_dense, num_ends, len(source_ids)).sum()
+        return float(self.sizes.sum() * len(source_ids) / num_runs)
+
+    def runs(self, source_ids: Int64s, target_ids: Int64s) -> Segments:
+        """The copies, with the other pool as host side; column by column, so that neighbouring blocks stay so."""
+        sizes = np.repeat(self.sizes, len(source_ids))
+        return merge_runs(
+            (self.own_bases[:, None] + source_ids * self.own_strides[:, None]).ravel(),
+            (self.bases[:, None] + target_ids * self.strides[:, None]).ravel(),
+            sizes,
+            np.zeros_like(sizes),
+        )
+
+
+class RemoteWriter:
+    """Writes blocks of this pool into one other pool. One thread calls; copies are enqueued on the lane's stream."""
+
+    def __init__(
+        self, layout: CacheLayout, lane: Lane, bases: Int64s, strides: Int64s, copier: Copier | None = None
+    ) -> None:
+        """`bases` and `strides`, int64 of shape (num_regions,), say where the other pool's pieces lie: that of block b
+        at `bases[r] + b * strides[r]`. Blocks the host until a table of them is on the device."""
+        from ..triton_kernels.copy_pieces import RegionTable
+        from .direct import IdUploads
+
+        self._layout = layout
+        self._lane = lane
+        self._bases, self._strides = bases, strides
+        self._copier = copier if copier is not None else driver_copier()
+        regions = layout.regions
+        self._own_bases = np.array([region.data_ptr for region in regions], dtype=np.int64)
+        self._own_strides = np.array([region.block_stride for region in regions], dtype=np.int64)
+        self._sizes = np.array([region.piece_bytes for region in regions], dtype=np.int64)
+        self._base = int(bases.min())
+        with torch.cuda.stream(lane.stream):
+            self._ids = IdUploads(layout.device, sides=2)
+            self._table = RegionTable.upload([region.view for region in regions], (bases - self._base).tolist())
+        self._tables: dict[range, RegionTable] = {}
+        self._columns: dict[range, _Columns] = {}
+        self._changes = np.flatnonzero(np.diff(strides)) + 1  # where the next stride differs
+
+    def write(self, source_ids: Int64s, target_ids: Int64s, regions: range) -> None:
+        """Copy these consecutive regions of block `source_ids[i]` to the other pool's block `target_ids[i]`.
+
+        Ids are int64 of shape (num_blocks,), at least one, in range, `target_ids` without repetition. Raises what torch
+        raises, or TransferError.
+        """
+        columns = self._merged_columns(regions)
+        if columns.mean_run(source_ids, target_ids) >= LEAST_DMA_BYTES:
+            runs = columns.runs(source_ids, target_ids)
+            to, by, sizes = (array.ctypes.data for array in (runs.host, runs.device, runs.sizes))
+            self._copier(to, by, sizes, len(runs), True, self._lane.handle)
+            return
+        with torch.cuda.stream(self._lane.stream):
+            self._write_pieces(source_ids, target_ids, regions)
+
+    def _merged_columns(self, regions: range) -> _Columns:
+        if regions not in self._columns:
+            own, other, own_strides, strides, sizes = (
+                column[regions.start : regions.stop]
+                for column in (self._own_bases, self._bases, self._own_strides, self._strides, self._sizes)
+            )
+            changes = (np.diff(own_strides) != 0) | (np.diff(strides) != 0)
+            runs = merge_runs(own, other, sizes, np.concatenate(([0], np.cumsum(changes))))
+            kept = np.searchsorted(np.cumsum(sizes) - sizes, np.cumsum(runs.sizes) - runs.sizes)
+            self._columns[regions] = _Columns(runs.device, runs.host, own_strides[kept], strides[kept], runs.sizes)
+        return self._columns[regions]
+
+    def _write_pieces(self, source_ids: Int64s, target_ids: Int64s, regions: range) -> None:
+        from ..triton_kernels.copy_pieces import send_pieces
+
+        ids = self._ids.get(Direction.SAVE, source_ids, target_ids)
+        try:
+            for part in self._equal_strides(regions):
+                send_pieces(
+                    self._tables.setdefault(part, self._table.narrow(part.start, len(part))),
+                    ids.device_ids_there,
+                    self._base,
+                    int(self._strides[part.start]),
+                    ids.host_ids_there,
+                    stream=self._lane.stream,
+                )
+        finally:
+            self._ids.used()
+
+    def _equal_strides(self, regions: range) -> list[range]:
+        inner = [int(i) for i in self._changes if regions.start < i < regions.stop]
+        return [range(start, stop) for start, stop in pairwise([regions.start, *inner, regions.stop])]

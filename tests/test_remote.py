@@ -1,0 +1,89 @@
+"""Writes into another pool that is mapped here: by runs or by the kernel, the same bytes at the same places."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kv_connector.transfer import remote
+from kv_connector.transfer.dma import driver_copier
+from kv_connector.transfer.layout import CacheLayout
+from kv_connector.transfer.remote import RemoteWriter
+from kv_connector.transfer.streams import make_lane
+from tests.copies import copy_now
+
+PIECES = (64, 24, 64, 40)
+
+
+def pool(
+    num_blocks: int, paddings: tuple[int, ...], side_by_side: bool, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Regions of a pool, apart with `paddings` behind each piece, or all pieces of a block in a row."""
+    if side_by_side:
+        memory = torch.randint(0, 256, (num_blocks, sum(PIECES)), dtype=torch.uint8).to(device)
+        ends = np.cumsum(PIECES)
+        return {str(i): memory[:, end - size : end] for i, (end, size) in enumerate(zip(ends, PIECES, strict=True))}
+    return {
+        str(i): torch.randint(0, 256, (num_blocks, size + padding), dtype=torch.uint8).to(device)[:, :size]
+        for i, (size, padding) in enumerate(zip(PIECES, paddings, strict=True))
+    }
+
+
+def layout_of(tensors: dict[str, torch.Tensor], num_blocks: int) -> CacheLayout:
+    return CacheLayout.from_tensors(tensors, num_blocks, dict.fromkeys(tensors, 0))
+
+
+paddings = st.tuples(*[st.sampled_from([0, 0, 8, 3])] * len(PIECES))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    own_paddings=paddings,
+    other_paddings=paddings,
+    in_rows=st.tuples(st.booleans(), st.booleans()),
+    sources=st.permutations(range(9)),
+    targets=st.permutations(range(7)),
+    count=st.integers(1, 7),
+    sort=st.booleans(),
+    first=st.integers(0, 3),
+    stop=st.integers(1, 4),
+    by_kernel=st.booleans(),
+)
+def test_named_blocks_and_regions_arrive_and_nothing_else_changes(
+    device: torch.device,
+    own_paddings: tuple[int, ...],
+    other_paddings: tuple[int, ...],
+    in_rows: tuple[bool, bool],
+    sources: list[int],
+    targets: list[int],
+    count: int,
+    sort: bool,
+    first: int,
+    stop: int,
+    by_kernel: bool,
+) -> None:
+    regions = range(min(first, stop - 1), stop)
+    own, other = pool(9, own_paddings, in_rows[0], device), pool(7, other_paddings, in_rows[1], device)
+    here, there = layout_of(own, 9), layout_of(other, 7)
+    source_ids, target_ids = np.array(sources[:count]), np.array(targets[:count])
+    if sort:
+        source_ids, target_ids = np.sort(source_ids), np.sort(target_ids)
+    expected = [tensor.clone() for tensor in other.values()]
+    for region in regions:
+        expected[region][target_ids] = own[str(region)][source_ids]
+    bases = np.array([region.data_ptr for region in there.regions], dtype=np.int64)
+    strides = np.array([region.block_stride for region in there.regions], dtype=np.int64)
+    lane = make_lane(device, priority=0, timing=False)
+    copier = copy_now if device.type == "cpu" else driver_copier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "LEAST_DMA_BYTES", 1 << 20 if by_kernel else 0)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        RemoteWriter(here, lane, bases, strides, copier).write(source_ids, target_ids, regions)
+    if lane.stream is not None:
+        lane.stream.synchronize()
+    for tensor, wanted in zip(other.values(), expected, strict=True):
+        assert torch.equal(tensor, wanted)
