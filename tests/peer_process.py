@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from kv_connector.build import open_transport
@@ -56,8 +57,11 @@ def open_on(backend: str, num_blocks: int, seed: int, engine_id: str, device: in
 class FarSide:
     """See `Side`, `Pool` and `PeerTransport`: all three, of another process."""
 
-    def __init__(self, backend: str, num_blocks: int, seed: int, engine_id: str, device: int) -> None:
-        self._ask = _process()
+    def __init__(
+        self, backend: str, num_blocks: int, seed: int, engine_id: str, device: int, visible: str | None = None
+    ) -> None:
+        """`visible`: the CUDA devices that the process sees, all by default; `device` is one of those."""
+        self._ask = _process(visible)
         self._ask("open", backend, num_blocks, seed, engine_id, device)
 
     @property
@@ -92,11 +96,14 @@ class FarSide:
 
 
 @cache
-def _process() -> Any:
+def _process(visible: str | None) -> Any:
     """One for all tests: it takes seconds to start."""
     context = multiprocessing.get_context("spawn")
     pipe, remote = context.Pipe()
-    context.Process(target=_serve, args=(remote,), daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        if visible is not None:
+            patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        context.Process(target=_serve, args=(remote,), daemon=True).start()
 
     def ask(*words: Any) -> Any:
         pipe.send(words)

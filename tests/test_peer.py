@@ -32,7 +32,10 @@ from tests.peers import (
 
 
 class Two:
-    """A producer and a consumer with a link between them; of those `apart`, the consumer is in another process."""
+    """A producer and a consumer with a link between them.
+
+    Of those `apart` the consumer is in another process, on the last device; of those `hidden` each sees its own only.
+    """
 
     def __init__(self, name: str) -> None:
         self._name, _, self._is_apart = name.partition(" ")
@@ -48,7 +51,11 @@ class Two:
             return Side(self._backend.open(pool, engine_id=engine_id)), pool
         if engine_id == "a":
             return open_on(self._name, num_blocks, seed, engine_id, device=0)
-        far = FarSide(self._name, num_blocks, seed, engine_id, device=max(0, torch.cuda.device_count() - 1))
+        last = max(0, torch.cuda.device_count() - 1)
+        if self._is_apart == "hidden":
+            far = FarSide(self._name, num_blocks, seed, engine_id, device=0, visible=str(last))
+        else:
+            far = FarSide(self._name, num_blocks, seed, engine_id, device=last)
         return far, far
 
     def replace_b(self) -> None:
@@ -67,6 +74,7 @@ class Two:
 APART = [
     "shared_memory apart",
     pytest.param("cuda apart", marks=pytest.mark.gpu),
+    pytest.param("cuda hidden", marks=[pytest.mark.gpu, pytest.mark.multi_gpu]),
     pytest.param("cuda+nixl apart", marks=[pytest.mark.gpu, needs_nixl]),
 ]
 

@@ -46,19 +46,23 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--kind", choices=["shared_memory", "nixl"], default="shared_memory")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--bytes", type=int, help="of one transfer (1 GiB; on the CPU 64 MiB)")
+    parser.add_argument(
+        "--bytes", type=int, help="of one transfer (4 GiB, 32k tokens of an 8B model; on the CPU 64 MiB)"
+    )
     parser.add_argument("--lengths", help="tokens of prompts (2048,8192,32768; on the CPU 256,1024)")
     parser.add_argument("--layers", type=int, default=0, help="of the model (24; on the CPU 6)")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", choices=["transfer", "first_token"], help="one part")
     options = parser.parse_args()
     on_gpu = options.device.startswith("cuda")
-    num_bytes = options.bytes or ((1 << 30) if on_gpu else (64 << 20))
+    num_bytes = options.bytes or ((4 << 30) if on_gpu else (64 << 20))
     lengths = [int(n) for n in (options.lengths or ("2048,8192,32768" if on_gpu else "256,1024")).split(",")]
     options.layers = options.layers or (24 if on_gpu else 6)
     report = Report("pd")
-    for name, piece, regions, goal in CASES:
+    for name, piece, regions, goal in CASES if options.only != "first_token" else ():
         measure_transfer(report, options, name, piece, regions, num_bytes, goal)
-    measure_first_token(report, options, lengths)
+    if options.only != "transfer":
+        measure_first_token(report, options, lengths)
     report.write(options.json)
     return 0
 
@@ -84,15 +88,15 @@ def measure_transfer(
     rates: list[float] = []
     copies: list[float] = []
     for run in range(options.runs + 1):
-        targets = rng.permutation(num_blocks)
-        pipe.send((run, targets.tolist()))
+        sources, targets = rng.permutation(num_blocks), rng.permutation(num_blocks)
+        pipe.send((run, sources, targets))
         _expect(pipe)
         start = time.perf_counter()
-        sources = rng.permutation(num_blocks)
         transport.push(link, Push(run, run, 0, sources, targets, range(regions)))
         while not pipe.poll(0):
             transport.poll(0.001)
         seconds = _expect(pipe) - start
+        _expect(pipe)  # it has verified the bytes
         if run:  # the first connects, maps and registers
             rates.append(num_blocks * piece * regions / seconds / 1e9)
             copies.append(_large_copy(tensors, options.device))
@@ -112,7 +116,7 @@ def _open(
     if device.startswith("cuda"):
         device = f"cuda:{device_index % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    tensors = [torch.ones((num_blocks, piece), dtype=torch.uint8, device=device) for _ in range(regions)]
+    tensors = [_marks(region, num_blocks, device).repeat(1, piece) for region in range(regions)]
     layout = CacheLayout.from_tensors(
         {str(i): t for i, t in enumerate(tensors)}, num_blocks, {str(i): 0 for i in range(regions)}
     )
@@ -122,8 +126,13 @@ def _open(
     return open_transport(config, identity, secrets.token_hex(4), pool), tensors
 
 
+def _marks(region: int, num_blocks: int, device: str | torch.device) -> torch.Tensor:
+    """What every byte of a block is, in one region: uint8 of shape (num_blocks, 1)."""
+    return ((torch.arange(num_blocks, device=device) * 7 + region) % 251).to(torch.uint8)[:, None]
+
+
 def _receive(pipe: Connection, kind: str, device: str, piece: int, regions: int, num_blocks: int) -> None:
-    transport, _ = _open(kind, device, piece, regions, num_blocks, device_index=1)
+    transport, tensors = _open(kind, device, piece, regions, num_blocks, device_index=1)
     pipe.send(transport.port)
     link = _poll_until(transport, lambda event: isinstance(event, Connected)).link
     while True:
@@ -132,8 +141,8 @@ def _receive(pipe: Connection, kind: str, device: str, piece: int, regions: int,
         told = pipe.recv()
         if told is None:
             break
-        number, block_ids = told
-        transport.grant(link, number, block_ids)
+        number, sources, targets = told
+        transport.grant(link, number, targets.tolist())
         pipe.send("granted")
         left = num_blocks * regions
         while left:
@@ -142,6 +151,12 @@ def _receive(pipe: Connection, kind: str, device: str, piece: int, regions: int,
                     left -= event.count * len(event.regions)
         pipe.send(time.perf_counter())  # one clock for all processes of a machine
         transport.revoke(link, number)
+        for region, tensor in enumerate(tensors):
+            assert torch.equal(
+                tensor[targets, ::512], _marks(region, num_blocks, tensor.device)[sources].expand(-1, -(-piece // 512))
+            )
+            tensor.zero_()
+        pipe.send("verified")
     transport.close()
 
 
@@ -252,6 +267,8 @@ def _start(layers: int, device: str, shape: EngineShape, kind: str, role: str) -
         torch.set_num_threads(1)
     elif role == "consumer":
         device = f"cuda:{1 % torch.cuda.device_count()}"
+    if device != "cpu":
+        torch.cuda.set_device(device)
     config = ModelConfig(num_hidden_layers=layers, max_position_embeddings=1 << 16)
     model = PagedLlama.random(config, seed=0, device=device)
     settings = {} if role == "both" else {"peer": peer_settings(kind, role)}

@@ -37,7 +37,8 @@ R = TypeVar("R")
 
 CONNECTORS = {"offloading": "OffloadingConnector", "simple": "SimpleCPUOffloadConnector"}
 """vLLM's own. `none` is no connector; `ours` is ours with `write_through`, `ours:POLICY` with that policy, and
-`ours:KEY=VALUE` with that setting; more of them follow after further colons."""
+`ours:KEY=VALUE` with that setting; more of them follow after further colons. `producer` and `consumer` hand over."""
+ROLES = {"producer": "kv_producer", "consumer": "kv_consumer"}
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -61,7 +62,10 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What an engine is started with. `device_tokens`: size of its KV cache; `logs` holds the model's shape too."""
+    """What an engine is started with.
+
+    `device_tokens`: size of its KV cache; `logs` holds the model's shape too; `device`: index of its GPU.
+    """
 
     connector: str
     host_bytes: int
@@ -71,6 +75,7 @@ class EngineOptions:
     eager: bool = False
     ours: dict[str, Any] = field(default_factory=dict)
     logs: Path = Path()
+    device: int = 0
 
     @property
     def block_size(self) -> int:
@@ -87,6 +92,14 @@ class EngineOptions:
         name, *settings = self.connector.split(":")
         if name == "none":
             return None
+        if name in ROLES:
+            return {
+                "kv_connector": "TieredKVConnector",
+                "kv_connector_module_path": "kv_connector.engines.vllm",
+                "kv_role": ROLES[name],
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": self.ours,
+            }
         if name == "ours":
             given = {"host_memory": self.host_bytes, "write_policy": "write_through"} | self.ours
             for setting in settings:
@@ -247,7 +260,7 @@ class EngineServer:
 
     def stats(self) -> dict[str, float]:
         """Sums of our connector since start-up; nothing for others."""
-        if not self.options.connector.startswith("ours"):
+        if not self.options.connector.startswith("ours") and self.options.connector not in ROLES:
             return {}
         return dict(self.scheduler.connector._scheduler.half.get_kv_connector_stats())
 
@@ -283,10 +296,20 @@ class Engine:
 
     def call(self, function: Callable[Concatenate[EngineServer, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a module's function in the child. Raises EngineError where it takes more than three minutes, too."""
+        self.begin(function, *args, **kwargs)
+        result: R = self.finish()
+        return result
+
+    def begin(
+        self, function: Callable[Concatenate[EngineServer, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Let the child begin; `finish` must follow."""
         with contextlib.suppress(OSError):  # of a child that is gone: receiving says so, with its log
             self._connection.send((function, args, kwargs))
-        result: R = self._receive(180.0)
-        return result
+
+    def finish(self) -> Any:
+        """What the function that was begun has returned. Raises EngineError as `call` does."""
+        return self._receive(180.0)
 
     def close(self) -> None:
         """Stop the child, by force where it does not stop by itself."""
@@ -356,6 +379,8 @@ def _serve(connection: Connection, options: EngineOptions, log: Path, started: f
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if options.device:  # as an operator keeps servers apart; vLLM takes the first that it sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(options.device)
     # Engines that compile at the same time must not write into one cache.
     root = os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm"))
     os.environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"bench_{options.connector.replace(':', '_')}")

@@ -19,23 +19,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "split K and V": {"kv_layout": "split"},
     "fp8 with scales, two ranks": {"kv_dtype": "fp8", "tp_size": 2},
 }
-KINDS = ["shared_memory", pytest.param("nixl", marks=pytest.mark.skipif(why_not() is not None, reason=str(why_not())))]
+needs_nixl = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+KINDS = [
+    "shared_memory",
+    pytest.param("nixl", marks=needs_nixl),
+    pytest.param("shared_memory on cuda", marks=pytest.mark.gpu),
+    pytest.param("nixl on cuda", marks=[pytest.mark.gpu, needs_nixl]),
+]
 
 
-def build(variant: dict[str, Any], settings: dict[str, Any], name: str) -> MiniEngine:
-    """Importable by a spawned process. UCX is to use what two machines would have."""
+def build(variant: dict[str, Any], settings: dict[str, Any], name: str, on_cuda: bool) -> MiniEngine:
+    """Importable by a spawned process. UCX is to use what two machines would have; consumers take the last device."""
     import os
 
-    os.environ.update({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"})
+    device = "cpu"
+    if on_cuda:
+        device = f"cuda:{torch.cuda.device_count() - 1 if name == 'consumer' else 0}"
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    else:
+        os.environ.update({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"})
     torch.set_num_threads(1)
-    model = PagedLlama.random(ModelConfig(num_hidden_layers=4, **variant), seed=0, device="cpu")
+    model = PagedLlama.random(ModelConfig(num_hidden_layers=4, **variant), seed=0, device=device)
     return make_engine(model, EngineShape(60, BLOCK_SIZE, settings, max_step_tokens=48, name=name), "random")
 
 
 def start(variant: dict[str, Any], kind: str, role: str, deadline_ms: int = 60_000) -> EngineProcess:
     options = {"deadline_ms": deadline_ms, "timeout_ms": 20_000, "staging_memory": 1 << 20}
+    kind, _, on_cuda = kind.partition(" on ")
     settings = {"peer": peer_settings(kind, role) | options, "layer_group_bytes": 1}
-    return EngineProcess(partial(build, variant, settings, role))
+    return EngineProcess(partial(build, variant, settings, role, bool(on_cuda)))
 
 
 def prompts(count: int = 6) -> list[list[int]]:
@@ -53,7 +66,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_tokens_are_those_of_one_engine(name: str, kind: str) -> None:
-    engine = build(VARIANTS[name], {}, "alone")
+    engine = build(VARIANTS[name], {}, "alone", "cuda" in kind)
     expected = [request.output_token_ids for request in engine.generate(prompts(), 6)]
     engine.shutdown()
     pair = Pair(start(VARIANTS[name], kind, "producer"), start(VARIANTS[name], kind, "consumer"))
@@ -74,7 +87,7 @@ def test_tokens_are_those_of_one_engine(name: str, kind: str) -> None:
 @pytest.mark.parametrize("victim", ["producer", "consumer"])
 def test_a_killed_engine_costs_its_requests_only(victim: str, kind: str) -> None:
     """The other one computes what never came, holds nothing, and works with the next one that is started."""
-    engine = build({}, {}, "alone")
+    engine = build({}, {}, "alone", "cuda" in kind)
     expected = [request.output_token_ids for request in engine.generate(prompts(), 6)]
     engine.shutdown()
     pair = Pair(start({}, kind, "producer", 5_000), start({}, kind, "consumer"))
