@@ -30,12 +30,12 @@ from kv_connector.index import CacheIdentity
 from kv_connector.types import LoadTiming, StepPlan
 
 BLOCK_SIZE = 16
-# Llama-3.1-8B's layer, fewer of them: 4 KiB a token and layer.
+# Llama-3.1-8B's layers: 4 KiB a token and layer.
 MODEL = ModelConfig(
     vocab_size=4096,
     hidden_size=4096,
     intermediate_size=14336,
-    num_hidden_layers=16,
+    num_hidden_layers=32,
     num_attention_heads=32,
     num_key_value_heads=8,
     head_dim=128,
@@ -108,10 +108,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, default=Path("overlap_trace.json"))
-    parser.add_argument("--prefix-tokens", type=int, default=16384)
-    parser.add_argument("--new-tokens", type=int, default=2048)
+    parser.add_argument("--prefix-tokens", type=int, default=28672)
+    parser.add_argument("--new-tokens", type=int, default=4096)
     parser.add_argument("--host-memory", default="8GiB")
-    parser.add_argument("--layer-group-bytes", default="128MiB")
+    parser.add_argument("--layer-group-bytes", default="0", help="0: as the calibration says")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -162,7 +162,7 @@ def report_waits(
         report.rows.append({"group": group, "exposed_wait_ms": wait})
     report.rows.append({"compute_ms": median(alone), "with_load_ms": median(with_load), "load_ms": load})
     report.rows.append({"submit_ms": submit})
-    report.claim("exposed_wait_of_layer_groups_over_load", sum(groups) / load, 0.1, "of 1", "lower")
+    report.claim("exposed_wait_of_layer_groups_over_load", sum(groups) / load, 0.03, "of 1", "lower")
     report.claim("load_hidden_behind_compute", 1 - (median(with_load) - median(alone)) / load, 0.5, "of 1", "higher")
 
 
