@@ -67,7 +67,8 @@ class _IdBuffer:
 class IdUploads:
     """Sends block ids to the device through small page-locked buffers, which are reused once their kernels are done.
 
-    The arrays of the last upload are remembered: the groups of one load upload their ids once. Never blocks.
+    The arrays of the last upload are remembered: the groups of one load upload their ids once. Never blocks. For one
+    direction: whose copies are on one stream, and come one after the other.
     """
 
     def __init__(self, device: torch.device, sides: int) -> None:
@@ -77,16 +78,15 @@ class IdUploads:
         self._lane: Lane = make_lane(device, priority=0, timing=False)
         self._buffers = [self._new_buffer(_LEAST_IDS) for _ in range(_BUFFERS)]
         self._current = self._buffers[0]
-        self._source: tuple[Direction, NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._source: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._uploaded: UploadedIds | None = None
 
-    def get(self, direction: Direction, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]) -> UploadedIds:
+    def get(self, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]) -> UploadedIds:
         """The ids on the device, sent on the current stream. Call `used` once the kernels that read them are launched.
 
-        Only read-only arrays are remembered, their content cannot have changed since, and only for one direction, whose
-        copies are on one stream.
+        Only read-only arrays are remembered: their content cannot have changed since.
         """
-        source = (direction, device_ids, host_ids)
+        source = (device_ids, host_ids)
         if self._uploaded is not None and self._source is not None:
             same = all(new is old for new, old in zip(source, self._source, strict=True))
             if same and not device_ids.flags.writeable and not host_ids.flags.writeable:
@@ -128,8 +128,10 @@ class IdUploads:
 
     def _new_buffer(self, count: int) -> _IdBuffer:
         shape = (self._sides, max(_LEAST_IDS, 1 << (count - 1).bit_length()))
-        here = torch.empty(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        return _IdBuffer(here, here.numpy(), torch.empty(shape, dtype=torch.int64, device=self._device))
+        with torch.inference_mode(False):  # tensors of that mode could not be written to by a thread outside of it
+            here = torch.empty(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            there = torch.empty(shape, dtype=torch.int64, device=self._device)
+        return _IdBuffer(here, here.numpy(), there)
 
 
 class DirectPath:
@@ -141,7 +143,7 @@ class DirectPath:
             raise ConfigError('copy_path="direct" needs page-locked host memory: set pin_memory or another copy_path')
         self._host = host
         self._tables = RegionTables(layout)
-        self._ids = IdUploads(layout.device, sides=2)
+        self._ids = {way: IdUploads(layout.device, sides=2) for way in Direction}
 
     def copy(
         self,
@@ -156,7 +158,8 @@ class DirectPath:
             raise TransferError("the direct path needs page-locked host memory, and locking it has failed")
         load = direction is Direction.LOAD
         move = scatter_pieces if load else gather_pieces
-        ids = self._ids.get(direction, device_ids, host_ids)
+        uploads = self._ids[direction]
+        ids = uploads.get(device_ids, host_ids)
         try:
             move(
                 self._tables.part(regions),
@@ -166,8 +169,9 @@ class DirectPath:
                 num_programs=LINK_LOAD_PROGRAMS if load else LINK_SAVE_PROGRAMS,
             )
         finally:
-            self._ids.used()
+            uploads.used()
 
     def close(self) -> None:
         """See `CopyPath.close`."""
-        self._ids.close()
+        for uploads in self._ids.values():
+            uploads.close()

@@ -18,7 +18,10 @@ from .layout import CacheLayout, Region
 
 
 class CopyPath(Protocol):
-    """Moves the pieces of some regions of some blocks. One thread calls it.
+    """Moves the pieces of some regions of some blocks.
+
+    Copies of one direction come one after the other, from whichever thread; those of the two directions may be called
+    for at the same time, so that what a copy needs for itself is there for each.
 
     Device blocks are read and written after what the current CUDA stream already holds; host blocks may be read at
     once. What is enqueued on that stream afterwards runs after the copy, also where `copy` raised: a path with streams

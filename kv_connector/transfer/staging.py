@@ -146,7 +146,7 @@ class StagedPath:
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
         self._tables = RegionTables(layout)
-        self._ids = IdUploads(layout.device, sides=1)
+        self._ids = {way: IdUploads(layout.device, sides=1) for way in Direction}
         self._rings = {way: _Ring(layout.device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
         self._parts: dict[tuple[Direction, range], tuple[_Part, ...]] = {}
         if layout.device.type == "cuda":
@@ -159,7 +159,8 @@ class StagedPath:
         ring = self._rings[direction]
         current = ring.lane.current()
         move = self._load_chunk if direction is Direction.LOAD else self._save_chunk
-        ids = self._ids.get(direction, device_ids, host_ids)
+        uploads = self._ids[direction]
+        ids = uploads.get(device_ids, host_ids)
         ring.fork(current)
         try:
             for part in self._fitting_parts(direction, regions):
@@ -167,11 +168,12 @@ class StagedPath:
                     move(ring, part, chunk)
         finally:
             ring.join(current)
-            self._ids.used()
+            uploads.used()
 
     def close(self) -> None:
         """See `CopyPath.close`."""
-        self._ids.close()
+        for uploads in self._ids.values():
+            uploads.close()
         self._rings, self._parts = {}, {}
 
     def _compile(self) -> None:
