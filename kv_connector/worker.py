@@ -1,13 +1,14 @@
 """The worker half (layer 2): registers one rank's cache tensors and moves their bytes; decides nothing.
 
-It runs on the thread that launches the model. Loads are submitted before the forward pass in layer groups, and the
-compute stream waits for a group in front of its first layer; saves are submitted after it. Nothing here waits for the
-device: what has completed is found by polling when the step is reported.
+It runs on the thread that launches the model. Loads begin before the forward pass in layer groups, and the compute
+stream waits for a group in front of its first layer; saves follow it. Nothing here waits for the device: what has
+completed is found by polling when the step is reported. Most of the submitting is left to another thread, so a load
+that fails while it is submitted is known by the end of the step, and not always before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .base import KVConnectorWorker
@@ -121,7 +122,7 @@ class WorkerHalf(KVConnectorWorker):
         self._load_failed = False
         self._saves_pending = bool(plan.saves)
         if plan.awaited_loads:
-            self._transfer.wait_jobs(plan.awaited_loads)
+            self._load_failed = bool(self._transfer.wait_jobs(plan.awaited_loads))
         self._mark = self._transfer.mark() if plan.background_loads else None
         for job in plan.storage:
             assert self._storage is not None, "the plan has storage jobs, and this half was made without storage"
@@ -143,11 +144,9 @@ class WorkerHalf(KVConnectorWorker):
         loads, background = self._plan.loads, self._plan.background_loads
         self._loads |= {job.job_id: job for job in (*loads, *background)}
         if loads:
-            for job_id in self._transfer.submit_load(loads):
-                self._load_failed = True
-                self._end_load(self._loads.pop(job_id), ok=False)  # the engine must know before it uses the step
+            self._fail_loads(self._transfer.submit_load(loads))
             if full_graph or not self._hooked >= self._layers:
-                self._transfer.wait_all()
+                self._fail_loads(self._transfer.wait_all())
         if background and self._mark is not None:
             self._transfer.submit_background_load(background, self._mark)
             self._mark = None
@@ -155,7 +154,7 @@ class WorkerHalf(KVConnectorWorker):
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._hooked.add(layer_name)
         if self._plan is not None and self._plan.loads:
-            self._transfer.wait_layer(layer_name)
+            self._fail_loads(self._transfer.wait_layer(layer_name))
 
     def save_kv_layer(self, layer_name: str) -> None:
         """A save packs all layers of a block into one run of host memory, after the last of them; other engines may be
@@ -167,7 +166,7 @@ class WorkerHalf(KVConnectorWorker):
         if self._plan is None:
             return
         if self._plan.loads:
-            self._transfer.wait_all()  # whatever the hooks did, later steps find the load complete
+            self._fail_loads(self._transfer.wait_all())  # whatever the hooks did, later steps find the load complete
         if self._peers is not None:
             self._peers.computed(ok=not self._load_failed)
         if not self._saves_pending:
@@ -182,6 +181,8 @@ class WorkerHalf(KVConnectorWorker):
     def get_finished(self) -> tuple[set[str], set[str]]:
         if self._peers is not None and self._plan is not None and not self._plan.computes:
             self._peers.rest()
+        if self._engine is not None:
+            self._engine.catch_up()
         self._poll()
         self._announce()
         finished = self._received, self._failed_receiving
@@ -255,11 +256,19 @@ class WorkerHalf(KVConnectorWorker):
         self._completed += completions
         for completion in completions:
             if completion.job_id in self._loads:
-                self._end_load(self._loads.pop(completion.job_id), completion.ok)
+                load = self._loads.pop(completion.job_id)
+                self._load_failed |= load.request_id is None and not completion.ok
+                self._end_load(load, completion.ok)
         for job in self._peers.poll(self._loads) if self._peers is not None else ():
             self._handed.append(job)
             if job.job_id in self._receives:
                 self._end_load(self._receives.pop(job.job_id), job.ok)
+
+    def _fail_loads(self, job_ids: Collection[int]) -> None:
+        """Loads of this step: the engine must know before it uses the step."""
+        for job_id in job_ids:
+            self._load_failed = True
+            self._end_load(self._loads.pop(job_id), ok=False)
 
     def _announce(self) -> None:
         """Call loads received that the plan says will end soon; one that failed on submission has ended before."""

@@ -37,7 +37,7 @@ def test_a_load_is_pending_by_layer_groups_until_they_have_arrived(lanes: list[M
 
 def test_what_has_failed_is_not_pending(lanes: list[ManualLane]) -> None:
     engine, layout, _ = make_engine(fail_on=0)
-    assert engine.submit_save([job(1, SAVE, [0], [0])]) == {1}
+    engine.submit_save([job(1, SAVE, [0], [0])])
     assert engine.pending_bytes(SAVE) == 0
     engine.submit_save([job(2, SAVE, [0], [1])])
     assert engine.pending_bytes(SAVE) == layout.piece_bytes
@@ -67,7 +67,9 @@ def test_long_copies_of_whole_blocks_tell_how_far_they_are(
     lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout, _ = make_engine()
-    engine._path = seen = SeenPath(engine._path)
+    seen = SeenPath(engine._lines[SAVE].paths[0])
+    for line in engine._lines.values():
+        line.paths = (seen,)
     monkeypatch.setattr(submissions, "SLICE_BYTES", 3 * layout.piece_bytes + 1)
     load, save = lanes
     before = [region.view.clone() for region in layout.regions]

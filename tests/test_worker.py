@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from kv_connector.config import Config
-from kv_connector.errors import ConfigError, KVConnectorError, LayoutError
+from kv_connector.errors import ConfigError, KVConnectorError, LayoutError, TransferError
+from kv_connector.transfer import engine as engine_module
+from kv_connector.transfer.paths import CopyPath
 from kv_connector.types import CopyJob, Direction, StepPlan
 from kv_connector.worker import WorkerHalf
+from tests.engines import LateSubmitter, submit_all
 
 NUM_BLOCKS = 4
 
@@ -82,7 +85,7 @@ def test_an_announced_load_is_received_at_once_and_there_for_the_step_that_await
     for tensor in caches.values():
         tensor[3] = 0
     if device.type == "cuda":
-        busy(worker._transfer._lanes[Direction.LOAD].stream)
+        busy(worker._transfer._lines[Direction.LOAD].lane.stream)
     loads = (background(2, [3], [5]), background(3, [2], [10**6]))
     step(worker, StepPlan(2, background_loads=loads, announced_loads=(2, 3)))
     assert worker.get_finished() == ({"r2", "r3"}, {"r3"}), "one failed on submission: there is nothing to announce"
@@ -112,7 +115,8 @@ def test_guarded_blocks_are_filled_behind_what_the_stream_holds_and_others_at_on
         tensor[3] = 99  # a step under way writes to a block that the load is given
     step(worker, StepPlan(2, background_loads=(background(3, [2, 3], [5, 6], num_guarded=1),)))
     if device.type == "cuda":
-        load_stream = worker._transfer._lanes[Direction.LOAD].stream
+        load_stream = worker._transfer._lines[Direction.LOAD].lane.stream
+        submit_all(worker._transfer)
         assert not load_stream.query(), "it waits for the step"
         with torch.cuda.stream(torch.cuda.Stream()):
             while [int(tensor[2].max()) for tensor in caches.values()] != [1, 2, 3]:
@@ -157,3 +161,56 @@ def test_what_cannot_work_is_refused_at_registration() -> None:
         make_worker(torch.device("cpu"), host_memory=100)
     with pytest.raises(LayoutError):
         WorkerHalf(Config(host_memory="1MiB")).register_kv_caches({"layers.0": torch.zeros(3, 5)}, NUM_BLOCKS)
+
+
+class LinkDown:
+    """Copies like another path, but for loads from some call on."""
+
+    def __init__(self, path: CopyPath, num_loads: int) -> None:
+        self.path = path
+        self.num_loads = num_loads
+
+    def copy(self, direction: Direction, *args: Any, **options: Any) -> None:
+        self.num_loads -= direction is Direction.LOAD
+        if self.num_loads < 0:
+            raise TransferError("the link is down")
+        self.path.copy(direction, *args, **options)
+
+    def close(self) -> None:
+        self.path.close()
+
+
+@pytest.fixture
+def late_worker(monkeypatch: pytest.MonkeyPatch) -> WorkerHalf:
+    """What can be submitted later is, and only the first layer of a load comes through."""
+    monkeypatch.setattr(engine_module, "make_submitter", lambda *_: LateSubmitter())
+    worker, _ = make_worker(torch.device("cpu"))
+    for line in worker._transfer._lines.values():
+        line.paths = (LinkDown(line.paths[0], 1),)
+    for name in ("layers.0", "layers.1", "layers.2"):
+        worker.wait_for_layer_load(name)  # hooks that were seen are trusted
+    return worker
+
+
+@pytest.mark.parametrize("hooks", [["layers.0", "layers.1"], ["layers.0"], []])
+def test_a_load_that_fails_late_is_a_load_that_failed(late_worker: WorkerHalf, hooks: list[str]) -> None:
+    """Whichever call finds it out: the engine learns of it with this step, which saves nothing."""
+    loads = job(1, Direction.LOAD, 1, 5), job(2, Direction.LOAD, 2, 6)
+    late_worker.bind_connector_metadata(StepPlan(1, loads, (job(3, Direction.SAVE, 0, 0),)))
+    late_worker.start_load_kv()
+    assert not late_worker._load_failed
+    for name in hooks:
+        late_worker.wait_for_layer_load(name)
+        late_worker.save_kv_layer(name)
+    late_worker.wait_for_save()
+    assert late_worker.get_block_ids_with_load_errors() == {1, 2}
+    assert finish(late_worker) == ((), (1, 2, 3), set())
+
+
+def test_a_step_that_awaits_a_load_that_failed_saves_nothing(late_worker: WorkerHalf) -> None:
+    late_worker._transfer._lines[Direction.LOAD].paths[0].num_loads = 0  # type: ignore[attr-defined]
+    step(late_worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
+    assert late_worker.get_finished() == ({"r1"}, set()), "it is in line, and known to nobody as failed"
+    step(late_worker, StepPlan(2, saves=(job(2, Direction.SAVE, 0, 0),), awaited_loads=(1,)))
+    assert late_worker.get_block_ids_with_load_errors() == {1}
+    assert finish(late_worker) == ((), (1, 2), set())

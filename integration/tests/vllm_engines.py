@@ -227,8 +227,9 @@ class _BreakablePath:
 
 
 def _break_loads(worker: Any, broken: bool) -> None:
-    engine = _half()._engine
-    if not isinstance(engine._path, _BreakablePath):
-        engine._path = _BreakablePath(engine._path)
-    engine._path.broken = broken
-    engine._fallback = None
+    line = _half()._engine._lines[Direction.LOAD]
+    path = line.paths[0]
+    if not isinstance(path, _BreakablePath):
+        path = _BreakablePath(path)
+    path.broken = broken
+    line.paths = (path,)

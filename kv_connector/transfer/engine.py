@@ -8,13 +8,16 @@
 Loads run in groups of layers, one event each: the compute stream waits for a layer's group, the host for nothing. A
 load in the background moves whole blocks, the longest pieces there are, as a save does; a long one is cut into slices
 of blocks, whose events say how far it is.
-Threading model: no thread of its own. One thread, the one that launches the model, makes every call; progress is
-`poll`. On the CPU everything is copied on submission.
+Threading model: one thread, the one that launches the model, makes every call; progress is `poll`. It hands the driver
+no more than the first group of a load that a step waits for. All else is put in line and submitted by another thread
+(`lines.py`), or by this one where it must be on the device's streams before it goes on: a layer or a step waits for it,
+a fence, `drain` or `close` does. On the CPU everything is copied on submission, by the caller.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
@@ -26,9 +29,10 @@ from .checks import check_job, merged_ids
 from .costs import BUILT_IN, LinkCosts
 from .host_pool import HostPool
 from .layout import CacheLayout, last_group
+from .lines import Line, make_submitter
 from .paths import CopyPath, make_path
-from .streams import Event, Lane, make_lane
-from .submissions import BlockPairs, Completion, Submission
+from .streams import Event, make_lane
+from .submissions import BlockPairs, Completion, Part, Submission
 from .timing import LoadTrace, LoadTraces
 
 logger = logging.getLogger("kv_connector.transfer")
@@ -63,83 +67,123 @@ class TransferEngine:
             )
         self._layout = layout
         self._host = host
-        self._whole: tuple[range, ...] = (range(len(layout.regions)),)
-        self._path = path if path is not None else make_path(layout, host, config, costs)
+        path = path if path is not None else make_path(layout, host, config, costs)
         self._group_bytes = config.layer_group_bytes or costs.group_bytes
         # Rows that DMA still moves, for groups that come early, and those that it moves well.
         self._row_bytes = min(costs.rows_at(0.8), self._group_bytes), costs.rows_at(0.92)
-        self._fallback = fallback
-        self._lanes = {
-            Direction.LOAD: make_lane(layout.device, priority=-1, timing=True),
-            Direction.SAVE: make_lane(layout.device, priority=0, timing=True),
+        lanes = [make_lane(layout.device, priority, timing=True) for priority in (-1, 0)]
+        load_paths = (path,) if fallback is None else (path, fallback)
+        self._lines = {
+            Direction.LOAD: Line(lanes[0], load_paths, layout.bytes_of),
+            Direction.SAVE: Line(lanes[1], (path,), layout.bytes_of),
         }
+        self._submitter = make_submitter(tuple(self._lines.values()), layout.device)
+        weakref.finalize(self, self._submitter.close)
         self._in_flight: list[Submission] = []
         self._finished: list[Completion] = []
         self._unreported: set[int] = set()
         self._load: Submission | None = None
-        self._traces = LoadTraces(self._lanes[Direction.LOAD]) if config.trace_loads else None
+        self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
         self._closed = False
 
     def submit_load(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
-        """Enqueue a step's loads, merged, after the current stream's position; call it before the forward pass.
+        """Copy a step's loads, merged, after the current stream's position; call it before the forward pass.
 
         Returns the ids of the jobs that are known to have failed: their device blocks hold nothing valid. `poll`
-        reports them too. A job with a wrong block id fails alone; an error while copying fails all of the call.
-        Raises InvalidBlockError, before anything is enqueued, for a job id that `poll` has still to return.
+        reports them too. A job with a wrong block id fails alone; an error while copying fails all of the call. Such an
+        error may come later, as groups behind the first are submitted: `wait_layer` and `wait_all` tell.
+        Raises InvalidBlockError, before anything is copied, for a job id that `poll` has still to return.
         """
-        return self._submit(Direction.LOAD, jobs)
+        valid, pairs = self._take_in(Direction.LOAD, jobs)
+        failed = _ids_of(jobs) - _ids_of(valid)
+        if pairs is None:
+            return failed
+        line = self._lines[Direction.LOAD]
+        groups = self._layout.layer_groups(len(pairs), self._group_bytes, *self._row_bytes)
+        self._load = load = self._begin(Direction.LOAD, valid, pairs, line.lane.position(), groups)
+        line.put_first(load)
+        if load.end is None:
+            self._submitter.wake()
+        if self._traces is not None and load.start is not None and not load.is_lost:
+            self._traces.begin(LoadTrace(load.start, load.events))
+        return failed | self._take_lost_load()
 
     def mark(self) -> Event:
         """The current stream's position, for background loads that need not wait for what is enqueued behind it."""
-        return self._lanes[Direction.LOAD].mark()
+        return self._lines[Direction.LOAD].lane.mark()
 
     def submit_background_load(self, jobs: Sequence[CopyJob], after: Event) -> frozenset[int]:
-        """Enqueue loads one behind the other; whoever needs the blocks waits for `poll` to return the job, or calls
-        `wait_jobs`.
+        """Put loads in line, one behind the other; whoever needs the blocks waits for `poll` to return the job, or
+        calls `wait_jobs`.
 
-        They run at once, but for each job's guarded blocks, which come behind `after`, a result of `mark` that is taken
-        back. Errors and result are those of `submit_load`.
+        They wait for nothing, but for each job's guarded blocks, which come behind `after`, a result of `mark`.
+        Returns the ids of jobs with wrong block ids; `poll` alone tells of what fails later. Raises as `submit_load`.
         """
-        failed = frozenset().union(*(self._submit(Direction.LOAD, [job], after) for job in jobs))
-        self._lanes[Direction.LOAD].recycle([after])
+        failed = frozenset[int]()
+        for job in jobs:
+            valid, pairs = self._take_in(Direction.LOAD, [job], after)
+            failed |= _ids_of([job]) - _ids_of(valid)
+            if pairs is not None:
+                self._lines[Direction.LOAD].put(self._begin(Direction.LOAD, valid, pairs))
+        self._submitter.wake()
         return failed
 
-    def wait_jobs(self, job_ids: Collection[int]) -> None:
-        """Make the current stream wait for those of these jobs that are under way; the host goes on."""
+    def wait_jobs(self, job_ids: Collection[int]) -> frozenset[int]:
+        """Make the current stream wait for those of these jobs that are under way; the host goes on.
+
+        Returns those that are known to have failed: their device blocks hold nothing valid.
+        """
+        lost = frozenset[int]()
         for submission in self._in_flight:
             if any(job.job_id in job_ids for job in submission.jobs):
-                assert submission.end is not None
-                submission.end.wait()
+                self._end_of(submission).wait()
+                if submission.is_lost:
+                    lost |= _ids_of(submission.jobs)
+        return lost
 
     def fence(self) -> None:
         """Make the current stream and later loads wait for every copy under way; the host goes on."""
+        load_stream = self._lines[Direction.LOAD].lane.stream
         for submission in self._in_flight:
-            assert submission.end is not None
-            submission.end.wait()
-            submission.end.wait(self._lanes[Direction.LOAD].stream)
+            end = self._end_of(submission)
+            end.wait()
+            end.wait(load_stream)
 
     def submit_save(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
-        """Enqueue a step's saves, merged, after the current stream's position; call it after the forward pass.
+        """Put a step's saves in line, merged, after the current stream's position; call it after the forward pass.
 
         The link moves both ways at once, each at 0.91 of its rate alone (H200, 2026-11-21): waiting for the loads under
         way would cost a save their whole time to win them 9 %. Their kernels have a higher stream priority, and
-        `save_bandwidth` bounds what is planned. Errors and result are those of `submit_load`.
+        `save_bandwidth` bounds what is planned. Errors and result are those of `submit_background_load`.
         """
-        return self._submit(Direction.SAVE, jobs)
+        valid, pairs = self._take_in(Direction.SAVE, jobs)
+        if pairs is not None:
+            line = self._lines[Direction.SAVE]
+            line.put(self._begin(Direction.SAVE, valid, pairs, line.lane.position()))
+            self._submitter.wake()
+        return _ids_of(jobs) - _ids_of(valid)
 
-    def wait_layer(self, layer_name: str) -> None:
+    def catch_up(self) -> None:
+        """Submit a part of each direction's copies that has made no progress since the last call. Once a step."""
+        for line in self._lines.values():
+            line.catch_up()
+
+    def wait_layer(self, layer_name: str) -> frozenset[int]:
         """Make the current stream wait until the layer's bytes of the last load are there; the host goes on.
 
-        Returns at once for an unknown layer, and where no load is under way or the load failed on submission.
+        Does nothing for an unknown layer, and where no load is under way. Returns the ids of the load's jobs where it
+        turns out that they have failed, once: see `submit_load`.
         """
         region = self._layout.last_region(layer_name)
-        if self._load is not None and region >= 0:
-            self._wait_group(self._load, last_group(self._load.groups, region))
+        if self._load is None or region < 0:
+            return frozenset()
+        return self._wait_group(self._load, last_group(self._load.groups, region))
 
-    def wait_all(self) -> None:
-        """Make the current stream wait for every layer of the last load; the host goes on."""
-        if self._load is not None:
-            self._wait_group(self._load, len(self._load.groups) - 1)
+    def wait_all(self) -> frozenset[int]:
+        """Make the current stream wait for every layer of the last load; the host goes on. Result as `wait_layer`."""
+        if self._load is None:
+            return frozenset()
+        return self._wait_group(self._load, len(self._load.groups) - 1)
 
     def poll(self) -> list[Completion]:
         """The jobs that have ended since the last call; never blocks."""
@@ -171,27 +215,26 @@ class TransferEngine:
         if not self._closed:
             self._synchronize()
             self._closed = True
-            self._path.close()
-            if self._fallback is not None:
-                self._fallback.close()
+            self._submitter.close()
+            for path in self._lines[Direction.LOAD].paths:  # those of saves are among them
+                path.close()
 
-    def _submit(self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None = None) -> frozenset[int]:
-        """`after` makes it a load in the background."""
+    def _take_in(
+        self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None = None
+    ) -> tuple[Sequence[CopyJob], BlockPairs | None]:
+        """The jobs with right ids, and the blocks they move; those that move none end here, as do the others."""
         self._take_ids(jobs)
-        valid, failed = jobs, frozenset[int]()
+        valid = jobs
         pairs = self._pairs(direction, jobs, after)
         if pairs is None:
             valid = self._valid_jobs(direction, jobs)
-            failed = frozenset(job.job_id for job in jobs) - {job.job_id for job in valid}
             pairs = self._pairs(direction, valid, after)
-        moving = [job for job in valid if job.num_blocks]
-        if len(moving) < len(jobs):
+        if pairs is None or len(valid) < len(jobs) or not all(job.num_blocks for job in jobs):
+            valid_ids = _ids_of(valid)
             for job in jobs:
-                if job.job_id in failed or job.num_blocks == 0:
-                    self._finish(job, ok=job.job_id not in failed)
-        if moving and pairs is not None and not self._enqueue(direction, moving, pairs):
-            failed |= {job.job_id for job in moving}
-        return failed
+                if job.job_id not in valid_ids or job.num_blocks == 0:
+                    self._finish(job, ok=job.job_id in valid_ids)
+        return valid, pairs if pairs is not None and len(pairs) else None
 
     def _take_ids(self, jobs: Sequence[CopyJob]) -> None:
         new = {job.job_id for job in jobs}
@@ -225,73 +268,67 @@ class TransferEngine:
                 valid.append(job)
         return valid
 
-    def _enqueue(self, direction: Direction, jobs: Sequence[CopyJob], pairs: BlockPairs) -> bool:
-        groups, after = self._whole, pairs.after
-        if direction is Direction.LOAD and after is None:
-            groups = self._layout.layer_groups(len(pairs), self._group_bytes, *self._row_bytes)
-        lane = self._lanes[direction]
-        with lane.running(after_current=after is None):
-            submission = Submission(direction, jobs, groups, lane.mark(lane.stream))
-            submission.ok = self._copy(submission, self._path, pairs, lane)
-            if not submission.ok and direction is Direction.LOAD and self._fallback is not None:
-                submission.ok = self._copy(submission, self._fallback, pairs, lane)
-            submission.end = submission.events[-1] if submission.ok else lane.mark(lane.stream)
+    def _begin(
+        self,
+        direction: Direction,
+        jobs: Sequence[CopyJob],
+        pairs: BlockPairs,
+        position: Event | None = None,
+        groups: tuple[range, ...] = (),
+    ) -> Submission:
+        """In flight from here on, and the caller puts it in line: in `groups` of layers, or else in slices."""
+        moving = [job for job in jobs if job.num_blocks]
+        num_bytes = len(pairs) * self._layout.piece_bytes
+        parts: Iterator[Part] = ((group, pairs) for group in groups)
+        if not groups:
+            groups = (range(len(self._layout.regions)),)
+            parts = ((groups[0], part) for part in pairs.slices(self._layout.piece_bytes))
+        submission = Submission(direction, moving, groups, num_bytes, parts, position)
         self._in_flight.append(submission)
-        if direction is Direction.LOAD and after is None:
-            self._take_load(submission)
-        return submission.ok
+        return submission
 
-    def _copy(self, submission: Submission, path: CopyPath, pairs: BlockPairs, lane: Lane) -> bool:
-        submission.begin()
-        try:
-            for i, (group, part) in enumerate(self._parts(submission, pairs)):
-                first_of_many = i == 0 and len(submission.groups) > 1
-                for device_ids, host_ids, after in part.in_order():
-                    if after is not None:
-                        after.wait(lane.stream)
-                    path.copy(submission.direction, group, device_ids, host_ids, urgent=first_of_many)
-                submission.add_part(len(part) * self._layout.bytes_of(group), lane.mark(lane.stream))
-        except Exception as error:  # noqa: BLE001 - the seam to paths and driver: whatever they raise is a miss, not a crash.
-            ids = [job.job_id for job in submission.jobs]
-            way, name = submission.direction.value, type(path).__name__
-            logger.warning("%s of jobs %s failed on %s: %s: %s", way, ids, name, type(error).__name__, error)
-            return False
-        return True
+    def _end_of(self, submission: Submission) -> Event:
+        self._lines[submission.direction].finish(submission)
+        assert submission.end is not None, "a submission in flight is in line until it is submitted"
+        return submission.end
 
-    def _parts(self, submission: Submission, pairs: BlockPairs) -> Iterator[tuple[range, BlockPairs]]:
-        """What gets an event of its own: layer groups, as layers wait for them, or else slices of whole blocks."""
-        if submission.groups is not self._whole:
-            return ((group, pairs) for group in submission.groups)
-        return ((self._whole[0], part) for part in pairs.slices(self._layout.piece_bytes))
-
-    def _take_load(self, submission: Submission) -> None:
-        if not submission.ok:
-            # Blocks of a failed load are computed anew, and what was enqueued must not overwrite that.
-            assert submission.end is not None
-            submission.end.wait()
-            return
-        self._load = submission
-        if self._traces is not None:
-            self._traces.begin(LoadTrace(submission.start, submission.events))
-
-    def _wait_group(self, load: Submission, group: int) -> None:
+    def _wait_group(self, load: Submission, group: int) -> frozenset[int]:
+        line = self._lines[Direction.LOAD]
+        while len(load.events) <= group and load.end is None and line.advance():
+            pass
+        if load.is_lost:
+            return self._take_lost_load()
         if self._traces is None:
             load.events[group].wait()
         else:
             self._traces.wait(group)
+        return frozenset()
+
+    def _take_lost_load(self) -> frozenset[int]:
+        """Ids of the last load's jobs if it has failed; it is forgotten then."""
+        load = self._load
+        if load is None or not load.is_lost:
+            return frozenset()
+        # Blocks of a failed load are computed anew, and what was enqueued must not overwrite that.
+        self._end_of(load).wait()
+        self._load = None
+        if self._traces is not None:
+            self._traces.drop(load.events)
+        return _ids_of(load.jobs)
 
     def _retire(self, submission: Submission) -> None:
         self._in_flight.remove(submission)
-        end, events = submission.end, submission.events
+        start, end, events = submission.start, submission.end, submission.events
         assert end is not None
-        milliseconds = submission.start.elapsed_time(end) if submission.ok else 0.0
+        milliseconds = start.elapsed_time(end) if submission.ok and start is not None else 0.0
         for job in submission.jobs:
             self._finish(job, submission.ok, milliseconds)
             milliseconds = 0.0
         if submission is self._load:
             self._load = None  # all of it is there: no layer has to wait any more
-        if self._traces is None or not self._traces.end(events):
-            self._lanes[submission.direction].recycle([submission.start, *events, *([] if end in events else [end])])
+        is_traced = self._traces is not None and self._traces.end(events)
+        if submission.ok and start is not None and not is_traced:
+            self._lines[submission.direction].lane.recycle([start, *events])
 
     def _finish(self, job: CopyJob, ok: bool, milliseconds: float = 0.0) -> None:
         num_bytes = job.num_blocks * self._layout.piece_bytes if ok else 0
@@ -299,10 +336,14 @@ class TransferEngine:
 
     def _synchronize(self) -> None:
         for submission in list(self._in_flight):
-            assert submission.end is not None
+            end = self._end_of(submission)
             try:
-                submission.end.synchronize()
+                end.synchronize()
             except RuntimeError as error:
                 logger.warning("%s failed on the device: %s", submission.direction.value, error)
                 submission.ok = False
             self._retire(submission)
+
+
+def _ids_of(jobs: Sequence[CopyJob]) -> frozenset[int]:
+    return frozenset(job.job_id for job in jobs)

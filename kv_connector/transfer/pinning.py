@@ -16,30 +16,18 @@ import torch
 
 from ..errors import TransferError
 from . import numa
+from .streams import allow_beside_captures
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _HOST_REGISTER_PORTABLE = 1
-_CAPTURE_MODE_RELAXED = 2
 
 logger = logging.getLogger("kv_connector.transfer")
 
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _allow_beside_captures() -> None:
-    """Registering memory on this thread must not spoil a CUDA graph that another one captures at the time.
-
-    Engines capture theirs while memory is still being registered, in the mode that forbids such calls to every thread
-    that has not opted out (see `cudaThreadExchangeStreamCaptureMode` in CUDA's manual).
-    """
-    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-    code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    if code != 0:
-        raise TransferError(f"cuThreadExchangeStreamCaptureMode failed with CUDA error {code}")
 
 
 class Pinner:
@@ -101,7 +89,7 @@ class Pinner:
             if self._cpus:
                 numa.bind_thread(self._cpus)
             torch.cuda.set_device(self._device)
-            _allow_beside_captures()
+            allow_beside_captures()
             # Huge pages make locking faster; a child must not make the parent's locked pages copy-on-write.
             for advice in (_MADV_HUGEPAGE, _MADV_DONTFORK):
                 self._advise(0, self._num_bytes, advice)

@@ -1,16 +1,22 @@
 """A lane is one direction's CUDA stream with its events; on the CPU it is a lane where everything is already done.
 
-Streams are named where they are known: asking torch for the current one takes some 10 us, eight times a chunk.
+Streams are named where they are known: asking torch for the current one takes some 10 us, eight times a chunk. Two
+threads may use a lane: what is current belongs to each of them, and events go around among both.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+
+from ..errors import TransferError
+
+_CAPTURE_MODE_RELAXED = 2
 
 
 class Event(Protocol):
@@ -42,14 +48,29 @@ class Lane(Protocol):
     def current(self) -> Any:
         """The stream that is current on the lane's device; None on the CPU."""
 
-    def running(self, after_current: bool = True) -> Any:
-        """Context in which the lane's stream is current, after what the stream that is current now holds if wanted."""
+    def position(self) -> Event | None:
+        """What the current stream holds now, to be given to `running` once; None on the CPU."""
+
+    def running(self, after: Event | None = None) -> Any:
+        """Context in which the lane's stream is current, after what `position` has returned, if given."""
 
     def mark(self, stream: Any = None) -> Event:
         """An event at the position of `stream`, the current one by default."""
 
     def recycle(self, events: list[Event]) -> None:
         """Take events back for reuse; their waits have been enqueued."""
+
+
+def allow_beside_captures() -> None:
+    """What this thread does must not spoil a CUDA graph that another one captures at the time.
+
+    Engines capture theirs in the mode that forbids many calls to every thread that has not opted out (see
+    `cudaThreadExchangeStreamCaptureMode` in CUDA's manual). Raises TransferError.
+    """
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    if code != 0:
+        raise TransferError(f"cuThreadExchangeStreamCaptureMode failed with CUDA error {code}")
 
 
 def make_lane(device: torch.device, priority: int, timing: bool) -> Lane:
@@ -90,8 +111,12 @@ class HostLane:
     def current(self) -> None:
         """See `Lane.current`."""
 
+    def position(self) -> Event | None:
+        """See `Lane.position`."""
+        return None
+
     @contextmanager
-    def running(self, after_current: bool = True) -> Iterator[None]:
+    def running(self, after: Event | None = None) -> Iterator[None]:
         """See `Lane.running`."""
         yield
 
@@ -119,21 +144,26 @@ class CudaLane:
         """See `Lane.current`."""
         return torch.cuda.current_stream(self._device)
 
+    def position(self) -> Event | None:
+        """See `Lane.position`."""
+        return self.mark()
+
     @contextmanager
-    def running(self, after_current: bool = True) -> Iterator[None]:
+    def running(self, after: Event | None = None) -> Iterator[None]:
         """See `Lane.running`."""
-        if after_current:
-            start = self.mark()
-            start.wait(self.stream)
+        if after is not None:
+            after.wait(self.stream)
             # The stream keeps the recorded position, so the event may be recorded anew at once.
-            self._free.append(start)
+            self._free.append(after)
         with torch.cuda.stream(self.stream):
             yield
 
     def mark(self, stream: Any = None) -> Event:
         """See `Lane.mark`."""
-        event: Any = self._free.pop() if self._free else None
-        if event is None:
+        event: Any
+        try:
+            event = self._free.pop()  # asking first whether there is one would let another thread take it
+        except IndexError:
             event = torch.cuda.Event(enable_timing=self._timing)  # type: ignore[no-untyped-call]
         event.record(stream)
         marked: Event = event

@@ -33,56 +33,6 @@ class Completion(NamedTuple):
     milliseconds: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
-class Submission:
-    """Jobs that were copied together, in parts: by layer group, or all layers by slices of blocks.
-
-    `events[i]` follows part i, which is group i where there are several, and has `part_bytes[i]` bytes; `end` follows
-    everything that was enqueued.
-    """
-
-    direction: Direction
-    jobs: Sequence[CopyJob]
-    groups: tuple[range, ...]
-    start: Event
-    events: list[Event] = field(default_factory=list)
-    part_bytes: list[int] = field(default_factory=list)
-    end: Event | None = None
-    ok: bool = True
-    num_arrived: int = 0  # leading parts that are known to have completed
-
-    def begin(self) -> None:
-        """Nothing is copied yet, whatever an earlier try has enqueued."""
-        self.events.clear()
-        self.part_bytes.clear()
-
-    def add_part(self, num_bytes: int, event: Event) -> None:
-        """A part was enqueued, with `event` behind it."""
-        self.part_bytes.append(num_bytes)
-        self.events.append(event)
-
-    def has_ended(self) -> bool:
-        """Whether nothing of it runs any more; it is not `ok` from here on where the device is lost. Never blocks."""
-        assert self.end is not None
-        try:
-            return self.end.query()
-        except RuntimeError as error:  # nothing has arrived
-            logger.warning("%s failed on the device: %s", self.direction.value, error)
-            self.ok = False
-            return True
-
-    def pending_bytes(self) -> int:
-        """Bytes that will arrive and are not known to have done so: none where the copy failed. Never blocks."""
-        if not self.ok:
-            return 0
-        try:
-            while self.num_arrived < len(self.events) and self.events[self.num_arrived].query():
-                self.num_arrived += 1
-        except RuntimeError:  # the device is lost: the next poll finds that the copy has failed, and says so
-            return 0
-        return sum(self.part_bytes[self.num_arrived :])
-
-
 @dataclass(frozen=True, slots=True)
 class BlockPairs:
     """Device and host block ids of a copy, read-only: paths may keep what they derived from them for the next group.
@@ -125,3 +75,70 @@ class BlockPairs:
         if free:
             yield self.device_ids[:free], self.host_ids[:free], None
         yield self.device_ids[free:], self.host_ids[free:], self.after
+
+
+Part = tuple[range, BlockPairs]
+"""What gets an event of its own: these regions of these blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """Jobs that are copied together, in parts: by layer group, or all layers by slices of blocks.
+
+        waiting (no `start`) -> begun -> submitted (it has an `end`) -> ended (`has_ended`)
+
+    Its line brings it as far as submitted (`lines.Line`, which alone writes to what is marked so), on whichever thread;
+    the engine looks at it on the one that launches the model. `events[i]` follows part i, which is group i where there
+    are several, and has `part_bytes[i]` bytes; `end` follows everything that was enqueued. Of `num_bytes` in all.
+    """
+
+    direction: Direction
+    jobs: Sequence[CopyJob]
+    groups: tuple[range, ...]
+    num_bytes: int
+    parts: Iterator[Part]  # line: those not enqueued yet
+    position: Event | None = None  # line: of the stream that all of it comes behind, until it has begun
+    start: Event | None = None  # line
+    events: list[Event] = field(default_factory=list)  # line
+    part_bytes: list[int] = field(default_factory=list)  # line
+    num_paths_failed: int = 0  # line
+    end: Event | None = None  # line
+    ok: bool = True  # line, until it is submitted
+    num_arrived: int = 0  # leading parts that are known to have completed
+
+    def add_part(self, num_bytes: int, event: Event) -> None:
+        """A part was enqueued, with `event` behind it."""
+        self.part_bytes.append(num_bytes)
+        self.events.append(event)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every part was enqueued."""
+        return sum(self.part_bytes) == self.num_bytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known to have failed, and no more of it will be enqueued."""
+        return self.end is not None and not self.ok
+
+    def has_ended(self) -> bool:
+        """Whether nothing of it runs any more; it is not `ok` from here on where the device is lost. Never blocks."""
+        if self.end is None:
+            return False
+        try:
+            return self.end.query()
+        except RuntimeError as error:  # nothing has arrived
+            logger.warning("%s failed on the device: %s", self.direction.value, error)
+            self.ok = False
+            return True
+
+    def pending_bytes(self) -> int:
+        """Bytes that will arrive and are not known to have done so: none where the copy failed. Never blocks."""
+        if not self.ok:
+            return 0
+        try:
+            while self.num_arrived < len(self.events) and self.events[self.num_arrived].query():
+                self.num_arrived += 1
+        except RuntimeError:  # the device is lost: the next poll finds that the copy has failed, and says so
+            return 0
+        return self.num_bytes - sum(self.part_bytes[: self.num_arrived])

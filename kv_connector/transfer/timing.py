@@ -43,6 +43,11 @@ class LoadTraces:
         trace.groups[group].wait()
         trace.waits[group] = before, self._lane.mark()
 
+    def drop(self, groups: list[Event]) -> None:
+        """The load with this very list of group events has failed."""
+        for trace in [trace for trace in self._traces if trace.groups is groups]:
+            self._traces.remove(trace)
+
     def end(self, groups: list[Event]) -> bool:
         """The load with this very list of group events has completed; False where it is not traced."""
         for trace in self._traces:

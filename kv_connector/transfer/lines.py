@@ -1,0 +1,197 @@
+"""Where copies wait until they are submitted: a line for each direction, and the thread that works them off.
+
+    launching thread   -- submit_save: position, put --> line --> parts in turn --> driver
+                       -- submit_load: position, first group ------------------------^
+                                                          ^
+    submitting thread  -- advance, advance, ... ----------+
+
+Submitting is what takes long: microseconds for each chunk, milliseconds for a gigabyte. So whoever launches the model
+leaves copies in a line and goes on. A line hands them to the driver part by part, first in first out, but for the loads
+that a step waits for, which go to the front; its lock says who does so now, and owns the direction's stream, the paths'
+side of it and what a submission is filled with. Loads go before saves.
+
+The thread only helps. Whoever needs a copy submitted, because the model waits for it or a fence does, submits it: it
+waits for one part at most that the thread is at, and whatever the thread does, nobody waits in vain. Python's lock can
+keep the thread from running for long; so once a step the launching thread submits a part of what has made no progress
+since the last step, which keeps up with the link.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from .paths import CopyPath
+from .streams import HostEvent, Lane, allow_beside_captures
+from .submissions import BlockPairs, Submission
+
+logger = logging.getLogger("kv_connector.transfer")
+
+
+class Line:
+    """One direction's copies that are still to be submitted. Any thread may call."""
+
+    def __init__(self, lane: Lane, paths: Sequence[CopyPath], bytes_of: Callable[[range], int]) -> None:
+        """A part that fails on one of `paths` is tried on the next, and so is what follows it. `bytes_of` gives those
+        that a block has in some regions."""
+        self.lane = lane
+        self.paths = tuple(paths)
+        self._bytes_of = bytes_of
+        self._lock = threading.Lock()
+        self._waiting: deque[Submission] = deque()
+        self._seen: tuple[Submission, int] | None = None  # at the front a step ago, with so many parts submitted
+
+    def put(self, submission: Submission) -> None:
+        """Take it in, behind the others."""
+        self._waiting.append(submission)
+
+    def put_first(self, submission: Submission) -> None:
+        """Take it in, in front of the others, and submit its first part."""
+        with self._lock:
+            self._waiting.appendleft(submission)
+            self._advance(submission)
+
+    def advance(self) -> bool:
+        """Submit the next part of the first in line; False where there is none. A copy that fails is over, and nothing
+        is raised."""
+        with self._lock:
+            if not self._waiting:
+                return False
+            self._advance(self._waiting[0])
+            return True
+
+    def finish(self, submission: Submission) -> None:
+        """Submit it, and what is in front of it: it has an `end` on return."""
+        while submission.end is None and self.advance():
+            pass
+
+    def catch_up(self) -> None:
+        """Submit a part of what is at the front as it was at the last call. Once a step."""
+        try:
+            front = self._waiting[0]
+        except IndexError:  # asking first whether there is one would let another thread end it
+            self._seen = None
+            return
+        seen = front, len(front.events)
+        if seen == self._seen:
+            self.advance()
+        self._seen = seen
+
+    def _advance(self, submission: Submission) -> None:
+        """The caller has the lock, and this is the first in line."""
+        try:
+            with self.lane.running(submission.position):
+                submission.position = None
+                self._submit_part(submission)
+        except Exception as error:  # noqa: BLE001 - on a lost device every call raises; nothing runs there any more.
+            _log_failure(submission, "its stream", error)
+            submission.ok, submission.end = False, HostEvent()
+        if submission.end is not None:
+            self._waiting.popleft()
+
+    def _submit_part(self, submission: Submission) -> None:
+        if submission.start is None:
+            submission.start = self.lane.mark(self.lane.stream)
+        regions, pairs = next(submission.parts)
+        while not self._copy(submission, self.paths[submission.num_paths_failed], regions, pairs):
+            submission.num_paths_failed += 1
+            if submission.num_paths_failed == len(self.paths):
+                submission.ok = False
+                submission.end = self.lane.mark(self.lane.stream)
+                return
+        submission.add_part(len(pairs) * self._bytes_of(regions), self.lane.mark(self.lane.stream))
+        if submission.is_whole:
+            submission.end = submission.events[-1]
+
+    def _copy(self, submission: Submission, path: CopyPath, regions: range, pairs: BlockPairs) -> bool:
+        is_first_of_many = not submission.events and len(submission.groups) > 1
+        try:
+            for device_ids, host_ids, after in pairs.in_order():
+                if after is not None:
+                    after.wait(self.lane.stream)
+                path.copy(submission.direction, regions, device_ids, host_ids, urgent=is_first_of_many)
+        except Exception as error:  # noqa: BLE001 - the seam to paths and driver: whatever they raise is a miss, not a crash.
+            _log_failure(submission, type(path).__name__, error)
+            return False
+        return True
+
+
+class Submitter(Protocol):
+    """Whoever works lines off."""
+
+    def wake(self) -> None:
+        """There is something in a line. Called by the thread that launches the model; never blocks."""
+
+    def close(self) -> None:
+        """Leave the lines alone from now on. Idempotent."""
+
+
+class SubmittingNow:
+    """Works lines off at once, on the calling thread: for the CPU, where submitting is copying."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        """In the order of `lines`."""
+        self._lines = lines
+
+    def wake(self) -> None:
+        """See `Submitter.wake`; every line is empty on return."""
+        _work_off(self._lines)
+
+    def close(self) -> None:
+        """See `Submitter.close`."""
+
+
+class SubmittingThread:
+    """Works lines off on a daemon thread of its own, which sleeps while they are empty."""
+
+    def __init__(self, lines: Sequence[Line], device: torch.device) -> None:
+        """What is in the first of `lines` goes first, part by part."""
+        self._lines = lines
+        self._device = device
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-connector-submit", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """See `Submitter.wake`."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """See `Submitter.close`. Waits for the part that it is at."""
+        self._is_closed = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:  # else the garbage collector has called from there
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            torch.cuda.set_device(self._device)
+            allow_beside_captures()
+            while not self._is_closed:
+                self._wake.wait()
+                self._wake.clear()
+                _work_off(self._lines, lambda: self._is_closed)
+        except Exception as error:  # noqa: BLE001 - a thread's top: the launching thread submits what it leaves.
+            logger.warning("copies are submitted by the launching thread from now on: %s", error)
+
+
+def make_submitter(lines: Sequence[Line], device: torch.device) -> Submitter:
+    """For lines of copies to and from `device`, the more urgent first."""
+    return SubmittingThread(lines, device) if device.type == "cuda" else SubmittingNow(lines)
+
+
+def _work_off(lines: Sequence[Line], is_over: Callable[[], bool] = lambda: False) -> None:
+    while not is_over() and any(line.advance() for line in lines):
+        pass
+
+
+def _log_failure(submission: Submission, where: str, error: Exception) -> None:
+    ids = [job.job_id for job in submission.jobs]
+    way = submission.direction.value
+    logger.warning("%s of jobs %s failed on %s: %s: %s", way, ids, where, type(error).__name__, error)

@@ -1,0 +1,333 @@
+"""Copies that wait in line: whoever submits them, and whenever, each job ends once, and nobody waits in vain."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kv_connector.errors import TransferError
+from kv_connector.transfer import engine as engine_module
+from kv_connector.transfer import lines, submissions
+from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.lines import SubmittingThread
+from kv_connector.transfer.paths import CopyPath
+from kv_connector.types import CopyJob, Direction
+from tests.copies import LOAD, NUM_DEVICE, NUM_HOST, SAVE, job
+from tests.engines import LateSubmitter, ManualLane, ends, make_engine, submit_all
+
+LAYERS = ("0", "1", "2")
+
+
+class WatchedPath:
+    """Copies like another path, raises when told to, and says so to whoever waits for a copy."""
+
+    def __init__(self, path: CopyPath) -> None:
+        self.path = path
+        self.fails = False
+        self.urgent: list[bool] = []
+        self.threads: list[str] = []
+        self.called = threading.Event()
+
+    def copy(self, direction: Direction, regions: range, device_ids: Any, host_ids: Any, urgent: bool = False) -> None:
+        self.urgent.append(urgent)
+        self.threads.append(threading.current_thread().name)
+        self.called.set()
+        if self.fails:
+            self.fails = False
+            raise TransferError("fault injected")
+        self.path.copy(direction, regions, device_ids, host_ids, urgent)
+
+    def close(self) -> None:
+        self.path.close()
+
+
+def watch(engine: TransferEngine) -> WatchedPath:
+    watched = WatchedPath(engine._lines[SAVE].paths[0])
+    for line in engine._lines.values():
+        line.paths = (watched,)
+    return watched
+
+
+class LinesMachine(RuleBasedStateMachine):
+    """An engine whose submitting thread runs when the rules say so, a part at a time; no two jobs share a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[ManualLane] = []
+        with (
+            patch.object(engine_module, "make_lane", self._make_lane),
+            patch.object(engine_module, "make_submitter", lambda *_: LateSubmitter()),
+        ):
+            self.engine, self.layout, self.pool = make_engine()
+        self.path = watch(self.engine)
+        self.slices = patch.object(submissions, "SLICE_BYTES", self.layout.piece_bytes)  # a block each
+        self.slices.start()
+        self.jobs: dict[int, CopyJob] = {}  # that have not ended
+        self.all_failed: set[int] = set()  # as the path knows
+        self.told: set[int] = set()  # sync loads that failed, as submitting and waiting told
+        self.num_jobs = 0
+        self.free_device = set(range(NUM_DEVICE))
+        self.free_host = set(range(NUM_HOST))
+        self.value = 0
+
+    def _make_lane(self, *_: object, **__: object) -> ManualLane:
+        self.made.append(ManualLane())
+        return self.made[-1]
+
+    def teardown(self) -> None:
+        self._end(self.engine.drain())
+        assert not self.jobs, "every job ends"
+        assert not self.engine._in_flight
+        self.slices.stop()
+
+    def _job(self, direction: Direction, count: int, request_id: str | None = None) -> CopyJob:
+        count = min(count, len(self.free_device), len(self.free_host))
+        device = [self.free_device.pop() for _ in range(count)]
+        host = [self.free_host.pop() for _ in range(count)]
+        self.num_jobs += 1
+        self.value += 1
+        for region in self.layout.regions:
+            column = self.pool.tensor[:, region.offset : region.offset + region.piece_bytes]
+            (region.view if direction is SAVE else column)[device if direction is SAVE else host] = self.value % 251
+        made = CopyJob(self.num_jobs, direction, np.array(device, dtype=np.int64), np.array(host, dtype=np.int64))
+        self.jobs[made.job_id] = made
+        return made
+
+    def _end(self, completions: Any) -> None:
+        for job_id, ok in ends(completions):
+            done = self.jobs.pop(job_id)  # KeyError: it ended twice
+            self.free_device.update(done.device_ids.tolist())
+            self.free_host.update(done.host_ids.tolist())
+            for region in self.layout.regions if ok else ():
+                column = self.pool.tensor[:, region.offset : region.offset + region.piece_bytes]
+                assert torch.equal(region.view[done.device_ids], column[done.host_ids])
+
+    @rule(count=st.integers(1, 3))
+    def save(self, count: int) -> None:
+        self.engine.submit_save([self._job(SAVE, count)])
+
+    @rule(counts=st.lists(st.integers(1, 3), max_size=3))
+    def load_in_background(self, counts: list[int]) -> None:
+        self.engine.submit_background_load([self._job(LOAD, count) for count in counts], self.engine.mark())
+
+    @rule(counts=st.lists(st.integers(1, 4), min_size=1, max_size=2))
+    def load(self, counts: list[int]) -> None:
+        self.engine.wait_all()  # as every step does in the end
+        jobs = [self._job(LOAD, count) for count in counts]
+        calls = len(self.path.urgent)
+        failed = self.engine.submit_load(jobs)
+        assert failed in (frozenset(), {j.job_id for j in jobs if j.num_blocks})
+        if any(j.num_blocks for j in jobs):
+            assert len(self.path.urgent) == calls + 1, "the first group at once, and nothing else"
+
+    @rule(direction=st.sampled_from(Direction))
+    def thread_submits(self, direction: Direction) -> None:
+        self.engine._lines[direction].advance()
+
+    @rule()
+    def fail_next(self) -> None:
+        self.path.fails = True
+
+    @rule(layer=st.sampled_from(LAYERS))
+    def wait_layer(self, layer: str) -> None:
+        load = self.engine._load
+        failed = self.engine.wait_layer(layer)
+        if load is not None and not failed:
+            group = [self.layout.last_region(layer) in group for group in load.groups].index(True)
+            assert self.made[0].waits[-1] == (load.events[group], None)
+        self._check_failed(load, failed)
+
+    @rule()
+    def wait_all(self) -> None:
+        load = self.engine._load
+        failed = self.engine.wait_all()
+        assert load is None or load.end is not None
+        self._check_failed(load, failed)
+        assert not failed or not self.engine.wait_all(), "told once"
+
+    def _check_failed(self, load: Any, failed: frozenset[int]) -> None:
+        if failed:
+            assert load.is_lost
+            assert failed == {j.job_id for j in load.jobs}
+            assert (load.end, None) in self.made[0].waits, "what computes these blocks comes behind what was enqueued"
+
+    @rule(data=st.data())
+    def wait_jobs(self, data: st.DataObject) -> None:
+        job_ids = data.draw(st.sets(st.sampled_from(sorted(self.jobs)))) if self.jobs else set()
+        flying = [s for s in self.engine._in_flight if any(j.job_id in job_ids for j in s.jobs)]
+        lost = self.engine.wait_jobs(job_ids)
+        waited = self.made[0].waits + self.made[1].waits
+        assert all((s.end, None) in waited for s in flying)
+        assert lost == {j.job_id for s in flying if s.is_lost for j in s.jobs}
+
+    @rule()
+    def fence(self) -> None:
+        self.engine.fence()
+        assert not any(line.advance() for line in self.engine._lines.values()), "nothing is left in line"
+        waited = self.made[0].waits + self.made[1].waits
+        for stream in (None, self.made[0].stream):
+            assert all((s.end, stream) in waited for s in self.engine._in_flight)
+
+    @rule()
+    def two_steps_without_the_thread(self) -> None:
+        before = {way: self._in_line(way) for way in Direction}
+        for _ in range(2):
+            self.engine.catch_up()
+        for way in Direction:
+            assert not before[way] or self._in_line(way) < before[way], "a part was submitted"
+
+    def _in_line(self, direction: Direction) -> int:
+        waiting = self.engine._lines[direction]._waiting
+        return sum(s.num_bytes - sum(s.part_bytes) for s in waiting)
+
+    @precondition(lambda self: any(not event.done for lane in self.made for event in lane.marks))
+    @rule(data=st.data())
+    def device_runs(self, data: st.DataObject) -> None:
+        lane = data.draw(st.sampled_from([lane for lane in self.made if not all(e.done for e in lane.marks)]))
+        first = [event.done for event in lane.marks].index(False)
+        for event in lane.marks[: data.draw(st.integers(first, len(lane.marks) - 1)) + 1]:
+            event.done = True
+
+    @rule()
+    def poll(self) -> None:
+        ended = {id(s) for s in self.engine._in_flight if s.end is not None and s.end.query()}
+        expected = {j.job_id for s in self.engine._in_flight if id(s) in ended for j in s.jobs}
+        waiting_before = set(self.jobs)
+        completions = self.engine.poll()
+        assert expected <= {c.job_id for c in completions} <= waiting_before
+        self._end(completions)
+
+    @invariant()
+    def what_is_pending_is_what_has_not_arrived(self) -> None:
+        for way in Direction:
+            pending = self.engine.pending_bytes(way)
+            assert self._in_line(way) <= pending or any(not s.ok for s in self.engine._in_flight)
+            assert pending <= sum(s.num_bytes for s in self.engine._in_flight if s.direction is way)
+
+
+TestLines = LinesMachine.TestCase
+TestLines.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.fixture
+def threaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines on the CPU have a submitting thread, as on a GPU."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(lines, "allow_beside_captures", lambda: None)
+    monkeypatch.setattr(engine_module, "make_submitter", SubmittingThread)
+
+
+def test_the_thread_submits_what_nobody_waits_for(threaded: None) -> None:
+    engine, layout, pool = make_engine()
+    watched = watch(engine)
+    for number, (way, submit) in enumerate(
+        [(SAVE, engine.submit_save), (LOAD, lambda jobs: engine.submit_background_load(jobs, engine.mark()))]
+    ):
+        watched.called.clear()
+        submit([job(number, way, [3 + number], [7])])
+        assert watched.called.wait(30)
+    assert ends(engine.drain()) == [(0, True), (1, True)]
+    assert watched.threads == ["kv-connector-submit"] * 2
+    for region in layout.regions:
+        assert torch.equal(region.view[3], region.view[4])
+    engine.close()
+    assert not any(thread.name == "kv-connector-submit" for thread in threading.enumerate())
+    pool.close()
+
+
+def test_bytes_are_right_whoever_submits_them(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, layout, pool = make_engine()
+    monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
+    blocks = list(range(NUM_DEVICE))
+    for number in range(0, 300, 3):
+        for region in layout.regions:
+            region.view[:] = torch.randint(0, 256, region.view.shape, dtype=torch.uint8)
+        before = [region.view.clone() for region in layout.regions]
+        engine.submit_save([job(number, SAVE, blocks, blocks[::-1])])
+        engine.fence()
+        half = NUM_DEVICE // 2
+        for region in layout.regions:
+            region.view[:] = 0
+        engine.submit_background_load([job(number + 1, LOAD, blocks[:half], blocks[::-1][:half])], engine.mark())
+        assert engine.submit_load([job(number + 2, LOAD, blocks[half:], blocks[::-1][half:])]) == frozenset()
+        for layer in LAYERS:
+            assert engine.wait_layer(layer) == frozenset()
+        assert engine.wait_jobs([number + 1]) == frozenset()
+        assert all(torch.equal(region.view, old) for region, old in zip(layout.regions, before, strict=True))
+        assert ends(engine.drain()) == [(number + i, True) for i in range(3)]
+    engine.close()
+    pool.close()
+
+
+def test_without_its_thread_an_engine_submits_itself(
+    threaded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    engine, _, pool = make_engine()
+    engine.submit_save([job(1, SAVE, [0], [0]), job(2, SAVE, [1], [1])])
+    assert engine.poll() == []
+    engine.catch_up()
+    assert engine.poll() == [], "the thread has a step's time"
+    engine.catch_up()
+    assert ends(engine.poll()) == [(1, True), (2, True)]
+    engine.submit_save([job(3, SAVE, [0], [2])])
+    engine.close()
+    assert ends(engine.poll()) == [(3, True)]
+    assert "by the launching thread from now on: no such device" in caplog.text
+    pool.close()
+
+
+def test_a_thread_that_gets_on_is_left_alone(lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, layout, _ = make_engine()
+    engine._submitter = LateSubmitter()
+    watched = watch(engine)
+    monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
+    engine.submit_save([job(1, SAVE, list(range(6)), list(range(6)))])
+    counts = []
+    for _ in range(3):
+        engine.catch_up()
+        engine._lines[SAVE].advance()
+        counts.append(len(watched.urgent))
+    engine.catch_up()
+    engine.catch_up()
+    assert [*counts, len(watched.urgent)] == [1, 2, 3, 4]
+
+
+def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None:
+    engine, layout, _ = make_engine()
+    engine._submitter = LateSubmitter()
+    watched = watch(engine)
+    engine.submit_background_load([job(1, LOAD, [0], [0])], engine.mark())
+    engine.submit_load([job(2, LOAD, list(range(1, 9)), list(range(1, 9)))])
+    assert watched.urgent == [True], "only its first group is submitted"
+    first, second = (8 * layout.bytes_of(group) for group in layout.layer_groups(8, 4096))
+    assert engine.pending_bytes(LOAD) == first + second + layout.piece_bytes
+    assert engine.wait_layer("0") == frozenset()
+    assert watched.urgent == [True]
+    assert engine.wait_layer("2") == frozenset()
+    assert watched.urgent == [True, False], "the layer needs it"
+    submit_all(engine)
+    assert watched.urgent == [True, False, False]
+
+
+def test_a_load_that_fails_behind_its_first_group_is_told_when_a_layer_needs_it(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine(fail_on=1)
+    engine._submitter = LateSubmitter()
+    blocks = list(range(8))
+    assert engine.submit_load([job(1, LOAD, blocks, blocks)]) == frozenset()
+    assert engine.wait_layer("0") == frozenset()
+    assert engine.wait_layer("2") == {1}
+    assert lanes[0].waited[-1] == lanes[0].marks[-1]
+    assert engine.wait_all() == frozenset()
+    assert ends(engine.drain()) == [(1, False)]
