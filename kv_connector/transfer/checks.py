@@ -11,6 +11,7 @@ from ..errors import InvalidBlockError
 from ..types import CopyJob, Direction
 
 Int64s = NDArray[np.int64]
+_NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 def merged_ids(
@@ -26,11 +27,13 @@ def merged_ids(
             return None
         if not (device.dtype == host.dtype == np.int64 and device.ndim == 1 and device.shape == host.shape):
             return None
+    if not jobs:
+        return _NO_IDS, _NO_IDS
     device_ids = np.concatenate([job.device_ids for job in jobs])
     host_ids = np.concatenate([job.host_ids for job in jobs])
     targets, limit = (device_ids, num_device_blocks) if direction is Direction.LOAD else (host_ids, num_host_blocks)
     for ids, num_blocks in ((device_ids, num_device_blocks), (host_ids, num_host_blocks)):
-        if len(ids) and (ids.min() < 0 or ids.max() >= num_blocks):
+        if len(ids) and ids.view(np.uint64).max() >= num_blocks:  # a negative one is a large one there
             return None
         ids.setflags(write=False)
     taken = np.zeros(limit, dtype=np.bool_)

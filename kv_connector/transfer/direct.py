@@ -46,7 +46,7 @@ class RegionTables:
 
 @dataclass(slots=True, eq=False)
 class UploadedIds:
-    """Pairs of block ids in host order: on the host, and int64 of shape (num_blocks,) on the device.
+    """Pairs of block ids: on the host, and int64 of shape (num_blocks,) on the device.
 
     The second tensor has as many entries as were asked for: all or none.
     """
@@ -71,10 +71,11 @@ class IdUploads:
     direction: whose copies are on one stream, and come one after the other.
     """
 
-    def __init__(self, device: torch.device, sides: int) -> None:
-        """`sides` is 2 where kernels need host block ids too, 1 otherwise."""
+    def __init__(self, device: torch.device, sides: int, in_order: bool) -> None:
+        """`sides` is 2 where kernels need host block ids too, 1 otherwise; `in_order` sorts pairs by those."""
         self._device = device
         self._sides = sides
+        self._in_order = in_order
         self._lane: Lane = make_lane(device, priority=0, timing=False)
         self._buffers = [self._new_buffer(_LEAST_IDS) for _ in range(_BUFFERS)]
         self._current = self._buffers[0]
@@ -91,18 +92,18 @@ class IdUploads:
             same = all(new is old for new, old in zip(source, self._source, strict=True))
             if same and not device_ids.flags.writeable and not host_ids.flags.writeable:
                 return self._uploaded
-        order = np.argsort(host_ids, kind="stable")
-        device_ids_sorted, host_ids_sorted = device_ids[order], host_ids[order]
-        count = len(order)
-        self._current = buffer = self._free_buffer(count)
-        for side, ids in enumerate((device_ids_sorted, host_ids_sorted)[: self._sides]):
-            buffer.array[side, :count] = ids
-            for start in range(0, count, UPLOAD_BYTES // 8):
-                part = slice(start, min(start + UPLOAD_BYTES // 8, count))
-                buffer.there[side, part].copy_(buffer.here[side, part], non_blocking=True)
+        if self._in_order:
+            order = np.argsort(host_ids, kind="stable")
+            device_ids, host_ids = device_ids[order], host_ids[order]
+        count, total = len(device_ids), len(device_ids) * self._sides
+        self._current = buffer = self._free_buffer(total)
+        buffer.array[:count] = device_ids
+        buffer.array[count:total] = host_ids[: total - count]
+        for start in range(0, total, UPLOAD_BYTES // 8):
+            part = slice(start, min(start + UPLOAD_BYTES // 8, total))
+            buffer.there[part].copy_(buffer.here[part], non_blocking=True)
         self._source = source
-        there = buffer.there
-        self._uploaded = UploadedIds(host_ids_sorted, there[0, :count], there[-1, : count if self._sides == 2 else 0])
+        self._uploaded = UploadedIds(host_ids, buffer.there[:count], buffer.there[count:total])
         return self._uploaded
 
     def used(self) -> None:
@@ -116,21 +117,21 @@ class IdUploads:
         self._buffers = []
         self._source = self._uploaded = None
 
-    def _free_buffer(self, count: int) -> _IdBuffer:
+    def _free_buffer(self, num_ids: int) -> _IdBuffer:
         self._uploaded = None
         for i, buffer in enumerate(self._buffers):
             if buffer.last_use is None or buffer.last_use.query():
-                if buffer.here.shape[1] < count:
-                    self._buffers[i] = self._new_buffer(count)
+                if len(buffer.here) < num_ids:
+                    self._buffers[i] = self._new_buffer(num_ids)
                 return self._buffers[i]
-        self._buffers.append(self._new_buffer(count))
+        self._buffers.append(self._new_buffer(num_ids))
         return self._buffers[-1]
 
-    def _new_buffer(self, count: int) -> _IdBuffer:
-        shape = (self._sides, max(_LEAST_IDS, 1 << (count - 1).bit_length()))
+    def _new_buffer(self, num_ids: int) -> _IdBuffer:
+        length = max(_LEAST_IDS * self._sides, 1 << (num_ids - 1).bit_length())
         with torch.inference_mode(False):  # tensors of that mode could not be written to by a thread outside of it
-            here = torch.empty(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-            there = torch.empty(shape, dtype=torch.int64, device=self._device)
+            here = torch.empty(length, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            there = torch.empty(length, dtype=torch.int64, device=self._device)
         return _IdBuffer(here, here.numpy(), there)
 
 
@@ -143,7 +144,7 @@ class DirectPath:
             raise ConfigError('copy_path="direct" needs page-locked host memory: set pin_memory or another copy_path')
         self._host = host
         self._tables = RegionTables(layout)
-        self._ids = {way: IdUploads(layout.device, sides=2) for way in Direction}
+        self._ids = {way: IdUploads(layout.device, sides=2, in_order=False) for way in Direction}
 
     def copy(
         self,

@@ -23,9 +23,9 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from ..config import Config
-from ..errors import ConfigError, InvalidBlockError, TransferError
+from ..errors import ConfigError, InvalidBlockError
 from ..types import CopyJob, Direction, LoadTiming
-from .checks import check_job, merged_ids
+from .checks import Int64s, check_job, merged_ids
 from .costs import BUILT_IN, LinkCosts
 from .host_pool import HostPool
 from .layout import CacheLayout, last_group
@@ -94,13 +94,12 @@ class TransferEngine:
         error may come later, as groups behind the first are submitted: `wait_layer` and `wait_all` tell.
         Raises InvalidBlockError, before anything is copied, for a job id that `poll` has still to return.
         """
-        valid, pairs = self._take_in(Direction.LOAD, jobs)
-        failed = _ids_of(jobs) - _ids_of(valid)
-        if pairs is None:
+        failed, moving, ids = self._take_in(Direction.LOAD, jobs)
+        if not moving:
             return failed
         line = self._lines[Direction.LOAD]
-        groups = self._layout.layer_groups(len(pairs), self._group_bytes, *self._row_bytes)
-        self._load = load = self._begin(Direction.LOAD, valid, pairs, line.lane.position(), groups)
+        groups = self._layout.layer_groups(len(ids[0]), self._group_bytes, *self._row_bytes)
+        self._load = load = self._begin(Direction.LOAD, moving, BlockPairs(*ids), line.lane.position(), groups)
         line.put_first(load)
         if load.end is None:
             self._submitter.wake()
@@ -119,12 +118,13 @@ class TransferEngine:
         They wait for nothing, but for each job's guarded blocks, which come behind `after`, a result of `mark`.
         Returns the ids of jobs with wrong block ids; `poll` alone tells of what fails later. Raises as `submit_load`.
         """
-        failed = frozenset[int]()
-        for job in jobs:
-            valid, pairs = self._take_in(Direction.LOAD, [job], after)
-            failed |= _ids_of([job]) - _ids_of(valid)
-            if pairs is not None:
-                self._lines[Direction.LOAD].put(self._begin(Direction.LOAD, valid, pairs))
+        failed, moving, (device_ids, host_ids) = self._take_in(Direction.LOAD, jobs)
+        start = 0
+        for job in moving:
+            own = slice(start, start + job.num_blocks)
+            pairs = BlockPairs(device_ids[own], host_ids[own], job.num_guarded, after)
+            self._lines[Direction.LOAD].put(self._begin(Direction.LOAD, [job], pairs))
+            start = own.stop
         self._submitter.wake()
         return failed
 
@@ -156,12 +156,12 @@ class TransferEngine:
         way would cost a save their whole time to win them 9 %. Their kernels have a higher stream priority, and
         `save_bandwidth` bounds what is planned. Errors and result are those of `submit_background_load`.
         """
-        valid, pairs = self._take_in(Direction.SAVE, jobs)
-        if pairs is not None:
+        failed, moving, ids = self._take_in(Direction.SAVE, jobs)
+        if moving:
             line = self._lines[Direction.SAVE]
-            line.put(self._begin(Direction.SAVE, valid, pairs, line.lane.position()))
+            line.put(self._begin(Direction.SAVE, moving, BlockPairs(*ids), line.lane.position()))
             self._submitter.wake()
-        return _ids_of(jobs) - _ids_of(valid)
+        return failed
 
     def catch_up(self) -> None:
         """Submit a part of each direction's copies that has made no progress since the last call. Once a step."""
@@ -220,21 +220,27 @@ class TransferEngine:
                 path.close()
 
     def _take_in(
-        self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None = None
-    ) -> tuple[Sequence[CopyJob], BlockPairs | None]:
-        """The jobs with right ids, and the blocks they move; those that move none end here, as do the others."""
+        self, direction: Direction, jobs: Sequence[CopyJob]
+    ) -> tuple[frozenset[int], Sequence[CopyJob], tuple[Int64s, Int64s]]:
+        """Ids of the jobs that are refused; those that move blocks, and their ids. All others end here."""
         self._take_ids(jobs)
+        num_device, num_host = self._layout.num_blocks, self._host.num_ready_blocks
         valid = jobs
-        pairs = self._pairs(direction, jobs, after)
-        if pairs is None:
+        if self._closed:
+            logger.warning("%d %ss failed: the transfer engine is closed", len(jobs), direction.value)
+            valid = []
+        ids = merged_ids(valid, direction, num_device, num_host)
+        if ids is None:
             valid = self._valid_jobs(direction, jobs)
-            pairs = self._pairs(direction, valid, after)
-        if pairs is None or len(valid) < len(jobs) or not all(job.num_blocks for job in jobs):
-            valid_ids = _ids_of(valid)
+            ids = merged_ids(valid, direction, num_device, num_host)
+            assert ids is not None, "jobs that are right one by one are right together"
+        failed = _ids_of(jobs) - _ids_of(valid) if len(valid) < len(jobs) else frozenset()
+        moving = [job for job in valid if len(job.device_ids)]
+        if len(moving) < len(jobs):
             for job in jobs:
-                if job.job_id not in valid_ids or job.num_blocks == 0:
-                    self._finish(job, ok=job.job_id in valid_ids)
-        return valid, pairs if pairs is not None and len(pairs) else None
+                if job.job_id in failed or job.num_blocks == 0:
+                    self._finish(job, ok=job.job_id not in failed)
+        return failed, moving, ids
 
     def _take_ids(self, jobs: Sequence[CopyJob]) -> None:
         new = {job.job_id for job in jobs}
@@ -246,23 +252,14 @@ class TransferEngine:
             raise InvalidBlockError(f"job id {name} is in flight: it names one job until that is reported")
         self._unreported |= new
 
-    def _pairs(self, direction: Direction, jobs: Sequence[CopyJob], after: Event | None) -> BlockPairs | None:
-        """All blocks of these jobs, None if one has to be refused; of one job in the background with an `after`."""
-        if self._closed or not jobs:
-            return None
-        ids = merged_ids(jobs, direction, self._layout.num_blocks, self._host.num_ready_blocks)
-        return None if ids is None else BlockPairs(*ids, 0 if after is None else jobs[0].num_guarded, after)
-
     def _valid_jobs(self, direction: Direction, jobs: Sequence[CopyJob]) -> list[CopyJob]:
         num_device, num_host = self._layout.num_blocks, self._host.num_ready_blocks
         taken = np.zeros(num_device if direction is Direction.LOAD else num_host, dtype=np.bool_)
         valid = []
         for job in jobs:
             try:
-                if self._closed:
-                    raise TransferError("the transfer engine is closed")
                 check_job(job, direction, num_device, num_host, taken)
-            except (InvalidBlockError, TransferError) as error:
+            except InvalidBlockError as error:
                 logger.warning("%s job %d failed: %s", direction.value, job.job_id, error)
             else:
                 valid.append(job)
@@ -277,13 +274,12 @@ class TransferEngine:
         groups: tuple[range, ...] = (),
     ) -> Submission:
         """In flight from here on, and the caller puts it in line: in `groups` of layers, or else in slices."""
-        moving = [job for job in jobs if job.num_blocks]
         num_bytes = len(pairs) * self._layout.piece_bytes
         parts: Iterator[Part] = ((group, pairs) for group in groups)
         if not groups:
             groups = (range(len(self._layout.regions)),)
             parts = ((groups[0], part) for part in pairs.slices(self._layout.piece_bytes))
-        submission = Submission(direction, moving, groups, num_bytes, parts, position)
+        submission = Submission(direction, jobs, groups, num_bytes, parts, position)
         self._in_flight.append(submission)
         return submission
 

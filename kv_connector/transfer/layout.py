@@ -142,17 +142,17 @@ class CacheLayout:
         may be smaller.
         """
         groups: list[range] = []
-        start = first = row_bytes = wanted_row = 0
+        before = self._bytes_before
+        start = wanted_row = 0
         least_bytes = min(FIRST_GROUP_BYTES, target_bytes)
         for stop in self._layer_stops:
-            row_bytes += self.bytes_of(range(first, stop))
-            first = stop
+            row_bytes = before[stop] - before[start]
             is_full = row_bytes >= wanted_row and num_blocks * row_bytes >= least_bytes
             if is_full or stop == len(self.regions):
                 groups.append(range(start, stop))
                 wanted_row = max(least_row, min(2 * row_bytes, long_row))
                 least_bytes = min(2 * num_blocks * row_bytes, target_bytes)
-                start, row_bytes = stop, 0
+                start = stop
         return tuple(groups)
 
     def bytes_of(self, regions: range) -> int:

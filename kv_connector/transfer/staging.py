@@ -146,7 +146,7 @@ class StagedPath:
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
         self._tables = RegionTables(layout)
-        self._ids = {way: IdUploads(layout.device, sides=1) for way in Direction}
+        self._ids = {way: IdUploads(layout.device, sides=1, in_order=True) for way in Direction}
         self._rings = {way: _Ring(layout.device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
         self._parts: dict[tuple[Direction, range], tuple[_Part, ...]] = {}
         if layout.device.type == "cuda":

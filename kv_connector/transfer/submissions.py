@@ -42,8 +42,8 @@ class BlockPairs:
 
     device_ids: NDArray[np.int64]
     host_ids: NDArray[np.int64]
-    num_guarded: int
-    after: Event | None
+    num_guarded: int = 0
+    after: Event | None = None
 
     def __len__(self) -> int:
         """How many pairs there are."""
