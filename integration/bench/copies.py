@@ -2,8 +2,8 @@
 
 Blocks of `--regions` pieces, at random ids on both sides, between a GPU cache whose layers lie apart and the pinned
 host pool. Every way moves the same bytes in the same run, and they are compared afterwards. Also: both directions at
-once, the launching thread's share, the first layer group's delay, and a step's time for 64 requests. Needs a GPU;
-`--tiny` runs through all of it anywhere.
+once, and the share of the copy for which it keeps the submitting thread's processor. Needs a GPU; `--tiny` runs through
+all of it anywhere.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import torch
 
 from integration.bench.copy_cases import Case, Way, large_copy_ms, make_case, on_streams, ways_of
 from integration.report import Report, hardware
-from kv_connector.config import Config
-from kv_connector.transfer.engine import TransferEngine
-from kv_connector.types import CopyJob, Direction
+from kv_connector.types import Direction
 
 GOALS = {1 << 10: 0.85, 4 << 10: 0.94, 16 << 10: 0.96, 64 << 10: 0.97, 256 << 10: 0.97, 2 << 20: 0.97}
 """Of the link, by piece."""
@@ -29,7 +27,7 @@ GOALS = {1 << 10: 0.85, 4 << 10: 0.94, 16 << 10: 0.96, 64 << 10: 0.97, 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one way in one direction: milliseconds on the device, and of the launching thread, one entry a run."""
+    """Of one way in one direction: milliseconds on the device, and of the submitting thread, one entry a run."""
 
     ms: list[float]
     cpu_ms: list[float]
@@ -91,9 +89,6 @@ def measure_case(report: Report, case: Case, options: argparse.Namespace) -> Non
         del timing.ms[0], timing.cpu_ms[:1]  # the first run compiles and touches memory
     case.verify(ways)
     report_case(report, case, timings, duplex)
-    if case.layout.device.type == "cuda":
-        report_first_group(report, case, timings["link", Direction.LOAD], options.repeats)
-        report_step(report, case, options.repeats)
     for way in ways.values():
         way.close()
 
@@ -102,9 +97,9 @@ def run_once(case: Case, way: Way, direction: Direction, timing: Timing) -> None
     """One copy of all bytes; `way.num_bytes` may be less for what is slow."""
 
     def submit() -> None:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         way.copy(direction)
-        timing.cpu_ms.append(1e3 * (time.perf_counter() - begin))
+        timing.cpu_ms.append(1e3 * (time.thread_time() - begin))
 
     timing.ms.append(on_streams(case, [submit]) * case.num_bytes / way.num_bytes)
 
@@ -145,49 +140,6 @@ def report_case(
     share = median(link.ms) / median(ours.ms)
     report.rows.append({"piece_bytes": piece, "part": "duplex", "all_ms": ours.ms, "link_ms": link.ms})
     report.claim(f"share_of_duplex_{size(piece).replace(' ', '')}", share, 0.95, "of 1", "higher")
-
-
-def report_first_group(report: Report, case: Case, link: Timing, repeats: int) -> None:
-    """How long after its submission the first layer group of a load is there, beyond its bytes at the link's rate."""
-    engine = TransferEngine(case.layout, case.host, Config())
-    late = []
-    for repeat in range(repeats + 1):
-        torch.cuda.synchronize()
-        start = torch.cuda.Event(enable_timing=True)
-        start.record()
-        engine.submit_load([case.job(Direction.LOAD, repeat)])
-        assert engine._load is not None
-        first, group = engine._load.events[0], engine._load.groups[0]
-        torch.cuda.synchronize()
-        group_bytes = len(case.device_ids) * sum(case.layout.regions[i].piece_bytes for i in group)
-        late.append(1e3 * (start.elapsed_time(first) - median(link.ms) * group_bytes / case.num_bytes))
-        engine.drain()
-    engine.close()
-    piece = size(case.piece_bytes).replace(" ", "")
-    report.rows.append({"part": "first_group", "piece": piece, "late_us": late[1:]})
-    report.claim(f"first_group_late_{piece}", median(late[1:]), 50.0, "us", "lower")
-
-
-def report_step(report: Report, case: Case, repeats: int) -> None:
-    """What a step takes on the launching thread that saves a block of each of 64 requests, and takes in ended ones."""
-    engine = TransferEngine(case.layout, case.host, Config())
-    count = min(64, len(case.device_ids))
-    times = []
-    for repeat in range(2 * repeats + 1):
-        jobs = [
-            CopyJob(repeat * 1000 + i, Direction.SAVE, *(ids[i : i + 1] for ids in (case.device_ids, case.host_ids)))
-            for i in range(count)
-        ]
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        engine.submit_save(jobs)
-        engine.poll()
-        times.append(1e6 * (time.perf_counter() - begin))
-        engine.drain()
-    engine.close()
-    piece = size(case.piece_bytes).replace(" ", "")
-    report.rows.append({"part": "step", "piece": piece, "requests": count, "us": times[1:]})
-    report.claim(f"launching_thread_for_{count}_requests_{piece}", median(times[1:]), 100.0, "us", "lower")
 
 
 def size(num_bytes: int) -> str:
