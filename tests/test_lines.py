@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kv_connector.config import PathName
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer import lines, submissions
@@ -20,7 +21,7 @@ from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.lines import SubmittingThread
 from kv_connector.transfer.paths import CopyPath
 from kv_connector.types import CopyJob, Direction
-from tests.copies import LOAD, NUM_DEVICE, NUM_HOST, SAVE, job
+from tests.copies import LOAD, NUM_DEVICE, NUM_HOST, SAVE, ids, job
 from tests.engines import LateSubmitter, ManualLane, ends, make_engine, submit_all
 
 LAYERS = ("0", "1", "2")
@@ -219,14 +220,16 @@ TestLines.settings = settings(max_examples=150, stateful_step_count=40, deadline
 
 @pytest.fixture
 def threaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines on the CPU have a submitting thread, as on a GPU."""
+    """Engines have a submitting thread, also on the CPU."""
+    if torch.cuda.is_available():
+        return
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(lines, "allow_beside_captures", lambda: None)
     monkeypatch.setattr(engine_module, "make_submitter", SubmittingThread)
 
 
-def test_the_thread_submits_what_nobody_waits_for(threaded: None) -> None:
-    engine, layout, pool = make_engine()
+def test_the_thread_submits_what_nobody_waits_for(device: torch.device, threaded: None) -> None:
+    engine, layout, pool = make_engine(device)
     watched = watch(engine)
     for number, (way, submit) in enumerate(
         [(SAVE, engine.submit_save), (LOAD, lambda jobs: engine.submit_background_load(jobs, engine.mark()))]
@@ -243,21 +246,25 @@ def test_the_thread_submits_what_nobody_waits_for(threaded: None) -> None:
     pool.close()
 
 
-def test_bytes_are_right_whoever_submits_them(threaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, layout, pool = make_engine()
+@pytest.mark.parametrize("name", list(PathName))
+def test_bytes_are_right_whoever_submits_them(
+    name: PathName, device: torch.device, threaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, layout, pool = make_engine(device, copy_path=name)
     monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
-    blocks = list(range(NUM_DEVICE))
-    for number in range(0, 300, 3):
+    device_ids, host_ids = ids(*range(NUM_DEVICE)), ids(*range(NUM_DEVICE))[::-1].copy()
+    first, rest = slice(0, NUM_DEVICE // 2), slice(NUM_DEVICE // 2, NUM_DEVICE)
+    for number in range(0, 150, 3):
         for region in layout.regions:
-            region.view[:] = torch.randint(0, 256, region.view.shape, dtype=torch.uint8)
+            region.view.random_(0, 256)
         before = [region.view.clone() for region in layout.regions]
-        engine.submit_save([job(number, SAVE, blocks, blocks[::-1])])
+        engine.submit_save([CopyJob(number, SAVE, device_ids, host_ids)])
         engine.fence()
-        half = NUM_DEVICE // 2
         for region in layout.regions:
-            region.view[:] = 0
-        engine.submit_background_load([job(number + 1, LOAD, blocks[:half], blocks[::-1][:half])], engine.mark())
-        assert engine.submit_load([job(number + 2, LOAD, blocks[half:], blocks[::-1][half:])]) == frozenset()
+            region.view.zero_()
+        background = CopyJob(number + 1, LOAD, device_ids[first], host_ids[first], "r", num_guarded=NUM_DEVICE // 2)
+        engine.submit_background_load([background], engine.mark())
+        assert engine.submit_load([CopyJob(number + 2, LOAD, device_ids[rest], host_ids[rest])]) == frozenset()
         for layer in LAYERS:
             assert engine.wait_layer(layer) == frozenset()
         assert engine.wait_jobs([number + 1]) == frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,8 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidBlockError
 from ..types import CopyJob, Direction
+
+logger = logging.getLogger("kv_connector.transfer")
 
 Int64s = NDArray[np.int64]
 _NO_IDS = np.zeros(0, dtype=np.int64)
@@ -19,7 +22,7 @@ def merged_ids(
 ) -> tuple[Int64s, Int64s] | None:
     """Device and host block ids of all jobs, one behind the other and read-only; None if any job has to be refused.
 
-    A few calls for all jobs together, as a step has one for each request. `check_job` says which are wrong, and how.
+    A few calls for all jobs together, as a step has one for each request. `right_jobs` says which are wrong, and how.
     """
     for job in jobs:
         device, host = job.device_ids, job.host_ids
@@ -41,7 +44,23 @@ def merged_ids(
     return (device_ids, host_ids) if np.count_nonzero(taken) == len(targets) else None
 
 
-def check_job(
+def right_jobs(
+    jobs: Sequence[CopyJob], direction: Direction, num_device_blocks: int, num_host_blocks: int
+) -> list[CopyJob]:
+    """The jobs that can be copied together, in order; a warning is logged for each of the others."""
+    taken = np.zeros(num_device_blocks if direction is Direction.LOAD else num_host_blocks, dtype=np.bool_)
+    right = []
+    for job in jobs:
+        try:
+            _check_job(job, direction, num_device_blocks, num_host_blocks, taken)
+        except InvalidBlockError as error:
+            logger.warning("%s job %d failed: %s", direction.value, job.job_id, error)
+        else:
+            right.append(job)
+    return right
+
+
+def _check_job(
     job: CopyJob, direction: Direction, num_device_blocks: int, num_host_blocks: int, taken: NDArray[np.bool_]
 ) -> None:
     """Raise InvalidBlockError, naming the value, unless the job can be copied; else mark its destinations in `taken`.

@@ -20,12 +20,10 @@ import logging
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 
-import numpy as np
-
 from ..config import Config
 from ..errors import ConfigError, InvalidBlockError
 from ..types import CopyJob, Direction, LoadTiming
-from .checks import Int64s, check_job, merged_ids
+from .checks import Int64s, merged_ids, right_jobs
 from .costs import BUILT_IN, LinkCosts
 from .host_pool import HostPool
 from .layout import CacheLayout, last_group
@@ -231,7 +229,7 @@ class TransferEngine:
             valid = []
         ids = merged_ids(valid, direction, num_device, num_host)
         if ids is None:
-            valid = self._valid_jobs(direction, jobs)
+            valid = right_jobs(jobs, direction, num_device, num_host)
             ids = merged_ids(valid, direction, num_device, num_host)
             assert ids is not None, "jobs that are right one by one are right together"
         failed = _ids_of(jobs) - _ids_of(valid) if len(valid) < len(jobs) else frozenset()
@@ -251,19 +249,6 @@ class TransferEngine:
             name = twice[0] if name is None else name
             raise InvalidBlockError(f"job id {name} is in flight: it names one job until that is reported")
         self._unreported |= new
-
-    def _valid_jobs(self, direction: Direction, jobs: Sequence[CopyJob]) -> list[CopyJob]:
-        num_device, num_host = self._layout.num_blocks, self._host.num_ready_blocks
-        taken = np.zeros(num_device if direction is Direction.LOAD else num_host, dtype=np.bool_)
-        valid = []
-        for job in jobs:
-            try:
-                check_job(job, direction, num_device, num_host, taken)
-            except InvalidBlockError as error:
-                logger.warning("%s job %d failed: %s", direction.value, job.job_id, error)
-            else:
-                valid.append(job)
-        return valid
 
     def _begin(
         self,

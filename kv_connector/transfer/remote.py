@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..types import Direction
 from .dma import Copier, Int64s, Segments, driver_copier, merge_runs
 from .layout import CacheLayout
 from .streams import Lane, make_lane
@@ -80,7 +79,7 @@ class RemoteWriter:
         self._sizes = np.array([region.piece_bytes for region in regions], dtype=np.int64)
         self._base = int(bases.min())
         with torch.cuda.stream(lane.stream):
-            self._ids = IdUploads(layout.device, sides=2)
+            self._ids = IdUploads(layout.device, sides=2, in_order=True)
             self._table = RegionTable.upload([region.view for region in regions], (bases - self._base).tolist())
         self._tables: dict[range, RegionTable] = {}
         self._columns: dict[range, _Columns] = {}
@@ -128,7 +127,7 @@ class RemoteWriter:
     def _write_pieces(self, source_ids: Int64s, target_ids: Int64s, regions: range) -> None:
         from ..triton_kernels.copy_pieces import send_pieces
 
-        ids = self._ids.get(Direction.SAVE, source_ids, target_ids)
+        ids = self._ids.get(source_ids, target_ids)
         try:
             for part in self._equal_strides(regions):
                 send_pieces(
