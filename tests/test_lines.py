@@ -338,3 +338,26 @@ def test_a_load_that_fails_behind_its_first_group_is_told_when_a_layer_needs_it(
     assert lanes[0].waited[-1] == lanes[0].marks[-1]
     assert engine.wait_all() == frozenset()
     assert ends(engine.drain()) == [(1, False)]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_whatever_raises_fails_the_job_and_no_thread(
+    is_lost: bool, lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, layout, _ = make_engine()
+    engine._submitter = LateSubmitter()
+    monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
+    engine.submit_save([job(1, SAVE, [0, 1], [0, 1])])
+    assert engine._lines[SAVE].advance()
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(lanes[1], "running", refuse)
+    if is_lost:
+        monkeypatch.setattr(lanes[1], "mark", refuse)
+    assert engine._lines[SAVE].advance()
+    if not is_lost:
+        assert engine.poll() == [], "the first slice may be under way"
+        lanes[1].marks[-1].done = True
+    assert ends(engine.poll()) == [(1, False)]

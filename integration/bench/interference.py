@@ -167,7 +167,7 @@ def measure_model(report: Report, case: Case, name: str, work: Callable[[], None
 
 @contextmanager
 def copying(engine: TransferEngine, case: Case, kind: str, number: int) -> Iterator[None]:
-    """Loads and saves of disjoint blocks have been enqueued, enough for what follows, and end with it."""
+    """Loads and saves of disjoint blocks are in line, enough for what follows, and end with it."""
     half = len(case.device_ids) // 2
     if "loads" in kind:
         part = case.device_ids[:half], case.host_ids[:half]

@@ -88,9 +88,9 @@ class Line:
             with self.lane.running(submission.position):
                 submission.position = None
                 self._submit_part(submission)
-        except Exception as error:  # noqa: BLE001 - on a lost device every call raises; nothing runs there any more.
+        except Exception as error:  # noqa: BLE001 - as below; a thread must not end by it, nor the model's.
             _log_failure(submission, "its stream", error)
-            submission.ok, submission.end = False, HostEvent()
+            self._give_up(submission)
         if submission.end is not None:
             self._waiting.popleft()
 
@@ -101,12 +101,19 @@ class Line:
         while not self._copy(submission, self.paths[submission.num_paths_failed], regions, pairs):
             submission.num_paths_failed += 1
             if submission.num_paths_failed == len(self.paths):
-                submission.ok = False
-                submission.end = self.lane.mark(self.lane.stream)
+                self._give_up(submission)
                 return
         submission.add_part(len(pairs) * self._bytes_of(regions), self.lane.mark(self.lane.stream))
         if submission.is_whole:
             submission.end = submission.events[-1]
+
+    def _give_up(self, submission: Submission) -> None:
+        """It has failed, and ends with what was enqueued for it."""
+        submission.ok = False
+        try:
+            submission.end = self.lane.mark(self.lane.stream)
+        except RuntimeError:  # the device is lost: nothing runs there any more
+            submission.end = HostEvent()
 
     def _copy(self, submission: Submission, path: CopyPath, regions: range, pairs: BlockPairs) -> bool:
         is_first_of_many = not submission.events and len(submission.groups) > 1
