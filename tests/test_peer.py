@@ -76,6 +76,8 @@ APART = [
     pytest.param("cuda apart", marks=pytest.mark.gpu),
     pytest.param("cuda hidden", marks=[pytest.mark.gpu, pytest.mark.multi_gpu]),
     pytest.param("cuda+nixl apart", marks=[pytest.mark.gpu, needs_nixl]),
+    pytest.param("cuda+shared_memory+staged apart", marks=pytest.mark.gpu),
+    pytest.param("cuda+nixl+staged apart", marks=[pytest.mark.gpu, needs_nixl]),
 ]
 
 
