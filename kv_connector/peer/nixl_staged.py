@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -41,20 +42,21 @@ class NixlStagedTransport(StagedTransport):
         staging_bytes: int,
     ) -> None:
         """Raises ConfigError where the address cannot be used or the staging memory is too small."""
-        super().__init__(NixlSlots(agent), pool, card, bind, port, secret, seconds, staging_bytes)
+        super().__init__(NixlSlots(agent, seconds), pool, card, bind, port, secret, seconds, staging_bytes)
 
 
 class NixlSlots:
-    """See `Carrier`."""
+    """See `Carrier`. A slot that has not arrived after `seconds` costs its link."""
 
-    def __init__(self, agent: Any) -> None:
+    def __init__(self, agent: Any, seconds: float) -> None:
         self.extra: Mapping[str, Any] = {}
         self._agent = agent
+        self._seconds = seconds
         self._num_ways: Counter[str] = Counter()  # by the peer's agent: the last one that goes takes it along
 
     def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Outgoing, dict[str, Any]]:
         """See `Carrier.offer`."""
-        return _Outgoing(self._agent, self._num_ways, num_slots, slot_bytes), {}
+        return _Outgoing(self._agent, self._num_ways, self._seconds, num_slots, slot_bytes), {}
 
     def accept(self, body: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Slots, dict[str, Any]]:
         """See `Carrier.accept`."""
@@ -94,9 +96,10 @@ class _Slots:
 class _Outgoing(_Slots):
     """See `Outgoing`."""
 
-    def __init__(self, agent: Any, num_ways: Counter[str], num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, agent: Any, num_ways: Counter[str], seconds: float, num_slots: int, slot_bytes: int) -> None:
         super().__init__(agent, num_slots, slot_bytes)
         self._num_ways = num_ways
+        self._seconds = seconds
         self._peer = ""
         self._address = 0
         self._transfers: list[_Transfer] = []
@@ -117,7 +120,7 @@ class _Outgoing(_Slots):
                 for address in (self.ring.address, self._address)
             )
             handle = self._agent.initialize_xfer("WRITE", here, there, self._peer)
-            transfer = _Transfer(self._agent, handle)
+            transfer = _Transfer(self._agent, handle, self._seconds)
             self._agent.transfer(handle)
         self._transfers = [*(entry for entry in self._transfers if entry.is_under_way), transfer]
         return transfer
@@ -140,10 +143,12 @@ class _Outgoing(_Slots):
 class _Transfer:
     """A write under way; a `Marker`."""
 
-    def __init__(self, agent: Any, handle: Any) -> None:
+    def __init__(self, agent: Any, handle: Any, seconds: float) -> None:
         self.is_under_way = True
         self._agent = agent
         self._handle = handle
+        self._seconds = seconds
+        self._due = time.monotonic() + seconds
         self._fault = ""
 
     def query(self) -> bool:
@@ -154,6 +159,8 @@ class _Transfer:
             except Exception as error:  # noqa: BLE001 - the peer is gone, or the transport failed
                 state = type(error).__name__
             if state == "PROC":
+                if time.monotonic() >= self._due:
+                    raise PeerError(f"what NIXL writes to it has not arrived within {self._seconds:g} s")
                 return False
             self._fault = "" if state == "DONE" else state
             self.release()

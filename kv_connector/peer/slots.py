@@ -93,6 +93,7 @@ class DeviceSlots:
     def __init__(self, pool: PeerPool) -> None:
         self._pool = pool
         self._locked: set[int] = set()  # by address
+        self._is_refused = False
         self._driver: PageLocks | None = None
         try:
             self._driver = PageLocks(pool.device)
@@ -111,12 +112,13 @@ class DeviceSlots:
 
     def lock(self, ring: Ring) -> None:
         """See `SlotCopier.lock`. Where it fails, copies are slower."""
-        if self._driver is None:
+        if self._driver is None or self._is_refused:
             return
         try:
             self._driver.lock(ring.address, ring.slots.nbytes)
             self._locked.add(ring.address)
         except PeerError as error:
+            self._is_refused = True
             logger.warning("slots for blocks stay unpinned, copies will be slower: %s; raise `ulimit -l`", error)
 
     def unlock(self, ring: Ring) -> None:
