@@ -76,7 +76,6 @@ class NixlTransport(OneSided):
         extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
         super().__init__(pool, card, extra, bind, port, secret, seconds)
         self._remotes: dict[int, _Remote] = {}
-        self._links: dict[str, int] = {}  # by agent
         self._writing: list[_Writing] = []
 
     def push(self, link: int, push: Push) -> None:
@@ -189,8 +188,8 @@ class NixlTransport(OneSided):
         name, regions = check_text(card.extra, "agent"), card.extra.get("regions")
         if not isinstance(regions, list) or len(regions) != len(self._pool.regions):
             raise PeerError(f"its pool is not {len(self._pool.regions)} regions")
-        if name in self._links or name == self._name:
-            self._channel.drop(self._links.get(name, link), "the same peer connected again")
+        if name == self._name:
+            raise PeerError("it is this engine")
         places = [_place(region) for region in regions]
         device = check_int(card.extra, "device", least=-1, most=1024)
         if add_remote(self._agent, card.extra) != name:
@@ -198,7 +197,6 @@ class NixlTransport(OneSided):
         with foreign("NIXL does not accept it"):
             pieces = self._prepare(name, places, card.num_blocks, device)
         self._remotes[link] = _Remote(name, pieces, card.num_blocks)
-        self._links[name] = link
 
     def _forget(self, link: int) -> None:
         remote = self._remotes.pop(link, None)
@@ -209,11 +207,10 @@ class NixlTransport(OneSided):
                 writing.due = due
         if remote is None:
             return
-        if self._links.get(remote.name) == link:
-            del self._links[remote.name]
         try:
             self._agent.release_dlist_handle(remote.pieces)
-            self._agent.remove_remote_agent(remote.name)
+            if remote.name not in {other.name for other in self._remotes.values()}:
+                self._agent.remove_remote_agent(remote.name)
         except Exception as error:  # noqa: BLE001 - it is gone either way
             logger.debug("NIXL had forgotten %s: %s", remote.name, error)
 
@@ -240,15 +237,14 @@ class NixlTransport(OneSided):
         self._writing = left
 
     def _take_notifications(self) -> None:
+        """They name the agent, which may have a link from either side: the one with the grant is meant."""
         for agent, notes in self._agent.get_new_notifs().items():
-            link = self._links.get(agent)
-            for note in notes if link is not None else ():
-                assert link is not None
+            for link in [link for link, remote in self._remotes.items() if remote.name == agent]:
                 try:
-                    self._hear_written(link, _note(note))
+                    for note in notes:
+                        self._hear_written(link, _note(note))
                 except PeerError as error:
                     self._channel.drop(link, str(error))
-                    break
 
 
 def _note(note: bytes) -> dict[str, Any]:
