@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .config import PeerRoute
 from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .config import Config, PeerConfig, StorageConfig
     from .index import CacheIdentity
     from .peer.base import PeerIdentity, PeerPool, PeerTransport
+    from .peer.handshake import Card
     from .peer.jobs import PeerJobs
     from .scheduler import SchedulerHalf
     from .storage.base import Storage
@@ -76,6 +79,10 @@ def _open_storage(
         raise ConfigError(f"storage at {config.path!r} cannot be used: {error}") from error
 
 
+_Where = tuple["Card", str, int, bytes, float]
+_Open = Callable[[], "PeerTransport"]
+
+
 def _open_peers(
     config: PeerConfig, identity: CacheIdentity | None, engine_id: str, rank: int, world_size: int, pool: PeerPool
 ) -> PeerJobs:
@@ -101,23 +108,41 @@ def _open_peers(
 
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
     """The links of one rank, for its pool. Raises ConfigError where they cannot be opened."""
+    from .peer.base import PeerError
     from .peer.handshake import Card
 
     card = Card(identity, engine_id, pool.num_blocks)
     port = config.port + identity.rank if config.port else 0
-    secret, seconds = config.secret.encode(), config.timeout_ms / 1e3
-    if config.kind == "nixl":
-        from .peer.nixl import NixlTransport
-
-        return NixlTransport(pool, card, config.bind, port, secret, seconds)
-    if pool.device >= 0:
-        from .peer.base import PeerError
-        from .peer.cuda_ipc import CudaIpcTransport
-
+    where: _Where = card, config.bind, port, config.secret.encode(), config.timeout_ms / 1e3
+    open_direct, open_staged = (_nixl if config.kind == "nixl" else _same_host)(pool, where, config.staging_memory)
+    if config.route is not PeerRoute.STAGED and open_direct is not None:
         try:
-            return CudaIpcTransport(pool, card, config.bind, port, secret, seconds)
+            return open_direct()
         except PeerError as error:
-            logger.warning("the pool cannot be shared between processes, its blocks go through host memory: %s", error)
+            if config.route is PeerRoute.DIRECT:
+                raise ConfigError(
+                    f"peer.route='direct' cannot be taken: {error}; give 'auto' or 'staged' to go through host memory"
+                ) from error
+            logger.warning("blocks for other engines go through host memory: %s", error)
+    elif config.route is PeerRoute.DIRECT:
+        raise ConfigError(
+            f"peer.route='direct' is for GPUs with peer.kind={config.kind!r}: leave it out, or give kind 'nixl'"
+        )
+    return open_staged()
+
+
+def _nixl(pool: PeerPool, where: _Where, staging_bytes: int) -> tuple[_Open | None, _Open]:
+    from .peer.nixl import NixlTransport
+    from .peer.nixl_agent import start_agent
+    from .peer.nixl_staged import NixlStagedTransport
+
+    agent = start_agent()
+    return partial(NixlTransport, agent, pool, *where), partial(NixlStagedTransport, agent, pool, *where, staging_bytes)
+
+
+def _same_host(pool: PeerPool, where: _Where, staging_bytes: int) -> tuple[_Open | None, _Open]:
+    from .peer.cuda_ipc import CudaIpcTransport
     from .peer.shared_memory import SharedMemoryTransport
 
-    return SharedMemoryTransport(pool, card, config.bind, port, secret, seconds, config.staging_memory)
+    open_direct = partial(CudaIpcTransport, pool, *where) if pool.device >= 0 else None
+    return open_direct, partial(SharedMemoryTransport, pool, *where, staging_bytes)

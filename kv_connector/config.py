@@ -80,6 +80,14 @@ class PeerRole(str, Enum):
     BOTH = "both"
 
 
+class PeerRoute(str, Enum):
+    """How blocks get from one engine's device to another's."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    STAGED = "staged"
+
+
 class Protocol(str, Enum):
     """How Mooncake moves bytes between machines."""
 
@@ -186,6 +194,9 @@ class PeerConfig:
 
     kind: `shared_memory` serves engines of one machine and needs no package; `nixl` any, over whatever UCX finds.
     role: `producer` computes prompts for others, `consumer` continues them, `both` does either.
+    route: `direct` writes from pool to pool, and refuses to start where that cannot be done; `staged` goes through host
+        memory; `auto` is the first where it can be done, and else the second. Engines that talk to each other must
+        arrive at the same one.
     bind: address to listen at for other engines.
     port: rank r listens at this port plus r; 0 takes any that are free, which those then learn who are told by the
         engine itself.
@@ -194,11 +205,12 @@ class PeerConfig:
         `secret_env` if empty.
     timeout_ms: for a peer to answer a handshake, or to read what it is sent.
     deadline_ms: how long a producer holds blocks that nobody has asked for, and a consumer waits with nothing arriving.
-    staging_memory: bytes of shared memory for each link and direction, where blocks go through such.
+    staging_memory: bytes of host memory for each link and direction, where blocks go through such.
     """
 
     kind: str = "shared_memory"
     role: PeerRole = PeerRole.BOTH
+    route: PeerRoute = PeerRoute.AUTO
     bind: str = "127.0.0.1"
     port: int = 0
     host: str = ""
@@ -215,6 +227,7 @@ class PeerConfig:
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"peer.{name} is not text: give it in quotes")
         object.__setattr__(self, "role", _choice(PeerRole, self.role, "peer.role"))
+        object.__setattr__(self, "route", _choice(PeerRoute, self.route, "peer.route"))
         object.__setattr__(self, "staging_memory", parse_size(self.staging_memory, "peer.staging_memory"))
         for name, least, most in (
             ("port", 0, 65_535),

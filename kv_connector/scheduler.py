@@ -316,6 +316,7 @@ class SchedulerHalf(KVConnectorScheduler):
             | {
                 "host_capacity_blocks": self.host.pool.capacity,
                 "host_cached_blocks": self.host.num_copies,
+                "host_leased_blocks": self.host.pool.capacity - self.host.num_available,
                 "host_evicted_blocks": self.host.num_evicted,
                 "jobs_in_flight": len(self._jobs),
                 "known_blocks": len(self.tree),

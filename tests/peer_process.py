@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kv_connector.build import open_transport
-from kv_connector.config import PeerConfig
+from kv_connector.config import PeerConfig, PeerRoute
 from kv_connector.peer.base import PeerTransport
 from kv_connector.peering import pool_of
 from kv_connector.transfer.layout import CacheLayout
@@ -44,13 +44,19 @@ class DevicePool(Pool):
 
 
 def open_on(backend: str, num_blocks: int, seed: int, engine_id: str, device: int) -> tuple[Side, Pool]:
-    """A side of `backend`: of the CPU's, or of what `peer.kind` and a pool on a device give."""
+    """A side of `backend`: of the CPU's, or `cuda+KIND+ROUTE`, what these settings give for a pool on a device."""
     if not backend.startswith("cuda"):
         pool = Pool(num_blocks, seed)
         return Side(Backend(backend).open(pool, engine_id=engine_id)), pool
-    kind = backend.partition("+")[2] or "shared_memory"
+    kind, _, route = backend.partition("+")[2].partition("+")
     there = DevicePool(num_blocks, seed, device)
-    config = PeerConfig(kind=kind, secret=SECRET.decode(), staging_memory=STAGING, timeout_ms=5000)
+    config = PeerConfig(
+        kind=kind or "shared_memory",
+        route=PeerRoute(route or "auto"),
+        secret=SECRET.decode(),
+        staging_memory=STAGING,
+        timeout_ms=5000,
+    )
     return Side(open_transport(config, IDENTITY, engine_id, there.pool)), there
 
 

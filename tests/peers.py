@@ -26,7 +26,9 @@ from kv_connector.peer.base import (
 )
 from kv_connector.peer.handshake import Card
 from kv_connector.peer.loopback import LoopbackNet, LoopbackTransport
-from kv_connector.peer.nixl import NixlTransport, why_not
+from kv_connector.peer.nixl import NixlTransport
+from kv_connector.peer.nixl_agent import start_agent, why_not
+from kv_connector.peer.nixl_staged import NixlStagedTransport
 from kv_connector.peer.shared_memory import SharedMemoryTransport
 
 SECRET = b"a secret that both sides know"
@@ -54,9 +56,10 @@ class Pool:
         return [self.block(block_id) for block_id in range(self.pool.num_blocks)]
 
 
-def card_of(pool: Pool, engine_id: str = "engine", **changes: Any) -> Card:
+def card_of(pool: Pool, engine_id: str = "engine", transport: str = "shared_memory", **changes: Any) -> Card:
     """What a side says of itself."""
-    return Card(replace(IDENTITY, **changes), engine_id, pool.pool.num_blocks)
+    extra = {"transport": transport, "socket": "", "slot_bytes": STAGING // 8}
+    return Card(replace(IDENTITY, **changes), engine_id, pool.pool.num_blocks, extra)
 
 
 class Backend:
@@ -71,13 +74,17 @@ class Backend:
         card = card_of(pool, **changes)
         if self.name == "loopback":
             return LoopbackTransport(self.net, pool.pool, card, secret)
+        where = pool.pool, card, "127.0.0.1", 0, secret, seconds
         if self.name == "nixl":
-            return NixlTransport(pool.pool, card, "127.0.0.1", 0, secret, seconds)
-        return SharedMemoryTransport(pool.pool, card, "127.0.0.1", 0, secret, seconds, STAGING)
+            return NixlTransport(start_agent(), *where)
+        if self.name == "nixl_staged":
+            return NixlStagedTransport(start_agent(), *where, STAGING)
+        return SharedMemoryTransport(*where, STAGING)
 
 
 needs_nixl = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-BACKENDS = ["loopback", "shared_memory", pytest.param("nixl", marks=needs_nixl)]
+STAGED = ["shared_memory", pytest.param("nixl_staged", marks=needs_nixl)]
+BACKENDS = ["loopback", *STAGED, pytest.param("nixl", marks=needs_nixl)]
 
 
 class Side:

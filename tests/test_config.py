@@ -171,6 +171,7 @@ WRONG_PEER = [
     ({"secret_env": "NOBODY_SET_THIS"}, "or set NOBODY_SET_THIS to them"),
     ({"kind": "rdma"}, "peer.kind='rdma' is unknown: give one of 'shared_memory', 'nixl'"),
     ({"role": "prefill"}, "peer.role='prefill' is unknown: give one of 'producer', 'consumer', 'both'"),
+    (SECRET | {"route": "host"}, "peer.route='host' is unknown: give one of 'auto', 'direct', 'staged'"),
     (SECRET | {"port": 70000}, "peer.port=70000: give an integer from 0 to 65535"),
     (SECRET | {"timeout_ms": 0}, "peer.timeout_ms=0: give an integer from 1 to"),
     (SECRET | {"deadline_ms": "long"}, "peer.deadline_ms='long': give an integer from 1 to"),

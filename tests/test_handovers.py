@@ -227,6 +227,20 @@ def test_a_producer_that_was_started_anew_is_not_taken_for_the_old_one() -> None
         consumer.check()
 
 
+def test_a_proxy_that_passes_on_only_vllms_own_keys() -> None:
+    """Some of vLLM's examples make the decode request's parameters anew, from the keys of vLLM's own connector."""
+    prompt = prompt_of(50)
+    keys = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
+    with pair() as (producer, consumer):
+        told = prefill(producer, prompt)
+        params = {"do_remote_prefill": True, "do_remote_decode": False, **{key: told.get(key) for key in keys}}
+        consumer.add(prompt, 3, params)
+        run(consumer, producer)
+        assert consumer.stats()["received_blocks"] == 12
+        for engine in (producer, consumer):
+            engine.check()
+
+
 def test_blocks_of_another_prompt_are_refused() -> None:
     """A proxy mixes two requests up: names of blocks tell."""
     with pair() as (producer, consumer):

@@ -76,6 +76,8 @@ APART = [
     pytest.param("cuda apart", marks=pytest.mark.gpu),
     pytest.param("cuda hidden", marks=[pytest.mark.gpu, pytest.mark.multi_gpu]),
     pytest.param("cuda+nixl apart", marks=[pytest.mark.gpu, needs_nixl]),
+    pytest.param("cuda+shared_memory+staged apart", marks=pytest.mark.gpu),
+    pytest.param("cuda+nixl+staged apart", marks=[pytest.mark.gpu, needs_nixl]),
 ]
 
 
@@ -202,6 +204,30 @@ def test_a_peer_that_went_comes_back_at_another_link(two: Two) -> None:
     two.b.transport.grant(two.back, 0, [2])
     push_all(two.a, two.link, [1], [2], grant=0)
     two.until(lambda: two.b.of(Arrived))
+
+
+def test_two_engines_may_have_a_link_from_either_side(two: Two) -> None:
+    """Each computes for the other, and each has connected; one link goes, and the other one is as it was."""
+    source, target = two.source, two.target
+    known = len(two.b.of(Connected)), len(two.a.of(Connected))
+    other = two.b.transport.connect("127.0.0.1", two.a.transport.port)
+    two.until(lambda: (len(two.b.of(Connected)), len(two.a.of(Connected))) == (known[0] + 1, known[1] + 1))
+    back = two.a.of(Connected)[-1].link
+    expected = source.block(3), target.block(4), source.block(5)
+    two.b.transport.grant(two.back, 1, [6])
+    two.a.transport.grant(back, 2, [7])
+    push_all(two.a, two.link, [3], [6], grant=1)
+    two.b.transport.push(other, Push(1, 2, 0, ids([4]), ids([7]), range(len(PIECES))))
+    two.until(lambda: two.a.of(Pushed) and two.b.of(Pushed))
+    two.until(lambda: all(sum(len(e.regions) for e in side.of(Arrived)) == len(PIECES) for side in (two.a, two.b)))
+    assert (target.block(6), source.block(7)) == expected[:2]
+    assert (two.b.of(Arrived)[0].link, two.a.of(Arrived)[0].link) == (two.back, back)
+    two.b.transport.drop(other, "enough")
+    two.until(lambda: two.a.of(Lost) and two.b.of(Lost))
+    two.b.transport.grant(two.back, 3, [8])
+    push_all(two.a, two.link, [5], [8], grant=3)
+    two.until(lambda: sum(len(e.regions) for e in two.b.of(Arrived)) == 2 * len(PIECES))
+    assert target.block(8) == expected[2]
 
 
 @pytest.mark.parametrize("name", BACKENDS)

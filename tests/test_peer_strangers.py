@@ -20,16 +20,19 @@ from kv_connector.peer import ring
 from kv_connector.peer.base import VERSION, PeerError
 from kv_connector.peer.frames import MAX_HELLO, MAX_MESSAGE, FrameReader, encode
 from kv_connector.peer.handshake import Card, Handshake
+from kv_connector.peer.nixl_agent import encode_metadata, start_agent
 from kv_connector.peer.shared_memory import SharedMemoryTransport
 from tests.peers import (
     SECONDS,
     SECRET,
+    STAGED,
     STAGING,
     Arrived,
     Backend,
     Connected,
     Lost,
     Pool,
+    Pushed,
     Side,
     card_of,
     link_up,
@@ -84,16 +87,27 @@ class Raw:
 
 
 @pytest.fixture
-def listener() -> Iterator[Side]:
-    side = Side(Backend("shared_memory").open(Pool(40, seed=5), seconds=5.0))
+def backend() -> str:
+    """Tests of what a backend adds name others."""
+    return "shared_memory"
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(40, seed=5)
+
+
+@pytest.fixture
+def listener(backend: str, pool: Pool) -> Iterator[Side]:
+    side = Side(Backend(backend).open(pool, seconds=5.0))
     yield side
     side.transport.close()
 
 
 @pytest.fixture(autouse=True)
-def pairs_still_work(listener: Side) -> Iterator[None]:
+def pairs_still_work(listener: Side, backend: str) -> Iterator[None]:
     """Whatever a test did to the listener: a good peer is served as ever."""
-    good = Side(Backend("shared_memory").open(Pool(seed=6)))
+    good = Side(Backend(backend).open(Pool(seed=6)))
     link, back = link_up(good, listener)
     yield
     listener.transport.grant(back, 77, [0])
@@ -179,6 +193,7 @@ def test_a_known_peer_of_another_model_is_told_why(listener: Side) -> None:
     raw.sock.close()
 
 
+@pytest.mark.parametrize("backend", STAGED)
 @pytest.mark.parametrize(
     "body",
     [
@@ -186,40 +201,63 @@ def test_a_known_peer_of_another_model_is_told_why(listener: Side) -> None:
         {"t": "slot", "slot": -1},
         {"t": "free", "slot": 0},
         {"t": "mapped"},
-        {"t": "ring", "slots": 8, "slot_bytes": 8192, "token": "00" * 16},
+        {"t": "ring", "slots": 9, "slot_bytes": 8192, "token": "00" * 16},
+        {"t": "ring", "slots": 8, "slot_bytes": 8193, "token": "00" * 16},
         {"t": "ring", "slots": 8, "slot_bytes": 1 << 60, "token": "00" * 16},
         {"t": "ring"},
     ],
 )
-def test_a_peer_that_does_not_keep_to_the_protocol_is_dropped(listener: Side, body: dict[str, Any]) -> None:
+def test_a_peer_that_does_not_keep_to_the_protocol_is_dropped(
+    listener: Side, backend: str, body: dict[str, Any]
+) -> None:
     raw = Raw(listener)
-    assert raw.shake_hands(card_of(Pool()))
+    assert raw.shake_hands(card_of(Pool(), transport=backend))
     raw.say(body)
     assert raw.hear() is None
     raw.sock.close()
 
 
+@pytest.mark.parametrize("backend", STAGED)
 @pytest.mark.parametrize(
     "change",
     [{"first": 1}, {"count": 3}, {"first": -1}, {"from": 3, "to": 4}, {"to": 0}, {"slot": 8}, {"count": 1 << 40}],
 )
-def test_a_peer_that_claims_other_blocks_is_dropped(listener: Side, change: dict[str, int]) -> None:
-    target = Pool(40, seed=5)  # the listener's content
+def test_a_peer_that_claims_other_blocks_is_dropped(
+    listener: Side, backend: str, pool: Pool, change: dict[str, int]
+) -> None:
+    before = pool.all_bytes()
     raw = Raw(listener)
-    welcome = raw.shake_hands(card_of(Pool()))
+    welcome = raw.shake_hands(card_of(Pool(), transport=backend))
     assert welcome is not None
     link = listener.of(Connected)[-1].link
     listener.transport.grant(link, 5, [1, 2])
-    fd, token = ring.create(8, 8192), "ab" * 16
-    ring.hand_over(welcome["card"]["extra"]["socket"], token, fd)
-    os.close(fd)
-    raw.say({"t": "ring", "slots": 8, "slot_bytes": 8192, "token": token})
+    offer = {"t": "ring", "slots": 8, "slot_bytes": 8192}
+    if backend == "shared_memory":
+        offer["token"] = hand_over(welcome, sealed=True)
+    raw.say(offer)
     answer = raw.hear()
-    assert answer == {"t": "mapped"}
+    assert answer is not None and answer["t"] == "mapped"
     raw.say({"t": "slot", "slot": 0, "grant": 5, "first": 0, "count": 2, "from": 0, "to": 1} | change)
     assert raw.hear() is None
     assert not listener.of(Arrived)
-    assert target.block(1) == Pool(40, seed=5).block(1)
+    assert pool.all_bytes() == before
+    raw.sock.close()
+
+
+def hand_over(welcome: dict[str, Any], sealed: bool) -> str:
+    """Give the listener memory; returns the token that names it."""
+    fd, token = ring.create(8, 8192) if sealed else os.memfd_create("unsealed", os.MFD_CLOEXEC), "ab" * 16
+    os.ftruncate(fd, 8 * 8192)
+    ring.hand_over(welcome["card"]["extra"]["socket"], token, fd)
+    os.close(fd)
+    return token
+
+
+def test_memory_that_nobody_sent_is_not_waited_for(listener: Side) -> None:
+    raw = Raw(listener)
+    assert raw.shake_hands(card_of(Pool()))
+    raw.say({"t": "ring", "slots": 8, "slot_bytes": 8192, "token": "00" * 16})
+    assert raw.hear() is None
     raw.sock.close()
 
 
@@ -227,14 +265,36 @@ def test_memory_that_could_be_pulled_away_is_not_mapped(listener: Side) -> None:
     raw = Raw(listener)
     welcome = raw.shake_hands(card_of(Pool()))
     assert welcome is not None
-    fd = os.memfd_create("unsealed", os.MFD_CLOEXEC)
-    os.ftruncate(fd, 8 * 8192)
-    ring.hand_over(welcome["card"]["extra"]["socket"], "cd" * 16, fd)
-    os.close(fd)
-    raw.say({"t": "ring", "slots": 8, "slot_bytes": 8192, "token": "cd" * 16})
+    raw.say({"t": "ring", "slots": 8, "slot_bytes": 8192, "token": hand_over(welcome, sealed=False)})
     assert raw.hear() is None
     until(lambda: bool(listener.of(Lost)), listener)
     assert "not sealed" in listener.of(Lost)[-1].reason
+    raw.sock.close()
+
+
+@pytest.mark.parametrize("backend", STAGED[1:])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"address": 0, "metadata": ""},
+        {"address": "4096", "metadata": ""},
+        {"address": 4096, "metadata": "!"},
+        {"address": 4096, "metadata": "Z2FyYmFnZQ=="},
+        {"address": 4096, "metadata": ["x"]},
+        {"address": 4096},  # with an agent's own metadata, which knows of no memory there
+    ],
+)
+def test_a_peer_that_cannot_be_written_to_is_dropped(listener: Side, backend: str, answer: dict[str, Any]) -> None:
+    raw = Raw(listener)
+    assert raw.shake_hands(card_of(Pool(), transport=backend))
+    number = push_all(listener, listener.of(Connected)[-1].link, [1, 2], [1, 2], grant=1)
+    assert raw.hear() == {"t": "ring", "slots": 8, "slot_bytes": 8192}
+    agent = start_agent()
+    raw.say({"t": "mapped", "metadata": encode_metadata(agent.get_agent_metadata()), **answer})
+    assert raw.hear() is None
+    until(lambda: bool(listener.of(Pushed)), listener)
+    assert listener.of(Pushed) == [Pushed(number, False)]
     raw.sock.close()
 
 

@@ -181,9 +181,9 @@ class Pair:
         self.decode.end()
 
 
-def peer_settings(kind: str, role: str) -> dict[str, Any]:
+def peer_settings(kind: str, role: str, route: str = "auto") -> dict[str, Any]:
     """`peer` of one of a pair on this machine; the secret is the demo's own."""
-    return {"kind": kind, "role": role, "secret": "known to both of the demo's engines"}
+    return {"kind": kind, "role": role, "route": route, "secret": "known to both of the demo's engines"}
 
 
 def _build(shape: EngineShape, folder: Path | None, device: str) -> MiniEngine:
@@ -197,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 where the tokens are the same, 1 where they are not."""
     parser = argparse.ArgumentParser(prog="make demo-pd ARGS=...", description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=["shared_memory", "nixl"], default="shared_memory")
+    parser.add_argument("--route", choices=["auto", "direct", "staged"], default="auto")
     parser.add_argument("--users", type=int, default=4)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--document-tokens", type=int, default=400)
@@ -209,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chats = make_chats(options.users, options.turns, options.document_tokens, tokenizer)
 
     def start(role: str) -> EngineProcess:
-        settings = {} if role == "both" else {"peer": peer_settings(options.kind, role)}
+        settings = {} if role == "both" else {"peer": peer_settings(options.kind, role, options.route)}
         shape = EngineShape(1024, 16, settings, name=role)
         return EngineProcess(partial(_build, shape, options.model, options.device))
 

@@ -11,7 +11,7 @@ import torch
 from integration.mini_engine.engine import MiniEngine
 from integration.mini_engine.model import ModelConfig, PagedLlama
 from integration.mini_engine.pd import Ask, EngineProcess, EngineShape, Pair, make_engine, peer_settings
-from kv_connector.peer.nixl import why_not
+from kv_connector.peer.nixl_agent import why_not
 
 BLOCK_SIZE = 8
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -23,8 +23,11 @@ needs_nixl = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 KINDS = [
     "shared_memory",
     pytest.param("nixl", marks=needs_nixl),
+    pytest.param("nixl staged", marks=needs_nixl),
     pytest.param("shared_memory on cuda", marks=pytest.mark.gpu),
     pytest.param("nixl on cuda", marks=[pytest.mark.gpu, needs_nixl]),
+    pytest.param("shared_memory staged on cuda", marks=pytest.mark.gpu),
+    pytest.param("nixl staged on cuda", marks=[pytest.mark.gpu, needs_nixl]),
 ]
 
 
@@ -47,7 +50,8 @@ def build(variant: dict[str, Any], settings: dict[str, Any], name: str, on_cuda:
 def start(variant: dict[str, Any], kind: str, role: str, deadline_ms: int = 60_000) -> EngineProcess:
     options = {"deadline_ms": deadline_ms, "timeout_ms": 20_000, "staging_memory": 1 << 20}
     kind, _, on_cuda = kind.partition(" on ")
-    settings = {"peer": peer_settings(kind, role) | options, "layer_group_bytes": 1}
+    kind, _, route = kind.partition(" ")
+    settings = {"peer": peer_settings(kind, role, route or "auto") | options, "layer_group_bytes": 1}
     return EngineProcess(partial(build, variant, settings, role, bool(on_cuda)))
 
 

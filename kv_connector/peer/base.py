@@ -248,7 +248,7 @@ class PeerTransport(Protocol):
         """
 
     def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
-        """Let the peer fill these blocks, position by position."""
+        """Let the peer fill these blocks, position by position. `number` is in use once at a time, over all links."""
 
     def revoke(self, link: int, number: int) -> None:
         """The peer is to fill them no more; see `is_one_sided`."""

@@ -120,6 +120,8 @@ class _Writing:
 class CudaIpcTransport(OneSided):
     """See `PeerTransport`."""
 
+    transport = "cuda_ipc"
+
     def __init__(self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float) -> None:
         """Raises PeerError where the pool has no handles, and ConfigError where the address cannot be used."""
         self._driver = Driver(pool.device)

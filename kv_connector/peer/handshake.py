@@ -7,7 +7,7 @@
                                             <------    welcome   {card}   or   refused {reason}
 
 HMAC is with SHA-256 under the secret, which is never sent. Nobody's card (identity, engine, pool) is told before the
-other has proved that it knows the secret. Both compare the identities and name both values of what differs.
+other has proved that it knows the secret. Both compare them and name both values of what differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NONCE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a side says of itself once the other is known. `extra` is the backend's."""
+    """What a side says of itself once the other is known. `extra` is the backend's; both must have its `transport`."""
 
     identity: PeerIdentity
     engine_id: str
@@ -39,6 +39,15 @@ class Card:
         return {"identity": identity, "engine_id": self.engine_id, "num_blocks": self.num_blocks} | {
             "extra": dict(self.extra)
         }
+
+    def differences(self, other: Card) -> list[str]:
+        """Each thing that has to be equal and differs, with both values; "here" is this card."""
+        found = self.identity.differences(other.identity)
+        ours, theirs = self.extra.get("transport"), other.extra.get("transport")
+        if ours != theirs:
+            values = f"{ours!r} here and {str(theirs)[:40]!r} there"
+            found.append(f"transport is {values}: give both the same peer.kind and peer.route")
+        return found
 
     @classmethod
     def decode(cls, body: object) -> Card:
@@ -95,9 +104,9 @@ class Handshake:
 
     def _compare(self, body: Mapping[str, Any]) -> None:
         peer = Card.decode(body.get("card"))
-        differences = self._card.identity.differences(peer.identity)
+        differences = self._card.differences(peer)
         if differences:
-            self.refusal = "; ".join(peer.identity.differences(self._card.identity))
+            self.refusal = "; ".join(peer.differences(self._card))
             raise PeerError("; ".join(differences))
         self.peer = peer
 

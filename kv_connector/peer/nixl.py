@@ -1,4 +1,4 @@
-"""The NIXL backend: one agent for each rank, which writes into the peer's pool over whatever UCX finds.
+"""NIXL, direct: one agent for each rank, which writes into the peer's pool over whatever UCX finds.
 
 The whole pool is registered once, and a descriptor list over all of its pieces is prepared once on either side, so that
 a push is two lists of indices. The notification that NIXL delivers behind the last byte is what tells the receiver; who
@@ -7,23 +7,15 @@ may be written to, and everything else that is said, goes over the side channel.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import importlib
 import json
 import logging
-import os
-import secrets
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
 from .base import (
     Connected,
     Ids,
@@ -38,20 +30,11 @@ from .base import (
     check_text,
 )
 from .handshake import Card
+from .nixl_agent import DROP_SECONDS, add_remote, encode_metadata, foreign
 from .over_channel import OneSided
 
-MODULES = ("nixl_cu12", "nixl_cu13")
-_START_SECONDS = 60.0
 _POLL_SECONDS = 0.0005
-_DROP_SECONDS = 5.0
 logger = logging.getLogger("kv_connector.peer")
-
-
-def why_not() -> str | None:
-    """Why NIXL cannot be used here; None where it can."""
-    if not any(find_spec(name) for name in MODULES):
-        return "peer.kind='nixl' needs a package: pip install 'kv-connector[nixl-cu12]' or, with CUDA 13, [nixl-cu13]"
-    return None
 
 
 @dataclass(slots=True)
@@ -76,20 +59,23 @@ class _Writing:
 class NixlTransport(OneSided):
     """See `PeerTransport`."""
 
-    def __init__(self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float) -> None:
-        """Raises ConfigError where NIXL is missing or does not start, or the address cannot be used."""
+    transport = "nixl"
+
+    def __init__(
+        self, agent: Any, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float
+    ) -> None:
+        """Raises PeerError where NIXL cannot register the pool, and ConfigError where the address cannot be used."""
         self._pool = pool  # what registers it comes before the links
-        self._name = f"kv-{secrets.token_hex(12)}"
-        self._agent = _start_agent(self._name)
+        self._agent = agent
+        self._name = str(agent.name)
         self._memory = "DRAM" if pool.device < 0 else "VRAM"
         self._registered = self._register()
         own = [(region.address, region.block_stride) for region in pool.regions]
         self._pieces = self._prepare("NIXL_INIT_AGENT", own, pool.num_blocks, pool.device)
-        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        metadata = encode_metadata(self._agent.get_agent_metadata())
         extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
         super().__init__(pool, card, extra, bind, port, secret, seconds)
         self._remotes: dict[int, _Remote] = {}
-        self._links: dict[str, int] = {}  # by agent
         self._writing: list[_Writing] = []
 
     def push(self, link: int, push: Push) -> None:
@@ -138,7 +124,7 @@ class NixlTransport(OneSided):
             return
         self._is_closed = True
         self._channel.close()
-        end = time.monotonic() + _DROP_SECONDS
+        end = time.monotonic() + DROP_SECONDS
         while self._writing and time.monotonic() < end:
             self._finish_writing()
             time.sleep(_POLL_SECONDS)
@@ -162,13 +148,17 @@ class NixlTransport(OneSided):
             else:
                 spans.append([region.address, stop])
         device = max(0, self._pool.device)
+        registered: list[Any] = []
         try:
-            return [self._agent.register_memory([(a, b - a, device, "")], self._memory) for a, b in spans]
+            for start, stop in spans:
+                registered.append(self._agent.register_memory([(start, stop - start, device, "")], self._memory))
         except Exception as error:
-            raise ConfigError(
-                f"NIXL cannot register this engine's {self._memory}: {type(error).__name__}: {error}; use "
-                "peer.kind='shared_memory' on one machine, or a NIXL whose UCX was built for this device"
+            for entry in registered:
+                self._agent.deregister_memory(entry)
+            raise PeerError(
+                f"NIXL cannot register this engine's {self._memory}: {type(error).__name__}: {error}"
             ) from error
+        return registered
 
     def _prepare(self, agent: str, regions: Sequence[tuple[int, int]], num_blocks: int, device: int) -> Any:
         """The list of all pieces: block b of region r is entry r * num_blocks + b."""
@@ -198,39 +188,29 @@ class NixlTransport(OneSided):
         name, regions = check_text(card.extra, "agent"), card.extra.get("regions")
         if not isinstance(regions, list) or len(regions) != len(self._pool.regions):
             raise PeerError(f"its pool is not {len(self._pool.regions)} regions")
-        if name in self._links or name == self._name:
-            self._channel.drop(self._links.get(name, link), "the same peer connected again")
+        if name == self._name:
+            raise PeerError("it is this engine")
         places = [_place(region) for region in regions]
         device = check_int(card.extra, "device", least=-1, most=1024)
-        try:
-            metadata = base64.b64decode(check_text(card.extra, "metadata", 1 << 20), validate=True)
-            found = self._agent.add_remote_agent(metadata)
-            if (found.decode() if isinstance(found, bytes) else str(found)) != name:
-                raise PeerError("its agent has another name than it says")
+        if add_remote(self._agent, card.extra) != name:
+            raise PeerError("its agent has another name than it says")
+        with foreign("NIXL does not accept it"):
             pieces = self._prepare(name, places, card.num_blocks, device)
-        except binascii.Error as error:
-            raise PeerError("its agent's metadata is not base64") from error
-        except PeerError:
-            raise
-        except Exception as error:
-            raise PeerError(f"NIXL does not accept it: {type(error).__name__}: {error}") from error
         self._remotes[link] = _Remote(name, pieces, card.num_blocks)
-        self._links[name] = link
 
     def _forget(self, link: int) -> None:
         remote = self._remotes.pop(link, None)
         self._forget_grants(link)
-        due = time.monotonic() + _DROP_SECONDS
+        due = time.monotonic() + DROP_SECONDS
         for writing in self._writing:
             if writing.link == link:
                 writing.due = due
         if remote is None:
             return
-        if self._links.get(remote.name) == link:
-            del self._links[remote.name]
         try:
             self._agent.release_dlist_handle(remote.pieces)
-            self._agent.remove_remote_agent(remote.name)
+            if remote.name not in {other.name for other in self._remotes.values()}:
+                self._agent.remove_remote_agent(remote.name)
         except Exception as error:  # noqa: BLE001 - it is gone either way
             logger.debug("NIXL had forgotten %s: %s", remote.name, error)
 
@@ -257,15 +237,14 @@ class NixlTransport(OneSided):
         self._writing = left
 
     def _take_notifications(self) -> None:
+        """They name the agent, which may have a link from either side: the one with the grant is meant."""
         for agent, notes in self._agent.get_new_notifs().items():
-            link = self._links.get(agent)
-            for note in notes if link is not None else ():
-                assert link is not None
+            for link in [link for link, remote in self._remotes.items() if remote.name == agent]:
                 try:
-                    self._hear_written(link, _note(note))
+                    for note in notes:
+                        self._hear_written(link, _note(note))
                 except PeerError as error:
                     self._channel.drop(link, str(error))
-                    break
 
 
 def _note(note: bytes) -> dict[str, Any]:
@@ -288,33 +267,3 @@ def _place(region: object) -> tuple[int, int]:
     if not isinstance(region, list) or len(region) != 2 or not all(type(v) is int and 0 <= v < 1 << 63 for v in region):
         raise PeerError("a region of its pool is not an address and a stride")
     return region[0], region[1]
-
-
-def _start_agent(name: str) -> Any:
-    """An agent with UCX. It may hang where the network is set up badly, so it is given a limited time."""
-    reason = why_not()
-    if reason is not None:
-        raise ConfigError(reason)
-    # Memory that is registered again and again would pile up otherwise (vLLM #24264). Read by UCX when it is loaded.
-    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
-    made: list[Any] = []
-
-    def make() -> None:
-        try:
-            api = importlib.import_module(f"{next(module for module in MODULES if find_spec(module))}._api")
-            agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
-            agent.create_backend("UCX", agent.get_plugin_params("UCX"))
-            made.append(agent)
-        except Exception as error:  # noqa: BLE001 - a thread's top: it is raised where it was asked for
-            made.append(error)
-
-    thread = threading.Thread(target=make, name="kv-nixl-start", daemon=True)
-    thread.start()
-    thread.join(_START_SECONDS)
-    result = made[0] if made else TimeoutError(f"nothing within {_START_SECONDS:g} s")
-    if isinstance(result, Exception):
-        raise ConfigError(
-            f"NIXL does not start: {type(result).__name__}: {result}; UCX_LOG_LEVEL=info says what UCX finds, UCX_TLS "
-            "names what it may use"
-        ) from result
-    return result

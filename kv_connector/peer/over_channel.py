@@ -11,7 +11,9 @@ from .handshake import Card
 
 
 class OverChannel:
-    """See `PeerTransport` for the calls. What is pushed goes another way, which the backend adds."""
+    """See `PeerTransport` for the calls. What is pushed goes another way, which the backend adds and names."""
+
+    transport: str
 
     def __init__(
         self, pool: PeerPool, card: Card, extra: Mapping[str, Any], bind: str, port: int, secret: bytes, seconds: float
@@ -19,7 +21,7 @@ class OverChannel:
         """`extra` is what the backend tells a peer of itself. Raises ConfigError where the address cannot be used."""
         self.counters = PeerCounters()
         self._pool = pool
-        card = Card(card.identity, card.engine_id, card.num_blocks, extra)
+        card = Card(card.identity, card.engine_id, card.num_blocks, {"transport": self.transport, **extra})
         self._channel = SideChannel(bind, port, secret, card, seconds, self.counters)
         self._events: list[PeerEvent] = []
         self._is_closed = False

@@ -1,4 +1,4 @@
-"""Slots of memory that two processes of one machine share, without a name in any file system.
+"""Slots of memory that two processes of one machine can share, without a name in any file system.
 
 The memory is a memfd whose size is sealed, so that the other side cannot pull it away under us, and its descriptor
 travels over a Unix socket. Nothing is left behind when either process is killed.
@@ -24,7 +24,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Ring:
-    """`num_slots` slots of `slot_bytes`; `slots` is uint8 of shape (num_slots, slot_bytes)."""
+    """`num_slots` slots of `slot_bytes`; `slots` is uint8 of shape (num_slots, slot_bytes), and begins at `address`."""
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         """Takes the descriptor over. Raises PeerError where it is not such memory."""
@@ -40,6 +40,7 @@ class Ring:
         except OSError as error:
             raise PeerError(f"shared memory cannot be mapped: {error}") from error
         self.slots: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, slot_bytes)
+        self.address: int = self.slots.ctypes.data
 
 
 def create(num_slots: int, slot_bytes: int) -> int:
