@@ -138,12 +138,15 @@ class NixlTransport(OneSided):
             logger.warning("NIXL did not let go of its memory: %s: %s", type(error).__name__, error)
 
     def _register(self) -> list[Any]:
-        """Register every byte of the pool once; regions may be interleaved."""
+        """Register every byte of the pool once; regions may be interleaved.
+
+        Spans that only touch stay apart: two allocations of a device may be neighbours, and have an IPC handle each.
+        """
         spans: list[list[int]] = []
         last = self._pool.num_blocks - 1
         for region in sorted(self._pool.regions, key=lambda region: region.address):
             stop = region.address + last * region.block_stride + region.piece_bytes
-            if spans and region.address <= spans[-1][1]:
+            if spans and region.address < spans[-1][1]:
                 spans[-1][1] = max(spans[-1][1], stop)
             else:
                 spans.append([region.address, stop])
