@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,8 @@ class NixlTransport(OneSided):
         self._memory = "DRAM" if pool.device < 0 else "VRAM"
         self._registered = self._register()
         own = [(region.address, region.block_stride) for region in pool.regions]
+        # NIXL joins entries that are neighbours in memory where they follow one another.
+        self._by_block = all(r.address + r.piece_bytes == then.address for r, then in pairwise(pool.regions))
         self._pieces = self._prepare("NIXL_INIT_AGENT", own, pool.num_blocks, pool.device)
         metadata = encode_metadata(self._agent.get_agent_metadata())
         extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
@@ -94,9 +97,9 @@ class NixlTransport(OneSided):
             handle = self._agent.make_prepped_xfer(
                 "WRITE",
                 self._pieces,
-                _indices(ids, regions, self._pool.num_blocks),
+                _indices(ids, regions, self._pool.num_blocks, self._by_block),
                 remote.pieces,
-                _indices(targets, regions, remote.num_blocks),
+                _indices(targets, regions, remote.num_blocks, self._by_block),
                 json.dumps(told).encode(),
             )
             self._agent.transfer(handle)
@@ -260,10 +263,11 @@ def _note(note: bytes) -> dict[str, Any]:
     return body
 
 
-def _indices(block_ids: Ids, regions: range, num_blocks: int) -> Any:
-    """Entries of the list of pieces: region by region, so that neighbours in memory are neighbours here."""
+def _indices(block_ids: Ids, regions: range, num_blocks: int, by_block: bool) -> Any:
+    """Entries of the list of pieces, block by block or region by region."""
     starts = np.arange(regions.start, regions.stop, dtype=np.int64) * num_blocks
-    return (starts[:, None] + block_ids[None, :]).reshape(-1).astype(np.int32)
+    entries = starts[:, None] + block_ids[None, :]
+    return (entries.T if by_block else entries).reshape(-1).astype(np.int32)
 
 
 def _place(region: object) -> tuple[int, int]:
