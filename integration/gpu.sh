@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: tests marked `gpu`, the demo and the benchmarks.
+# Everything that needs a GPU, in one call: tests marked `gpu`, kernels under the sanitizer, the demo, the benchmarks.
 #
 #   integration/gpu.sh [OUT_DIR]      results, traces and pictures go to OUT_DIR (default: build/gpu)
 #
@@ -21,9 +21,15 @@ step() { printf '\n==> %s\n' "$*"; "$@" || { failed=1; echo "FAILED: $*" >&2; };
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -m gpu -p no:cacheprovider \
   --disable-warnings tests integration/tests
+if command -v compute-sanitizer > /dev/null; then
+  step compute-sanitizer --tool memcheck --error-exitcode 1 python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" \
+    --import-mode=importlib -m gpu -p no:cacheprovider --disable-warnings tests/test_kernels.py
+fi
 step python3 -P -m integration.bench.copies --json "$out/copies.json"
+step python3 -P -m integration.bench.submitting --json "$out/submitting.json"
 step python3 -P -m integration.bench.copies_many --json "$out/copies_many.json"
 step python3 -P -m integration.bench.interference --json "$out/interference.json"
+step python3 -P -m integration.bench.pd --json "$out/pd.json"
 step python3 -P -m integration.bench.overlap --json "$out/overlap.json" --trace "$out/overlap_trace.json"
 if python3 -P -c 'import transformers; from integration.models.smollm2 import find_gguf; find_gguf()' 2> /dev/null; then
   step python3 -P -m integration.mini_engine.demo --json "$out/demo.json" --png "$out/demo.png"
