@@ -105,9 +105,13 @@ class Lookup:
         indices = []
         nodes = []
         for index, group in enumerate(self._grouped.groups):
-            start = first if group.window_blocks is None else max(first, end - group.window_blocks)
+            if group.window_blocks is None:
+                start = first
+                nodes.append(self._grouped.tree.match(self._grouped.keys(hashes[start:end], index)))
+            else:
+                start = max(first, end - group.window_blocks)
+                nodes.append(self._grouped.find(hashes[start:end], index))
             indices.append(range(start, end))
-            nodes.append(self._grouped.find(hashes[start:end], index))
         return Hit(tuple(indices), tuple(nodes))
 
     def _fit_windows(self, hashes: Sequence[BlockHash], first: int, end: int) -> int:

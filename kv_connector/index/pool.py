@@ -65,26 +65,28 @@ class BlockPool:
 
     def acquire(self, block_ids: Sequence[int]) -> list[int]:
         """Add one reference to each live id; returns those that were idle."""
-        counts, idle = self.ref_counts, []
+        counts, fresh, idle = self.ref_counts, self._fresh, []
         for done, block_id in enumerate(block_ids):
-            if not (0 <= block_id < self._fresh and counts[block_id] >= 0):
-                self.release(block_ids[:done])
-                raise InvalidBlockError(f"block {block_id} is acquired but not live (capacity {self.capacity})")
-            if counts[block_id] == 0:
+            count = counts[block_id] if 0 <= block_id < fresh else _FREE
+            if count <= 0:
+                if count < 0:
+                    self.release(block_ids[:done])
+                    raise InvalidBlockError(f"block {block_id} is acquired but not live (capacity {self.capacity})")
                 idle.append(block_id)
-            counts[block_id] += 1
+            counts[block_id] = count + 1
         return idle
 
     def release(self, block_ids: Sequence[int]) -> list[int]:
         """Take one reference from each id; returns those that became idle, in the order given."""
-        counts, idle = self.ref_counts, []
+        counts, fresh, idle = self.ref_counts, self._fresh, []
         for done, block_id in enumerate(block_ids):
-            if not (0 <= block_id < self._fresh and counts[block_id] > 0):
-                self.acquire(block_ids[:done])
-                raise InvalidBlockError(f"block {block_id} is released more often than it was acquired")
-            counts[block_id] -= 1
-            if counts[block_id] == 0:
+            count = counts[block_id] if 0 <= block_id < fresh else 0
+            if count <= 1:
+                if count < 1:
+                    self.acquire(block_ids[:done])
+                    raise InvalidBlockError(f"block {block_id} is released more often than it was acquired")
                 idle.append(block_id)
+            counts[block_id] = count - 1
         return idle
 
     def free(self, block_ids: Sequence[int]) -> None:

@@ -22,6 +22,7 @@ _NEVER = float("inf")
 # Plain ints: looking a member up on an enum class costs as much as the rest of a hot loop's turn.
 _RESIDENT = int(BlockState.RESIDENT)
 _DELETING = int(BlockState.DELETING)
+_ALL_RESIDENT = bytes((_RESIDENT,))
 
 
 class CacheTier:
@@ -60,12 +61,11 @@ class CacheTier:
 
     def resident_prefix(self, nodes: Sequence[int]) -> int:
         """How many of the leading `nodes` have their bytes here, complete and valid; changes nothing."""
-        block, state = self._block, self._state
-        for count, node in enumerate(nodes):
-            block_id = block[node]
-            if block_id == NONE or state[block_id] != _RESIDENT:
-                return count
-        return len(nodes)
+        state, block_ids = self._state, self.blocks_of(nodes)
+        if NONE in block_ids:
+            del block_ids[block_ids.index(NONE) :]
+        states = bytes([state[block_id] for block_id in block_ids])
+        return len(states) - len(states.lstrip(_ALL_RESIDENT))
 
     def absent(self, nodes: Sequence[int]) -> list[int]:
         """Indices of the `nodes` that have no copy on this tier, not even one on its way."""
@@ -155,16 +155,19 @@ class CacheTier:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less. A block nobody uses stays cached when it is resident and is free otherwise."""
-        state, node, free = self._state, self._node, []
+        state, node_of, kids, free = self._state, self._node, self._kids, []
+        num_rows, capacity = len(state), self.pool.capacity
         for block_id in self.pool.release(block_ids):
-            if block_id < len(state) and node[block_id] != NONE:
-                if state[block_id] == _RESIDENT and block_id < self.pool.capacity:
+            node = node_of[block_id] if block_id < num_rows else NONE
+            if node != NONE:
+                if state[block_id] == _RESIDENT and block_id < capacity:
                     self._num_idle += 1
-                    self._offer(node[block_id])
+                    if not kids[node]:  # of a whole prefix one block at most
+                        self._offer(node)
                     continue
                 # Its writer let go before it was done, or the tier has shrunk below it.
                 self._detach(block_id, Event.EVICT if state[block_id] == _RESIDENT else Event.FAIL)
-            elif block_id < len(state) and state[block_id] == _DELETING:
+            elif block_id < num_rows and state[block_id] == _DELETING:
                 state[block_id] = advance(self.tier, BlockState.DELETING, Event.FREE)
             free.append(block_id)
         self.pool.free(free)
