@@ -14,6 +14,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kv_connector.config import StorageConfig, parse_size
 
 HOST = "127.0.0.1"
 _START_SECONDS = 20.0
+_CANNOT_LOAD = 127  # the exit status of a program whose libraries are not there
 _OWN = (
     "import sys; from kv_connector.config import StorageConfig as C;"
     " from kv_connector.storage.mooncake_client import MooncakeClient as M, MooncakeOptions as O;"
@@ -29,11 +31,17 @@ _OWN = (
 )
 
 
+@cache
 def why_not() -> str | None:
     """Why Mooncake cannot run here, or None."""
     if find_spec("mooncake") is None:
         return "Mooncake has no wheel here or is not installed: pip install 'kv-connector[mooncake]'"
-    return None if _program() else "mooncake_master is not beside the interpreter"
+    if (program := _program()) is None:
+        return "mooncake_master is not beside the interpreter"
+    started = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    if started.returncode == _CANNOT_LOAD:
+        return f"{started.stderr.strip()}: apt-get install libibverbs1 libnuma1 libcurl4"
+    return None
 
 
 class MooncakeMaster:
