@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 
 from integration.mooncake_master import running_store, why_not
 from integration.tests.vllm_engines import BLOCK_SIZE, prompts, running, transfer_config
+from kv_connector import prefetches
 from kv_connector.errors import ConfigError
 
 NUM_BLOCKS = 4 * 13
@@ -20,6 +21,12 @@ NUM_BLOCKS = 4 * 13
 @pytest.fixture(autouse=True)
 def stable_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stands still for seconds, as a busy host's do, is not a storage that never answers."""
+    monkeypatch.setattr(prefetches, "_STALL_SECONDS", 60.0)
 
 
 def answers_of_two(folder: Path, config: dict[str, Any], asked: list[list[int]]) -> list[list[int]]:
