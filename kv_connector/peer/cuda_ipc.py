@@ -121,6 +121,7 @@ class CudaIpcTransport(OneSided):
     """See `PeerTransport`."""
 
     transport = "cuda_ipc"
+    poll_seconds = _POLL_SECONDS
 
     def __init__(self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float) -> None:
         """Raises PeerError where the pool has no handles, and ConfigError where the address cannot be used."""
@@ -151,16 +152,6 @@ class CudaIpcTransport(OneSided):
             self._events.append(Pushed(push.number, False))
             self._channel.drop(link, f"a copy to it failed: {error}")
 
-    def poll(self, timeout: float) -> list[PeerEvent]:
-        """See `PeerTransport.poll`."""
-        if self._writing:
-            timeout = min(timeout, _POLL_SECONDS)
-        for event in self._channel.poll(0.0 if self._events else timeout):
-            self._take(event)
-        self._finish_writing()
-        events, self._events = self._events, []
-        return events
-
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for copies under way: they read memory that goes."""
         if self._is_closed:
@@ -174,6 +165,12 @@ class CudaIpcTransport(OneSided):
         for remote in self._remotes.values():
             remote.is_lost = True
         self._unmap_lost()
+
+    def _is_busy(self) -> bool:
+        return bool(self._writing)
+
+    def _advance(self) -> None:
+        self._finish_writing()
 
     def _take(self, event: PeerEvent) -> None:
         if isinstance(event, (Connected, Message)):

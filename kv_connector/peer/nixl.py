@@ -61,6 +61,7 @@ class NixlTransport(OneSided):
     """See `PeerTransport`."""
 
     transport = "nixl"
+    poll_seconds = _POLL_SECONDS
 
     def __init__(
         self, agent: Any, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float
@@ -108,18 +109,6 @@ class NixlTransport(OneSided):
             self._channel.drop(link, f"NIXL cannot write to it: {type(error).__name__}: {error}")
             return
         self._writing.append(_Writing(link, push, handle))
-
-    def poll(self, timeout: float) -> list[PeerEvent]:
-        """See `PeerTransport.poll`."""
-        if self._writing or self._num_granted:
-            timeout = min(timeout, _POLL_SECONDS)
-        for event in self._channel.poll(0.0 if self._events else timeout):
-            self._take(event)
-        self._finish_writing()
-        if self._num_granted or self._remotes:
-            self._take_notifications()
-        events, self._events = self._events, []
-        return events
 
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for a while for what is being written: it is read from memory that goes."""
@@ -175,6 +164,14 @@ class NixlTransport(OneSided):
             row[:, 1] = piece
             row[:, 2] = max(0, device)
         return self._agent.prep_xfer_dlist(agent, rows.reshape(-1, 3), "DRAM" if device < 0 else "VRAM")
+
+    def _is_busy(self) -> bool:
+        return bool(self._writing or self._num_granted)
+
+    def _advance(self) -> None:
+        self._finish_writing()
+        if self._num_granted or self._remotes:
+            self._take_notifications()
 
     def _take(self, event: PeerEvent) -> None:
         if isinstance(event, Connected):

@@ -14,6 +14,8 @@ class OverChannel:
     """See `PeerTransport` for the calls. What is pushed goes another way, which the backend adds and names."""
 
     transport: str
+    poll_seconds: float
+    """How long `poll` waits at most while something is under way that tells nothing by itself."""
 
     def __init__(
         self, pool: PeerPool, card: Card, extra: Mapping[str, Any], bind: str, port: int, secret: bytes, seconds: float
@@ -46,6 +48,28 @@ class OverChannel:
     def wake(self) -> None:
         """See `PeerTransport.wake`."""
         self._channel.wake()
+
+    def poll(self, timeout: float) -> list[PeerEvent]:
+        """See `PeerTransport.poll`."""
+        if self._is_busy():
+            timeout = min(timeout, self.poll_seconds)
+        for event in self._channel.poll(0.0 if self._events else timeout):
+            self._take(event)
+        self._advance()
+        events, self._events = self._events, []
+        return events
+
+    def _is_busy(self) -> bool:
+        """Whether something is under way."""
+        raise NotImplementedError
+
+    def _take(self, event: PeerEvent) -> None:
+        """The channel tells of a link."""
+        raise NotImplementedError
+
+    def _advance(self) -> None:
+        """Go on with what is under way."""
+        raise NotImplementedError
 
     def _arrived(self, arrived: Arrived) -> None:
         self.counters.received_bytes += arrived.count * self._pool.bytes_of(arrived.regions)

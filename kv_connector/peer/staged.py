@@ -50,6 +50,7 @@ class StagedTransport(OverChannel):
 
     is_one_sided = False
     quiet_seconds = 0.0
+    poll_seconds = _POLL_SECONDS
 
     def __init__(
         self,
@@ -107,19 +108,6 @@ class StagedTransport(OverChannel):
         for entry in self._links.values():
             entry.sender.cancel(number)
 
-    def poll(self, timeout: float) -> list[PeerEvent]:
-        """See `PeerTransport.poll`."""
-        if self._ending or any(entry.sender.is_busy or entry.receiver.is_busy for entry in self._links.values()):
-            timeout = min(timeout, _POLL_SECONDS)
-        for event in self._channel.poll(0.0 if self._events else timeout):
-            self._take(event)
-        for link, entry in list(self._links.items()):
-            self._guarded(link, entry.sender.advance)
-            self._guarded(link, entry.receiver.advance)
-        self._close_ended()
-        events, self._events = self._events, []
-        return events
-
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for a while for what is under way: it uses memory that goes."""
         if self._is_closed:
@@ -141,6 +129,16 @@ class StagedTransport(OverChannel):
         except (OSError, KVConnectorError) as error:
             self._channel.drop(link, str(error))
             self._forget(link)  # nothing that follows may look as if it had been told
+
+    def _is_busy(self) -> bool:
+        links = self._links.values()
+        return bool(self._ending) or any(entry.sender.is_busy or entry.receiver.is_busy for entry in links)
+
+    def _advance(self) -> None:
+        for link, entry in list(self._links.items()):
+            self._guarded(link, entry.sender.advance)
+            self._guarded(link, entry.receiver.advance)
+        self._close_ended()
 
     def _take(self, event: PeerEvent) -> None:
         if isinstance(event, Connected):
