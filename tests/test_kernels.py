@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from kv_connector.triton_kernels import copy_pieces, launch
 from kv_connector.triton_kernels.copy_pieces import (
     CHUNK_BYTES,
     RegionTable,
@@ -156,3 +161,76 @@ def test_page_locked_host_memory_both_ways(size: int) -> None:
     for view, old in zip(views, before, strict=True):
         assert torch.equal(view[block_ids], old[block_ids])
         assert view.sum() == view[block_ids].sum()
+
+
+@pytest.mark.gpu
+def test_launches_go_through_the_driver_and_a_profiler_hears_of_them() -> None:
+    device = torch.device("cuda")
+    views = strided_views([96, 96], 0, device)
+    offsets, row_bytes = offsets_of([96, 96], 16)
+    table = RegionTable.upload(views, offsets)
+    ids, flat = torch.tensor([4, 1], device=device), torch.zeros((2, row_bytes), dtype=torch.uint8, device=device)
+    gather_pieces(table, ids, flat)
+    assert all(launch.__name__ == "by_driver" for launch in copy_pieces._launches.values())
+    heard: list[dict[str, Any]] = []
+    hook = launch.knobs.runtime.launch_enter_hook
+    hear = lambda metadata: heard.append(metadata.get())  # noqa: E731 - what is added is removed
+    hook.add(hear)
+    try:
+        gather_pieces(table, ids, flat)
+        scatter_pieces(table, ids, flat)
+    finally:
+        hook.remove(hear)
+    gather_pieces(table, ids, flat)
+    assert [entry["name"].rsplit("_", 1)[-1] for entry in heard] == ["gather", "scatter"]
+    assert [entry["bytes"] for entry in heard] == [2 * 2 * 192] * 2
+
+
+@pytest.mark.gpu
+def test_threads_that_launch_at_once_do_not_mix_their_arguments() -> None:
+    device = torch.device("cuda")
+    offsets, row_bytes = offsets_of([4096], 16)
+    parts = []
+    for _ in range(4):
+        views = strided_views([4096], 0, device)
+        flat = torch.zeros((NUM_BLOCKS, row_bytes), dtype=torch.uint8, device=device)
+        parts.append((views, RegionTable.upload(views, offsets), flat, torch.cuda.Stream()))
+    ids = torch.randperm(NUM_BLOCKS).to(device)
+    torch.cuda.synchronize()
+
+    def gather(number: int) -> None:
+        _, table, flat, stream = parts[number]
+        torch.cuda.set_device(0)
+        for _ in range(200):
+            gather_pieces(table, ids, flat, stream=stream)
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(gather, range(len(parts))))
+    torch.cuda.synchronize()
+    for views, _, flat, _ in parts:
+        assert torch.equal(flat[:, :4096], views[0][ids])
+
+
+@pytest.mark.parametrize(
+    ("bits", "scratch", "known"),
+    [
+        ((64, 32, 64), {}, True),
+        ((64, 32, 64, 64, 64), {"global_scratch_size": 0}, True),
+        ((64, 64, 32), {}, False),
+        ((64, 32), {}, False),
+        ((64, 32, 64, 32), {}, False),
+        ((64, 32, 64, 64, 64, 64), {}, False),
+        ((64, 32, 64, 64, 64), {"global_scratch_size": 128}, False),
+        ((64, 32, 64), {"num_ctas": 2}, False),
+    ],
+)
+def test_a_kernel_is_launched_by_triton_unless_its_parameters_are_known(
+    bits: tuple[int, ...], scratch: dict[str, int], known: bool
+) -> None:
+    params = ",\n".join(f"\t.param .u{width} .ptr .global .align 1 k_param_{i}" for i, width in enumerate(bits))
+    kernel = SimpleNamespace(
+        metadata=SimpleNamespace(**scratch),
+        src=SimpleNamespace(signature={"ids": "*i64", "count": "i32", "base": "i64", "WORDS": "constexpr"}),
+        asm={"ptx": f".visible .entry k(\n{params}\n)\n.reqntid 256\n{{\n.param .b32 other;\n}}"},
+    )
+    assert launch._has_known_parameters(kernel) is known

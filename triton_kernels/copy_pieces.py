@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launch, is_observed, launch_of
+
 # Persistent programs, from one H200 on PCIe 5 (2026-11-21). Over the link, 8 reading and 4 writing already reach 51 and
 # 52 of 55 GB/s; more only take multiprocessors from the model (+57 % for its products at 8 writing). On the device, 16
 # to 64 keep ahead of the link. To another GPU over NVLink 4 (two H200s, 2026-11-22) 32 reach 0.82 of one large copy of
@@ -36,9 +38,9 @@ LEAST_WIDTH = 32
 """Words of one piece in a step: a warp's, a word for each thread."""
 NUM_WARPS = 8
 _INT32_MAX = (1 << 31) - 1
-_compiled: dict[tuple[int, bool, bool, bool, bool, int], Any] = {}
-"""Compiled kernels by device and all that they are specialised on. Triton's own way to one, through signature, options
-and cache key, takes several times as long as the launch."""
+_launches: dict[tuple[int, bool, bool, bool, bool, int], Launch] = {}
+"""Of compiled kernels, by device and all that they are specialised on: Triton's own way to one, through signature,
+options and cache key, takes several times as long as the launch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,19 +108,21 @@ def gather_pieces(
     *,
     first: int = 0,
     count: int | None = None,
+    flat_first: int = 0,
     flat_shift: int = 0,
     num_programs: int = STAGED_PROGRAMS,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Copy the pieces of block `block_ids[first + i]` into row `flat_ids[i]` of `flat`, row i without them.
+    """Copy the pieces of block `block_ids[first + i]` into row `flat_ids[flat_first + i]` of `flat`, row i without
+    `flat_ids`.
 
     `flat` is uint8 of shape (num_rows, row_bytes), on the GPU or page-locked; the ids are int64 of shape (num_ids,) on
     the GPU, in range and distinct on the side that is written. A piece lies at `offset + flat_shift` in its row. Bytes
     between pieces stay as they are. `count` blocks are copied, or all from `first` on: a slice of a tensor would take
-    as long as the launch. On `stream`, or the current one, which takes longer to find.
+    as long as the launch, so that both ids may lie in one. On `stream`, or the current one, which takes longer to find.
     """
     base, row_bytes = _flat_rows(flat, flat_shift)
-    _launch(table, block_ids, base, row_bytes, flat_ids, first, count, num_programs, stream, to_flat=True)
+    _launch(table, block_ids, base, row_bytes, flat_ids, first, count, flat_first, num_programs, stream, to_flat=True)
 
 
 def scatter_pieces(
@@ -129,31 +133,34 @@ def scatter_pieces(
     *,
     first: int = 0,
     count: int | None = None,
+    flat_first: int = 0,
     flat_shift: int = 0,
     num_programs: int = STAGED_PROGRAMS,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Copy row `flat_ids[i]` of `flat` into the pieces of block `block_ids[first + i]`: `gather_pieces` in reverse."""
+    """Copy row `flat_ids[flat_first + i]` of `flat` into the pieces of block `block_ids[first + i]`: `gather_pieces` in
+    reverse."""
     base, row_bytes = _flat_rows(flat, flat_shift)
-    _launch(table, block_ids, base, row_bytes, flat_ids, first, count, num_programs, stream, to_flat=False)
+    _launch(table, block_ids, base, row_bytes, flat_ids, first, count, flat_first, num_programs, stream, to_flat=False)
 
 
 def send_pieces(
     table: RegionTable,
-    block_ids: torch.Tensor,
+    ids: torch.Tensor,
+    num_blocks: int,
     base: int,
     row_bytes: int,
-    row_ids: torch.Tensor,
     *,
     num_programs: int = PEER_PROGRAMS,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Copy the pieces of block `block_ids[i]` to block `row_ids[i]` of a pool elsewhere that the GPU reaches.
+    """Copy the pieces of block `ids[i]` to block `ids[num_blocks + i]` of a pool elsewhere that the GPU reaches.
 
     There the piece of block b lies at address `base + b * row_bytes` plus the table's offset. Ids are int64 of shape
-    (num_ids,) on the GPU, in range, `row_ids` distinct: nothing is checked. On `stream`, or the current one.
+    (at least 2 * num_blocks,) on the GPU, in range, the second half distinct: nothing is checked. On `stream`, or the
+    current one.
     """
-    _launch(table, block_ids, base, row_bytes, row_ids, 0, None, num_programs, stream, to_flat=True)
+    _launch(table, ids, base, row_bytes, ids, 0, num_blocks, num_blocks, num_programs, stream, to_flat=True)
 
 
 def copy_pieces_reference(
@@ -188,18 +195,12 @@ def _launch(
     flat_ids: torch.Tensor | None,
     first: int,
     count: int | None,
+    flat_first: int,
     num_programs: int,
     stream: torch.cuda.Stream | None,
     to_flat: bool,
 ) -> None:
-    if block_ids.dtype != torch.int64 or (flat_ids is not None and flat_ids.dtype != torch.int64):
-        raise ValueError(
-            f"ids are {block_ids.dtype} and {flat_ids.dtype if flat_ids is not None else None}: give int64"
-        )
-    num_ids = block_ids.shape[0]
-    count = num_ids - first if count is None else count
-    if not 0 <= count <= num_ids - first or (flat_ids is not None and flat_ids.shape[0] != count):
-        raise ValueError(f"{count} blocks from {first} on: there are {num_ids} block_ids, flat_ids need one each")
+    count = _checked_count(block_ids, flat_ids, first, count, flat_first)
     words = table.words and flat_base % 8 == 0 and row_bytes % 8 == 0
     width = table.width if words else STEP
     pieces = STEP // width
@@ -207,26 +208,50 @@ def _launch(
     num_items, total_bytes = count * num_regions * chunks, count * table.total
     if num_items == 0:
         return
-    grid = (min(num_programs, -(-num_items // pieces)), 1, 1)
+    programs = min(num_programs, -(-num_items // pieces))
     counts = flat_base, row_bytes, num_items, num_regions, chunks, total_bytes
     constants = to_flat, words, flat_ids is None, CHUNK_BYTES, pieces, width
     key = (block_ids.get_device(), to_flat, words, flat_ids is None, total_bytes > _INT32_MAX, width)
-    kernel = _compiled.get(key)
-    if kernel is None:
+    launch = _launches.get(key)
+    if launch is None or is_observed():
         columns = table.bases, table.strides, table.sizes, table.offsets
         ids = block_ids[first:]
         with torch.cuda.stream(stream):
-            kernel = _copy_pieces[grid](
-                ids, ids if flat_ids is None else flat_ids, *columns, *counts, *constants, num_warps=NUM_WARPS
+            kernel = _copy_pieces[(programs,)](
+                ids,
+                ids if flat_ids is None else flat_ids[flat_first:],
+                *columns,
+                *counts,
+                *constants,
+                num_warps=NUM_WARPS,
             )
         if kernel is not None:  # the interpreter compiles nothing
-            _compiled[key] = kernel
+            _launches[key] = launch_of(kernel, constants)
         return
-    # Addresses in place of tensors: the launcher asks the driver about each of those.
+    # Addresses in place of tensors: the launcher would ask the driver about each of those.
     ids_address = block_ids.data_ptr() + 8 * first
-    flat_ids_address = ids_address if flat_ids is None else flat_ids.data_ptr()
-    handle = None if stream is None else stream.cuda_stream
-    kernel[grid](ids_address, flat_ids_address, *table.addresses, *counts, *constants, stream=handle)
+    flat_ids_address = ids_address if flat_ids is None else flat_ids.data_ptr() + 8 * flat_first
+    handle = torch.cuda.current_stream().cuda_stream if stream is None else stream.cuda_stream
+    launch(programs, handle, [ids_address, flat_ids_address, *table.addresses, *counts])
+
+
+def _checked_count(
+    block_ids: torch.Tensor, flat_ids: torch.Tensor | None, first: int, count: int | None, flat_first: int
+) -> int:
+    """How many blocks are copied."""
+    if block_ids.dtype != torch.int64 or (flat_ids is not None and flat_ids.dtype != torch.int64):
+        raise ValueError(
+            f"ids are {block_ids.dtype} and {flat_ids.dtype if flat_ids is not None else None}: give int64"
+        )
+    num_ids = block_ids.shape[0] - first
+    num_flat = num_ids if flat_ids is None else flat_ids.shape[0] - flat_first
+    if count is None:
+        count = max(num_ids, num_flat)
+    if not 0 <= count <= min(num_ids, num_flat):
+        raise ValueError(
+            f"{count} blocks from {first} on: there are {num_ids} block_ids and {num_flat} flat_ids for them"
+        )
+    return count
 
 
 def _launch_metadata(grid: tuple[int, ...], kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
