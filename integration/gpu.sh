@@ -27,6 +27,7 @@ if command -v compute-sanitizer > /dev/null; then
 fi
 step python3 -P -m integration.bench.copies --json "$out/copies.json"
 step python3 -P -m integration.bench.submitting --json "$out/submitting.json"
+step python3 -P -m integration.bench.host_pool --json "$out/host_pool.json"
 step python3 -P -m integration.bench.copies_many --json "$out/copies_many.json"
 step python3 -P -m integration.bench.interference --json "$out/interference.json"
 step python3 -P -m integration.bench.pd --json "$out/pd.json"
