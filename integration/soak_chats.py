@@ -22,10 +22,9 @@ from kv_connector.errors import TransferError
 from kv_connector.types import Direction
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from kv_connector.transfer.copy_path import BlockCopy
     from kv_connector.worker import WorkerHalf
 
 BLOCK_SIZE = 32
@@ -170,47 +169,45 @@ class WatchedPath:
         self._half, self._inner = half, half._engine._lines[Direction.SAVE].paths[0]
         self._layout, self._host = half._layout, half._host.tensor
         self._rng, self._args = rng, args
-        self._loaded: list[tuple[range, NDArray[np.int64], NDArray[np.int64]]] = []  # in this step
+        self._loaded: list[BlockCopy] = []  # in this step
         self.seen: Counter[str] = Counter()
         for line in half._engine._lines.values():
             line.paths = (self, *line.paths[1:])
 
-    def copy(
-        self,
-        direction: Direction,
-        regions: range,
-        device_ids: NDArray[np.int64],
-        host_ids: NDArray[np.int64],
-        urgent: bool = False,
-    ) -> None:
+    def copy(self, copy: BlockCopy) -> None:
         """As `CopyPath.copy`."""
-        self._inner.copy(direction, regions, device_ids, host_ids, urgent)
-        waited_for = direction is Direction.LOAD and self._half._plan is not None and bool(self._half._plan.loads)
+        self._inner.copy(copy)
+        with torch.cuda.stream(copy.stream):
+            self._watch(copy)
+
+    def _watch(self, copy: BlockCopy) -> None:
+        load = copy.direction is Direction.LOAD
+        waited_for = load and self._half._plan is not None and bool(self._half._plan.loads)
         fails = self._rng.random() < (self._args.sync_faults if waited_for else self._args.faults)
-        if direction is Direction.LOAD and (fails or self._args.spoil):
-            for region in self._layout.regions[regions.start : regions.stop]:
-                region.view[torch.tensor(device_ids)] = 0x33
+        if load and (fails or self._args.spoil):
+            for region in self._layout.regions[copy.regions.start : copy.regions.stop]:
+                region.view[torch.tensor(copy.device_ids)] = 0x33
         if fails:
-            self._loaded = [entry for entry in self._loaded if entry[1] is not device_ids]
-            self.seen[f"injected_{direction.value}_faults"] += 1
+            self._loaded = [entry for entry in self._loaded if entry.device_ids is not copy.device_ids]
+            self.seen[f"injected_{copy.direction.value}_faults"] += 1
             raise TransferError("injected fault")
-        if direction is Direction.LOAD and not self._args.spoil:
-            self._loaded.append((regions, device_ids, host_ids))
-            self._compare(regions, device_ids, host_ids)
+        if load and not self._args.spoil:
+            self._loaded.append(copy)
+            self._compare(copy)
 
     def end_step(self) -> None:
         """What was loaded in the step is still there: nothing else of the step has written to these blocks."""
         for entry in self._loaded:
-            self._compare(*entry)
+            self._compare(entry)
         self._loaded = []
 
     def close(self) -> None:
         """As `CopyPath.close`."""
         self._inner.close()
 
-    def _compare(self, regions: range, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]) -> None:
-        for region in self._layout.regions[regions.start : regions.stop]:
-            device = region.view[torch.tensor(device_ids)]
-            host = self._host[torch.tensor(host_ids), region.offset : region.offset + region.piece_bytes]
+    def _compare(self, copy: BlockCopy) -> None:
+        for region in self._layout.regions[copy.regions.start : copy.regions.stop]:
+            device = region.view[torch.tensor(copy.device_ids)]
+            host = self._host[torch.tensor(copy.host_ids), region.offset : region.offset + region.piece_bytes]
             self.seen["compared_bytes"] += device.numel()
             self.seen["different_bytes"] += int((device != host).sum())

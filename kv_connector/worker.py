@@ -18,11 +18,12 @@ from .peer.jobs import EndedPeerJob
 from .peering import OpenPeers, StepPeers, awaits
 from .storage.base import Storage
 from .storage.jobs import StorageJobs
+from .transfer.copy_path import CopyPath
 from .transfer.costs import LinkCosts, link_costs
 from .transfer.engine import TransferEngine
 from .transfer.host_pool import HostPool
 from .transfer.layout import CacheLayout
-from .transfer.paths import CopyPath, make_fallback, make_path
+from .transfer.paths import make_fallback, make_path
 from .transfer.submissions import Completion
 from .types import CopyJob, Direction, PeerJob, StepPlan, StepReport
 

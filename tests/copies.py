@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from kv_connector.config import Config
+from kv_connector.transfer.copy_path import BlockCopy, CopyPath
 from kv_connector.transfer.direct import DirectPath
 from kv_connector.transfer.dma import RunsPath
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import CopyPath, make_path
+from kv_connector.transfer.paths import make_path
 from kv_connector.transfer.staging import StagedPath, min_staging_memory
 from kv_connector.types import CopyJob, Direction
 
@@ -147,14 +148,13 @@ def expected_after(
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device) -> Iterator[Any]:
     if device.type == "cpu":
-        yield
+        yield None
         return
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
+    yield stream
     stream.synchronize()
 
 
@@ -164,8 +164,8 @@ def check_copy(
     device_ids, host_ids = (ids(*column) for column in zip(*pairs, strict=True))
     views, host = expected_after(layout, pool, direction, regions, device_ids, host_ids)
     padding = storages(layout) if direction is SAVE else None
-    with side_stream(layout.device):
-        path.copy(direction, regions, device_ids, host_ids)
+    with side_stream(layout.device) as stream:
+        path.copy(BlockCopy(direction, regions, device_ids, host_ids, stream))
     assert torch.equal(pool.tensor, host)
     for region, view in zip(layout.regions, views, strict=True):
         assert torch.equal(region.view.cpu(), view)

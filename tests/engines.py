@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kv_connector.config import Config
 from kv_connector.errors import TransferError
+from kv_connector.transfer.copy_path import BlockCopy, CopyPath
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import CopyPath, make_path
-from kv_connector.types import CopyJob, Direction
+from kv_connector.transfer.paths import make_path
+from kv_connector.types import CopyJob
 from tests.copies import bf16_apart, filled, make_pool
 
 
@@ -26,11 +25,11 @@ class FailingPath:
         self.fail_on = fail_on
         self.calls = 0
 
-    def copy(self, direction: Direction, regions: range, device_ids: Any, host_ids: Any, urgent: bool = False) -> None:
+    def copy(self, copy: BlockCopy) -> None:
         self.calls += 1
         if self.calls - 1 == self.fail_on:
             raise TransferError("fault injected")
-        self.path.copy(direction, regions, device_ids, host_ids, urgent)
+        self.path.copy(copy)
 
     def close(self) -> None:
         self.path.close()
@@ -48,12 +47,14 @@ class ManualLane:
         self.waited: list[ManualEvent] = []
         self.waits: list[tuple[ManualEvent, Any]] = []  # with the stream that waits, None for the current one
 
+    def current(self) -> None:
+        """None says so in `waits`."""
+
     def position(self) -> None:
         """Left out: `marks` has the events that the engine keeps."""
 
-    @contextmanager
-    def running(self, after: None = None) -> Iterator[None]:
-        yield
+    def follow(self, position: None) -> None:
+        """See `position`."""
 
     def mark(self, stream: Any = None) -> ManualEvent:
         self.marks.append(ManualEvent(self))

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from integration.mini_engine.attention import SequenceChunk
 from integration.mini_engine.engine import MiniEngine
@@ -22,10 +20,11 @@ from kv_connector.errors import TransferError
 from kv_connector.index import CacheIdentity
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.storage.base import Storage
+from kv_connector.transfer.copy_path import BlockCopy, CopyPath
 from kv_connector.transfer.costs import LinkCosts
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import CopyPath, make_path
+from kv_connector.transfer.paths import make_path
 from kv_connector.types import CopyJob, Direction, StepPlan
 from kv_connector.worker import WorkerHalf
 
@@ -97,24 +96,18 @@ class FaultyPath:
         self._layout = layout
         self.fail_in: dict[Direction, int] = {}  # copies of that direction until one fails; absent: none does
 
-    def copy(
-        self,
-        direction: Direction,
-        regions: range,
-        device_ids: NDArray[np.int64],
-        host_ids: NDArray[np.int64],
-        urgent: bool = False,
-    ) -> None:
+    def copy(self, copy: BlockCopy) -> None:
         """As `CopyPath.copy`."""
-        self._inner.copy(direction, regions, device_ids, host_ids, urgent)
-        if direction not in self.fail_in:
+        self._inner.copy(copy)
+        if copy.direction not in self.fail_in:
             return
-        self.fail_in[direction] -= 1
-        if self.fail_in[direction] < 0:
-            del self.fail_in[direction]
-            if direction is Direction.LOAD:
-                for region in self._layout.regions[regions.start : regions.stop]:
-                    region.view[torch.tensor(device_ids)] = 0xEE
+        self.fail_in[copy.direction] -= 1
+        if self.fail_in[copy.direction] < 0:
+            del self.fail_in[copy.direction]
+            if copy.direction is Direction.LOAD:
+                with torch.cuda.stream(copy.stream):
+                    for region in self._layout.regions[copy.regions.start : copy.regions.stop]:
+                        region.view[torch.tensor(copy.device_ids)] = 0xEE
             raise TransferError("injected fault")
 
     def close(self) -> None:

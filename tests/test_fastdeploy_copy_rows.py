@@ -100,7 +100,7 @@ def test_row_h2d_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(layer_group_bytes=8 * 512)
     inner, calls = make_path(layout, host, config), []
     copy = inner.copy
-    monkeypatch.setattr(inner, "copy", lambda *arguments, urgent: (calls.append(arguments[1]), copy(*arguments)))
+    monkeypatch.setattr(inner, "copy", lambda asked: (calls.append(asked.regions), copy(asked)))
     engine = TransferEngine(layout, host, config, inner)
     jobs = [CopyJob(i, Direction.LOAD, np.array([i]), np.array([i])) for i in range(8)]
     engine.submit_load(jobs)

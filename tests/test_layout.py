@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_connector.errors import LayoutError
+from kv_connector.transfer.copy_path import BlockCopy
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import (
     BLOCK_ALIGN,
@@ -95,10 +96,10 @@ def test_any_geometry_round_trips_and_every_byte_is_covered_once(data: st.DataOb
     path = TorchPath(layout, host)
     everything = range(len(layout.regions))
     there = np.arange(num_blocks, dtype=np.int64)
-    path.copy(Direction.SAVE, everything, there, there[::-1].copy())
+    path.copy(BlockCopy(Direction.SAVE, everything, there, there[::-1].copy()))
     for tensor in tensors.values():
         tensor.view(tensor.dtype).copy_(torch.zeros_like(tensor))
-    path.copy(Direction.LOAD, everything, there, there[::-1].copy())
+    path.copy(BlockCopy(Direction.LOAD, everything, there, there[::-1].copy()))
     for name, tensor in tensors.items():
         assert torch.equal(memory_of(tensor), before[name])
 

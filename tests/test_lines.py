@@ -17,9 +17,9 @@ from kv_connector.config import PathName
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer import lines, submissions
+from kv_connector.transfer.copy_path import BlockCopy, CopyPath
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.lines import SubmittingThread
-from kv_connector.transfer.paths import CopyPath
 from kv_connector.types import CopyJob, Direction
 from tests.copies import LOAD, NUM_DEVICE, NUM_HOST, SAVE, ids, job
 from tests.engines import LateSubmitter, ManualLane, ends, make_engine, submit_all
@@ -37,14 +37,14 @@ class WatchedPath:
         self.threads: list[str] = []
         self.called = threading.Event()
 
-    def copy(self, direction: Direction, regions: range, device_ids: Any, host_ids: Any, urgent: bool = False) -> None:
-        self.urgent.append(urgent)
+    def copy(self, copy: BlockCopy) -> None:
+        self.urgent.append(copy.urgent)
         self.threads.append(threading.current_thread().name)
         self.called.set()
         if self.fails:
             self.fails = False
             raise TransferError("fault injected")
-        self.path.copy(direction, regions, device_ids, host_ids, urgent)
+        self.path.copy(copy)
 
     def close(self) -> None:
         self.path.close()
@@ -353,7 +353,7 @@ def test_whatever_raises_fails_the_job_and_no_thread(
     def refuse(*_: object) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(lanes[1], "running", refuse)
+    monkeypatch.setattr(lanes[1], "follow", refuse)
     if is_lost:
         monkeypatch.setattr(lanes[1], "mark", refuse)
     assert engine._lines[SAVE].advance()

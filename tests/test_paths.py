@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, TransferError
 from kv_connector.transfer import staging
+from kv_connector.transfer.copy_path import BlockCopy
 from kv_connector.transfer.direct import DirectPath
 from kv_connector.transfer.dma import RunsPath, merge_runs
 from kv_connector.transfer.host_pool import HostPool
@@ -95,7 +96,8 @@ def count_segments(make: Any, pairs: list[tuple[int, int]], blocks_per_piece: in
     pool = make_pool(layout)
     pool.blocks_per_piece = blocks_per_piece
     device_ids, host_ids = (ids(*column) for column in zip(*pairs, strict=True))
-    return len(RunsPath(layout, pool, copy_now).plan(range(len(layout.regions)), device_ids, host_ids))
+    copy = BlockCopy(SAVE, range(len(layout.regions)), device_ids, host_ids)
+    return len(RunsPath(layout, pool, copy_now).plan(copy))
 
 
 def test_runs_merge_across_layers_and_blocks_in_either_order() -> None:
@@ -136,5 +138,5 @@ def test_staged_joins_its_stream_also_where_a_copy_fails(monkeypatch: pytest.Mon
     path = StagedPath(layout, pool, min_staging_memory(layout), fail)
     for direction in Direction:
         with pytest.raises(TransferError):
-            path.copy(direction, range(2), ids(1), ids(2))
+            path.copy(BlockCopy(direction, range(2), ids(1), ids(2)))
     assert len(joined) == 2

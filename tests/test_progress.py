@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ import torch
 from kv_connector.config import Config, PathName
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.transfer import submissions
-from kv_connector.transfer.paths import CopyPath
-from kv_connector.types import CopyJob, Direction, StepPlan
+from kv_connector.transfer.copy_path import BlockCopy, CopyPath
+from kv_connector.types import CopyJob, StepPlan
 from kv_connector.worker import WorkerHalf
 from tests.copies import LOAD, POISON, SAVE, ids, job
 from tests.engines import ManualLane, ends, make_engine
@@ -54,10 +53,10 @@ class SeenPath:
         self.path = path
         self.host_ids: list[list[int]] = []
 
-    def copy(self, direction: Direction, regions: range, device_ids: Any, host_ids: Any, urgent: bool = False) -> None:
-        assert not urgent and not device_ids.flags.writeable and not host_ids.flags.writeable
-        self.host_ids.append(host_ids.tolist())
-        self.path.copy(direction, regions, device_ids, host_ids, urgent)
+    def copy(self, copy: BlockCopy) -> None:
+        assert not copy.urgent and not copy.device_ids.flags.writeable and not copy.host_ids.flags.writeable
+        self.host_ids.append(copy.host_ids.tolist())
+        self.path.copy(copy)
 
     def close(self) -> None:
         self.path.close()

@@ -11,7 +11,7 @@ import torch
 from kv_connector.config import Config
 from kv_connector.errors import ConfigError, KVConnectorError, LayoutError, TransferError
 from kv_connector.transfer import engine as engine_module
-from kv_connector.transfer.paths import CopyPath
+from kv_connector.transfer.copy_path import BlockCopy, CopyPath
 from kv_connector.types import CopyJob, Direction, StepPlan
 from kv_connector.worker import WorkerHalf
 from tests.engines import LateSubmitter, submit_all
@@ -170,11 +170,11 @@ class LinkDown:
         self.path = path
         self.num_loads = num_loads
 
-    def copy(self, direction: Direction, *args: Any, **options: Any) -> None:
-        self.num_loads -= direction is Direction.LOAD
+    def copy(self, copy: BlockCopy) -> None:
+        self.num_loads -= copy.direction is Direction.LOAD
         if self.num_loads < 0:
             raise TransferError("the link is down")
-        self.path.copy(direction, *args, **options)
+        self.path.copy(copy)
 
     def close(self) -> None:
         self.path.close()

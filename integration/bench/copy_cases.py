@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from kv_connector.config import Config, PathName
+from kv_connector.transfer.copy_path import BlockCopy, CopyPath
 from kv_connector.transfer.dma import DriverCopier, RunsPath
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import CopyPath, make_path
+from kv_connector.transfer.paths import make_path
 from kv_connector.types import CopyJob, Direction
 
 Int64s = NDArray[np.int64]
@@ -76,12 +77,14 @@ class Case:
         """Move random bytes by each way, both directions, and compare all of them. Raises AssertionError."""
         chosen = torch.tensor(self.host_ids)
         blocks = torch.tensor(self.device_ids).to(self.layout.device)
+        noise = torch.empty_like(self.host.tensor, device=self.layout.device)
         for name, way in ways.items():
             if way.num_bytes < self.num_bytes:
                 continue
             for direction in Direction:
                 if direction is Direction.LOAD:
-                    self.host.tensor.random_(0, 256)
+                    noise.random_(0, 256)  # on the GPU: the CPU would take seconds
+                    self.host.tensor.copy_(noise)
                 else:
                     for region in self.layout.regions:
                         region.view.random_(0, 256)
@@ -107,7 +110,8 @@ class PathWay:
     def copy(self, direction: Direction) -> None:
         """See `Way`."""
         everything = range(len(self._case.layout.regions))
-        self._path.copy(direction, everything, self._case.device_ids, self._case.host_ids)
+        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        self._path.copy(BlockCopy(direction, everything, self._case.device_ids, self._case.host_ids, stream))
 
     def close(self) -> None:
         """See `Way`."""

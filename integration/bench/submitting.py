@@ -14,7 +14,6 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from integration.bench.copies import size
 from integration.bench.copy_cases import Case, large_copy_ms, make_case
 from integration.report import Report, hardware
 from kv_connector.config import Config
+from kv_connector.transfer.copy_path import BlockCopy
 from kv_connector.transfer.costs import LinkCosts, link_costs
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.paths import make_path
@@ -38,10 +38,10 @@ class TimedPath:
         self._path = make_path(case.layout, case.host, Config(), costs)
         self.thread_ms = 0.0
 
-    def copy(self, *arguments: Any, urgent: bool = False) -> None:
+    def copy(self, copy: BlockCopy) -> None:
         """As `CopyPath.copy`."""
         begin = time.thread_time()
-        self._path.copy(*arguments, urgent=urgent)
+        self._path.copy(copy)
         self.thread_ms += 1e3 * (time.thread_time() - begin)
 
     def close(self) -> None:

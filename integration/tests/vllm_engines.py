@@ -217,10 +217,10 @@ class _BreakablePath:
         self.inner = inner
         self.broken = False
 
-    def copy(self, direction: Direction, *args: Any, **options: Any) -> None:
-        if self.broken and direction is Direction.LOAD:
+    def copy(self, copy: Any) -> None:
+        if self.broken and copy.direction is Direction.LOAD:
             raise TransferError("the link is down")
-        self.inner.copy(direction, *args, **options)
+        self.inner.copy(copy)
 
     def close(self) -> None:
         self.inner.close()

@@ -32,16 +32,24 @@ def merged_ids(
             return None
     if not jobs:
         return _NO_IDS, _NO_IDS
-    device_ids = np.concatenate([job.device_ids for job in jobs])
-    host_ids = np.concatenate([job.host_ids for job in jobs])
-    targets, limit = (device_ids, num_device_blocks) if direction is Direction.LOAD else (host_ids, num_host_blocks)
-    for ids, num_blocks in ((device_ids, num_device_blocks), (host_ids, num_host_blocks)):
-        if len(ids) and ids.view(np.uint64).max() >= num_blocks:  # a negative one is a large one there
-            return None
-        ids.setflags(write=False)
-    taken = np.zeros(limit, dtype=np.bool_)
-    taken[targets] = True
-    return (device_ids, host_ids) if np.count_nonzero(taken) == len(targets) else None
+    # One copy for both sides, which nobody can write to.
+    ids = np.concatenate([*(job.device_ids for job in jobs), *(job.host_ids for job in jobs)])
+    ids.setflags(write=False)
+    count = len(ids) // 2
+    device_ids, host_ids = ids[:count], ids[count:]
+    load = direction is Direction.LOAD
+    right = _are_in_range(device_ids, num_device_blocks, load) and _are_in_range(host_ids, num_host_blocks, not load)
+    return (device_ids, host_ids) if right else None
+
+
+def _are_in_range(ids: Int64s, num_blocks: int, distinct: bool) -> bool:
+    """Whether all are of a pool of so many blocks, and none comes twice where they are to be `distinct`."""
+    if not len(ids):
+        return True
+    if not distinct:
+        return bool(ids.view(np.uint64).max() < num_blocks)  # a negative one is a large one there
+    ids = np.sort(ids)
+    return bool(ids[0] >= 0 and ids[-1] < num_blocks and (ids[1:] != ids[:-1]).all())
 
 
 def right_jobs(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +20,8 @@ from ..triton_kernels.copy_pieces import (
     scatter_pieces,
 )
 from ..types import Direction
+from .copy_path import BlockCopy
+from .dma import driver_copier
 from .host_pool import HostPool
 from .layout import CacheLayout
 from .streams import Event, Lane, make_lane
@@ -46,14 +51,11 @@ class RegionTables:
 
 @dataclass(slots=True, eq=False)
 class UploadedIds:
-    """Pairs of block ids: on the host, and int64 of shape (num_blocks,) on the device.
-
-    The second tensor has as many entries as were asked for: all or none.
-    """
+    """Pairs of block ids: on the host, and int64 on the device, whose first `len(host_ids)` entries are device block
+    ids; as many host block ids follow, where both were asked for."""
 
     host_ids: NDArray[np.int64]
-    device_ids_there: torch.Tensor
-    host_ids_there: torch.Tensor
+    there: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +63,7 @@ class _IdBuffer:
     here: torch.Tensor
     array: NDArray[np.int64]  # of the same memory
     there: torch.Tensor
+    addresses: tuple[int, int]  # here and there
     last_use: Event | None = None
 
 
@@ -76,55 +79,61 @@ class IdUploads:
         self._device = device
         self._sides = sides
         self._in_order = in_order
+        self._copy = _copy_now if device.type == "cpu" else driver_copier().copy_one
         self._lane: Lane = make_lane(device, priority=0, timing=False)
-        self._buffers = [self._new_buffer(_LEAST_IDS) for _ in range(_BUFFERS)]
-        self._current = self._buffers[0]
+        self._buffers = deque(self._new_buffer(_LEAST_IDS) for _ in range(_BUFFERS))
         self._source: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._uploaded: UploadedIds | None = None
 
-    def get(self, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64]) -> UploadedIds:
-        """The ids on the device, sent on the current stream. Call `used` once the kernels that read them are launched.
+    def get(self, device_ids: NDArray[np.int64], host_ids: NDArray[np.int64], stream: Any) -> UploadedIds:
+        """The ids on the device, sent on `stream`. Call `used` once the kernels that read them are launched.
 
         Only read-only arrays are remembered: their content cannot have changed since.
         """
-        source = (device_ids, host_ids)
-        if self._uploaded is not None and self._source is not None:
-            same = all(new is old for new, old in zip(source, self._source, strict=True))
-            if same and not device_ids.flags.writeable and not host_ids.flags.writeable:
-                return self._uploaded
+        uploaded, source = self._uploaded, self._source
+        if uploaded is not None and source is not None and source[0] is device_ids and source[1] is host_ids:
+            return uploaded
         if self._in_order:
             order = np.argsort(host_ids, kind="stable")
-            device_ids, host_ids = device_ids[order], host_ids[order]
-        count, total = len(device_ids), len(device_ids) * self._sides
-        self._current = buffer = self._free_buffer(total)
-        buffer.array[:count] = device_ids
-        buffer.array[count:total] = host_ids[: total - count]
-        for start in range(0, total, UPLOAD_BYTES // 8):
-            part = slice(start, min(start + UPLOAD_BYTES // 8, total))
-            buffer.there[part].copy_(buffer.here[part], non_blocking=True)
-        self._source = source
-        self._uploaded = UploadedIds(host_ids, buffer.there[:count], buffer.there[count:total])
-        return self._uploaded
+            sent, host_ids_sent = device_ids[order], host_ids[order]
+        else:
+            sent, host_ids_sent = device_ids, host_ids
+        count, total = len(sent), len(sent) * self._sides
+        buffer = self._free_buffer(total)
+        buffer.array[:count] = sent
+        buffer.array[count:total] = host_ids_sent[: total - count]
+        here, there = buffer.addresses
+        handle = 0 if stream is None else stream.cuda_stream
+        for start in range(0, 8 * total, UPLOAD_BYTES):
+            self._copy(there + start, here + start, min(UPLOAD_BYTES, 8 * total - start), handle)
+        uploaded = UploadedIds(host_ids_sent, buffer.there)
+        is_lasting = not (device_ids.flags.writeable or host_ids.flags.writeable)
+        self._source, self._uploaded = (device_ids, host_ids) if is_lasting else None, uploaded
+        return uploaded
 
-    def used(self) -> None:
-        """Everything that reads the last upload is on the current stream now."""
-        if self._current.last_use is not None:
-            self._lane.recycle([self._current.last_use])
-        self._current.last_use = self._lane.mark()
+    def used(self, stream: Any) -> None:
+        """Everything that reads the last upload is on `stream` now."""
+        buffer = self._buffers[-1]
+        if buffer.last_use is not None:
+            self._lane.recycle([buffer.last_use])
+        buffer.last_use = self._lane.mark(stream)
 
     def close(self) -> None:
         """Drop the buffers."""
-        self._buffers = []
+        self._buffers.clear()
         self._source = self._uploaded = None
 
     def _free_buffer(self, num_ids: int) -> _IdBuffer:
+        """The one that was used first if it is free, or a new one; the last of all from now on."""
         self._uploaded = None
-        for i, buffer in enumerate(self._buffers):
-            if buffer.last_use is None or buffer.last_use.query():
-                if len(buffer.here) < num_ids:
-                    self._buffers[i] = self._new_buffer(num_ids)
-                return self._buffers[i]
-        self._buffers.append(self._new_buffer(num_ids))
+        oldest = self._buffers[0]
+        if oldest.last_use is not None and not oldest.last_use.query():
+            self._buffers.append(self._new_buffer(num_ids))
+        elif len(oldest.array) < num_ids:
+            self._buffers.append(self._new_buffer(num_ids))
+            self._buffers.popleft()
+        else:
+            self._buffers.rotate(-1)
         return self._buffers[-1]
 
     def _new_buffer(self, num_ids: int) -> _IdBuffer:
@@ -132,11 +141,15 @@ class IdUploads:
         with torch.inference_mode(False):  # tensors of that mode could not be written to by a thread outside of it
             here = torch.empty(length, dtype=torch.int64, pin_memory=self._device.type == "cuda")
             there = torch.empty(length, dtype=torch.int64, device=self._device)
-        return _IdBuffer(here, here.numpy(), there)
+        return _IdBuffer(here, here.numpy(), there, (here.data_ptr(), there.data_ptr()))
+
+
+def _copy_now(target: int, source: int, num_bytes: int, stream: int) -> None:
+    ctypes.memmove(target, source, num_bytes)
 
 
 class DirectPath:
-    """One kernel a copy, over the link (see `paths.CopyPath`): fast at any piece size, but it slows the model."""
+    """One kernel a copy, over the link (see `CopyPath`): fast at any piece size, but it slows the model."""
 
     def __init__(self, layout: CacheLayout, host: HostPool) -> None:
         """Raises ConfigError for host memory that is not to be page-locked: the GPU cannot reach it."""
@@ -146,31 +159,27 @@ class DirectPath:
         self._tables = RegionTables(layout)
         self._ids = {way: IdUploads(layout.device, sides=2, in_order=False) for way in Direction}
 
-    def copy(
-        self,
-        direction: Direction,
-        regions: range,
-        device_ids: NDArray[np.int64],
-        host_ids: NDArray[np.int64],
-        urgent: bool = False,
-    ) -> None:
+    def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`. Raises TransferError where page locking has failed since."""
         if not self._host.is_pinned:
             raise TransferError("the direct path needs page-locked host memory, and locking it has failed")
-        load = direction is Direction.LOAD
+        load = copy.direction is Direction.LOAD
         move = scatter_pieces if load else gather_pieces
-        uploads = self._ids[direction]
-        ids = uploads.get(device_ids, host_ids)
+        uploads, count = self._ids[copy.direction], len(copy.device_ids)
+        there = uploads.get(copy.device_ids, copy.host_ids, copy.stream).there
         try:
             move(
-                self._tables.part(regions),
-                ids.device_ids_there,
+                self._tables.part(copy.regions),
+                there,
                 self._host.tensor,
-                ids.host_ids_there,
+                there,
+                count=count,
+                flat_first=count,
                 num_programs=LINK_LOAD_PROGRAMS if load else LINK_SAVE_PROGRAMS,
+                stream=copy.stream,
             )
         finally:
-            uploads.used()
+            uploads.used(copy.stream)
 
     def close(self) -> None:
         """See `CopyPath.close`."""

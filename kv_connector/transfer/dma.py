@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import TransferError
 from ..types import Direction
+from .copy_path import BlockCopy
 from .host_pool import HostPool
 from .layout import CacheLayout
 
@@ -58,7 +59,7 @@ def merge_runs(device: Int64s, host: Int64s, sizes: Int64s, pieces: Int64s) -> S
 
 
 class RunsPath:
-    """Copies merged segments with one driver call per couple of thousand (see `paths.CopyPath`)."""
+    """Copies merged segments with one driver call per couple of thousand (see `CopyPath`)."""
 
     def __init__(self, layout: CacheLayout, host: HostPool, copier: Copier | None = None) -> None:
         """`copier` replaces the CUDA driver in tests."""
@@ -66,24 +67,25 @@ class RunsPath:
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
         self._columns: dict[range, tuple[Int64s, ...]] = {}
+        self._piece_bytes: dict[range, tuple[int, ...]] = {}
 
-    def copy(
-        self, direction: Direction, regions: range, device_ids: Int64s, host_ids: Int64s, urgent: bool = False
-    ) -> None:
+    def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        self.submit(direction, self.plan(regions, device_ids, host_ids))
+        self.submit(copy, self.plan(copy))
 
-    def submit(self, direction: Direction, plan: Segments) -> None:
-        """Copy what `plan` returned."""
-        targets, sources = (plan.device, plan.host) if direction is Direction.LOAD else (plan.host, plan.device)
+    def submit(self, copy: BlockCopy, plan: Segments) -> None:
+        """Copy what `plan` returned for it."""
+        load = copy.direction is Direction.LOAD
+        targets, sources = (plan.device, plan.host) if load else (plan.host, plan.device)
         arrays = targets.ctypes.data, sources.ctypes.data, plan.sizes.ctypes.data
-        self._copier(*arrays, len(plan), self._host.is_pinned, None)
+        handle = None if copy.stream is None else copy.stream.cuda_stream
+        self._copier(*arrays, len(plan), self._host.is_pinned, handle)
 
-    def plan(self, regions: range, device_ids: Int64s, host_ids: Int64s) -> Segments:
-        """The segments of a copy of at least one block."""
-        bases, strides, sizes, offsets = self._merged_columns(regions)
-        order = np.argsort(host_ids, kind="stable")
-        device_ids, host_ids = device_ids[order, None], host_ids[order, None]
+    def plan(self, copy: BlockCopy) -> Segments:
+        """The segments of it."""
+        bases, strides, sizes, offsets = self._merged_columns(copy.regions)
+        order = np.argsort(copy.host_ids, kind="stable")
+        device_ids, host_ids = copy.device_ids[order, None], copy.host_ids[order, None]
         shape = (len(order), len(sizes))
         return merge_runs(
             (bases + device_ids * strides).ravel(),
@@ -94,7 +96,9 @@ class RunsPath:
 
     def piece_bytes(self, regions: range) -> tuple[int, ...]:
         """Lengths of a block's pieces, those joined that are adjacent on both sides."""
-        return tuple(self._merged_columns(regions)[2].tolist())
+        if regions not in self._piece_bytes:
+            self._piece_bytes[regions] = tuple(self._merged_columns(regions)[2].tolist())
+        return self._piece_bytes[regions]
 
     def close(self) -> None:
         """Nothing is held."""
@@ -159,6 +163,9 @@ class DriverCopier:
             pointer, size = ctypes.c_void_p, ctypes.c_size_t
             fail_index = [pointer] if self._takes_fail_index else []
             self._batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, *fail_index, pointer]
+        self._one = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
+        for call in (self._driver.cuMemcpyAsync, self._one):
+            call.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
 
     def __call__(self, targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
         """See `Copier`."""
@@ -173,13 +180,14 @@ class DriverCopier:
             code = self._batch(targets + skipped, sources + skipped, sizes + skipped, number, *self._constant, stream)
             self._check(code, "cuMemcpyBatchAsync")
 
+    def copy_one(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Copy so few bytes that giving up Python's lock for the call, and waiting for it again, would take longer."""
+        self._check(self._one(target, source, num_bytes, stream), "cuMemcpyAsync")
+
     def _copy_each(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (targets, sources, sizes)]
         for target, source, size in zip(*arrays, strict=True):
-            code = self._driver.cuMemcpyAsync(
-                ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream)
-            )
-            self._check(code, "cuMemcpyAsync")
+            self._check(self._driver.cuMemcpyAsync(target, source, size, stream), "cuMemcpyAsync")
 
     def _check(self, code: int, call: str) -> None:
         if code != 0:

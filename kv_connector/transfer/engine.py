@@ -19,16 +19,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from ..config import Config
 from ..errors import ConfigError, InvalidBlockError
 from ..types import CopyJob, Direction, LoadTiming
 from .checks import Int64s, merged_ids, right_jobs
+from .copy_path import CopyPath
 from .costs import BUILT_IN, LinkCosts
 from .host_pool import HostPool
 from .layout import CacheLayout, last_group
 from .lines import Line, make_submitter
-from .paths import CopyPath, make_path
+from .paths import make_path
 from .streams import Event, make_lane
 from .submissions import BlockPairs, Completion, Part, Submission
 from .timing import LoadTrace, LoadTraces
@@ -132,20 +134,21 @@ class TransferEngine:
         Returns those that are known to have failed: their device blocks hold nothing valid.
         """
         lost = frozenset[int]()
+        current = self._current()
         for submission in self._in_flight:
             if any(job.job_id in job_ids for job in submission.jobs):
-                self._end_of(submission).wait()
+                self._end_of(submission).wait(current)
                 if submission.is_lost:
                     lost |= _ids_of(submission.jobs)
         return lost
 
     def fence(self) -> None:
         """Make the current stream and later loads wait for every copy under way; the host goes on."""
-        load_stream = self._lines[Direction.LOAD].lane.stream
+        streams = self._current(), self._lines[Direction.LOAD].lane.stream
         for submission in self._in_flight:
             end = self._end_of(submission)
-            end.wait()
-            end.wait(load_stream)
+            for stream in streams:
+                end.wait(stream)
 
     def submit_save(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
         """Put a step's saves in line, merged, after the current stream's position; call it after the forward pass.
@@ -268,6 +271,10 @@ class TransferEngine:
         self._in_flight.append(submission)
         return submission
 
+    def _current(self) -> Any:
+        """The current stream, which torch finds sooner where the device is named."""
+        return self._lines[Direction.LOAD].lane.current()
+
     def _end_of(self, submission: Submission) -> Event:
         self._lines[submission.direction].finish(submission)
         assert submission.end is not None, "a submission in flight is in line until it is submitted"
@@ -280,7 +287,7 @@ class TransferEngine:
         if load.is_lost:
             return self._take_lost_load()
         if self._traces is None:
-            load.events[group].wait()
+            load.events[group].wait(self._current())
         else:
             self._traces.wait(group)
         return frozenset()
@@ -291,7 +298,7 @@ class TransferEngine:
         if load is None or not load.is_lost:
             return frozenset()
         # Blocks of a failed load are computed anew, and what was enqueued must not overwrite that.
-        self._end_of(load).wait()
+        self._end_of(load).wait(self._current())
         self._load = None
         if self._traces is not None:
             self._traces.drop(load.events)

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import torch
 
-from .paths import CopyPath
+from .copy_path import BlockCopy, CopyPath
 from .streams import HostEvent, Lane, allow_beside_captures
 from .submissions import BlockPairs, Submission
 
@@ -85,9 +85,9 @@ class Line:
     def _advance(self, submission: Submission) -> None:
         """The caller has the lock, and this is the first in line."""
         try:
-            with self.lane.running(submission.position):
-                submission.position = None
-                self._submit_part(submission)
+            self.lane.follow(submission.position)
+            submission.position = None
+            self._submit_part(submission)
         except Exception as error:  # noqa: BLE001 - as below; a thread must not end by it, nor the model's.
             _log_failure(submission, "its stream", error)
             self._give_up(submission)
@@ -121,7 +121,8 @@ class Line:
             for device_ids, host_ids, after in pairs.in_order():
                 if after is not None:
                     after.wait(self.lane.stream)
-                path.copy(submission.direction, regions, device_ids, host_ids, urgent=is_first_of_many)
+                stream = self.lane.stream
+                path.copy(BlockCopy(submission.direction, regions, device_ids, host_ids, stream, is_first_of_many))
         except Exception as error:  # noqa: BLE001 - the seam to paths and driver: whatever they raise is a miss, not a crash.
             _log_failure(submission, type(path).__name__, error)
             return False

@@ -1,50 +1,17 @@
-"""How bytes move between device blocks and host blocks: the interface of a copy path, and the choice of one."""
+"""Which path a copy takes, and the one of machines without a GPU."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..config import Config, PathName
 from ..errors import TransferError
 from ..types import Direction
+from .copy_path import BlockCopy, CopyPath
 from .costs import BUILT_IN, LinkCosts
 from .dma import RunsPath
 from .host_pool import HostPool
 from .layout import CacheLayout, Region
-
-
-class CopyPath(Protocol):
-    """Moves the pieces of some regions of some blocks.
-
-    Copies of one direction come one after the other, from whichever thread; those of the two directions may be called
-    for at the same time, so that what a copy needs for itself is there for each.
-
-    Device blocks are read and written after what the current CUDA stream already holds; host blocks may be read at
-    once. What is enqueued on that stream afterwards runs after the copy, also where `copy` raised: a path with streams
-    of its own joins them. On the CPU the copy is done on return.
-    """
-
-    def copy(
-        self,
-        direction: Direction,
-        regions: range,
-        device_ids: NDArray[np.int64],
-        host_ids: NDArray[np.int64],
-        urgent: bool = False,
-    ) -> None:
-        """Copy these consecutive regions of device block `device_ids[i]` to or from host block `host_ids[i]`.
-
-        Ids are int64 of shape (num_blocks,), at least one, in range and without repetition: the engine has checked.
-        Only pieces are written, never padding. `urgent` says that the model waits for this copy, so that it may take
-        what the model needs elsewhere. Raises TransferError, or what torch raises.
-        """
-
-    def close(self) -> None:
-        """Release buffers. Idempotent. No copy may be under way."""
 
 
 class TorchPath:
@@ -55,18 +22,11 @@ class TorchPath:
             raise TransferError(f"the torch path copies on the CPU; the cache lies on {layout.device}")
         self._views = [_matching_views(region, host.tensor) for region in layout.regions]
 
-    def copy(
-        self,
-        direction: Direction,
-        regions: range,
-        device_ids: NDArray[np.int64],
-        host_ids: NDArray[np.int64],
-        urgent: bool = False,
-    ) -> None:
+    def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        device_index, host_index = torch.tensor(device_ids), torch.tensor(host_ids)
-        for device_view, host_view in self._views[regions.start : regions.stop]:
-            if direction is Direction.LOAD:
+        device_index, host_index = torch.tensor(copy.device_ids), torch.tensor(copy.host_ids)
+        for device_view, host_view in self._views[copy.regions.start : copy.regions.stop]:
+            if copy.direction is Direction.LOAD:
                 device_view.index_copy_(0, device_index, host_view.index_select(0, host_index))
             else:
                 host_view.index_copy_(0, host_index, device_view.index_select(0, device_index))
@@ -102,30 +62,23 @@ class AutoPath:
             if staging_memory >= min_staging_memory(layout):
                 self._paths[PathName.STAGED] = StagedPath(layout, host, staging_memory)
 
-    def copy(
-        self,
-        direction: Direction,
-        regions: range,
-        device_ids: NDArray[np.int64],
-        host_ids: NDArray[np.int64],
-        urgent: bool = False,
-    ) -> None:
+    def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        pieces = self._runs.piece_bytes(regions)
-        row_bytes, num_rows = sum(pieces), len(device_ids)
+        pieces = self._runs.piece_bytes(copy.regions)
+        row_bytes, num_rows = sum(pieces), len(copy.device_ids)
         segment_bytes, name = row_bytes // len(pieces), PathName.RUNS  # only DMA reaches memory that is not page-locked
         if self._host.is_pinned:
-            name = self._costs.choose(direction, segment_bytes, row_bytes, num_rows, urgent)
+            name = self._costs.choose(copy.direction, segment_bytes, row_bytes, num_rows, copy.urgent)
         plan = None
-        if len(pieces) == 1 and not (urgent and name is PathName.DIRECT):
+        if len(pieces) == 1 and not (copy.urgent and name is PathName.DIRECT):
             # Of several pieces no two blocks are adjacent on both sides, whatever their ids.
-            plan = self._runs.plan(regions, device_ids, host_ids)
+            plan = self._runs.plan(copy)
             if self._host.is_pinned and len(plan) < num_rows:
-                name = self._costs.choose(direction, row_bytes * num_rows // len(plan), row_bytes, num_rows)
+                name = self._costs.choose(copy.direction, row_bytes * num_rows // len(plan), row_bytes, num_rows)
         if plan is not None and (name is PathName.RUNS or name not in self._paths):
-            self._runs.submit(direction, plan)
+            self._runs.submit(copy, plan)
         else:
-            self._paths.get(name, self._runs).copy(direction, regions, device_ids, host_ids)
+            self._paths.get(name, self._runs).copy(copy)
 
     def close(self) -> None:
         """See `CopyPath.close`."""

@@ -95,8 +95,7 @@ class RemoteWriter:
         if columns.mean_run(source_ids, target_ids) >= LEAST_DMA_BYTES:
             self._write_runs(columns.runs(source_ids, target_ids))
             return
-        with torch.cuda.stream(self._lane.stream):
-            self._write_pieces(source_ids, target_ids, regions)
+        self._write_pieces(source_ids, target_ids, regions)
 
     def _write_runs(self, runs: Segments) -> None:
         """In short parts, each on the next of the lane's stream and those beside it, so that all begin early."""
@@ -127,19 +126,20 @@ class RemoteWriter:
     def _write_pieces(self, source_ids: Int64s, target_ids: Int64s, regions: range) -> None:
         from ..triton_kernels.copy_pieces import send_pieces
 
-        ids = self._ids.get(source_ids, target_ids)
+        stream = self._lane.stream
+        there = self._ids.get(source_ids, target_ids, stream).there
         try:
             for part in self._equal_strides(regions):
                 send_pieces(
                     self._tables.setdefault(part, self._table.narrow(part.start, len(part))),
-                    ids.device_ids_there,
+                    there,
+                    len(source_ids),
                     self._base,
                     int(self._strides[part.start]),
-                    ids.host_ids_there,
-                    stream=self._lane.stream,
+                    stream=stream,
                 )
         finally:
-            self._ids.used()
+            self._ids.used(stream)
 
     def _equal_strides(self, regions: range) -> list[range]:
         inner = [int(i) for i in self._changes if regions.start < i < regions.stop]

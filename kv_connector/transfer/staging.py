@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError
 from ..triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
 from ..types import Direction
+from .copy_path import BlockCopy
 from .costs import EDGE_BYTES
 from .direct import IdUploads, RegionTables, UploadedIds
 from .dma import Copier, driver_copier, merge_runs
@@ -129,7 +130,7 @@ class _Chunk(NamedTuple):
 
 
 class StagedPath:
-    """Packing kernel and DMA over a bounded ring (see `paths.CopyPath`): near the link's rate from 4 KiB pieces up."""
+    """Packing kernel and DMA over a bounded ring (see `CopyPath`): near the link's rate from 4 KiB pieces up."""
 
     def __init__(self, layout: CacheLayout, host: HostPool, staging_memory: int, copier: Copier | None = None) -> None:
         """`staging_memory` bytes of device memory serve both directions; `copier` replaces the CUDA driver in tests.
@@ -152,23 +153,20 @@ class StagedPath:
         if layout.device.type == "cuda":
             self._compile()
 
-    def copy(
-        self, direction: Direction, regions: range, device_ids: Int64s, host_ids: Int64s, urgent: bool = False
-    ) -> None:
+    def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        ring = self._rings[direction]
-        current = ring.lane.current()
+        direction = copy.direction
+        ring, uploads = self._rings[direction], self._ids[direction]
         move = self._load_chunk if direction is Direction.LOAD else self._save_chunk
-        uploads = self._ids[direction]
-        ids = uploads.get(device_ids, host_ids)
-        ring.fork(current)
+        ids = uploads.get(copy.device_ids, copy.host_ids, copy.stream)
+        ring.fork(copy.stream)
         try:
-            for part in self._fitting_parts(direction, regions):
+            for part in self._fitting_parts(direction, copy.regions):
                 for chunk in self._chunks(direction, part, ids):
                     move(ring, part, chunk)
         finally:
-            ring.join(current)
-            uploads.used()
+            ring.join(copy.stream)
+            uploads.used(copy.stream)
 
     def close(self) -> None:
         """See `CopyPath.close`."""
@@ -185,11 +183,12 @@ class StagedPath:
         part = self._fitting_parts(Direction.LOAD, range(1))[0]
         block_ids = torch.zeros(1, dtype=torch.int64, device=self._layout.device)
         stream = ring.buffers[0].stream
-        ring.fork(ring.lane.current())
+        current = ring.lane.current()
+        ring.fork(current)
         for _ in range(2):  # the second call is the one that service makes
             for move in (gather_pieces, scatter_pieces):
                 move(part.table, block_ids, part.rows[0], flat_shift=-part.start, stream=stream)
-        ring.join(ring.lane.current())
+        ring.join(current)
 
     def _chunks(self, direction: Direction, part: _Part, ids: UploadedIds) -> Iterator[_Chunk]:
         """The rows of a copy in equal chunks that fit into a buffer, but for a short one at the exposed end."""
@@ -202,7 +201,7 @@ class StagedPath:
             pieces = host_ids // self._host.blocks_per_piece
         pointer, first = addresses.ctypes.data, 0
         for count in chunk_rows(direction, len(host_ids), part.most_rows, EDGE_BYTES // part.rows[0].stride(0)):
-            yield _Chunk(ids.device_ids_there, first, count, addresses, pointer + 8 * width * first, pieces)
+            yield _Chunk(ids.there, first, count, addresses, pointer + 8 * width * first, pieces)
             first += count
 
     def _save_chunk(self, ring: _Ring, part: _Part, chunk: _Chunk) -> None:

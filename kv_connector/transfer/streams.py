@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -49,16 +47,16 @@ class Lane(Protocol):
         """The stream that is current on the lane's device; None on the CPU."""
 
     def position(self) -> Event | None:
-        """What the current stream holds now, to be given to `running` once; None on the CPU."""
+        """What the current stream holds now, to be given to `follow` once; None on the CPU."""
 
-    def running(self, after: Event | None = None) -> Any:
-        """Context in which the lane's stream is current, after what `position` has returned, if given."""
+    def follow(self, position: Event | None) -> None:
+        """What the lane's stream does from now on comes behind what `position` has returned."""
 
     def mark(self, stream: Any = None) -> Event:
         """An event at the position of `stream`, the current one by default."""
 
     def recycle(self, events: list[Event]) -> None:
-        """Take events back for reuse; their waits have been enqueued."""
+        """Take events back for reuse; their waits have been enqueued: streams keep the position that they had then."""
 
 
 def allow_beside_captures() -> None:
@@ -115,10 +113,8 @@ class HostLane:
         """See `Lane.position`."""
         return None
 
-    @contextmanager
-    def running(self, after: Event | None = None) -> Iterator[None]:
-        """See `Lane.running`."""
-        yield
+    def follow(self, position: Event | None) -> None:
+        """See `Lane.follow`."""
 
     def mark(self, stream: None = None) -> Event:
         """See `Lane.mark`."""
@@ -148,15 +144,11 @@ class CudaLane:
         """See `Lane.position`."""
         return self.mark()
 
-    @contextmanager
-    def running(self, after: Event | None = None) -> Iterator[None]:
-        """See `Lane.running`."""
-        if after is not None:
-            after.wait(self.stream)
-            # The stream keeps the recorded position, so the event may be recorded anew at once.
-            self._free.append(after)
-        with torch.cuda.stream(self.stream):
-            yield
+    def follow(self, position: Event | None) -> None:
+        """See `Lane.follow`."""
+        if position is not None:
+            position.wait(self.stream)
+            self._free.append(position)
 
     def mark(self, stream: Any = None) -> Event:
         """See `Lane.mark`."""
@@ -165,7 +157,7 @@ class CudaLane:
             event = self._free.pop()  # asking first whether there is one would let another thread take it
         except IndexError:
             event = torch.cuda.Event(enable_timing=self._timing)  # type: ignore[no-untyped-call]
-        event.record(stream)
+        event.record(stream if stream is not None else torch.cuda.current_stream(self._device))
         marked: Event = event
         return marked
 

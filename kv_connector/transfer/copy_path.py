@@ -1,0 +1,46 @@
+"""What a copy path is asked to copy, and its interface."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..types import Direction
+
+
+class BlockCopy(NamedTuple):
+    """These consecutive regions of device block `device_ids[i]`, to or from host block `host_ids[i]`.
+
+    Ids are int64 of shape (num_blocks,), at least one, in range and without repetition: the engine has checked. The
+    copy comes behind what `stream`, a torch stream, already holds, and what is enqueued there afterwards runs behind
+    the copy; None on the CPU. `urgent` says that the model waits for it, so that it may take what the model needs
+    elsewhere.
+    """
+
+    direction: Direction
+    regions: range
+    device_ids: NDArray[np.int64]
+    host_ids: NDArray[np.int64]
+    stream: Any = None
+    urgent: bool = False
+
+
+class CopyPath(Protocol):
+    """Moves the pieces of some regions of some blocks.
+
+    Copies of one direction come one after the other, on one stream, from whichever thread; those of the two directions
+    may be called for at the same time, so that what a copy needs for itself is there for each.
+    """
+
+    def copy(self, copy: BlockCopy) -> None:
+        """Enqueue it; on the CPU it is done on return.
+
+        Device blocks are read and written behind what the stream holds; host blocks may be read at once. A path with
+        streams of its own joins them to the copy's also where it raised. Only pieces are written, never padding. Raises
+        TransferError, or what torch raises.
+        """
+
+    def close(self) -> None:
+        """Release buffers. Idempotent. No copy may be under way."""
