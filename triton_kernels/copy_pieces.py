@@ -23,11 +23,12 @@ from .launch import Launch, is_observed, launch_of
 
 # Persistent programs, from one H200 on PCIe 5 (2026-11-21). Over the link, 8 reading and 4 writing already reach 51 and
 # 52 of 55 GB/s; more only take multiprocessors from the model (+57 % for its products at 8 writing). On the device, 16
-# to 64 keep ahead of the link. To another GPU over NVLink 4 (two H200s, 2026-11-22) 32 reach 0.82 of one large copy of
-# 394 GB/s, 64 0.89 and 96 0.92, at pieces of 64 KiB.
+# keep ahead of the link, at 230 GB/s for pieces of 16 KiB, and slow large products by 1.3 % where 32 slow them by 2.1 %
+# (2026-11-22). To another GPU over NVLink 4 (two H200s, 2026-11-22) 32 reach 0.82 of one large copy of 394 GB/s, 64
+# 0.89 and 96 0.92, at pieces of 64 KiB.
 LINK_LOAD_PROGRAMS = 8
 LINK_SAVE_PROGRAMS = 4
-STAGED_PROGRAMS = 32
+STAGED_PROGRAMS = 16
 PEER_PROGRAMS = 96
 CHUNK_BYTES = 64 << 10
 """A piece is shared out in chunks of this many bytes, so that few large pieces still occupy every program."""

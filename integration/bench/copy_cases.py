@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Protocol
 
 import numpy as np
@@ -84,7 +85,9 @@ class Case:
             for direction in Direction:
                 if direction is Direction.LOAD:
                     noise.random_(0, 256)  # on the GPU: the CPU would take seconds
-                    self.host.tensor.copy_(noise)
+                    size = self.host.blocks_per_piece  # no copy may cross a registration
+                    for here, there in zip(self.host.tensor.split(size), noise.split(size), strict=True):
+                        here.copy_(there)
                 else:
                     for region in self.layout.regions:
                         region.view.random_(0, 256)
@@ -220,8 +223,8 @@ def _path(case: Case, name: PathName) -> CopyPath:
     return make_path(case.layout, case.host, Config(copy_path=name))
 
 
-def on_streams(case: Case, work: Sequence[Callable[[], None]]) -> float:
-    """Run each on a stream of its own, all at once; milliseconds until the last has ended."""
+def on_streams(case: Case, work: Sequence[Callable[[], None]], num_streams: int = 0) -> float:
+    """Run each on a stream of its own, all at once, or on so many in turn; milliseconds until the last has ended."""
     if case.layout.device.type == "cpu":
         begin = time.perf_counter()
         for call in work:
@@ -230,7 +233,8 @@ def on_streams(case: Case, work: Sequence[Callable[[], None]]) -> float:
     torch.cuda.synchronize()
     start, ends = torch.cuda.Event(enable_timing=True), []
     start.record()
-    for stream, call in zip(_streams(len(work)), work, strict=True):
+    streams = _streams(num_streams or len(work))
+    for stream, call in zip(cycle(streams), work, strict=False):
         stream.wait_event(start)
         with torch.cuda.stream(stream):
             call()

@@ -36,7 +36,7 @@ from .streams import make_lane
 
 logger = logging.getLogger("kv_connector.transfer")
 
-VERSION = 1
+VERSION = 2
 """Counted up with every change of what is measured or of the paths: results of an older one are not used."""
 SEGMENT_LENGTHS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 """Segments that DMA is measured with; short ones are bounded by the launching thread."""

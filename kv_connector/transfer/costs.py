@@ -166,12 +166,12 @@ _LENGTHS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 BUILT_IN = LinkCosts(
     load=DirectionCosts(
         dma=Curve(_LENGTHS, (2.1, 8.0, 26.0, 49.6, 50.0, 54.3), 10.0),
-        packing=Curve((1 << 10, 16 << 10), (400.0, 800.0), 25.0),
+        packing=Curve((1 << 10, 16 << 10), (200.0, 400.0), 25.0),
         direct=Curve((1 << 10, 4 << 10, 16 << 10), (40.0, 44.9, 50.0), 12.0),
     ),
     save=DirectionCosts(
         dma=Curve(_LENGTHS, (2.3, 8.9, 38.0, 49.8, 50.1, 54.2), 10.0),
-        packing=Curve((1 << 10, 16 << 10), (400.0, 800.0), 25.0),
+        packing=Curve((1 << 10, 16 << 10), (200.0, 400.0), 25.0),
         direct=Curve((1 << 10, 4 << 10, 16 << 10), (40.0, 45.5, 51.2), 12.0),
     ),
     source="built in: one H200 on PCIe 5, driver 580, 2026-11-21",
