@@ -22,13 +22,13 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ..config import Config
-from ..errors import ConfigError, InvalidBlockError
+from ..errors import ConfigError
 from ..types import CopyJob, Direction, LoadTiming
-from .checks import Int64s, merged_ids, right_jobs
 from .copy_path import CopyPath
 from .costs import BUILT_IN, LinkCosts
 from .host_pool import HostPool
 from .layout import CacheLayout, last_group
+from .ledger import JobLedger, ids_of
 from .lines import Line, make_submitter
 from .paths import make_path
 from .streams import Event, make_lane
@@ -66,7 +66,7 @@ class TransferEngine:
                 "make the pool with layout.block_bytes"
             )
         self._layout = layout
-        self._host = host
+        self._jobs = JobLedger(layout, host)
         path = path if path is not None else make_path(layout, host, config, costs)
         self._group_bytes = config.layer_group_bytes or costs.group_bytes
         # Rows that DMA still moves, for groups that come early, and those that it moves well.
@@ -80,8 +80,6 @@ class TransferEngine:
         self._submitter = make_submitter(tuple(self._lines.values()), layout.device)
         weakref.finalize(self, self._submitter.close)
         self._in_flight: list[Submission] = []
-        self._finished: list[Completion] = []
-        self._unreported: set[int] = set()
         self._load: Submission | None = None
         self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
         self._closed = False
@@ -94,12 +92,13 @@ class TransferEngine:
         error may come later, as groups behind the first are submitted: `wait_layer` and `wait_all` tell.
         Raises InvalidBlockError, before anything is copied, for a job id that `poll` has still to return.
         """
-        failed, moving, ids = self._take_in(Direction.LOAD, jobs)
+        failed, moving, device_ids, host_ids = self._jobs.take_in(Direction.LOAD, jobs)
         if not moving:
             return failed
         line = self._lines[Direction.LOAD]
-        groups = self._layout.layer_groups(len(ids[0]), self._group_bytes, *self._row_bytes)
-        self._load = load = self._begin(Direction.LOAD, moving, BlockPairs(*ids), line.lane.position(), groups)
+        groups = self._layout.layer_groups(len(host_ids), self._group_bytes, *self._row_bytes)
+        pairs, position = BlockPairs(device_ids, host_ids), line.lane.position()
+        self._load = load = self._begin(Direction.LOAD, moving, pairs, position, groups)
         line.put_first(load)
         if load.end is None:
             self._submitter.wake()
@@ -118,7 +117,7 @@ class TransferEngine:
         They wait for nothing, but for each job's guarded blocks, which come behind `after`, a result of `mark`.
         Returns the ids of jobs with wrong block ids; `poll` alone tells of what fails later. Raises as `submit_load`.
         """
-        failed, moving, (device_ids, host_ids) = self._take_in(Direction.LOAD, jobs)
+        failed, moving, device_ids, host_ids = self._jobs.take_in(Direction.LOAD, jobs)
         start = 0
         for job in moving:
             own = slice(start, start + job.num_blocks)
@@ -139,7 +138,7 @@ class TransferEngine:
             if any(job.job_id in job_ids for job in submission.jobs):
                 self._end_of(submission).wait(current)
                 if submission.is_lost:
-                    lost |= _ids_of(submission.jobs)
+                    lost |= ids_of(submission.jobs)
         return lost
 
     def fence(self) -> None:
@@ -157,10 +156,10 @@ class TransferEngine:
         way would cost a save their whole time to win them 9 %. Their kernels have a higher stream priority, and
         `save_bandwidth` bounds what is planned. Errors and result are those of `submit_background_load`.
         """
-        failed, moving, ids = self._take_in(Direction.SAVE, jobs)
+        failed, moving, device_ids, host_ids = self._jobs.take_in(Direction.SAVE, jobs)
         if moving:
             line = self._lines[Direction.SAVE]
-            line.put(self._begin(Direction.SAVE, moving, BlockPairs(*ids), line.lane.position()))
+            line.put(self._begin(Direction.SAVE, moving, BlockPairs(device_ids, host_ids), line.lane.position()))
             self._submitter.wake()
         return failed
 
@@ -190,9 +189,7 @@ class TransferEngine:
         """The jobs that have ended since the last call; never blocks."""
         for submission in [entry for entry in self._in_flight if entry.has_ended()]:
             self._retire(submission)
-        finished, self._finished = self._finished, []
-        self._unreported.difference_update(completion.job_id for completion in finished)
-        return finished
+        return self._jobs.report()
 
     def pending_bytes(self, direction: Direction) -> int:
         """Bytes of jobs that are under way, paddings left out, as far as they are not known to have arrived; never
@@ -216,42 +213,10 @@ class TransferEngine:
         if not self._closed:
             self._synchronize()
             self._closed = True
+            self._jobs.close()
             self._submitter.close()
             for path in self._lines[Direction.LOAD].paths:  # those of saves are among them
                 path.close()
-
-    def _take_in(
-        self, direction: Direction, jobs: Sequence[CopyJob]
-    ) -> tuple[frozenset[int], Sequence[CopyJob], tuple[Int64s, Int64s]]:
-        """Ids of the jobs that are refused; those that move blocks, and their ids. All others end here."""
-        self._take_ids(jobs)
-        num_device, num_host = self._layout.num_blocks, self._host.num_ready_blocks
-        valid = jobs
-        if self._closed:
-            logger.warning("%d %ss failed: the transfer engine is closed", len(jobs), direction.value)
-            valid = []
-        ids = merged_ids(valid, direction, num_device, num_host)
-        if ids is None:
-            valid = right_jobs(jobs, direction, num_device, num_host)
-            ids = merged_ids(valid, direction, num_device, num_host)
-            assert ids is not None, "jobs that are right one by one are right together"
-        failed = _ids_of(jobs) - _ids_of(valid) if len(valid) < len(jobs) else frozenset()
-        moving = [job for job in valid if len(job.device_ids)]
-        if len(moving) < len(jobs):
-            for job in jobs:
-                if job.job_id in failed or job.num_blocks == 0:
-                    self._finish(job, ok=job.job_id not in failed)
-        return failed, moving, ids
-
-    def _take_ids(self, jobs: Sequence[CopyJob]) -> None:
-        new = {job.job_id for job in jobs}
-        if len(new) < len(jobs) or not new.isdisjoint(self._unreported):
-            # Failing it would end the other job of this id, and its leases, while that one's copy runs.
-            twice = [job.job_id for i, job in enumerate(jobs) if job.job_id in {other.job_id for other in jobs[:i]}]
-            name = next(iter(new & self._unreported), None)
-            name = twice[0] if name is None else name
-            raise InvalidBlockError(f"job id {name} is in flight: it names one job until that is reported")
-        self._unreported |= new
 
     def _begin(
         self,
@@ -302,25 +267,19 @@ class TransferEngine:
         self._load = None
         if self._traces is not None:
             self._traces.drop(load.events)
-        return _ids_of(load.jobs)
+        return ids_of(load.jobs)
 
     def _retire(self, submission: Submission) -> None:
         self._in_flight.remove(submission)
         start, end, events = submission.start, submission.end, submission.events
         assert end is not None
         milliseconds = start.elapsed_time(end) if submission.ok and start is not None else 0.0
-        for job in submission.jobs:
-            self._finish(job, submission.ok, milliseconds)
-            milliseconds = 0.0
+        self._jobs.end(submission.jobs, submission.ok, milliseconds)
         if submission is self._load:
             self._load = None  # all of it is there: no layer has to wait any more
         is_traced = self._traces is not None and self._traces.end(events)
         if submission.ok and start is not None and not is_traced:
             self._lines[submission.direction].lane.recycle([start, *events])
-
-    def _finish(self, job: CopyJob, ok: bool, milliseconds: float = 0.0) -> None:
-        num_bytes = job.num_blocks * self._layout.piece_bytes if ok else 0
-        self._finished.append(Completion(job.job_id, ok, num_bytes, job.direction, milliseconds))
 
     def _synchronize(self) -> None:
         for submission in list(self._in_flight):
@@ -331,7 +290,3 @@ class TransferEngine:
                 logger.warning("%s failed on the device: %s", submission.direction.value, error)
                 submission.ok = False
             self._retire(submission)
-
-
-def _ids_of(jobs: Sequence[CopyJob]) -> frozenset[int]:
-    return frozenset(job.job_id for job in jobs)
