@@ -28,7 +28,7 @@ from kv_connector.types import Direction
         (2 << 20, 2 << 20, 32, False, PathName.RUNS),
         (64 << 10, 64 << 10, 4096, False, PathName.RUNS),  # packing would not make it longer
         (4 << 10, 128 << 10, 4, False, PathName.DIRECT),  # over before the model feels it
-        (16 << 10, 128 << 10, 64, False, PathName.STAGED),
+        (16 << 10, 128 << 10, 128, False, PathName.STAGED),
         (16 << 10, 128 << 10, 64, True, PathName.DIRECT),  # the model waits for it
         (16 << 10, 16 << 20, 64, True, PathName.STAGED),
     ],
