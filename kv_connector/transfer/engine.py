@@ -28,8 +28,8 @@ from .copy_path import CopyPath
 from .costs import BUILT_IN, LinkCosts
 from .host_pool import HostPool
 from .layout import CacheLayout, last_group
-from .ledger import JobLedger, ids_of
 from .lines import Line, make_submitter
+from .open_jobs import OpenJobs, ids_of
 from .paths import make_path
 from .streams import Event, make_lane
 from .submissions import BlockPairs, Completion, Part, Submission
@@ -66,7 +66,7 @@ class TransferEngine:
                 "make the pool with layout.block_bytes"
             )
         self._layout = layout
-        self._jobs = JobLedger(layout, host)
+        self._jobs = OpenJobs(layout, host)
         path = path if path is not None else make_path(layout, host, config, costs)
         self._group_bytes = config.layer_group_bytes or costs.group_bytes
         # Rows that DMA still moves, for groups that come early, and those that it moves well.

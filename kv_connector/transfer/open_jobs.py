@@ -26,7 +26,7 @@ class TakenIn(NamedTuple):
     host_ids: Int64s
 
 
-class JobLedger:
+class OpenJobs:
     """Takes each job in once, and reports it once: done or failed. One thread makes every call."""
 
     def __init__(self, layout: CacheLayout, host: HostPool) -> None:
