@@ -37,19 +37,15 @@ def merged_ids(
     ids.setflags(write=False)
     count = len(ids) // 2
     device_ids, host_ids = ids[:count], ids[count:]
-    load = direction is Direction.LOAD
-    right = _are_in_range(device_ids, num_device_blocks, load) and _are_in_range(host_ids, num_host_blocks, not load)
-    return (device_ids, host_ids) if right else None
-
-
-def _are_in_range(ids: Int64s, num_blocks: int, distinct: bool) -> bool:
-    """Whether all are of a pool of so many blocks, and none comes twice where they are to be `distinct`."""
-    if not len(ids):
-        return True
-    if not distinct:
-        return bool(ids.view(np.uint64).max() < num_blocks)  # a negative one is a large one there
-    ids = np.sort(ids)
-    return bool(ids[0] >= 0 and ids[-1] < num_blocks and (ids[1:] != ids[:-1]).all())
+    if count:
+        unsigned = ids.view(np.uint64)  # a negative one is a large one there
+        largest = np.maximum.reduce(unsigned[:count]), np.maximum.reduce(unsigned[count:])
+        if largest[0] >= num_device_blocks or largest[1] >= num_host_blocks:
+            return None
+    targets, limit = (device_ids, num_device_blocks) if direction is Direction.LOAD else (host_ids, num_host_blocks)
+    taken = np.zeros(limit, dtype=np.bool_)
+    taken[targets] = True
+    return (device_ids, host_ids) if np.count_nonzero(taken) == count else None
 
 
 def right_jobs(
