@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class ManualLane:
 
     def current(self) -> None:
         """None says so in `waits`."""
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def position(self) -> None:
         """Left out: `marks` has the events that the engine keeps."""

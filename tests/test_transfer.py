@@ -304,3 +304,25 @@ def test_an_unpinned_pool_is_copied_too(direction: Direction) -> None:
     pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
     path = make_path(layout, pool, Config())
     check_copy(path, layout, pool, direction, range(len(layout.regions)), PAIRS[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@pytest.mark.parametrize("path", [PathName.RUNS, PathName.STAGED, PathName.DIRECT])
+def test_a_cache_lies_on_a_device_that_is_not_current(path: PathName) -> None:
+    device = torch.device("cuda", 1)
+    engine, layout, pool = make_engine(device, copy_path=path)
+    before = [region.view.cpu().clone() for region in layout.regions]
+    assert torch.cuda.current_device() == 0
+    engine.submit_save([job(1, Direction.SAVE, [3, 5], [1, 0])])
+    assert ends(engine.drain()) == [(1, True)]
+    for region in layout.regions:
+        region.view.zero_()
+    with torch.cuda.device(device):  # as an engine's steps run: its current stream is on the cache's device
+        engine.submit_load([job(2, Direction.LOAD, [3, 5], [1, 0])])
+        engine.wait_all()
+    assert ends(engine.drain()) == [(2, True)]
+    for region, old in zip(layout.regions, before, strict=True):
+        assert torch.equal(region.view[[3, 5]].cpu(), old[[3, 5]])
+    engine.close()
+    pool.close()

@@ -101,11 +101,12 @@ def measure(device: torch.device, host: HostPool, piece_lengths: Sequence[int]) 
         raise ValueError(f"{NUM_BYTES} bytes of host memory are needed, and pieces of at most as many")
     bench = _Bench(device, host)
     found = {}
-    for direction in Direction:
-        dma = _curve([(length, bench.dma(direction, length)) for length in SEGMENT_LENGTHS])
-        packing = _curve([(length, bench.kernel(direction, length, over_link=False)) for length in piece_lengths])
-        direct = _curve([(length, bench.kernel(direction, length, over_link=True)) for length in piece_lengths])
-        found[direction] = DirectionCosts(dma, packing, direct)
+    with bench.lane.on_device():
+        for direction in Direction:
+            dma = _curve([(length, bench.dma(direction, length)) for length in SEGMENT_LENGTHS])
+            packing = _curve([(length, bench.kernel(direction, length, over_link=False)) for length in piece_lengths])
+            direct = _curve([(length, bench.kernel(direction, length, over_link=True)) for length in piece_lengths])
+            found[direction] = DirectionCosts(dma, packing, direct)
     return LinkCosts(found[Direction.LOAD], found[Direction.SAVE], f"measured on {_names(device)}")
 
 
@@ -121,8 +122,8 @@ class _Bench:
         self._device = device
         self._host = host.tensor.view(-1)[:NUM_BYTES]
         self._scratch = torch.zeros((2, NUM_BYTES), dtype=torch.uint8, device=device)
-        self._lane = make_lane(device, priority=0, timing=True)
-        self._stream = self._lane.stream
+        self.lane = make_lane(device, priority=0, timing=True)
+        self._stream = self.lane.stream
         self._random = np.random.default_rng(0)
 
     def dma(self, direction: Direction, length: int) -> tuple[float, float]:
@@ -134,7 +135,7 @@ class _Bench:
         sizes = np.full(count, length, dtype=np.int64)
         targets, sources = (there, here) if direction is Direction.LOAD else (here, there)
         arrays = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
-        copier, handle = driver_copier(), self._lane.handle
+        copier, handle = driver_copier(), self.lane.handle
         return self._rate(lambda number: copier(*arrays, number, True, handle), count, length)
 
     def kernel(self, direction: Direction, length: int, over_link: bool) -> tuple[float, float]:
@@ -167,12 +168,12 @@ class _Bench:
     def _microseconds(self, copy: Callable[[int], None], count: int) -> float:
         times: list[float] = []
         for _ in range(_REPEATS + 1):
-            start = self._lane.mark(self._stream)
+            start = self.lane.mark(self._stream)
             copy(count)
-            end = self._lane.mark(self._stream)
+            end = self.lane.mark(self._stream)
             end.synchronize()
             times.append(1e3 * start.elapsed_time(end))
-            self._lane.recycle([start, end])
+            self.lane.recycle([start, end])
         return median(times[1:])
 
 

@@ -85,9 +85,10 @@ class Line:
     def _advance(self, submission: Submission) -> None:
         """The caller has the lock, and this is the first in line."""
         try:
-            self.lane.follow(submission.position)
-            submission.position = None
-            self._submit_part(submission)
+            with self.lane.on_device():
+                self.lane.follow(submission.position)
+                submission.position = None
+                self._submit_part(submission)
         except Exception as error:  # noqa: BLE001 - as below; a thread must not end by it, nor the model's.
             _log_failure(submission, "its stream", error)
             self._give_up(submission)

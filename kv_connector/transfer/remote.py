@@ -92,10 +92,11 @@ class RemoteWriter:
         raises, or TransferError.
         """
         columns = self._merged_columns(regions)
-        if columns.mean_run(source_ids, target_ids) >= LEAST_DMA_BYTES:
-            self._write_runs(columns.runs(source_ids, target_ids))
-            return
-        self._write_pieces(source_ids, target_ids, regions)
+        with self._lane.on_device():
+            if columns.mean_run(source_ids, target_ids) >= LEAST_DMA_BYTES:
+                self._write_runs(columns.runs(source_ids, target_ids))
+            else:
+                self._write_pieces(source_ids, target_ids, regions)
 
     def _write_runs(self, runs: Segments) -> None:
         """In short parts, each on the next of the lane's stream and those beside it, so that all begin early."""

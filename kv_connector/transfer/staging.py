@@ -151,7 +151,8 @@ class StagedPath:
         self._rings = {way: _Ring(layout.device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
         self._parts: dict[tuple[Direction, range], tuple[_Part, ...]] = {}
         if layout.device.type == "cuda":
-            self._compile()
+            with self._rings[Direction.LOAD].lane.on_device():
+                self._compile()
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,10 @@ class Lane(Protocol):
 
     def current(self) -> Any:
         """The stream that is current on the lane's device; None on the CPU."""
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Context in which the lane's device is the current one: the driver's calls want the context of their stream.
+        The current stream stays what it is on each device."""
 
     def position(self) -> Event | None:
         """What the current stream holds now, to be given to `follow` once; None on the CPU."""
@@ -109,6 +114,10 @@ class HostLane:
     def current(self) -> None:
         """See `Lane.current`."""
 
+    def on_device(self) -> AbstractContextManager[Any]:
+        """See `Lane.on_device`."""
+        return nullcontext()
+
     def position(self) -> Event | None:
         """See `Lane.position`."""
         return None
@@ -139,6 +148,11 @@ class CudaLane:
     def current(self) -> Any:
         """See `Lane.current`."""
         return torch.cuda.current_stream(self._device)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """See `Lane.on_device`."""
+        guard: AbstractContextManager[Any] = torch.cuda.device(self._device)
+        return guard
 
     def position(self) -> Event | None:
         """See `Lane.position`."""
