@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _ask(self, upstream: Upstream, body: dict[str, Any] | None, request_id: str = "") -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection(upstream.host, upstream.port, timeout=self.server.seconds)
-        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        headers = {"Content-Type": "application/json", "X-Request-Id": request_id, "Connection": "close"}
         if "Authorization" in self.headers:
             headers["Authorization"] = self.headers["Authorization"]
         try:
@@ -227,8 +227,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _parts(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The body as it comes. Raises OSError or HTTPException where it breaks off."""
+    left = response.length  # None where chunks say where it ends: `read1` notices only those that are missing
     while part := response.read1(1 << 16):
+        left = None if left is None else left - len(part)
         yield part
+    if left:
+        raise http.client.IncompleteRead(b"", left)
 
 
 def _error(text: str) -> dict[str, Any]:
