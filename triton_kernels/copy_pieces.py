@@ -226,7 +226,7 @@ def _launch(
                 *constants,
                 num_warps=NUM_WARPS,
             )
-        if kernel is not None:  # the interpreter compiles nothing
+        if kernel is not None and launch is None:  # the interpreter compiles nothing
             _launches[key] = launch_of(kernel, constants)
         return
     # Addresses in place of tensors: the launcher would ask the driver about each of those.

@@ -15,7 +15,8 @@ from typing import Any
 
 from triton import knobs
 
-Launch = Callable[[int, int, list[int]], None]
+Arguments = list[ctypes.c_int64 | int]
+Launch = Callable[[int, int, Arguments], None]
 """Enqueue so many programs on a stream, by its handle, with these arguments: addresses and counts, no constants."""
 _MOST_ARGUMENTS = 24
 
@@ -40,7 +41,7 @@ def launch_of(kernel: Any, constants: tuple[Any, ...]) -> Launch:
     Through the driver where the kernel has the parameters that we know of, and by Triton otherwise.
     """
 
-    def by_triton(num_programs: int, stream: int, arguments: list[int]) -> None:
+    def by_triton(num_programs: int, stream: int, arguments: Arguments) -> None:
         kernel[(num_programs, 1, 1)](*arguments, *constants, stream=stream)
 
     if not _has_known_parameters(kernel):
@@ -51,9 +52,9 @@ def launch_of(kernel: Any, constants: tuple[Any, ...]) -> Launch:
     function, shared = kernel.function, kernel.metadata.shared
     threads = 32 * kernel.metadata.num_warps
 
-    def by_driver(num_programs: int, stream: int, arguments: list[int]) -> None:
+    def by_driver(num_programs: int, stream: int, arguments: Arguments) -> None:
         own = _arguments
-        own.values[: len(arguments)] = [*arguments]
+        own.values[: len(arguments)] = arguments
         code = enqueue(function, num_programs, 1, 1, threads, 1, 1, shared, stream, own.address, None)
         if code != 0:
             raise RuntimeError(f"cuLaunchKernel of {kernel.name} failed with CUDA error {code}")

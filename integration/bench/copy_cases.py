@@ -250,6 +250,12 @@ def large_copy_ms(case: Case, direction: Direction) -> float:
     return on_streams(case, [lambda: case.large_copy(direction)])
 
 
+def synchronize() -> None:
+    """Nothing is under way on the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 _own_streams: list[torch.cuda.Stream] = []
 
 

@@ -16,6 +16,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from integration.bench.copy_cases import synchronize
 from integration.report import Report, hardware
 from kv_connector.config import Config
 from kv_connector.transfer.engine import TransferEngine
@@ -135,12 +136,6 @@ def report(
     slower = median(rows["beside"]["step_ms"]) / median(rows["after"]["step_ms"]) - 1
     print(f"steps take {slower:+.1%} while memory is locked")
     found.write(path)
-
-
-def synchronize() -> None:
-    """Nothing is under way on the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from statistics import median
 import torch
 
 from integration.bench.copies import size
-from integration.bench.copy_cases import Case, large_copy_ms, make_case
+from integration.bench.copy_cases import Case, large_copy_ms, make_case, synchronize
 from integration.report import Report, hardware
 from kv_connector.config import Config
 from kv_connector.transfer.copy_path import BlockCopy
@@ -198,12 +198,6 @@ def measure_first_group(report: Report, case: Case, engine: TransferEngine, repe
 def label_of(case: Case) -> str:
     """Such as `16KiB`."""
     return size(case.piece_bytes).replace(" ", "")
-
-
-def synchronize() -> None:
-    """Nothing is under way on the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from .channel import SideChannel
 from .handshake import Card
 
 
-class OverChannel:
+class OverChannel(ABC):
     """See `PeerTransport` for the calls. What is pushed goes another way, which the backend adds and names."""
 
     transport: str
@@ -59,17 +60,17 @@ class OverChannel:
         events, self._events = self._events, []
         return events
 
+    @abstractmethod
     def _is_busy(self) -> bool:
         """Whether something is under way."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, event: PeerEvent) -> None:
         """The channel tells of a link."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _advance(self) -> None:
         """Go on with what is under way."""
-        raise NotImplementedError
 
     def _arrived(self, arrived: Arrived) -> None:
         self.counters.received_bytes += arrived.count * self._pool.bytes_of(arrived.regions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -58,6 +58,16 @@ def merge_runs(device: Int64s, host: Int64s, sizes: Int64s, pieces: Int64s) -> S
     return Segments(device[starts], host[starts], np.add.reduceat(sizes, starts))
 
 
+class _Columns(NamedTuple):
+    """Regions, those joined that are adjacent on both sides: an entry each, `piece_bytes` are `sizes` again."""
+
+    bases: Int64s
+    strides: Int64s
+    sizes: Int64s
+    offsets: Int64s
+    piece_bytes: tuple[int, ...]
+
+
 class RunsPath:
     """Copies merged segments with one driver call per couple of thousand (see `CopyPath`)."""
 
@@ -66,8 +76,7 @@ class RunsPath:
         self._layout = layout
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
-        self._columns: dict[range, tuple[Int64s, ...]] = {}
-        self._piece_bytes: dict[range, tuple[int, ...]] = {}
+        self._columns: dict[range, _Columns] = {}
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
@@ -83,7 +92,7 @@ class RunsPath:
 
     def plan(self, copy: BlockCopy) -> Segments:
         """The segments of it."""
-        bases, strides, sizes, offsets = self._merged_columns(copy.regions)
+        bases, strides, sizes, offsets, _ = self._merged_columns(copy.regions)
         order = np.argsort(copy.host_ids, kind="stable")
         device_ids, host_ids = copy.device_ids[order, None], copy.host_ids[order, None]
         shape = (len(order), len(sizes))
@@ -96,15 +105,13 @@ class RunsPath:
 
     def piece_bytes(self, regions: range) -> tuple[int, ...]:
         """Lengths of a block's pieces, those joined that are adjacent on both sides."""
-        if regions not in self._piece_bytes:
-            self._piece_bytes[regions] = tuple(self._merged_columns(regions)[2].tolist())
-        return self._piece_bytes[regions]
+        return self._merged_columns(regions).piece_bytes
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _merged_columns(self, regions: range) -> tuple[Int64s, ...]:
-        """Bases, strides, sizes and offsets of the regions, those joined that are adjacent on both sides."""
+    def _merged_columns(self, regions: range) -> _Columns:
+        """Those of the regions."""
         if regions not in self._columns:
             part = self._layout.regions[regions.start : regions.stop]
             bases = np.array([region.data_ptr for region in part], dtype=np.int64)
@@ -113,7 +120,8 @@ class RunsPath:
             sizes = np.array([region.piece_bytes for region in part], dtype=np.int64)
             merged = merge_runs(bases, offsets, sizes, strides)
             kept = np.searchsorted(offsets, merged.host)
-            self._columns[regions] = merged.device, strides[kept], merged.sizes, merged.host
+            lengths = tuple(merged.sizes.tolist())
+            self._columns[regions] = _Columns(merged.device, strides[kept], merged.sizes, merged.host, lengths)
         return self._columns[regions]
 
 

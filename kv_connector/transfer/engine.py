@@ -82,7 +82,6 @@ class TransferEngine:
         self._in_flight: list[Submission] = []
         self._load: Submission | None = None
         self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
-        self._closed = False
 
     def submit_load(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
         """Copy a step's loads, merged, after the current stream's position; call it before the forward pass.
@@ -210,9 +209,8 @@ class TransferEngine:
 
         `poll` still returns what had not been reported; jobs submitted from now on fail.
         """
-        if not self._closed:
+        if not self._jobs.is_closed:
             self._synchronize()
-            self._closed = True
             self._jobs.close()
             self._submitter.close()
             for path in self._lines[Direction.LOAD].paths:  # those of saves are among them

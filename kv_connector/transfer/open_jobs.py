@@ -34,7 +34,7 @@ class OpenJobs:
         self._host = host
         self._finished: list[Completion] = []
         self._unreported: set[int] = set()
-        self._closed = False
+        self.is_closed = False
 
     def take_in(self, direction: Direction, jobs: Sequence[CopyJob]) -> TakenIn:
         """Check jobs that were submitted together; those with wrong block ids, or with none at all, end here.
@@ -44,7 +44,7 @@ class OpenJobs:
         self._take_ids(jobs)
         num_device, num_host = self._layout.num_blocks, self._host.num_ready_blocks
         valid = jobs
-        if self._closed:
+        if self.is_closed:
             logger.warning("%d %ss failed: the transfer engine is closed", len(jobs), direction.value)
             valid = []
         ids = merged_ids(valid, direction, num_device, num_host)
@@ -74,7 +74,7 @@ class OpenJobs:
 
     def close(self) -> None:
         """Jobs that come in from now on fail."""
-        self._closed = True
+        self.is_closed = True
 
     def _take_ids(self, jobs: Sequence[CopyJob]) -> None:
         new = {job.job_id for job in jobs}
