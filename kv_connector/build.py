@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .config import Config, PeerConfig, StorageConfig
     from .index import CacheIdentity
     from .peer.base import PeerIdentity, PeerPool, PeerTransport
-    from .peer.handshake import Card
-    from .peer.jobs import PeerJobs
+    from .peer.protocol.jobs import PeerJobs
+    from .peer.wire.handshake import Card
     from .scheduler import SchedulerHalf
     from .storage.base import Storage
     from .worker import WorkerHalf
@@ -66,12 +66,12 @@ def _open_storage(
     name = (identity.encode() if identity is not None else b"") + f"|rank {rank} of {world_size}".encode()
     digest = hashlib.sha256(b"kvc1.storage" + name).digest()
     if config.kind == "mooncake":
-        from .storage.mooncake import MooncakeStorage
-        from .storage.mooncake_client import MooncakeClient, MooncakeOptions
+        from .storage.mooncake.backend import MooncakeStorage
+        from .storage.mooncake.client import MooncakeClient, MooncakeOptions
 
         client = MooncakeClient(MooncakeOptions.of(config, world_size))
         return MooncakeStorage(client, digest, block_bytes, pool)
-    from .storage.filesystem import FilesystemStorage
+    from .storage.filesystem.backend import FilesystemStorage
 
     try:
         return FilesystemStorage(Path(config.path), digest, block_bytes, config.capacity)
@@ -87,7 +87,7 @@ def _open_peers(
     config: PeerConfig, identity: CacheIdentity | None, engine_id: str, rank: int, world_size: int, pool: PeerPool
 ) -> PeerJobs:
     from .peer.base import PeerIdentity
-    from .peer.jobs import PeerJobs
+    from .peer.protocol.jobs import PeerJobs
 
     if identity is None:
         raise ConfigError("peer needs the engine's identity: pass it to build_scheduler and build_worker")
@@ -109,7 +109,7 @@ def _open_peers(
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
     """The links of one rank, for its pool. Raises ConfigError where they cannot be opened."""
     from .peer.base import PeerError
-    from .peer.handshake import Card
+    from .peer.wire.handshake import Card
 
     card = Card(identity, engine_id, pool.num_blocks)
     port = config.port + identity.rank if config.port else 0
@@ -132,17 +132,17 @@ def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, p
 
 
 def _nixl(pool: PeerPool, where: _Where, staging_bytes: int) -> tuple[_Open | None, _Open]:
-    from .peer.nixl import NixlTransport
-    from .peer.nixl_agent import start_agent
-    from .peer.nixl_staged import NixlStagedTransport
+    from .peer.carriers.nixl import NixlTransport
+    from .peer.carriers.nixl_agent import start_agent
+    from .peer.carriers.staged.nixl import NixlStagedTransport
 
     agent = start_agent()
     return partial(NixlTransport, agent, pool, *where), partial(NixlStagedTransport, agent, pool, *where, staging_bytes)
 
 
 def _same_host(pool: PeerPool, where: _Where, staging_bytes: int) -> tuple[_Open | None, _Open]:
-    from .peer.cuda_ipc import CudaIpcTransport
-    from .peer.shared_memory import SharedMemoryTransport
+    from .peer.carriers.cuda_ipc import CudaIpcTransport
+    from .peer.carriers.staged.shared_memory import SharedMemoryTransport
 
     open_direct = partial(CudaIpcTransport, pool, *where) if pool.device >= 0 else None
     return open_direct, partial(SharedMemoryTransport, pool, *where, staging_bytes)

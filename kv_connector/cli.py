@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .config import parse_size
 from .errors import ConfigError
-from .storage.survey import PackFile, damaged_blocks, survey, temporary_files
+from .storage.filesystem.survey import PackFile, damaged_blocks, survey, temporary_files
 
 if TYPE_CHECKING:
     from .transfer.costs import LinkCosts

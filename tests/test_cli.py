@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kv_connector.cli import main
-from kv_connector.storage.filesystem import FilesystemStorage
-from kv_connector.storage.packs import pack_bytes
-from tests.storages import BLOCK, IDENTITY, exists, get, key, put
+from kv_connector.storage.filesystem.backend import FilesystemStorage
+from kv_connector.storage.filesystem.packs import pack_bytes
+from tests.storage.storages import BLOCK, IDENTITY, exists, get, key, put
 
 PACK = pack_bytes(4, BLOCK)
 

@@ -19,8 +19,8 @@ from kv_connector.index import BlockHasher, BlockPool, BlockState, CacheTier, Mu
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import BlockHash, Direction, Tier
 from kv_connector.worker import WorkerHalf
-from tests.chains import path, resident, store
 from tests.fakes import LateWorker, PatternModel, check_engine, make_engine
+from tests.index.chains import path, resident, store
 
 PROMPT = list(range(24))
 

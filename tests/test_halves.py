@@ -17,7 +17,7 @@ from integration.mini_engine.request import EngineRequest
 from kv_connector.config import Backup, Config, LoadChoice, Prefetch, StorageConfig, WritePolicy
 from kv_connector.types import Direction
 from tests.fakes import LateWorker, PatternModel, check_engine, make_engine
-from tests.storages import HeldStorage
+from tests.storage.storages import HeldStorage
 
 SEEN: Counter[str] = Counter()
 NUM_DEVICE_BLOCKS = 16

@@ -31,9 +31,9 @@ from integration.report import Report
 from kv_connector.build import open_transport
 from kv_connector.config import PeerConfig
 from kv_connector.peer.base import Arrived, Connected, PeerIdentity, PeerTransport, Push
-from kv_connector.peering import pool_of
 from kv_connector.transfer.layout import CacheLayout
 from kv_connector.transfer.streams import make_lane
+from kv_connector.worker.peers import pool_of
 
 CASES = (("2 MiB blocks", 2 << 20, 1, 0.9), ("64 KiB pieces", 64 << 10, 32, 0.8))
 ADDED_TTFT_GOAL_MS = 100.0

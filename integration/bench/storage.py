@@ -29,9 +29,9 @@ from typing import TypeVar
 import numpy as np
 
 from integration.report import Report, hardware
-from kv_connector.storage.filesystem import NUM_THREADS, FilesystemStorage
-from kv_connector.storage.folder import PackFolder
-from kv_connector.storage.packs import PackHeader, pack_bytes, pack_name
+from kv_connector.storage.filesystem.backend import NUM_THREADS, FilesystemStorage
+from kv_connector.storage.filesystem.folder import PackFolder
+from kv_connector.storage.filesystem.packs import PackHeader, pack_bytes, pack_name
 
 GOALS = {1 << 20: 0.9, 128 << 10: 0.8}
 """Throughput of ours over fio's, by block size."""

@@ -23,8 +23,8 @@ import numpy as np
 
 from integration.mooncake_master import HOST, MooncakeMaster, running_store, store_config, why_not
 from integration.report import Report, hardware
-from kv_connector.storage.mooncake import MooncakeStorage
-from kv_connector.storage.mooncake_client import MooncakeClient, MooncakeOptions, load_mooncake
+from kv_connector.storage.mooncake.backend import MooncakeStorage
+from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions, load_mooncake
 
 TOTAL = 64 << 20
 STORE = 1 << 30

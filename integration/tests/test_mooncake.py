@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from integration.mooncake_master import MemoryOwner, MooncakeMaster, store_config, why_not
-from kv_connector.storage.mooncake import MooncakeStorage
-from kv_connector.storage.mooncake_client import MooncakeClient, MooncakeOptions
-from tests.storages import IDENTITY, SECONDS, buffers, exists, get, key, put
-from tests.stores import connected, until
+from kv_connector.storage.mooncake.backend import MooncakeStorage
+from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
+from tests.storage.mooncake.stores import connected, until
+from tests.storage.storages import IDENTITY, SECONDS, buffers, exists, get, key, put
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 ROOT = Path(__file__).parents[2]
@@ -27,8 +27,8 @@ from integration.mooncake_master import HOST
 from kv_connector.config import StorageConfig
 from kv_connector.storage.mooncake import MooncakeStorage
 from kv_connector.storage.mooncake_client import MooncakeClient, MooncakeOptions
-from tests.storages import IDENTITY, exists, get, key, put
-from tests.stores import connected
+from tests.storage.storages import IDENTITY, exists, get, key, put
+from tests.storage.mooncake.stores import connected
 
 master, action, block_bytes, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 config = StorageConfig(kind="mooncake", master=master, hostname=HOST)

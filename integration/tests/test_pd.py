@@ -11,7 +11,7 @@ import torch
 from integration.mini_engine.engine import MiniEngine
 from integration.mini_engine.model import ModelConfig, PagedLlama
 from integration.mini_engine.pd import Ask, EngineProcess, EngineShape, Pair, make_engine, peer_settings
-from kv_connector.peer.nixl_agent import why_not
+from kv_connector.peer.carriers.nixl_agent import why_not
 
 BLOCK_SIZE = 8
 VARIANTS: dict[str, dict[str, Any]] = {

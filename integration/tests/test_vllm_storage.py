@@ -12,8 +12,8 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 
 from integration.mooncake_master import running_store, why_not
 from integration.tests.vllm_engines import BLOCK_SIZE, prompts, running, transfer_config
-from kv_connector import prefetches
 from kv_connector.errors import ConfigError
+from kv_connector.scheduler.storage import prefetches
 
 NUM_BLOCKS = 4 * 13
 

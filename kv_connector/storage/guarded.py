@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from .breaker import Breaker, BreakerState
-from .mooncake_client import Answer, StoreClient, StoreUnreachable, Transfer
+from .mooncake.client import Answer, StoreClient, StoreUnreachable, Transfer
 
 T = TypeVar("T")
 logger = logging.getLogger("kv_connector.storage")

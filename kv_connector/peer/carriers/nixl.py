@@ -1,0 +1,273 @@
+"""NIXL, direct: one agent for each rank, which writes into the peer's pool over whatever UCX finds.
+
+The whole pool is registered once, and a descriptor list over all of its pieces is prepared once on either side, so that
+a push is two lists of indices. The notification that NIXL delivers behind the last byte is what tells the receiver; who
+may be written to, and everything else that is said, goes over the side channel. Nothing here unpickles.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..base import (
+    Connected,
+    Ids,
+    Lost,
+    PeerError,
+    PeerEvent,
+    PeerPool,
+    Push,
+    Pushed,
+    announce,
+    check_int,
+    check_text,
+)
+from ..wire.handshake import Card
+from .nixl_agent import DROP_SECONDS, add_remote, encode_metadata, foreign
+from .one_sided import OneSided
+
+_POLL_SECONDS = 0.0005
+logger = logging.getLogger("kv_connector.peer")
+
+
+@dataclass(slots=True)
+class _Remote:
+    """The agent behind a link, and the list of its pieces."""
+
+    name: str
+    pieces: Any
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A push under way; `due` is when it is given up after its link was lost."""
+
+    link: int
+    push: Push
+    handle: Any
+    due: float | None = None
+
+
+class NixlTransport(OneSided):
+    """See `PeerTransport`."""
+
+    transport = "nixl"
+    poll_seconds = _POLL_SECONDS
+
+    def __init__(
+        self, agent: Any, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float
+    ) -> None:
+        """Raises PeerError where NIXL cannot register the pool, and ConfigError where the address cannot be used."""
+        self._pool = pool  # what registers it comes before the links
+        self._agent = agent
+        self._name = str(agent.name)
+        self._memory = "DRAM" if pool.device < 0 else "VRAM"
+        self._registered = self._register()
+        own = [(region.address, region.block_stride) for region in pool.regions]
+        # NIXL joins entries that are neighbours in memory where they follow one another.
+        self._by_block = all(r.address + r.piece_bytes == then.address for r, then in pairwise(pool.regions))
+        self._pieces = self._prepare("NIXL_INIT_AGENT", own, pool.num_blocks, pool.device)
+        metadata = encode_metadata(self._agent.get_agent_metadata())
+        extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
+        super().__init__(pool, card, extra, bind, port, secret, seconds)
+        self._remotes: dict[int, _Remote] = {}
+        self._writing: list[_Writing] = []
+
+    def push(self, link: int, push: Push) -> None:
+        """See `PeerTransport.push`."""
+        remote = self._remotes.get(link)
+        ids = push.source_ids
+        assert len(ids) and 0 <= ids.min() <= ids.max() < self._pool.num_blocks, f"{ids} of {self._pool.num_blocks}"
+        if remote is None:
+            self._events.append(Pushed(push.number, False))
+            return
+        targets = push.target_ids
+        assert 0 <= targets.min() <= targets.max() < remote.num_blocks, f"{targets} of {remote.num_blocks}"
+        regions = push.regions
+        told = announce(push.grant, push.first, len(ids), regions)
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "WRITE",
+                self._pieces,
+                _indices(ids, regions, self._pool.num_blocks, self._by_block),
+                remote.pieces,
+                _indices(targets, regions, remote.num_blocks, self._by_block),
+                json.dumps(told).encode(),
+            )
+            self._agent.transfer(handle)
+        except Exception as error:  # noqa: BLE001 - NIXL has exceptions of its own: the seam where they become a lost link
+            self._events.append(Pushed(push.number, False))
+            self._channel.drop(link, f"NIXL cannot write to it: {type(error).__name__}: {error}")
+            return
+        self._writing.append(_Writing(link, push, handle))
+
+    def close(self) -> None:
+        """See `PeerTransport.close`. Waits for a while for what is being written: it is read from memory that goes."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._channel.close()
+        end = time.monotonic() + DROP_SECONDS
+        while self._writing and time.monotonic() < end:
+            self._finish_writing()
+            time.sleep(_POLL_SECONDS)
+        for link in list(self._remotes):
+            self._forget(link)
+        try:
+            self._agent.release_dlist_handle(self._pieces)
+            for registered in self._registered:
+                self._agent.deregister_memory(registered)
+        except Exception as error:  # noqa: BLE001 - as above; nothing is left to do about it
+            logger.warning("NIXL did not let go of its memory: %s: %s", type(error).__name__, error)
+
+    def _register(self) -> list[Any]:
+        """Register every byte of the pool once; regions may be interleaved.
+
+        Spans that only touch stay apart: two allocations of a device may be neighbours, and have an IPC handle each.
+        """
+        spans: list[list[int]] = []
+        last = self._pool.num_blocks - 1
+        for region in sorted(self._pool.regions, key=lambda region: region.address):
+            stop = region.address + last * region.block_stride + region.piece_bytes
+            if spans and region.address < spans[-1][1]:
+                spans[-1][1] = max(spans[-1][1], stop)
+            else:
+                spans.append([region.address, stop])
+        device = max(0, self._pool.device)
+        registered: list[Any] = []
+        try:
+            for start, stop in spans:
+                registered.append(self._agent.register_memory([(start, stop - start, device, "")], self._memory))
+        except Exception as error:
+            for entry in registered:
+                self._agent.deregister_memory(entry)
+            raise PeerError(
+                f"NIXL cannot register this engine's {self._memory}: {type(error).__name__}: {error}"
+            ) from error
+        return registered
+
+    def _prepare(self, agent: str, regions: Sequence[tuple[int, int]], num_blocks: int, device: int) -> Any:
+        """The list of all pieces: block b of region r is entry r * num_blocks + b."""
+        rows = np.empty((len(regions), num_blocks, 3), dtype=np.uint64)
+        blocks = np.arange(num_blocks, dtype=np.uint64)
+        for row, (address, stride), piece in zip(rows, regions, self._pool.pieces, strict=True):
+            row[:, 0] = np.uint64(address) + blocks * np.uint64(stride)
+            row[:, 1] = piece
+            row[:, 2] = max(0, device)
+        return self._agent.prep_xfer_dlist(agent, rows.reshape(-1, 3), "DRAM" if device < 0 else "VRAM")
+
+    def _is_busy(self) -> bool:
+        return bool(self._writing or self._num_granted)
+
+    def _advance(self) -> None:
+        self._finish_writing()
+        if self._num_granted or self._remotes:
+            self._take_notifications()
+
+    def _take(self, event: PeerEvent) -> None:
+        if isinstance(event, Connected):
+            try:
+                self._meet(event.link)
+            except PeerError as error:
+                self._channel.drop(event.link, str(error))
+                return
+        elif isinstance(event, Lost):
+            self._forget(event.link)
+        self._events.append(event)
+
+    def _meet(self, link: int) -> None:
+        card = self._channel.card_of(link)
+        if card is None:
+            raise PeerError("it went as it came")
+        name, regions = check_text(card.extra, "agent"), card.extra.get("regions")
+        if not isinstance(regions, list) or len(regions) != len(self._pool.regions):
+            raise PeerError(f"its pool is not {len(self._pool.regions)} regions")
+        if name == self._name:
+            raise PeerError("it is this engine")
+        places = [_place(region) for region in regions]
+        device = check_int(card.extra, "device", least=-1, most=1024)
+        if add_remote(self._agent, card.extra) != name:
+            raise PeerError("its agent has another name than it says")
+        with foreign("NIXL does not accept it"):
+            pieces = self._prepare(name, places, card.num_blocks, device)
+        self._remotes[link] = _Remote(name, pieces, card.num_blocks)
+
+    def _forget(self, link: int) -> None:
+        remote = self._remotes.pop(link, None)
+        self._forget_grants(link)
+        due = time.monotonic() + DROP_SECONDS
+        for writing in self._writing:
+            if writing.link == link:
+                writing.due = due
+        if remote is None:
+            return
+        try:
+            self._agent.release_dlist_handle(remote.pieces)
+            if remote.name not in {other.name for other in self._remotes.values()}:
+                self._agent.remove_remote_agent(remote.name)
+        except Exception as error:  # noqa: BLE001 - it is gone either way
+            logger.debug("NIXL had forgotten %s: %s", remote.name, error)
+
+    def _finish_writing(self) -> None:
+        left = []
+        for writing in self._writing:
+            try:
+                state = self._agent.check_xfer_state(writing.handle)
+            except Exception as error:  # noqa: BLE001 - the peer is gone, or the transport failed
+                state = "ERR"
+                self._channel.drop(writing.link, f"NIXL failed: {type(error).__name__}")
+            is_overdue = writing.due is not None and time.monotonic() >= writing.due
+            if state == "PROC" and not is_overdue:
+                left.append(writing)
+                continue
+            is_ok = state == "DONE" and writing.due is None
+            if is_ok:
+                self.counters.sent_bytes += len(writing.push.source_ids) * self._pool.bytes_of(writing.push.regions)
+            self._events.append(Pushed(writing.push.number, is_ok))
+            try:
+                self._agent.release_xfer_handle(writing.handle)
+            except Exception as error:  # noqa: BLE001 - as above
+                logger.debug("NIXL did not release a transfer: %s", error)
+        self._writing = left
+
+    def _take_notifications(self) -> None:
+        """They name the agent, which may have a link from either side: the one with the grant is meant."""
+        for agent, notes in self._agent.get_new_notifs().items():
+            for link in [link for link, remote in self._remotes.items() if remote.name == agent]:
+                try:
+                    for note in notes:
+                        self._hear_written(link, _note(note))
+                except PeerError as error:
+                    self._channel.drop(link, str(error))
+
+
+def _note(note: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(note)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise PeerError("a notification is not a JSON object")
+    return body
+
+
+def _indices(block_ids: Ids, regions: range, num_blocks: int, by_block: bool) -> Any:
+    """Entries of the list of pieces, block by block or region by region."""
+    starts = np.arange(regions.start, regions.stop, dtype=np.int64) * num_blocks
+    entries = starts[:, None] + block_ids[None, :]
+    return (entries.T if by_block else entries).reshape(-1).astype(np.int32)
+
+
+def _place(region: object) -> tuple[int, int]:
+    if not isinstance(region, list) or len(region) != 2 or not all(type(v) is int and 0 <= v < 1 << 63 for v in region):
+        raise PeerError("a region of its pool is not an address and a stride")
+    return region[0], region[1]

@@ -1,0 +1,178 @@
+"""NIXL through host memory: the sender's slot is written to the receiver's slot of the same number.
+
+For pools that NIXL cannot register: UCX may have been built without this device, or the network may not reach it. Each
+link registers slots of its own and tells the peer of nothing else, so what a peer writes goes to its slots or nowhere.
+(`staged` is the protocol. NIXL's notifications are not used: a write that is done has arrived, and what is said over
+the side channel behind it is in order with everything else.)
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ...base import PeerError, PeerPool, check_int
+from ...wire.handshake import Card
+from ..nixl_agent import add_remote, encode_metadata, foreign
+from . import ring
+from .transport import StagedTransport
+
+_QUIET_SECONDS = 1.0
+logger = logging.getLogger("kv_connector.peer")
+
+
+class NixlStagedTransport(StagedTransport):
+    """See `PeerTransport`."""
+
+    transport = "nixl_staged"
+
+    def __init__(
+        self,
+        agent: Any,
+        pool: PeerPool,
+        card: Card,
+        bind: str,
+        port: int,
+        secret: bytes,
+        seconds: float,
+        staging_bytes: int,
+    ) -> None:
+        """Raises ConfigError where the address cannot be used or the staging memory is too small."""
+        super().__init__(NixlSlots(agent, seconds), pool, card, bind, port, secret, seconds, staging_bytes)
+
+
+class NixlSlots:
+    """See `Carrier`. A slot that has not arrived after `seconds` costs its link."""
+
+    def __init__(self, agent: Any, seconds: float) -> None:
+        self.extra: Mapping[str, Any] = {}
+        self._agent = agent
+        self._seconds = seconds
+        self._num_ways: Counter[str] = Counter()  # by the peer's agent: the last one that goes takes it along
+
+    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Outgoing, dict[str, Any]]:
+        """See `Carrier.offer`."""
+        return _Outgoing(self._agent, self._num_ways, self._seconds, num_slots, slot_bytes), {}
+
+    def accept(self, body: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Slots, dict[str, Any]]:
+        """See `Carrier.accept`."""
+        way = _Slots(self._agent, num_slots, slot_bytes)
+        return way, {"address": way.ring.address, "metadata": way.metadata()}
+
+    def close(self) -> None:
+        """See `Carrier.close`: nothing is left."""
+
+
+class _Slots:
+    """A ring that NIXL knows: where a peer's slots arrive."""
+
+    def __init__(self, agent: Any, num_slots: int, slot_bytes: int) -> None:
+        self.ring = ring.Ring(ring.create(num_slots, slot_bytes), num_slots, slot_bytes)
+        self._agent = agent
+        with foreign("NIXL cannot register slots for blocks"):
+            self._registered = agent.register_memory([(self.ring.address, self.ring.slots.nbytes, 0, "")], "DRAM")
+
+    def metadata(self) -> str:
+        """What lets a peer write to these slots, and to nothing else of this process."""
+        with foreign("NIXL does not tell of slots for blocks"):
+            return encode_metadata(self._agent.get_partial_agent_metadata(self._registered, True, ["UCX"]))
+
+    def close(self) -> None:
+        """See `Incoming.close`. A peer that has not noticed may still write for a moment: the memory outlives the
+        registration."""
+        try:
+            self._agent.deregister_memory(self._registered)
+        except Exception as error:  # noqa: BLE001 - NIXL's own; nothing is left to do about it
+            logger.warning("NIXL did not let go of its memory: %s: %s", type(error).__name__, error)
+        keeper = threading.Timer(_QUIET_SECONDS, [self.ring].clear)
+        keeper.daemon = True
+        keeper.start()
+
+
+class _Outgoing(_Slots):
+    """See `Outgoing`."""
+
+    def __init__(self, agent: Any, num_ways: Counter[str], seconds: float, num_slots: int, slot_bytes: int) -> None:
+        super().__init__(agent, num_slots, slot_bytes)
+        self._num_ways = num_ways
+        self._seconds = seconds
+        self._peer = ""
+        self._address = 0
+        self._transfers: list[_Transfer] = []
+
+    def accepted(self, body: Mapping[str, Any]) -> None:
+        """See `Outgoing.accepted`."""
+        self._address = check_int(body, "address", 1, 1 << 63)
+        name = add_remote(self._agent, body)
+        self._num_ways[name] += 1
+        self._peer = name
+
+    def carry(self, slot: int, num_bytes: int) -> _Transfer:
+        """See `Outgoing.carry`."""
+        offset = slot * self.ring.slot_bytes
+        with foreign("NIXL cannot write to it"):
+            here, there = (
+                self._agent.get_xfer_descs([(address + offset, num_bytes, 0)], "DRAM")
+                for address in (self.ring.address, self._address)
+            )
+            handle = self._agent.initialize_xfer("WRITE", here, there, self._peer)
+            transfer = _Transfer(self._agent, handle, self._seconds)
+            self._agent.transfer(handle)
+        self._transfers = [*(entry for entry in self._transfers if entry.is_under_way), transfer]
+        return transfer
+
+    def close(self) -> None:
+        """See `Outgoing.close`."""
+        for transfer in self._transfers:
+            transfer.release()
+        if self._peer:
+            self._num_ways[self._peer] -= 1
+            if not self._num_ways[self._peer]:
+                del self._num_ways[self._peer]
+                try:
+                    self._agent.remove_remote_agent(self._peer)
+                except Exception as error:  # noqa: BLE001 - it is gone either way
+                    logger.debug("NIXL had forgotten %s: %s", self._peer, error)
+        super().close()
+
+
+class _Transfer:
+    """A write under way; a `Marker`."""
+
+    def __init__(self, agent: Any, handle: Any, seconds: float) -> None:
+        self.is_under_way = True
+        self._agent = agent
+        self._handle = handle
+        self._seconds = seconds
+        self._due = time.monotonic() + seconds
+        self._fault = ""
+
+    def query(self) -> bool:
+        """Whether every byte is there. Raises PeerError where it has failed, now or before."""
+        if self.is_under_way:
+            try:
+                state = self._agent.check_xfer_state(self._handle)
+            except Exception as error:  # noqa: BLE001 - the peer is gone, or the transport failed
+                state = type(error).__name__
+            if state == "PROC":
+                if time.monotonic() >= self._due:
+                    raise PeerError(f"what NIXL writes to it has not arrived within {self._seconds:g} s")
+                return False
+            self._fault = "" if state == "DONE" else state
+            self.release()
+        if self._fault:
+            raise PeerError(f"NIXL failed: {self._fault}")
+        return True
+
+    def release(self) -> None:
+        """It is over, or given up."""
+        if self.is_under_way:
+            self.is_under_way = False
+            try:
+                self._agent.release_xfer_handle(self._handle)
+            except Exception as error:  # noqa: BLE001 - NIXL's own: it was not to be stopped
+                logger.debug("NIXL did not release a transfer: %s", error)

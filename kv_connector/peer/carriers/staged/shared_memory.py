@@ -1,0 +1,74 @@
+"""The same-host backend: slots are memory that both processes have mapped (`staged` is the protocol).
+
+Why not a write into the other process's memory (process_vm_writev): only the receiver writes to its pool, and no
+permission to trace processes is needed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from ...base import PeerError, PeerPool, check_text
+from ...wire.handshake import Card
+from . import ring
+from .transport import StagedTransport
+
+
+class SharedMemoryTransport(StagedTransport):
+    """See `PeerTransport`; for engines of one machine."""
+
+    transport = "shared_memory"
+
+    def __init__(
+        self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float, staging_bytes: int
+    ) -> None:
+        """Raises ConfigError where the address cannot be used or the staging memory is too small."""
+        super().__init__(SharedMemory(), pool, card, bind, port, secret, seconds, staging_bytes)
+
+
+class _Mapped:
+    """One side of a ring that both have mapped: what is in a slot here is in it there."""
+
+    def __init__(self, memory: ring.Ring) -> None:
+        self.ring = memory
+
+    def accepted(self, body: Mapping[str, Any]) -> None:
+        """See `Outgoing`."""
+
+    def carry(self, slot: int, num_bytes: int) -> None:
+        """See `Outgoing`."""
+
+    def close(self) -> None:
+        """See `Outgoing` and `Incoming`: the mapping goes with its last view."""
+
+
+class SharedMemory:
+    """See `Carrier`. The sender makes the ring, and its descriptor goes over a Unix socket."""
+
+    def __init__(self) -> None:
+        self._descriptors = ring.Descriptors()
+        self.extra: Mapping[str, Any] = {"socket": self._descriptors.name}
+
+    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Mapped, dict[str, Any]]:
+        """See `Carrier.offer`."""
+        token = secrets.token_hex(ring.TOKEN_BYTES)
+        memory = ring.Ring(ring.create(num_slots, slot_bytes), num_slots, slot_bytes)
+        try:
+            ring.hand_over(check_text(peer, "socket"), token, memory.fd)
+        except OSError as error:
+            raise PeerError(f"it is not on this machine ({error}): use peer.kind nixl") from error
+        return _Mapped(memory), {"token": token}
+
+    def accept(self, body: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Mapped, dict[str, Any]]:
+        """See `Carrier.accept`. The descriptor was sent before the message that names it: it waits in the socket's
+        queue by now."""
+        fd = self._descriptors.take(check_text(body, "token"))
+        if fd is None:
+            raise PeerError("shared memory was told of and never sent")
+        return _Mapped(ring.Ring(fd, num_slots, slot_bytes)), {}
+
+    def close(self) -> None:
+        """See `Carrier.close`."""
+        self._descriptors.close()

@@ -1,0 +1,112 @@
+"""The receiving half of one link whose blocks come through slots: what is in them is checked and copied out."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...base import Arrived, Ids, Marker, PeerError, PeerPool, check_int
+from ..one_sided import check_granted
+from .carriers import Incoming
+from .slot_sender import NUM_SLOTS
+from .slots import SlotCopier
+
+_POLL_SECONDS = 0.0002
+
+
+class SlotReceiver:
+    """Calls raise what the link is to be lost for: PeerError, TransferError, or OSError where memory is short.
+
+    `accept` makes the other end of what the peer offers, and the answer; `say` answers it, `tell` takes what arrived.
+    """
+
+    def __init__(
+        self,
+        link: int,
+        pool: PeerPool,
+        copier: SlotCopier,
+        most_slot_bytes: int,
+        accept: Callable[[Mapping[str, Any], int, int], tuple[Incoming, dict[str, Any]]],
+        say: Callable[[Mapping[str, Any]], None],
+        tell: Callable[[Arrived], None],
+    ) -> None:
+        self.way: Incoming | None = None
+        self._link = link
+        self._pool = pool
+        self._copier = copier
+        self._most_slot_bytes = most_slot_bytes
+        self._accept = accept
+        self._say = say
+        self._tell = tell
+        self._grants: dict[int, Ids] = {}
+        self._unpacking: deque[tuple[int, Arrived, Marker]] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether slots are being emptied, so that `advance` is to be called soon."""
+        return bool(self._unpacking)
+
+    def grant(self, number: int, block_ids: Sequence[int]) -> None:
+        """Let the peer fill these blocks; raises nothing."""
+        self._grants[number] = np.array(block_ids, dtype=np.int64)
+
+    def revoke(self, number: int) -> None:
+        """Nothing is written to the grant's blocks any more; waits for a device's copies out of a slot or two."""
+        self._grants.pop(number, None)
+        _wait([marker for _, arrived, marker in self._unpacking if arrived.grant == number])
+
+    def offered(self, body: Mapping[str, Any]) -> None:
+        """The peer has slots."""
+        slots = check_int(body, "slots", 1, NUM_SLOTS)
+        slot_bytes = check_int(body, "slot_bytes", 1, self._most_slot_bytes)
+        if self.way is not None:
+            raise PeerError("it offers a second ring")
+        self.way, answer = self._accept(body, slots, slot_bytes)
+        self._say({"t": "mapped", **answer})
+
+    def filled(self, body: Mapping[str, Any]) -> None:
+        """The peer has filled a slot."""
+        if self.way is None:
+            raise PeerError("it filled a slot of a ring that it never sent")
+        ring = self.way.ring
+        slot = check_int(body, "slot", 0, ring.num_slots - 1)
+        arrived = Arrived.decode(self._link, body, len(self._pool.regions))
+        size = self._pool.bytes_of(arrived.regions)
+        if arrived.count * size > ring.slot_bytes:
+            raise PeerError(f"{arrived.count} blocks of {size} bytes are more than a slot of {ring.slot_bytes}")
+        granted = self._grants.get(arrived.grant)
+        if granted is None:  # revoked while this was on its way
+            self._say({"t": "free", "slot": slot})
+            return
+        check_granted(arrived, len(granted))
+        block_ids = granted[arrived.first : arrived.first + arrived.count]
+        marker = self._copier.unpack(block_ids, arrived.regions, ring, slot)
+        if marker is not None:
+            self._unpacking.append((slot, arrived, marker))
+        else:
+            self._emptied(slot, arrived)
+
+    def advance(self) -> None:
+        """Tell of what has been copied out."""
+        while self._unpacking and self._unpacking[0][2].query():
+            slot, arrived, _ = self._unpacking.popleft()
+            self._emptied(slot, arrived)
+
+    def forget(self) -> None:
+        """The link is lost: who hears of it may use the granted blocks for something else at once."""
+        self._grants.clear()
+        _wait([marker for _, _, marker in self._unpacking])
+
+    def _emptied(self, slot: int, arrived: Arrived) -> None:
+        self._say({"t": "free", "slot": slot})
+        self._tell(arrived)
+
+
+def _wait(markers: Sequence[Marker]) -> None:
+    for marker in markers:
+        while not marker.query():
+            time.sleep(_POLL_SECONDS)

@@ -1,0 +1,153 @@
+"""Blocks of a pool packed into slots of a ring, and back.
+
+Packed, a block is its pieces of some regions, one behind the other; blocks follow one another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...base import Ids, Marker, PeerError, PeerPool
+from ..page_locks import PageLocks
+from ..pool import piece_addresses
+from .ring import Ring
+
+_MOST_VECTORS = 1024  # IOV_MAX
+logger = logging.getLogger("kv_connector.peer")
+
+
+class SlotCopier(Protocol):
+    """Moves blocks; a result other than None is the marker that says when it is done."""
+
+    def pack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker | None:
+        """Copy blocks into a slot. Raises PeerError where the system does not let us."""
+
+    def unpack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker | None:
+        """The reverse of `pack`."""
+
+    def lock(self, ring: Ring) -> None:
+        """Make copies to and from a ring fast, where the pool is on a device; blocks for milliseconds."""
+
+    def unlock(self, ring: Ring) -> None:
+        """Undo `lock`, before the ring's memory goes: no copy may be under way. Nothing where it did nothing."""
+
+
+def open_copier(pool: PeerPool) -> SlotCopier:
+    """What packs this pool's blocks."""
+    return HostSlots(pool) if pool.device < 0 else DeviceSlots(pool)
+
+
+class HostSlots:
+    """A pool in the CPU's memory: a vectored read or write of the ring's file moves a thousand pieces in one call.
+
+    Not NumPy, and not one call for each piece: an engine's main thread may hold on to Python's lock for milliseconds
+    whenever it is let go, so that it must not be let go for every piece.
+    """
+
+    def __init__(self, pool: PeerPool) -> None:
+        self._pool = pool
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._write, self._read = libc.pwritev, libc.preadv
+        for call in (self._write, self._read):
+            call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+            call.restype = ctypes.c_ssize_t
+
+    def pack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
+        """See `SlotCopier.pack`."""
+        self._move(self._write, block_ids, regions, ring, slot)
+
+    def unpack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
+        """See `SlotCopier.unpack`."""
+        self._move(self._read, block_ids, regions, ring, slot)
+
+    def lock(self, ring: Ring) -> None:
+        """See `SlotCopier.lock`."""
+
+    def unlock(self, ring: Ring) -> None:
+        """See `SlotCopier.unlock`."""
+
+    def _move(self, call: Any, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
+        addresses = piece_addresses(self._pool, block_ids, regions)
+        vectors = np.empty((*addresses.shape, 2), dtype=np.int64)  # struct iovec: address and length
+        vectors[:, :, 0] = addresses
+        vectors[:, :, 1] = [self._pool.regions[index].piece_bytes for index in regions]
+        vectors = vectors.reshape(-1, 2)
+        offset = slot * ring.slot_bytes
+        while len(vectors):
+            part = vectors[:_MOST_VECTORS]
+            moved = call(ring.fd, part.ctypes.data, len(part), offset)
+            if moved <= 0:
+                raise PeerError(f"shared memory cannot be used: {os.strerror(ctypes.get_errno())}")
+            offset += moved
+            vectors = _behind(vectors, moved)
+
+
+class DeviceSlots:
+    """A pool on a CUDA device: the driver copies each piece on the pool's stream, to and from locked pages."""
+
+    def __init__(self, pool: PeerPool) -> None:
+        self._pool = pool
+        self._locked: set[int] = set()  # by address
+        self._is_refused = False
+        self._driver: PageLocks | None = None
+        try:
+            self._driver = PageLocks(pool.device)
+        except PeerError as error:
+            logger.warning("slots for blocks stay unpinned, copies will be slower: %s", error)
+
+    def pack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker:
+        """See `SlotCopier.pack`."""
+        device, host, sizes = self._pieces(block_ids, regions, ring, slot)
+        return self._copy(host, device, sizes, ring)
+
+    def unpack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker:
+        """See `SlotCopier.unpack`."""
+        device, host, sizes = self._pieces(block_ids, regions, ring, slot)
+        return self._copy(device, host, sizes, ring)
+
+    def lock(self, ring: Ring) -> None:
+        """See `SlotCopier.lock`. Where it fails, copies are slower."""
+        if self._driver is None or self._is_refused:
+            return
+        try:
+            self._driver.lock(ring.address, ring.slots.nbytes)
+            self._locked.add(ring.address)
+        except PeerError as error:
+            self._is_refused = True
+            logger.warning("slots for blocks stay unpinned, copies will be slower: %s; raise `ulimit -l`", error)
+
+    def unlock(self, ring: Ring) -> None:
+        """See `SlotCopier.unlock`."""
+        if self._driver is not None and ring.address in self._locked:
+            self._locked.remove(ring.address)
+            self._driver.unlock(ring.address)
+
+    def _pieces(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> tuple[Ids, Ids, Ids]:
+        addresses = piece_addresses(self._pool, block_ids, regions).reshape(-1)
+        sizes = np.array([self._pool.regions[index].piece_bytes for index in regions], dtype=np.int64)
+        sizes = np.tile(sizes, len(block_ids))
+        starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+        return addresses, ring.address + slot * ring.slot_bytes + starts, sizes
+
+    def _copy(self, targets: Ids, sources: Ids, sizes: Ids, ring: Ring) -> Marker:
+        assert self._pool.copy is not None and self._pool.mark is not None
+        if self._driver is not None:
+            self._driver.use()
+        self._pool.copy(targets, sources, sizes, ring.address in self._locked, self._pool.stream)
+        return self._pool.mark()
+
+
+def _behind(vectors: Ids, moved: int) -> Ids:
+    """What is left after so many bytes."""
+    ends = np.cumsum(vectors[:, 1])
+    first = int(np.searchsorted(ends, moved, side="right"))
+    left: Ids = vectors[first:].copy()
+    if len(left):
+        inside = moved - (int(ends[first - 1]) if first else 0)
+        left[0] += (inside, -inside)
+    return left

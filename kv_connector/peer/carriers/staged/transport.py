@@ -1,0 +1,220 @@
+"""Blocks that go through slots of host memory, a ring of them for each link and direction.
+
+    sender:   pack blocks into a free slot, let it be carried -> {"t": "slot", slot, grant, positions, regions}
+    receiver: check, copy them out to its own blocks -> {"t": "free", slot}
+
+How a slot's bytes reach the other side is a `Carrier`'s affair: shared memory is the same on both, NIXL writes the
+sender's slot to the receiver's. Either way nothing but the receiver ever writes to the receiver's pool, so a revoked
+grant is revoked at once, a dead or hostile peer cannot touch a block that was not granted, and it serves any device.
+The price is a second copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ....errors import ConfigError, KVConnectorError
+from ...base import Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerPool, Push, Pushed, check_int
+from ...wire.handshake import Card
+from ..one_sided import OverChannel
+from .carriers import Carrier, Incoming, Outgoing
+from .slot_receiver import SlotReceiver
+from .slot_sender import NUM_SLOTS, SlotSender
+from .slots import open_copier
+
+_POLL_SECONDS = 0.0002
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    sender: SlotSender
+    receiver: SlotReceiver
+
+
+@dataclass(slots=True)
+class _Ending:
+    """The way of a lost link, which is closed once these are over, or when it is due."""
+
+    way: Outgoing | Incoming
+    markers: list[Marker]
+    due: float
+
+
+class StagedTransport(OverChannel):
+    """See `PeerTransport`. Each link takes up to `staging_bytes` for each direction that is used, on either side."""
+
+    is_one_sided = False
+    quiet_seconds = 0.0
+    poll_seconds = _POLL_SECONDS
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        pool: PeerPool,
+        card: Card,
+        bind: str,
+        port: int,
+        secret: bytes,
+        seconds: float,
+        staging_bytes: int,
+    ) -> None:
+        """Takes the carrier over. Raises ConfigError where the address cannot be used or the staging memory is too
+        small."""
+        self._carrier = carrier
+        self._slot_bytes = staging_bytes // NUM_SLOTS // 4096 * 4096
+        try:
+            if self._slot_bytes < max(pool.pieces):
+                least = NUM_SLOTS * (max(pool.pieces) + 4096)
+                raise ConfigError(
+                    f"peer.staging_memory={staging_bytes} is too small: give at least {least}, {NUM_SLOTS} slots of a "
+                    "layer's piece of a block"
+                )
+            extra = {**carrier.extra, "slot_bytes": self._slot_bytes}
+            super().__init__(pool, card, extra, bind, port, secret, seconds)
+        except ConfigError:
+            carrier.close()
+            raise
+        self._copier = open_copier(pool)
+        self._links: dict[int, _Link] = {}
+        self._ending: list[_Ending] = []
+
+    def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
+        """See `PeerTransport.grant`."""
+        if link in self._links:
+            self._links[link].receiver.grant(number, block_ids)
+
+    def revoke(self, link: int, number: int) -> None:
+        """See `PeerTransport.revoke`."""
+        if link in self._links:
+            self._links[link].receiver.revoke(number)
+
+    def push(self, link: int, push: Push) -> None:
+        """See `PeerTransport.push`."""
+        ids = push.source_ids
+        assert len(ids) and 0 <= ids.min() <= ids.max() < self._pool.num_blocks, f"{ids} of {self._pool.num_blocks}"
+        if link not in self._links:
+            self._events.append(Pushed(push.number, False))
+            return
+        self._links[link].sender.add(push)
+        self._guarded(link, self._links[link].sender.advance)
+
+    def cancel(self, number: int) -> None:
+        """See `PeerTransport.cancel`."""
+        for entry in self._links.values():
+            entry.sender.cancel(number)
+
+    def close(self) -> None:
+        """See `PeerTransport.close`. Waits for a while for what is under way: it uses memory that goes."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._channel.close()
+        for link in list(self._links):
+            self._forget(link)
+        self._close_ended()
+        while self._ending:
+            time.sleep(_POLL_SECONDS)
+            self._close_ended()
+        self._carrier.close()
+
+    def _guarded(self, link: int, act: Callable[..., None], *arguments: Any) -> None:
+        """Whatever a link's fault is, it costs the link."""
+        try:
+            act(*arguments)
+        except (OSError, KVConnectorError) as error:
+            self._channel.drop(link, str(error))
+            self._forget(link)  # nothing that follows may look as if it had been told
+
+    def _is_busy(self) -> bool:
+        links = self._links.values()
+        return bool(self._ending) or any(entry.sender.is_busy or entry.receiver.is_busy for entry in links)
+
+    def _advance(self) -> None:
+        for link, entry in list(self._links.items()):
+            self._guarded(link, entry.sender.advance)
+            self._guarded(link, entry.receiver.advance)
+        self._close_ended()
+
+    def _take(self, event: PeerEvent) -> None:
+        if isinstance(event, Connected):
+            try:
+                self._meet(event.link)
+            except PeerError as error:
+                self._channel.drop(event.link, str(error))
+                return
+        elif isinstance(event, Lost):
+            self._forget(event.link)
+        elif isinstance(event, Message) and event.body["t"] in ("slot", "free", "ring", "mapped"):
+            if event.link in self._links:
+                self._guarded(event.link, self._hear, self._links[event.link], event.body)
+            return
+        self._events.append(event)
+
+    def _hear(self, entry: _Link, body: Mapping[str, Any]) -> None:
+        if body["t"] == "ring":
+            entry.receiver.offered(body)
+        elif body["t"] == "slot":
+            entry.receiver.filled(body)
+        else:
+            (entry.sender.accepted if body["t"] == "mapped" else entry.sender.freed)(body)
+            entry.sender.advance()
+
+    def _meet(self, link: int) -> None:
+        card = self._channel.card_of(link)
+        if card is None:
+            raise PeerError("it went as it came")
+        # Neither side is made to hold more than its own settings allow.
+        slot_bytes = min(check_int(card.extra, "slot_bytes", max(self._pool.pieces)), self._slot_bytes)
+        say, peer = partial(self._channel.send, link), card.extra
+
+        def offer(num_slots: int, slot_bytes: int) -> tuple[Outgoing, dict[str, Any]]:
+            way, told = self._carrier.offer(peer, num_slots, slot_bytes)
+            self._copier.lock(way.ring)
+            return way, told
+
+        def accept(body: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[Incoming, dict[str, Any]]:
+            way, answer = self._carrier.accept(body, num_slots, slot_bytes)
+            self._copier.lock(way.ring)
+            return way, answer
+
+        # `poll` hands the list of events out and begins another.
+        sender = SlotSender(
+            self._pool, self._copier, self.counters, slot_bytes, offer, say, lambda event: self._events.append(event)
+        )
+        receiver = SlotReceiver(link, self._pool, self._copier, slot_bytes, accept, say, self._arrived)
+        self._links[link] = _Link(sender, receiver)
+
+    def _forget(self, link: int) -> None:
+        entry = self._links.pop(link, None)
+        if entry is None:
+            return
+        entry.sender.forget()
+        entry.receiver.forget()
+        due = time.monotonic() + _CLOSE_SECONDS
+        if entry.sender.way is not None:
+            self._ending.append(_Ending(entry.sender.way, entry.sender.markers, due))
+        if entry.receiver.way is not None:
+            self._ending.append(_Ending(entry.receiver.way, [], due))
+
+    def _close_ended(self) -> None:
+        ending, self._ending = self._ending, []
+        for entry in ending:
+            entry.markers = [marker for marker in entry.markers if not _has_ended(marker)]
+            if entry.markers and time.monotonic() < entry.due:
+                self._ending.append(entry)
+            else:
+                self._copier.unlock(entry.way.ring)
+                entry.way.close()
+
+
+def _has_ended(marker: Marker) -> bool:
+    """Well or badly."""
+    try:
+        return marker.query()
+    except PeerError:
+        return True

@@ -1,0 +1,220 @@
+"""Peer jobs of one rank: begun with a step's plan, found to have ended when the step is reported.
+
+Threading model: one thread of its own drives the transport and both parts of the protocol; the thread that launches the
+model leaves words in a queue, wakes it, and never waits for it but in `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from ...types import PeerAction, PeerJob
+from ..base import Arrived, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerTransport, Pushed
+from .offers import Offers
+from .receives import Receives
+
+logger = logging.getLogger("kv_connector.peer")
+
+_IDLE_SECONDS = 0.25
+_MARKER_SECONDS = 0.0005
+_CLOSE_SECONDS = 30.0
+_REST_SECONDS = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPeerJob:
+    """`ok`: its blocks have arrived, or nobody wants more of them."""
+
+    job_id: int
+    ok: bool
+
+
+class PeerJobs:
+    """Hands blocks over, beside the model. One thread calls."""
+
+    def __init__(
+        self,
+        transport: PeerTransport,
+        engine_id: str,
+        num_regions: int,
+        rank: int,
+        deadline_seconds: float,
+        timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes the transport over. `deadline_seconds`: without anything arriving, until a receive is given up;
+        `timeout_seconds`: for a peer to answer."""
+        self._transport = transport
+        self._offers = Offers(transport, engine_id, num_regions)
+        self._receives = Receives(transport, num_regions, rank, deadline_seconds, timeout_seconds, clock)
+        self._words: deque[tuple[Marker | None, Callable[[], None]]] = deque()
+        self._gated: list[tuple[Marker, Callable[[], None]]] = []
+        self._ended: deque[EndedPeerJob] = deque()
+        self._has_ended = threading.Event()
+        self._open: set[int] = set()
+        self._waiting: set[int] = set()  # receives that have not begun
+        self._called_off: set[int] = set()  # and those of them that will not
+        self._is_closing = False
+        self._is_broken = False
+        self._thread = threading.Thread(target=self._run, name="kv-peer", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where peers reach this rank."""
+        return self._transport.port
+
+    def begin(self, job: PeerJob, behind: Marker) -> None:
+        """Offer the job's blocks, or ask for them once the work in front of `behind` is done: it may use them."""
+        self._open.add(job.job_id)
+        if job.action is PeerAction.SEND:
+            self._say(None, lambda: self._offers.offer(job))
+        else:
+            self._waiting.add(job.job_id)
+            self._say(behind, lambda: self._receive(job))
+
+    def ready(self, job_ids: Iterable[int], regions: int, behind: Marker) -> None:
+        """The leading `regions` of these SEND jobs are computed once the work in front of `behind` is done."""
+        for job_id in job_ids:
+            self._say(behind, lambda job_id=job_id: self._offers.ready(job_id, regions))  # type: ignore[misc]
+
+    def fail(self, job_ids: Iterable[int]) -> None:
+        """What these SEND jobs offer was not computed."""
+        for job_id in job_ids:
+            self._say(None, lambda job_id=job_id: self._offers.fail(job_id))  # type: ignore[misc]
+
+    def withdraw(self, transfer_ids: Iterable[str]) -> None:
+        """Offer nothing of these hand-overs any more; their jobs end."""
+        for transfer_id in transfer_ids:
+            self._say(None, lambda name=transfer_id: self._offers.withdraw(name))  # type: ignore[misc]
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Receive these no more."""
+        for job_id in job_ids:
+            self._say(None, lambda job_id=job_id: self._cancel(job_id))  # type: ignore[misc]
+
+    def rest(self) -> None:
+        """Wait for a job to end, for a few milliseconds at most, if any is under way."""
+        if self._open:
+            self._has_ended.wait(_REST_SECONDS)
+
+    def poll(self) -> list[EndedPeerJob]:
+        """Jobs that have ended since the last call."""
+        self._has_ended.clear()
+        ended = []
+        while self._ended:
+            job = self._ended.popleft()
+            self._open.discard(job.job_id)
+            ended.append(job)
+        if self._is_broken:
+            ended += [EndedPeerJob(job_id, False) for job_id in sorted(self._open)]
+            self._open.clear()
+        return ended
+
+    def counters(self) -> tuple[tuple[str, float], ...]:
+        """What the transport has counted."""
+        return tuple(asdict(self._transport.counters).items())
+
+    def close(self) -> None:
+        """End every job and close the transport; waits for copies that are on their way. Idempotent."""
+        self._is_closing = True
+        self._transport.wake()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _say(self, behind: Marker | None, word: Callable[[], None]) -> None:
+        self._words.append((behind, word))
+        self._transport.wake()
+
+    # On the thread.
+
+    def _receive(self, job: PeerJob) -> None:
+        self._waiting.discard(job.job_id)
+        if job.job_id in self._called_off:
+            self._called_off.discard(job.job_id)
+            self._receives.ended.append((job.job_id, False))
+        else:
+            self._receives.receive(job)
+
+    def _cancel(self, job_id: int) -> None:
+        """It may have ended, or not have begun yet: what it fills was still in use."""
+        if job_id in self._receives:
+            self._receives.cancel(job_id)
+        elif job_id in self._waiting:
+            self._called_off.add(job_id)
+
+    def _run(self) -> None:
+        # The engine's main thread may be tied to a core, where it never rests; this one is not to share it.
+        with suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        try:
+            while not self._is_closing:
+                self._take_words()
+                for event in self._transport.poll(_MARKER_SECONDS if self._gated else _IDLE_SECONDS):
+                    self._take(event)
+                self._receives.give_up_overdue()
+                self._report()
+        except Exception:  # a thread's top: whatever went wrong, jobs fail and the engine goes on without peers.
+            logger.exception("the peer thread has ended: nothing is handed over any more")
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._transport.close()
+            if self._receives.num_open:
+                time.sleep(self._transport.quiet_seconds)  # what peers still write goes to blocks that are ours
+        finally:
+            self._offers.close()
+            self._receives.close()
+            self._report()
+            self._is_broken = True
+
+    def _take_words(self) -> None:
+        waiting, self._gated = self._gated, []
+        while self._words:
+            behind, word = self._words.popleft()
+            if behind is None:
+                word()
+            else:
+                waiting.append((behind, word))
+        for marker, word in waiting:
+            # In order: what is behind a marker that is not reached waits, and so does all behind it.
+            if self._gated or not marker.query():
+                self._gated.append((marker, word))
+            else:
+                word()
+
+    def _take(self, event: PeerEvent) -> None:
+        if isinstance(event, Connected):
+            self._offers.connected(event.link, event.num_blocks)
+            self._receives.connected(event.link)
+        elif isinstance(event, Lost):
+            self._offers.lost(event.link)
+            self._receives.lost(event.link)
+        elif isinstance(event, Pushed):
+            self._offers.pushed(event)
+        elif isinstance(event, Arrived):
+            self._receives.arrived(event)
+        else:
+            self._hear(event)
+
+    def _hear(self, event: Message) -> None:
+        try:
+            if not self._offers.hear(event.link, event.body) and not self._receives.hear(event.link, event.body):
+                raise PeerError(f"it said {event.body['t'][:40]!r}, which nobody knows")
+        except PeerError as error:
+            self._transport.drop(event.link, str(error))
+
+    def _report(self) -> None:
+        for part in (self._offers, self._receives):
+            ended, part.ended = part.ended, []
+            self._ended.extend(EndedPeerJob(job_id, ok) for job_id, ok in ended)
+            if ended:
+                self._has_ended.set()

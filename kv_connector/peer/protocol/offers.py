@@ -1,0 +1,305 @@
+"""The producer's part of hand-overs: blocks that are offered, who wants them, and what has been pushed.
+
+    "want"  {transfer, engine, grant, first, stop, name, blocks}    positions [first, stop) of the prompt, and the
+                                                                    asker's blocks for them
+    "none"  {transfer, engine}                                      nothing of it is wanted
+    "stop"  {grant}                                                 answered by "stopped" {grant}
+    "refused" {grant, reason}                                       the answer to a want that will not be served
+
+A want may come before anything is offered; then blocks are pushed as they are computed, some layers at a time. Who asks
+must name the last block: names are chained hashes, so that one stands for everything in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from ...types import PeerJob
+from ..base import Ids, PeerError, PeerTransport, Push, Pushed, check_ids, check_int, check_text
+
+MOST_EARLY_WANTS = 1024
+NAME_BYTES = 32
+
+
+@dataclass(slots=True)
+class _Want:
+    link: int
+    grant: int
+    first: int
+    stop: int
+    name: str
+    block_ids: Ids
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A job, and how far it is: leading regions that are ready, and that were pushed."""
+
+    job: PeerJob
+    ready: int = 0
+    pushed: int = 0
+    pushes: set[int] = field(default_factory=set)  # under way
+    is_ending: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.job.first + self.job.num_blocks
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A hand-over. `names` are those of all its blocks; `num_left` of them are still to be dealt with."""
+
+    transfer_id: str
+    names: list[bytes]
+    num_left: int
+    want: _Want | None = None
+    is_unwanted: bool = False  # what is still to be computed of it is let go at once
+    sendings: dict[int, _Sending] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Stop:
+    """A grant that is to be filled no more: the peer is told once these pushes have ended."""
+
+    link: int
+    grant: int
+    pushes: set[int]
+
+
+class Offers:
+    """Matches wants with offers. `ended` collects (job id, ok) for the owner to take."""
+
+    def __init__(self, transport: PeerTransport, engine_id: str, num_regions: int) -> None:
+        self.ended: list[tuple[int, bool]] = []
+        self._transport = transport
+        self._engine_id = engine_id
+        self._num_regions = num_regions
+        self._offers: dict[str, _Offer] = {}
+        self._by_job: dict[int, _Offer] = {}
+        self._by_push: dict[int, tuple[_Offer, _Sending]] = {}
+        self._early: dict[str, _Want] = {}
+        self._early_nones: dict[str, int] = {}  # hand-overs that are not wanted, and whose link said so
+        self._stops: list[_Stop] = []
+        self._peers: dict[int, int] = {}  # by link: blocks of the peer's pool
+        self._numbers = count(1)
+
+    # What this side's engine says.
+
+    def offer(self, job: PeerJob) -> None:
+        """Blocks that are computed by the step that runs now."""
+        offer = self._offers.get(job.transfer_id)
+        if offer is None:
+            names = [job.names[i : i + NAME_BYTES] for i in range(0, len(job.names), NAME_BYTES)]
+            if not names:  # its first part was withdrawn
+                self.ended.append((job.job_id, False))
+                return
+            offer = self._offers[job.transfer_id] = _Offer(job.transfer_id, names, len(names))
+            early = self._early.pop(job.transfer_id, None)
+            if early is not None:
+                self._accept(offer, early)
+            offer.is_unwanted = self._early_nones.pop(job.transfer_id, None) is not None
+        offer.sendings[job.job_id] = _Sending(job)
+        self._by_job[job.job_id] = offer
+        self._advance(offer)
+
+    def ready(self, job_id: int, regions: int) -> None:
+        """The leading `regions` of the job's blocks hold what they should."""
+        offer = self._by_job.get(job_id)
+        if offer is not None:
+            sending = offer.sendings[job_id]
+            sending.ready = max(sending.ready, regions)
+            self._advance(offer)
+
+    def fail(self, job_id: int) -> None:
+        """The job's blocks do not hold what they should; they will be offered anew."""
+        offer = self._by_job.get(job_id)
+        if offer is None:
+            return
+        if offer.sendings[job_id].pushed:
+            self.withdraw(offer.transfer_id)  # some of it is gone already: nobody may use it
+        else:
+            self._end(offer, offer.sendings[job_id], ok=False)
+
+    def withdraw(self, transfer_id: str, reason: str = "the blocks are not held any more") -> None:
+        """Offer nothing of it any more."""
+        offer = self._offers.pop(transfer_id, None)
+        if offer is not None:
+            if offer.want is not None:
+                self._refuse(offer.want, reason)
+                offer.want = None
+            self._let_go(offer)
+
+    # What peers say.
+
+    def connected(self, link: int, num_blocks: int) -> None:
+        """A peer with a pool of so many blocks."""
+        self._peers[link] = num_blocks
+
+    def lost(self, link: int) -> None:
+        """A peer is gone: what it wanted is let go."""
+        self._peers.pop(link, None)
+        self._early = {name: want for name, want in self._early.items() if want.link != link}
+        self._early_nones = {name: other for name, other in self._early_nones.items() if other != link}
+        for offer in [o for o in self._offers.values() if o.want is not None and o.want.link == link]:
+            self._unwanted(offer)
+
+    def hear(self, link: int, body: Mapping[str, Any]) -> bool:
+        """Take a message if it is for producers; raises PeerError for one that a peer may not send."""
+        kind = body["t"]
+        if kind == "want":
+            self._hear_want(link, body)
+        elif kind == "none":
+            self._hear_none(link, check_text(body, "transfer"), check_text(body, "engine"))
+        elif kind == "stop":
+            self._hear_stop(link, check_int(body, "grant"))
+        else:
+            return False
+        return True
+
+    def pushed(self, event: Pushed) -> None:
+        """A push has ended."""
+        offer, sending = self._by_push.pop(event.number)
+        sending.pushes.discard(event.number)
+        if not event.ok and offer.want is not None:
+            self._refuse(offer.want, "a push failed")
+            self._unwanted(offer)
+        for stop in self._stops:
+            stop.pushes.discard(event.number)
+        self._tell_stopped()
+        if sending.is_ending:
+            self._end(offer, sending, ok=offer.is_unwanted)
+        else:
+            self._advance(offer)
+
+    @property
+    def num_open(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._by_job)
+
+    def close(self) -> None:
+        """Nothing is offered any more, and nothing of it is on its way."""
+        self.ended += [(job_id, False) for job_id in self._by_job]
+        self._by_job.clear()
+        self._by_push.clear()
+        self._offers.clear()
+
+    def _hear_want(self, link: int, body: Mapping[str, Any]) -> None:
+        first = check_int(body, "first")
+        stop = check_int(body, "stop", least=first + 1)
+        block_ids = check_ids(body.get("blocks"), self._peers[link])
+        if len(block_ids) != stop - first:
+            raise PeerError(f"it wants {stop - first} blocks and names {len(block_ids)}")
+        want = _Want(link, check_int(body, "grant"), first, stop, check_text(body, "name"), block_ids)
+        engine_id, transfer_id = check_text(body, "engine"), check_text(body, "transfer")
+        offer = self._offers.get(transfer_id)
+        if engine_id not in ("", self._engine_id):
+            self._refuse(want, "the engine has been started anew since")
+        elif offer is not None:
+            self._accept(offer, want)
+            self._advance(offer)
+        elif engine_id:
+            self._refuse(want, "the blocks are not held any more")
+        elif len(self._early) >= MOST_EARLY_WANTS or transfer_id in self._early:
+            self._refuse(want, "too many hand-overs are asked for that nobody has begun, or this one twice")
+        else:
+            self._early[transfer_id] = want
+
+    def _hear_none(self, link: int, transfer_id: str, engine_id: str) -> None:
+        offer = self._offers.get(transfer_id)
+        if engine_id not in ("", self._engine_id) or (offer is not None and offer.want is not None):
+            return
+        if offer is not None:
+            self._unwanted(offer)
+        elif not engine_id and len(self._early_nones) < MOST_EARLY_WANTS:
+            self._early_nones[transfer_id] = link
+
+    def _accept(self, offer: _Offer, want: _Want) -> None:
+        if offer.want is not None or offer.is_unwanted:
+            self._refuse(want, "the blocks were asked for before")
+        elif want.stop > len(offer.names) or offer.names[want.stop - 1].hex() != want.name:
+            self._refuse(want, "the prompts are not the same")
+        else:
+            offer.want = want
+
+    def _hear_stop(self, link: int, grant: int) -> None:
+        self._early = {k: w for k, w in self._early.items() if (w.link, w.grant) != (link, grant)}
+        stop = _Stop(link, grant, set())
+        for offer in list(self._offers.values()):
+            if offer.want is not None and (offer.want.link, offer.want.grant) == (link, grant):
+                stop.pushes |= {number for number, (other, _) in self._by_push.items() if other is offer}
+                self._unwanted(offer)
+        self._stops.append(stop)
+        self._tell_stopped()
+
+    def _tell_stopped(self) -> None:
+        for stop in [stop for stop in self._stops if not stop.pushes]:
+            self._stops.remove(stop)
+            self._say(stop.link, {"t": "stopped", "grant": stop.grant})
+
+    # How it goes on.
+
+    def _advance(self, offer: _Offer) -> None:
+        """Push what is wanted and ready, and end what is done."""
+        if offer.is_unwanted:
+            self._let_go(offer)
+        for sending in list(offer.sendings.values()):
+            want = offer.want
+            if want is not None:
+                self._push(offer, want, sending)
+
+    def _push(self, offer: _Offer, want: _Want, sending: _Sending) -> None:
+        first, stop = max(want.first, sending.job.first), min(want.stop, sending.stop)
+        if sending.is_ending:
+            return
+        if first >= stop:
+            self._end(offer, sending, ok=True)
+        elif sending.ready > sending.pushed:
+            number, regions = next(self._numbers), range(sending.pushed, sending.ready)
+            sending.pushed = sending.ready
+            sending.pushes.add(number)
+            self._by_push[number] = offer, sending
+            source_ids = sending.job.device_ids[first - sending.job.first : stop - sending.job.first]
+            target_ids = want.block_ids[first - want.first : stop - want.first]
+            self._transport.push(
+                want.link, Push(number, want.grant, first - want.first, source_ids, target_ids, regions)
+            )
+        elif sending.pushed == self._num_regions and not sending.pushes:
+            self._end(offer, sending, ok=True)
+
+    def _unwanted(self, offer: _Offer) -> None:
+        offer.want, offer.is_unwanted = None, True
+        self._let_go(offer)
+
+    def _let_go(self, offer: _Offer) -> None:
+        """What nobody wants is as good as sent."""
+        for sending in list(offer.sendings.values()):
+            self._end(offer, sending, ok=offer.is_unwanted)
+
+    def _end(self, offer: _Offer, sending: _Sending, ok: bool) -> None:
+        """The job ends, once nothing of it is on its way."""
+        if sending.pushes:
+            if not sending.is_ending:
+                sending.is_ending = True
+                for number in list(sending.pushes):
+                    self._transport.cancel(number)
+            return
+        job_id = sending.job.job_id
+        del offer.sendings[job_id], self._by_job[job_id]
+        self.ended.append((job_id, ok))
+        if ok or offer.is_unwanted:
+            offer.num_left -= sending.job.num_blocks
+        if offer.num_left <= 0 and self._offers.get(offer.transfer_id) is offer:
+            del self._offers[offer.transfer_id]
+
+    def _refuse(self, want: _Want, reason: str) -> None:
+        self._say(want.link, {"t": "refused", "grant": want.grant, "reason": reason})
+
+    def _say(self, link: int, body: Mapping[str, Any]) -> None:
+        try:
+            self._transport.send(link, body)
+        except PeerError as error:
+            self._transport.drop(link, str(error))

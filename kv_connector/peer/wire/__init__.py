@@ -1,0 +1,1 @@
+"""The side channel: sockets, frames, and the handshake that authenticates both ends."""

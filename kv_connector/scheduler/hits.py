@@ -1,0 +1,45 @@
+"""Where the tokens of admitted requests came from, counted (layer 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..base import Request
+from ..index import BlockState, CacheTier, PrefixTree
+from ..metrics import CacheMetrics
+
+
+class HitCounter:
+    """Counts each request once, and each of its known blocks a hit."""
+
+    def __init__(self, tree: PrefixTree, host: CacheTier, metrics: CacheMetrics, block_size: int) -> None:
+        self._tree = tree
+        self._host = host
+        self._metrics = metrics
+        self._block_size = block_size
+
+    def count(
+        self,
+        request: Request,
+        known: Sequence[int],
+        num_local_tokens: int,
+        num_external_tokens: int,
+        num_remote: int,
+        num_recomputed: int,
+    ) -> None:
+        """A request was admitted for the first time. `known` are the nodes it makes use of; of its external tokens
+        those of the last `num_remote` blocks come from another engine; `num_recomputed` blocks could have been loaded.
+        """
+        for node in known:
+            self._tree.hits[node] += 1
+        metrics, size = self._metrics, self._block_size
+        metrics.requests += 1
+        metrics.queries_tokens += request.num_tokens
+        metrics.device_hit_tokens += num_local_tokens
+        metrics.host_hit_tokens += num_external_tokens - num_remote * size
+        metrics.peer_hit_tokens += num_remote * size
+        metrics.recomputed_tokens += num_recomputed * size
+        for node in self._tree.match(request.block_hashes[(num_local_tokens + num_external_tokens) // size :]):
+            if self._host.node_state(node) is not BlockState.SWAPPING_TO_HOST:
+                break
+            metrics.missed_pending_tokens += size

@@ -1,0 +1,190 @@
+"""Which blocks are saved in a step (layer 1): the write policy applied to what the engine computes and reuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...base import DeviceBlocks, Request, ScheduledRequest
+from ...index import BlockState, CacheTier, Event, GroupedTree, SavePolicy
+from ...metrics import CacheMetrics
+from ...types import NO_BLOCK, BlockHash
+from .budget import SaveBudget
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """A request's device blocks in one group, and how far the write policy has seen them."""
+
+    block_ids: list[int] = field(default_factory=list)  # NO_BLOCK where the engine holds none
+    next_block: int = 0  # blocks from here on have not been shown to the policy
+    unsaved: list[int] = field(default_factory=list)  # earlier blocks that are wanted and wait, in order
+
+
+class SavePlanner:
+    """Pairs device blocks with host blocks. The caller opens a job for the pairs, which are leased on both sides.
+
+    What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps.
+    """
+
+    def __init__(
+        self, grouped: GroupedTree, host: CacheTier, policy: SavePolicy, budget: SaveBudget, metrics: CacheMetrics
+    ) -> None:
+        self.may_save_before_reuse = False  # something changed since nothing was left to save
+        self._grouped = grouped
+        self._tree = grouped.tree
+        self._host = host
+        self._policy = policy
+        self._budget = budget
+        self._metrics = metrics
+        # Windows first: what they cannot save in a step is lost, and what full attention cannot save waits.
+        self._order = sorted(range(len(grouped.groups)), key=lambda group: grouped.groups[group].window_blocks is None)
+        self._num_taken = 0  # device blocks that requests admitted in the step being scheduled have use for
+        self._most_taken = 0  # in any step
+
+    def note_admitted(self, num_blocks: int) -> None:
+        """A request was admitted that will take so many device blocks in all.
+
+        It takes them step by step where it computes and all at once where it loads: they are counted as a whole.
+        """
+        self._num_taken += num_blocks
+
+    def note_changed(self) -> None:
+        """Device blocks were freed: there may be something to save before reuse."""
+        self.may_save_before_reuse = self._policy.saves_before_reuse
+
+    def plan(
+        self,
+        request: Request,
+        tables: Sequence[BlockTable],
+        item: ScheduledRequest,
+        num_hit_blocks: int,
+        size: int,
+        now: float,
+    ) -> list[tuple[int, int]]:
+        """(device id, host id) of blocks that are, or will be after this step, full and valid on the device."""
+        self._budget.fill(now)
+        full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
+        pairs = []
+        for group in self._order if tables else ():
+            table = tables[group]
+            if full <= table.next_block and not table.unsaved:
+                continue
+            if self._grouped.groups[group].window_blocks is None:
+                pairs += self._plan_full(request.block_hashes, group, table, full, num_hit_blocks, now)
+            else:
+                pairs += self._plan_window(request.block_hashes, group, table, full, num_hit_blocks, now)
+        return pairs
+
+    def plan_before_reuse(self, blocks: DeviceBlocks) -> list[tuple[int, int]]:
+        """Under write_back: saves of the device blocks that the engine will reuse first.
+
+        They are within no budget and take nothing from it: a block that waited would be lost, and computed again.
+        """
+        if not self._policy.saves_before_reuse:
+            return []
+        pairs = []
+        self._most_taken, self._num_taken = max(self._most_taken, self._num_taken), 0
+        num_watched = max(self._policy.lookahead, 2 * self._most_taken)
+        for device_id, key in blocks.next_reused(num_watched):
+            node = self._tree.get(key)
+            if node is None or self._host.node_state(node) is not BlockState.ABSENT:
+                continue
+            host_ids = self._host.allocate_up_to(1, older_than=self._tree.used[node])
+            node = self._tree.get(key)
+            if not host_ids or node is None:
+                self._host.release(host_ids)
+                continue
+            self._host.attach(host_ids, [node], Event.SWAP_OUT)
+            pairs.append((device_id, host_ids[0]))
+        self._metrics.saves_on_reuse_blocks += len(pairs)
+        self.may_save_before_reuse = bool(pairs)
+        return pairs
+
+    def _plan_full(
+        self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
+    ) -> list[tuple[int, int]]:
+        most = self._budget.num_blocks
+        if not self._host.num_available or (not most and full <= table.next_block):
+            return []  # with no room at all the blocks are looked at when there is some
+        keys = self._grouped.keys(hashes[:full], group)
+        first = min(table.next_block, full)  # fewer are full than before where a load has failed
+        table.next_block = max(table.next_block, full)
+        wanted, waiting = self._still_wanted(table.unsaved, keys, most)
+        new, most = self._wanted(keys, first), most - len(wanted)
+        self._metrics.deferred_saves_blocks += len(new[most:])
+        wanted, waiting = wanted + new[:most], waiting + new[most:]
+        host_ids = self._host.allocate_behind(len(wanted), keys, now)
+        self._budget.spend(len(host_ids))
+        saved, table.unsaved = wanted[: len(host_ids)], wanted[len(host_ids) :] + waiting
+        # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
+        start = first + len(self._tree.match(keys[first:]))  # every block has a node from now on
+        nodes = self._tree.insert_path(keys, now, start)
+        targets = [nodes[i - start] if i >= start else self._tree.insert_path(keys[: i + 1], now, i)[0] for i in saved]
+        return self._attach(table, saved, targets, nodes, host_ids, num_hit_blocks)
+
+    def _still_wanted(
+        self, indices: Sequence[int], keys: Sequence[BlockHash], most: int
+    ) -> tuple[list[int], list[int]]:
+        """The first of these blocks that are full now and wanted, at most so many, and those not looked at."""
+        wanted: list[int] = []
+        for position, index in enumerate(indices):
+            if len(wanted) == most or index >= len(keys):
+                return wanted, list(indices[position:])
+            if self._is_wanted(keys[index]):
+                wanted.append(index)
+        return wanted, []
+
+    def _wanted(self, keys: Sequence[BlockHash], first: int) -> list[int]:
+        """Which blocks from `first` on the policy wants: a hit shows it thousands that are saved already."""
+        known = self._tree.match(keys[first:])
+        hits, pins, wants = self._tree.hits, self._tree.pins, self._policy.wants
+        wanted = [first + i for i in self._host.absent(known) if wants(hits[known[i]], pins[known[i]] > 0)]
+        if wants(hits=0, pinned=False):
+            wanted += range(first + len(known), len(keys))
+        return wanted
+
+    def _plan_window(
+        self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
+    ) -> list[tuple[int, int]]:
+        """Blocks slide out of the window and are gone: what finds no room or budget in this step is not saved later."""
+        held = [i for i in range(table.next_block, full) if table.block_ids[i] != NO_BLOCK]
+        table.next_block = max(table.next_block, full)
+        keys = {index: self._grouped.keys((hashes[index],), group)[0] for index in held}
+        wanted = [index for index in held if self._is_wanted(keys[index])]
+        most = min(len(wanted), self._budget.num_blocks)
+        host_ids = self._host.allocate_up_to(most, older_than=now) if most else []
+        self._budget.spend(len(host_ids))
+        nodes = {index: self._tree.insert_path((keys[index],), now)[0] for index in held}
+        # The window's end is what a later prefix needs, so its blocks go first where there is no room for all.
+        saved = wanted[len(wanted) - len(host_ids) :]
+        self._metrics.dropped_saves_blocks += len(wanted) - len(saved)
+        targets = [nodes[index] for index in saved]
+        return self._attach(table, saved, targets, list(nodes.values()), host_ids, num_hit_blocks)
+
+    def _attach(
+        self,
+        table: BlockTable,
+        saved: list[int],
+        targets: list[int],
+        nodes: list[int],
+        host_ids: list[int],
+        num_hit_blocks: int,
+    ) -> list[tuple[int, int]]:
+        self._host.attach(host_ids, targets, Event.SWAP_OUT)
+        self._tree.settle(nodes)
+        pins = self._tree.pins
+        unpinned = [index for index, node in zip(saved, targets, strict=True) if not pins[node]]
+        num_hit = sum(index < num_hit_blocks for index in unpinned)
+        self._metrics.saves_pinned_blocks += len(saved) - len(unpinned)
+        self._metrics.saves_on_hit_blocks += num_hit
+        self._metrics.saves_on_compute_blocks += len(unpinned) - num_hit
+        return list(zip([table.block_ids[index] for index in saved], host_ids, strict=True))
+
+    def _is_wanted(self, key: BlockHash) -> bool:
+        node = self._tree.get(key)
+        if node is None:
+            return self._policy.wants(hits=0, pinned=False)
+        if self._host.node_state(node) is not BlockState.ABSENT:
+            return False
+        return self._policy.wants(self._tree.hits[node], self._tree.pins[node] > 0)

@@ -1,0 +1,1 @@
+"""What the scheduler half knows of storage: prefetches, backups, and their jobs."""

@@ -1,0 +1,1 @@
+"""Storage in a folder of immutable, checksummed packs that several engines share."""

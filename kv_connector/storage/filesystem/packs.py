@@ -1,0 +1,118 @@
+"""The format of a pack: a file of some blocks, written once and never changed.
+
+    0      magic "KVCPACK1" | u32 version | u32 header bytes | identity (32 bytes) | u64 block bytes | u32 count
+           | count x (key (32 bytes) | u32 CRC-32 of the block) | u32 CRC-32 of the header so far
+    page   block 0, block 1, ...
+
+All integers little-endian. The header is padded to pages of 4 KiB and blocks are whole pages, so that every block can
+be read and written past the page cache. A reader believes nothing: sizes are bounded and checked before they are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..base import KEY_BYTES
+
+PAGE = 4096
+MAX_BLOCKS = 1024
+"""In one pack: bounds what a header may make a reader allocate."""
+VERSION = 1
+_MAGIC = b"KVCPACK1"
+_FIXED = struct.Struct("<8sII32sQI")
+_ENTRY = struct.Struct(f"<{KEY_BYTES}sI")
+_CRC = struct.Struct("<I")
+MAX_HEADER_BYTES = -(-(_FIXED.size + MAX_BLOCKS * _ENTRY.size + _CRC.size) // PAGE) * PAGE
+
+
+class PackError(ValueError):
+    """A file is not a pack that this version reads; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackHeader:
+    """What a pack holds. `identity` is 32 bytes; blocks are of `block_bytes`, with a checksum for each key."""
+
+    identity: bytes
+    block_bytes: int
+    keys: tuple[bytes, ...]
+    checksums: tuple[int, ...]
+
+    @property
+    def header_bytes(self) -> int:
+        """Where block 0 begins."""
+        return _header_bytes(len(self.keys))
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the whole file."""
+        return pack_bytes(len(self.keys), self.block_bytes)
+
+    def offset(self, slot: int) -> int:
+        """Where block `slot` begins."""
+        return self.header_bytes + slot * self.block_bytes
+
+    def encode(self) -> bytes:
+        """The header's pages."""
+        return self.text().ljust(self.header_bytes, b"\0")
+
+    def text(self) -> bytes:
+        """The header without its padding."""
+        text = _FIXED.pack(_MAGIC, VERSION, self.header_bytes, self.identity, self.block_bytes, len(self.keys))
+        text += b"".join(_ENTRY.pack(*entry) for entry in zip(self.keys, self.checksums, strict=True))
+        return text + _CRC.pack(zlib.crc32(text))
+
+    @classmethod
+    def decode(cls, text: bytes, file_bytes: int | None = None) -> PackHeader:
+        """From a file's first bytes, `MAX_HEADER_BYTES` of them where there are as many, and the file's length where
+        there is a file. Raises PackError."""
+        if len(text) < _FIXED.size:
+            raise PackError(f"it ends after {len(text)} bytes")
+        magic, version, header_bytes, identity, block_bytes, count = _FIXED.unpack_from(text)
+        if magic != _MAGIC:
+            raise PackError("it is not a pack")
+        if version != VERSION:
+            raise PackError(f"it has version {version}, this program reads {VERSION}")
+        end = _FIXED.size + count * _ENTRY.size
+        if not 1 <= count <= MAX_BLOCKS or header_bytes != _header_bytes(count) or len(text) < end + _CRC.size:
+            raise PackError(f"it claims {count} blocks behind a header of {header_bytes} bytes")
+        if zlib.crc32(text[:end]) != _CRC.unpack_from(text, end)[0]:
+            raise PackError("its header is damaged")
+        expected = pack_bytes(count, block_bytes)
+        if block_bytes % PAGE or not block_bytes or file_bytes not in (None, expected):
+            raise PackError(f"{count} blocks of {block_bytes} bytes do not make {file_bytes} bytes")
+        keys, checksums = zip(*_ENTRY.iter_unpack(text[_FIXED.size : end]), strict=True)
+        return cls(identity, block_bytes, keys, checksums)
+
+
+def read_header(path: Path) -> tuple[os.stat_result, PackHeader | None, str]:
+    """A file's status and header; where it is not a pack no header, and why. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        text = file.read(PAGE)
+        if len(text) >= _FIXED.size and _FIXED.unpack_from(text)[2] > PAGE:  # not to be believed before it is decoded
+            text += file.read(MAX_HEADER_BYTES - PAGE)
+    try:
+        return status, PackHeader.decode(text, status.st_size), ""
+    except PackError as error:
+        return status, None, str(error)
+
+
+def pack_bytes(count: int, block_bytes: int) -> int:
+    """Length of a pack of so many blocks."""
+    return _header_bytes(count) + count * block_bytes
+
+
+def pack_name(identity: bytes, keys: Sequence[bytes]) -> str:
+    """The name of the pack that holds these blocks: 64 hexadecimal digits. No key becomes a part of a path itself."""
+    return hashlib.sha256(b"kvc1.pack" + identity + b"".join(keys)).hexdigest()
+
+
+def _header_bytes(count: int) -> int:
+    return -(-(_FIXED.size + count * _ENTRY.size + _CRC.size) // PAGE) * PAGE

@@ -1,0 +1,1 @@
+"""Storage in Mooncake Store, the memory of many machines that all engines share."""

@@ -1,0 +1,307 @@
+"""The worker half (layer 2): registers one rank's cache tensors and moves their bytes; decides nothing.
+
+It runs on the thread that launches the model. Loads begin before the forward pass in layer groups, and the compute
+stream waits for a group in front of its first layer; saves follow it. Nothing here waits for the device: what has
+completed is found by polling when the step is reported. Most of the submitting is left to another thread, so a load
+that fails while it is submitted is known by the end of the step, and not always before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..base import KVConnectorWorker
+from ..config import Config
+from ..errors import KVConnectorError
+from ..peer.protocol.jobs import EndedPeerJob
+from ..storage.base import Storage
+from ..storage.jobs import StorageJobs
+from ..transfer.copy_path import CopyPath
+from ..transfer.costs import LinkCosts, link_costs
+from ..transfer.engine import TransferEngine
+from ..transfer.host_pool import HostPool
+from ..transfer.layout import CacheLayout
+from ..transfer.paths import make_fallback, make_path
+from ..transfer.submissions import Completion
+from ..types import CopyJob, Direction, PeerJob, StepPlan, StepReport
+from .peers import OpenPeers, StepPeers, awaits
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..transfer.streams import Event
+
+
+class WorkerHalf(KVConnectorWorker):
+    """See `KVConnectorWorker` for the calls. `rank` is this rank's index among `world_size` equal ranks.
+
+    `make_path` makes the copy path that moves the bytes; tests put one that fails in its place. `fails_by_request`:
+    background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
+    `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
+    `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given, `open_peers`
+    the links to other engines.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int = 0,
+        world_size: int = 1,
+        make_path: Callable[[CacheLayout, HostPool, Config, LinkCosts], CopyPath] = make_path,
+        fails_by_request: bool = True,
+        retries_loads: bool = False,
+        open_storage: Callable[[int, memoryview], Storage] | None = None,
+        open_peers: OpenPeers | None = None,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._make_path = make_path
+        self._fails_by_request = fails_by_request
+        self._retries_loads = retries_loads
+        self._open_storage = open_storage
+        self._storage: StorageJobs | None = None
+        self._open_peers = open_peers
+        self._peers: StepPeers | None = None
+        self._layout: CacheLayout | None = None
+        self._engine: TransferEngine | None = None
+        self._host: HostPool | None = None
+        self._plan: StepPlan | None = None
+        self._step = 0
+        self._loads: dict[int, CopyJob] = {}  # in flight, for the block ids of those that fail
+        self._receives: dict[int, PeerJob] = {}  # in flight
+        self._lost: dict[str, set[int]] = {}  # by request: blocks of those jobs that failed
+        self._handed: list[EndedPeerJob] = []  # peer jobs to be reported
+        self._load_failed = False  # in this step
+        self._invalid_blocks: set[int] = set()
+        self._completed: list[Completion] = []
+        self._received: set[str] = set()  # requests whose background load ended, or was announced
+        self._announced: set[int] = set()  # loads under way
+        self._failed_receiving: set[str] = set()
+        self._mark: Event | None = None  # where background loads may start
+        self._saves_pending = False
+        self._layers: frozenset[str] = frozenset()
+        self._hooked: set[str] = set()  # layers that have waited for their load
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        num_blocks: int,
+        block_dims: Mapping[str, int] | None = None,
+    ) -> None:
+        layout = CacheLayout.from_tensors(kv_caches, num_blocks, block_dims)
+        self._layout = layout
+        self._layers = frozenset(layout.layer_names)
+        if self._config.host_memory:
+            self._host = HostPool.sized(
+                self._config.host_memory // self._world_size,
+                layout.block_bytes,
+                device=layout.device,
+                pin_memory=self._config.pin_memory,
+                numa_bind=self._config.numa_bind,
+            )
+            costs = link_costs(layout, self._host, self._config)
+            path = self._make_path(layout, self._host, self._config, costs)
+            fallback = make_fallback(layout, self._host) if self._retries_loads else None
+            self._engine = TransferEngine(layout, self._host, self._config, path, fallback, costs)
+            if self._open_storage is not None:
+                blocks = self._host.tensor.numpy()
+                storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data)
+                self._storage = StorageJobs(storage, blocks)
+        if self._open_peers is not None:
+            self._peers = StepPeers(layout, self._config, self._open_peers)
+
+    def handle_preemptions(self, plan: StepPlan) -> None:
+        if plan.fence and plan.step != self._step and self._engine is not None:
+            self._engine.fence()
+
+    def bind_connector_metadata(self, plan: StepPlan) -> None:
+        self.handle_preemptions(plan)
+        self._plan = plan
+        self._step = plan.step
+        self._load_failed = False
+        self._saves_pending = bool(plan.saves)
+        if plan.awaited_loads:
+            self._load_failed = bool(self._transfer.wait_jobs(plan.awaited_loads))
+        self._mark = self._transfer.mark() if plan.background_loads else None
+        for job in plan.storage:
+            assert self._storage is not None, "the plan has storage jobs, and this half was made without storage"
+            self._storage.begin(job)
+        if self._storage is not None:
+            self._storage.cancel(plan.cancelled_storage)
+        if self._peers is not None:
+            self._peers.begin(plan)
+            self._receives |= {job.job_id: job for job in plan.peer if awaits(job)}
+
+    def clear_connector_metadata(self) -> None:
+        self._plan = None
+
+    def start_load_kv(self, full_graph: bool = False) -> None:
+        """A layer that was never seen to wait for its load may never do so: until all were, the whole load is waited
+        for here, as in front of a full graph."""
+        if self._plan is None:
+            return
+        loads, background = self._plan.loads, self._plan.background_loads
+        self._loads |= {job.job_id: job for job in (*loads, *background)}
+        if loads:
+            self._fail_loads(self._transfer.submit_load(loads))
+            if full_graph or not self._hooked >= self._layers:
+                self._fail_loads(self._transfer.wait_all())
+        if background and self._mark is not None:
+            self._transfer.submit_background_load(background, self._mark)
+            self._mark = None
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._hooked.add(layer_name)
+        if self._plan is not None and self._plan.loads:
+            self._fail_loads(self._transfer.wait_layer(layer_name))
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """A save packs all layers of a block into one run of host memory, after the last of them; other engines may be
+        sent what is there already."""
+        if self._peers is not None and not self._load_failed:
+            self._peers.saved_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._plan is None:
+            return
+        if self._plan.loads:
+            self._fail_loads(self._transfer.wait_all())  # whatever the hooks did, later steps find the load complete
+        if self._peers is not None:
+            self._peers.computed(ok=not self._load_failed)
+        if not self._saves_pending:
+            return
+        self._saves_pending = False
+        if self._load_failed:
+            # Whatever this step computed may rest on bytes that never came: none of it may become matchable.
+            self._completed += [Completion(job.job_id, False, 0, Direction.SAVE) for job in self._plan.saves]
+        else:
+            self._transfer.submit_save(self._plan.saves)
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        if self._peers is not None and self._plan is not None and not self._plan.computes:
+            self._peers.rest()
+        if self._engine is not None:
+            self._engine.catch_up()
+        self._poll()
+        self._announce()
+        finished = self._received, self._failed_receiving
+        self._received, self._failed_receiving = set(), set()
+        return finished
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        self._poll()
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> StepReport:
+        self._poll()
+        completed, self._completed = self._completed, []
+        stored = self._storage.poll() if self._storage is not None else []
+        handed, self._handed = self._handed, []
+        loaded = [c for c in completed if c.direction is Direction.LOAD]
+        ended = [(c.job_id, c.ok) for c in completed] + [(job.job_id, job.ok) for job in stored]
+        ended += [(job.job_id, job.ok) for job in handed]
+        return StepReport(
+            step=self._step,
+            rank=self._rank,
+            done=tuple(job_id for job_id, ok in ended if ok),
+            failed=tuple(job_id for job_id, ok in ended if not ok),
+            num_host_blocks=self._host.num_ready_blocks if self._host else 0,
+            block_bytes=self._host.block_bytes if self._host else 0,
+            loaded_bytes=sum(c.bytes for c in loaded),
+            saved_bytes=sum(c.bytes for c in completed if c.direction is Direction.SAVE),
+            loading_bytes=self._engine.pending_bytes(Direction.LOAD) if self._engine else 0,
+            saving_bytes=self._engine.pending_bytes(Direction.SAVE) if self._engine else 0,
+            load_milliseconds=sum(c.milliseconds for c in loaded),
+            load_timings=self._transfer.take_load_timings() if self._engine else (),
+            found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
+            storage_counters=self._storage.counters() if self._storage is not None and stored else (),
+            peer_port=self._peers.port if self._peers is not None else 0,
+            peer_counters=self._peers.counters() if self._peers is not None else (),
+        )
+
+    def describe(self) -> str:
+        """One line for a log: what was registered and what it is copied to."""
+        if self._layout is None:
+            return "nothing registered"
+        num_host_blocks = self._host.num_blocks if self._host is not None else 0
+        peers = f"; other engines reach it at port {self._peers.port}" if self._peers is not None else ""
+        return (
+            f"{len(self._layout.layer_names)} layers in {len(self._layout.regions)} regions of "
+            f"{self._layout.num_blocks} blocks on {self._layout.device}; {num_host_blocks} host blocks of "
+            f"{self._layout.block_bytes} bytes{peers}"
+        )
+
+    def shutdown(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+        if self._engine is not None and self._host is not None:
+            self._engine.close()
+            if self._storage is not None:
+                self._storage.close()
+                self._storage = None
+            self._host.close()
+            self._engine = self._host = None
+
+    @property
+    def _transfer(self) -> TransferEngine:
+        if self._engine is None:
+            raise KVConnectorError("a plan has copies, but register_kv_caches(...) was not called or host_memory is 0")
+        return self._engine
+
+    def _poll(self) -> None:
+        completions = self._engine.poll() if self._engine is not None else []
+        self._completed += completions
+        for completion in completions:
+            if completion.job_id in self._loads:
+                load = self._loads.pop(completion.job_id)
+                self._load_failed |= load.request_id is None and not completion.ok
+                self._end_load(load, completion.ok)
+        for job in self._peers.poll(self._loads) if self._peers is not None else ():
+            self._handed.append(job)
+            if job.job_id in self._receives:
+                self._end_load(self._receives.pop(job.job_id), job.ok)
+
+    def _fail_loads(self, job_ids: Collection[int]) -> None:
+        """Loads of this step: the engine must know before it uses the step."""
+        for job_id in job_ids:
+            self._load_failed = True
+            self._end_load(self._loads.pop(job_id), ok=False)
+
+    def _announce(self) -> None:
+        """Call loads received that the plan says will end soon; one that failed on submission has ended before."""
+        for job_id in self._plan.announced_loads if self._plan is not None else ():
+            job = self._loads.get(job_id)
+            if job is not None and job.request_id is not None and job_id not in self._announced:
+                self._received.add(job.request_id)
+                self._announced.add(job_id)
+
+    def _end_load(self, job: CopyJob | PeerJob, ok: bool) -> None:
+        """A load or a receive has ended."""
+        if not ok and self._peers is not None:
+            self._peers.load_failed(job.job_id)
+        is_awaited = job.request_id is not None and job.job_id not in self._announced
+        self._announced.discard(job.job_id)
+        if job.request_id is not None:
+            if not ok:
+                self._lost.setdefault(job.request_id, set()).update(job.device_ids.tolist())
+            others: list[CopyJob | PeerJob] = [*self._loads.values(), *self._receives.values()]
+            if not any(other.request_id == job.request_id for other in others):
+                self._end_request(job.request_id, is_awaited)
+        elif not ok:
+            self._invalid_blocks.update(job.device_ids.tolist())
+
+    def _end_request(self, request_id: str, is_awaited: bool) -> None:
+        """The last job that the request waits for has ended; not `is_awaited`: it was announced, and may have run."""
+        lost = self._lost.pop(request_id, None)
+        if is_awaited:
+            self._received.add(request_id)
+        if lost is None:
+            return
+        if is_awaited and self._fails_by_request:
+            self._failed_receiving.add(request_id)
+        else:
+            self._invalid_blocks.update(lost)

@@ -1,0 +1,257 @@
+"""The protocol between a producer and a consumer under random offers, wants, faults and losses. Derandomised.
+
+Every job ends exactly once, and a receive that is done holds exactly what was offered under its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from kv_connector.peer.base import Arrived, Connected, Lost, Message, PeerTransport, Pushed
+from kv_connector.peer.protocol.offers import Offers
+from kv_connector.peer.protocol.receives import Receives
+from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
+from kv_connector.types import PeerAction, PeerJob
+from tests.peer.peers import PIECES, Pool, card_of
+
+SEEN: Counter[str] = Counter()
+ENGINE = "producer"
+DEADLINE = 10.0
+
+
+class Transfer:
+    """A prompt of some blocks on the producer, offered chunk by chunk."""
+
+    def __init__(self, name: str, blocks: list[int]) -> None:
+        self.name = name
+        self.blocks = blocks
+        self.names = [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(len(blocks))]
+        self.num_offered = 0
+        self.jobs: dict[int, int] = {}  # job: regions that are ready
+
+
+class HandoverMachine(RuleBasedStateMachine):
+    """An engine on either side, a network and a clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = LoopbackNet()
+        self.now = 0.0
+        self.source, self.target = Pool(400, seed=1), Pool(4000, seed=2)
+        self.a: PeerTransport = LoopbackTransport(self.net, self.source.pool, card_of(self.source, ENGINE))
+        self.b: PeerTransport = LoopbackTransport(self.net, self.target.pool, card_of(self.target, "consumer"))
+        self.offers = Offers(self.a, ENGINE, len(PIECES))
+        self.receives = Receives(self.b, len(PIECES), 0, DEADLINE, 1.0, lambda: self.now)
+        self.transfers: list[Transfer] = []
+        self.asked: dict[int, tuple[Transfer, int, list[int]]] = {}  # receive: what, from where, into which blocks
+        self.open: set[int] = set()
+        self.ended: dict[int, bool] = {}
+        self.next_job = self.next_source = self.next_target = 0
+
+    @rule(num_blocks=st.integers(1, 6), chunk=st.integers(1, 6))
+    def begin(self, num_blocks: int, chunk: int) -> None:
+        if self.next_source + num_blocks <= 400:
+            blocks = list(range(self.next_source, self.next_source + num_blocks))
+            self.next_source += num_blocks
+            self.transfers.append(Transfer(f"transfer {len(self.transfers)}", blocks[::-1]))
+            self.offer(len(self.transfers) - 1, chunk)
+
+    @rule(which=st.integers(0, 50), chunk=st.integers(1, 6))
+    def offer(self, which: int, chunk: int) -> None:
+        transfer = self.pick(which)
+        if transfer is None or transfer.num_offered == len(transfer.blocks):
+            return
+        first, stop = transfer.num_offered, min(len(transfer.blocks), transfer.num_offered + chunk)
+        transfer.num_offered = stop
+        names = b"" if first else b"".join(transfer.names)
+        job = self.job(PeerAction.SEND, transfer.name, first, transfer.blocks[first:stop], names=names)
+        transfer.jobs[job.job_id] = 0
+        self.offers.offer(job)
+
+    @rule(which=st.integers(0, 50), regions=st.integers(1, 3))
+    def compute(self, which: int, regions: int) -> None:
+        transfer = self.pick(which)
+        for job_id in transfer.jobs if transfer is not None else ():
+            self.offers.ready(job_id, regions)
+
+    @rule(which=st.integers(0, 50))
+    def compute_all(self, which: int) -> None:
+        self.offer(which, 6)
+        self.compute(which, 3)
+        self.pump()
+
+    @rule(num_blocks=st.integers(2, 6), first=st.integers(0, 1), early=st.booleans(), parts=st.integers(1, 3))
+    def hand_over(self, num_blocks: int, first: int, early: bool, parts: int) -> None:
+        """As it mostly goes; asked for before the blocks are computed or after."""
+        self.begin(num_blocks, num_blocks // parts)
+        for _ in range(2):
+            if early:
+                self.ask(0, first, knows_engine=False, mixes_up=1)
+            self.pump()
+            self.compute(0, parts)
+            self.compute_all(0)
+            if not early:
+                self.ask(0, first, knows_engine=True, mixes_up=1)
+            early = not early
+        self.compute_all(0)
+        self.pump()
+
+    @rule(num_blocks=st.integers(2, 6), ready=st.integers(0, 3))
+    def give_up_in_the_middle(self, num_blocks: int, ready: int) -> None:
+        self.begin(num_blocks, 1)
+        self.ask(0, 0, knows_engine=True, mixes_up=1)
+        self.compute(0, ready)
+        self.pump()
+        self.give_up(-1)
+        self.pump()
+
+    @rule(which=st.integers(0, 50), first=st.integers(0, 4), knows_engine=st.booleans(), mixes_up=st.integers(0, 9))
+    def ask(self, which: int, first: int, knows_engine: bool, mixes_up: int) -> None:
+        transfer = self.pick(which)
+        if transfer is None:
+            return
+        count = max(0, len(transfer.blocks) - first)
+        if not count:
+            SEEN["nothing wanted"] += 1
+        blocks = list(range(self.next_target, self.next_target + count))
+        self.next_target += count
+        name = transfer.names[-1] if mixes_up else hashlib.sha256(b"another prompt").digest()
+        engine_id = ENGINE if knows_engine else ""
+        job = self.job(PeerAction.RECEIVE, transfer.name, first, blocks, names=name, engine_id=engine_id)
+        if mixes_up:
+            self.asked[job.job_id] = transfer, first, blocks
+        self.receives.receive(job)
+
+    @rule(which=st.integers(0, 50))
+    def compute_wrongly(self, which: int) -> None:
+        transfer = self.pick(which)
+        for job_id in list(transfer.jobs) if transfer is not None else ():
+            if job_id in self.open:
+                self.offers.fail(job_id)
+                SEEN["failed"] += 1
+
+    @rule(which=st.integers(0, 50))
+    def withdraw(self, which: int) -> None:
+        transfer = self.pick(which)
+        if transfer is not None:
+            self.offers.withdraw(transfer.name)
+            SEEN["withdrawn"] += 1
+
+    @rule(which=st.integers(0, 50))
+    def give_up(self, which: int) -> None:
+        waiting = [job_id for job_id in self.asked if job_id in self.receives]
+        if waiting:
+            self.receives.cancel(waiting[which % len(waiting)])
+            SEEN["given up"] += 1
+
+    @rule(hold=st.booleans())
+    def delay(self, hold: bool) -> None:
+        self.net.hold = hold
+
+    @rule(chance=st.integers(0, 4))
+    def cut(self, chance: int) -> None:
+        if not chance:
+            self.net.cut(self.a.port)
+            SEEN["cut"] += 1
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.pump()
+
+    @rule()
+    def pump(self) -> None:
+        for _ in range(20):
+            for transport, is_producer in ((self.a, True), (self.b, False)):
+                for event in transport.poll(0.0):
+                    self.take(event, is_producer)
+            self.receives.give_up_overdue()
+
+    @invariant()
+    def every_job_ends_once(self) -> None:
+        for part in (self.offers, self.receives):
+            ended, part.ended = part.ended, []
+            for job_id, ok in ended:
+                assert job_id in self.open, f"job {job_id} ends twice"
+                self.open.discard(job_id)
+                self.ended[job_id] = ok
+                if ok and job_id in self.asked:
+                    self.check(job_id)
+
+    def check(self, job_id: int) -> None:
+        transfer, first, blocks = self.asked[job_id]
+        SEEN["received"] += 1
+        for target, source in zip(blocks, transfer.blocks[first:], strict=True):
+            assert self.target.block(target) == self.source.block(source), "other bytes"
+
+    def take(self, event: Any, is_producer: bool) -> None:
+        transport = self.a if is_producer else self.b
+        part: Any = self.offers if is_producer else self.receives
+        if isinstance(event, Connected):
+            part.connected(event.link, *([event.num_blocks] if is_producer else []))
+        elif isinstance(event, Lost):
+            part.lost(event.link)
+        elif isinstance(event, Message):
+            assert part.hear(event.link, event.body), f"{event.body} is for nobody"
+        elif isinstance(event, Pushed):
+            self.offers.pushed(event)
+        elif isinstance(event, Arrived):
+            self.receives.arrived(event)
+        assert transport is not None
+
+    def pick(self, which: int) -> Transfer | None:
+        return self.transfers[-1 - which % min(3, len(self.transfers))] if self.transfers else None
+
+    def job(self, action: PeerAction, transfer: str, first: int, blocks: list[int], **fields: Any) -> PeerJob:
+        job = PeerJob(
+            self.next_job,
+            action,
+            transfer,
+            first,
+            np.array(blocks, dtype=np.int64),
+            host="here",
+            ports=(self.a.port,),
+            request_id="request",
+            **fields,
+        )
+        self.next_job += 1
+        self.open.add(job.job_id)
+        return job
+
+    def teardown(self) -> None:
+        """Everything comes to an end: what was not asked for is withdrawn, and what never comes is given up."""
+        self.net.hold = False
+        self.pump()
+        for transfer in self.transfers:
+            self.offers.withdraw(transfer.name)
+        self.now += 2 * DEADLINE
+        self.pump()
+        self.every_job_ends_once()
+        assert not self.open, f"jobs {self.open} never end"
+        assert self.offers.num_open == self.receives.num_open == 0
+        SEEN["jobs"] += len(self.ended)
+
+
+def test_every_job_ends_once_and_what_arrives_is_what_was_offered() -> None:
+    SEEN.clear()
+    run_state_machine_as_test(
+        HandoverMachine,
+        settings=settings(
+            max_examples=300,
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    # A run that met none of these would prove nothing.
+    least = {"jobs": 1000, "received": 100, "failed": 30, "withdrawn": 100, "given up": 50, "cut": 50}
+    assert {name: SEEN[name] for name, count in least.items() if SEEN[name] < count} == {}

@@ -1,0 +1,150 @@
+"""How a hit comes to the device, by observed rates."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kv_connector.config import Config
+from kv_connector.metrics import CacheMetrics
+from kv_connector.scheduler.loads.choice import LoadEstimate, LoadMode, LoadPlanner
+from kv_connector.types import CopyJob, Direction
+
+
+def make_estimate(blocks_per_second: float = 1000, tokens_per_second: float = 1000) -> LoadEstimate:
+    """Rates as steps and loads of one second show them."""
+    estimate = LoadEstimate(max_stall_seconds=0.01)
+    estimate.observe_load(int(blocks_per_second), 1.0)
+    estimate.step_planned(1, int(tokens_per_second), 0, now=10.0)
+    estimate.step_ended(1, now=11.0)
+    return estimate
+
+
+def choose(
+    estimate: LoadEstimate, blocks: int = 100, new: int = 1, others: bool = True, ride: float | None = None
+) -> LoadMode:
+    """A hit of blocks of 16 tokens."""
+    return estimate.choose(blocks, 16 * blocks, new, others, ride)
+
+
+def test_as_long_as_a_rate_is_unknown_hits_are_loaded_at_once() -> None:
+    estimate = LoadEstimate(max_stall_seconds=0.01)
+    assert choose(estimate) is LoadMode.SYNC
+    estimate.observe_load(100, 1.0)
+    assert choose(estimate) is LoadMode.SYNC
+
+
+def test_a_load_that_holds_others_up_runs_beside_them() -> None:
+    estimate = make_estimate()
+    assert choose(estimate) is LoadMode.ASYNC
+    assert choose(estimate, others=False) is LoadMode.SYNC, "there is nobody to hold up"
+    assert choose(estimate, new=100) is LoadMode.SYNC, "it hides behind what the request computes"
+    assert choose(estimate, blocks=5) is LoadMode.SYNC, "5 ms are allowed"
+
+
+def test_what_is_sooner_computed_is_computed_but_not_for_ever() -> None:
+    estimate = make_estimate(tokens_per_second=10**6)
+    for _ in range(8):
+        assert choose(estimate) is LoadMode.RECOMPUTE
+        estimate.admitted(LoadMode.RECOMPUTE)
+    assert choose(estimate) is not LoadMode.RECOMPUTE, "or an estimate that was spoilt once would never mend"
+    estimate.admitted(LoadMode.ASYNC)
+    assert choose(estimate) is LoadMode.RECOMPUTE
+
+
+def test_one_slow_load_is_forgotten_with_the_next_fast_one() -> None:
+    estimate = LoadEstimate(max_stall_seconds=0.01)
+    estimate.observe_load(100, 60.0)
+    estimate.observe_load(100, 0.1)
+    assert estimate.load_seconds(100) == 0.1
+    estimate.observe_load(100, 60.0)
+    seconds = estimate.load_seconds(100)
+    assert seconds is not None and seconds < 0.2
+
+
+def test_sharers_ride_unless_computing_is_sooner() -> None:
+    estimate = make_estimate()
+    assert choose(estimate, ride=0.5) is LoadMode.RIDE
+    assert choose(estimate, ride=2.0) is LoadMode.RECOMPUTE
+    assert choose(LoadEstimate(0.01), ride=0.0) is LoadMode.RIDE
+
+
+def test_steps_overlap_and_small_ones_say_nothing() -> None:
+    estimate = make_estimate()
+    estimate.step_planned(2, 10, 0, now=11.0)
+    estimate.step_ended(2, now=20.0)
+    estimate.step_planned(3, 10_000, 1, now=20.0)
+    estimate.step_ended(3, now=60.0)
+    estimate.step_planned(4, 1000, 0, now=20.5)
+    estimate.step_ended(4, now=61.0)
+    assert choose(estimate, ride=1.5) is LoadMode.RIDE, "still 1,000 tokens a second: computing takes 1.6 s"
+
+
+class Background:
+    """A planner whose loads take a second for 100 blocks; steps are planned every 0.2 s, and none holds others up."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+        self.metrics = CacheMetrics()
+        self.planner = LoadPlanner(Config(load_choice="async", max_load_stall_ms=0), self.metrics, lambda: self.now)
+        self.planner.estimate.observe_load(100, 1.0)
+        self.step = 0
+        for _ in range(5):
+            self.plan()
+            self.planner.note_reported(self.step)
+
+    def load(self, job_id: int, first_host: int, count: int) -> CopyJob:
+        ids = np.arange(first_host, first_host + count)
+        self.planner.reserve(ids.tolist())
+        job = CopyJob(job_id, Direction.LOAD, ids, ids, f"r{job_id}")
+        self.planner.begin(job)
+        return job
+
+    def plan(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(announced, awaited) of the next step."""
+        self.now += 0.2
+        self.step += 1
+        self.planner.estimate.step_planned(self.step, 1, 0, self.now)
+        return self.planner.announce(self.step)
+
+
+def test_a_load_is_announced_a_step_before_it_ends_and_awaited_once_the_engine_knows() -> None:
+    loads = Background()
+    job = loads.load(1, 0, 50)  # ends at + 0.5
+    assert loads.plan() == ((), ()), "two more steps fit in"
+    loads.planner.note_reported(loads.step)
+    assert loads.plan() == ((1,), ()), "it will be there when the step behind this one begins"
+    assert loads.plan() == ((), ()), "planned before the engine took note"
+    loads.planner.note_reported(loads.step)
+    assert loads.plan() == ((), (1,)), "it is late, and requests may read its blocks"
+    assert loads.metrics.awaited_async_loads == 1
+    loads.planner.end(job)
+    assert loads.plan() == ((), ())
+
+
+def test_an_engine_that_plans_ahead_is_told_a_step_earlier() -> None:
+    loads = Background()
+    loads.plan()
+    loads.load(1, 0, 70)  # ends at + 0.7
+    assert loads.plan()[0] == (), "0.5 s are left"
+    loads.planner.note_reported(loads.step - 1)
+    assert loads.plan()[0] == (1,), "0.3 s are left, and the engine takes note while the next step runs"
+
+
+def test_loads_behind_one_that_took_longer_end_later() -> None:
+    loads = Background()
+    first, _ = loads.load(1, 0, 10), loads.load(2, 100, 20)  # end at + 0.1 and + 0.3
+    loads.planner.end(first)
+    loads.planner.observe(10, 1.1)  # a second late
+    for _ in range(4):
+        assert loads.plan() == ((), ())
+        loads.planner.note_reported(loads.step)
+    loads.plan()
+    loads.planner.note_reported(loads.step)
+    assert loads.plan()[0] == (2,)
+
+
+def test_with_an_unknown_rate_nothing_is_announced() -> None:
+    loads = Background()
+    loads.planner = LoadPlanner(Config(load_choice="async"), loads.metrics, lambda: loads.now)
+    loads.load(1, 0, 1)
+    assert [loads.plan() for _ in range(5)] == [((), ())] * 5

@@ -1,0 +1,95 @@
+"""When host blocks go to storage: plans read, and reports written, by hand."""
+
+from __future__ import annotations
+
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import StepPlan, StepReport, StorageAction
+from tests.scheduler.storage.test_companion import PROMPT, arrive, compute, drain, make_half, prompt, report, step
+from tests.scheduler.test_half import Asked, admit, run
+
+
+def run_new(half: SchedulerHalf, request: Asked) -> StepPlan:
+    """The step of a request that storage knows nothing of."""
+    report(half, [arrive(half, request)], found=0)
+    admit(half, request)
+    return run(half, request)
+
+
+def saved(half: SchedulerHalf, plan: StepPlan) -> None:
+    """The step's saves have arrived on the host."""
+    half.update_connector_output([StepReport(plan.step, 0, tuple(j.job_id for j in plan.saves), num_host_blocks=100)])
+
+
+def test_saves_are_backed_up_and_the_queue_has_an_end() -> None:
+    half, _, _ = make_half(max_backup_blocks=7)
+    compute(half, Asked("a", PROMPT))
+    (job,) = step(half)
+    assert (job.action, job.num_blocks) == (StorageAction.BACK_UP, 7)
+    assert half.has_pending_push_work()
+    assert half.get_kv_connector_stats()["dropped_backups_blocks"] == 3
+    assert all(half.host.pool.refs(block_id) == 1 for block_id in job.host_ids.tolist()), "leased until it is written"
+    report(half, failed=[job])
+    assert not half.has_pending_push_work()
+    assert half.get_kv_connector_stats()["failed_backup_jobs"] == 1
+    compute(half, Asked("b", [7] * 13))
+    drain(half)
+    assert half.get_kv_connector_stats()["backed_up_blocks"] == 3
+    assert not [b for b in half.host.pool.live_ids() if half.host.pool.refs(b)]
+
+
+def test_on_eviction_a_block_is_written_when_it_is_next_to_go() -> None:
+    half, _, _ = make_half(num_host_blocks=80, backup="on_eviction")  # ten blocks are watched
+    for number in range(7):
+        compute(half, Asked(f"r{number}", prompt(number)))
+        assert step(half) == ()
+    compute(half, Asked("r7", prompt(7)))
+    (job,) = step(half)
+    assert set(job.split_keys()) == set(arrive(make_half()[0], Asked("x", prompt(0))).split_keys()), "the oldest"
+    report(half, [job])
+    assert step(half) == () and not half.has_pending_push_work(), "an idle engine need not go on"
+    for number in range(8, 12):
+        compute(half, Asked(f"r{number}", prompt(number)))
+        (job,) = step(half)
+        report(half, [job])
+    stats = half.get_kv_connector_stats()
+    assert (stats["backed_up_blocks"], stats["dropped_backups_blocks"], stats["host_evicted_blocks"]) == (50, 0, 40)
+    half.check()
+
+
+def test_on_eviction_what_goes_before_it_is_written_is_counted() -> None:
+    half, _, _ = make_half(num_host_blocks=15, backup="on_eviction")  # two blocks are watched
+    for number in range(2):
+        compute(half, Asked(f"r{number}", prompt(number)))
+    drain(half)
+    stats = half.get_kv_connector_stats()
+    assert stats["host_evicted_blocks"] == 5
+    assert stats["dropped_backups_blocks"] == 5
+    half.check()
+
+
+def test_at_finish_a_block_is_written_when_its_request_has_ended() -> None:
+    half, _, _ = make_half(backup="at_finish")
+    request = Asked("a", PROMPT)
+    plan = run_new(half, request)
+    saved(half, plan)
+    assert step(half) == ()
+    half.request_finished(request)
+    (job,) = step(half)
+    assert (job.action, job.num_blocks) == (StorageAction.BACK_UP, 10)
+    report(half, [job])
+    again = Asked("b", PROMPT)
+    half.on_new_request(again)
+    half.request_finished(again)
+    assert step(half) == (), "it is there"
+    half.check()
+
+
+def test_at_finish_a_save_under_way_is_written_when_it_has_arrived() -> None:
+    half, _, _ = make_half(backup="at_finish")
+    request = Asked("a", PROMPT)
+    plan = run_new(half, request)
+    half.request_finished(request)
+    assert step(half) == ()
+    saved(half, plan)
+    (job,) = step(half)
+    assert job.num_blocks == 10

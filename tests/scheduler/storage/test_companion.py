@@ -1,0 +1,377 @@
+"""Storage as the scheduler half sees it: plans read, and reports written, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kv_connector.config import Config
+from kv_connector.errors import ConfigError
+from kv_connector.index import BlockGroup
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import StepReport, StorageAction, StorageJob
+from tests.scheduler.test_half import Asked, ForeignBlocks, admit, run, save
+
+PROMPT = list(range(41))  # ten blocks, and a token to compute
+
+
+class Ticks:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+def make_half(
+    num_host_blocks: int = 100, world_size: int = 1, load_choice: str = "sync", **storage: object
+) -> tuple[SchedulerHalf, ForeignBlocks, Ticks]:
+    settings = {"path": "unused", "capacity": 1, "prefetch": "wait_complete"} | storage
+    config = Config.from_mapping(
+        {"host_memory": 1 << 20, "write_policy": "write_through", "load_choice": load_choice, "storage": settings}
+    )
+    ticks = Ticks()
+    half = SchedulerHalf(config, 4, world_size, clock=ticks)
+    blocks = ForeignBlocks()
+    half.bind_block_pool(blocks)
+    half.update_connector_output([StepReport(0, rank, num_host_blocks=num_host_blocks) for rank in range(world_size)])
+    return half, blocks, ticks
+
+
+def arrive(half: SchedulerHalf, request: Asked) -> StorageJob:
+    """The look-up that a request's arrival leads to."""
+    half.on_new_request(request)
+    (job,) = step(half)
+    assert job.action is StorageAction.LOOK_UP
+    return job
+
+
+def step(half: SchedulerHalf) -> tuple[StorageJob, ...]:
+    """Storage jobs of a step without requests."""
+    return run(half).storage
+
+
+def report(
+    half: SchedulerHalf,
+    done: Sequence[StorageJob] = (),
+    failed: Sequence[StorageJob] = (),
+    found: int | None = None,
+    rank: int = 0,
+) -> None:
+    """Storage jobs have ended on a rank."""
+    half.update_connector_output(
+        [
+            StepReport(
+                half._step,
+                rank,
+                tuple(job.job_id for job in done),
+                tuple(job.job_id for job in failed),
+                num_host_blocks=half.host.pool.capacity,
+                found=tuple((job.job_id, found) for job in done) if found is not None else (),
+            )
+        ]
+    )
+
+
+def matched(half: SchedulerHalf, request: Asked) -> int | None:
+    return half.get_num_new_matched_tokens(request, 0)[0]
+
+
+def compute(half: SchedulerHalf, request: Asked) -> None:
+    """A whole life of a request that storage knows nothing of; its blocks are saved."""
+    report(half, [arrive(half, request)], found=0)
+    save(half, request)
+
+
+def fetch(half: SchedulerHalf, request: Asked, found: int = 10) -> tuple[StorageJob, ...]:
+    """Arrival, and a look-up that finds blocks; returns the fetches."""
+    report(half, [arrive(half, request)], found=found)
+    return step(half)
+
+
+def test_what_storage_has_is_a_host_hit_once_it_is_there() -> None:
+    half, _, _ = make_half()
+    request = Asked("a", PROMPT)
+    (job,) = fetch(half, request)
+    assert (job.action, job.num_blocks, len(job.split_keys())) == (StorageAction.FETCH, 10, 10)
+    assert matched(half, request) is None, "it waits"
+    report(half, [job])
+    assert matched(half, request) == 40
+    assert half.get_kv_connector_stats()["fetched_blocks"] == 10
+    assert step(half) == (), "asked once"
+    half.check()
+
+
+def test_only_what_the_host_lacks_is_looked_up() -> None:
+    half, _, _ = make_half()
+    compute(half, Asked("before", PROMPT[:17]))
+    drain(half)
+    job = arrive(half, Asked("a", PROMPT))
+    assert len(job.split_keys()) == 10 - 4
+    half.on_new_request(Asked("b", PROMPT[:17]))
+    assert step(half) == (), "all of it is on the host"
+
+
+def drain(half: SchedulerHalf) -> None:
+    """Let every backup end."""
+    while jobs := step(half):
+        report(half, jobs)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "at_once", "later"), [("best_effort", 0, 0), ("timeout", None, 0), ("wait_complete", None, None)]
+)
+def test_how_long_a_request_waits(prefetch: str, at_once: int | None, later: int | None) -> None:
+    half, _, ticks = make_half(prefetch=prefetch, timeout_ms=200)
+    request = Asked("a", PROMPT)
+    fetch(half, request)
+    assert matched(half, request) == at_once
+    ticks.now += 0.25
+    assert matched(half, request) == later
+
+
+@pytest.mark.parametrize("prefetch", ["timeout", "wait_complete"])
+def test_storage_that_hangs_holds_up_one_request_and_no_other(prefetch: str, caplog: pytest.LogCaptureFixture) -> None:
+    half, _, ticks = make_half(prefetch=prefetch, timeout_ms=10_000)
+    first = Asked("first", PROMPT)
+    job = arrive(half, first)
+    assert matched(half, first) is None
+    ticks.now += 2.5
+    assert matched(half, first) == 0, "computed"
+    for number in range(3):
+        other = Asked(f"other {number}", prompt(number + 1))
+        half.on_new_request(other)
+        assert step(half) == (), "it is not even asked"
+        assert matched(half, other) == 0
+    assert len(caplog.records) == 1 and "has not answered for 2 s" in caplog.text
+    report(half, [job], found=0)
+    assert arrive(half, Asked("later", prompt(5))), "it answers again"
+    half.check()
+
+
+def test_the_first_request_of_an_engine_finds_what_storage_has() -> None:
+    """The step that answers its look-up is also the one that says how much host memory there is."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "unused", "capacity": 1}})
+    half = SchedulerHalf(config, 4)
+    half.bind_block_pool(ForeignBlocks())
+    job = arrive(half, Asked("a", PROMPT))
+    half.update_connector_output(
+        [StepReport(1, 0, (job.job_id,), num_host_blocks=100, found=((job.job_id, 10),))],
+    )
+    (fetch_job,) = step(half)
+    assert fetch_job.num_blocks == 10
+
+
+def test_a_request_rides_on_what_is_fetched_for_another() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    (job,) = fetch(half, first)
+    half.on_new_request(second)
+    assert step(half) == (), "it is on its way"
+    assert matched(half, second) is None
+    report(half, [job])
+    assert matched(half, second) == 40
+    admit(half, second)
+    assert half.get_kv_connector_stats()["storage_hit_tokens"] == 40
+
+
+def test_two_that_arrive_together_fetch_once() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", [*PROMPT, *range(100, 108)])
+    half.on_new_request(first)
+    half.on_new_request(second)
+    look_ups = step(half)
+    assert [job.action for job in look_ups] == [StorageAction.LOOK_UP] * 2
+    for job, found in zip(look_ups, (10, 12), strict=True):
+        report(half, [job], found=found)
+    jobs = step(half)
+    assert [job.num_blocks for job in jobs] == [10, 2]
+    report(half, jobs)
+    assert (matched(half, first), matched(half, second)) == (40, 48)
+    half.check()
+
+
+def test_what_nobody_waits_for_any_more_is_called_off() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    (job,) = fetch(half, first)
+    half.on_new_request(second)
+    half.request_finished(first)
+    assert run(half).cancelled_storage == (), "the second one waits"
+    half.request_finished(second)
+    assert half.has_pending_push_work()
+    assert run(half).cancelled_storage == (job.job_id,)
+    report(half, failed=[job])
+    stats = half.get_kv_connector_stats()
+    assert (stats["cancelled_fetch_jobs"], stats["failed_fetch_jobs"]) == (1, 0)
+    assert not half.has_pending_push_work()
+    assert not half.host.pool.live_ids()
+    half.check()
+
+
+@pytest.mark.parametrize(("prefetch", "is_called_off"), [("timeout", True), ("best_effort", False)])
+def test_a_request_that_starts_without_them_wants_its_blocks_no_more(prefetch: str, is_called_off: bool) -> None:
+    half, _, ticks = make_half(prefetch=prefetch, timeout_ms=100)
+    request = Asked("a", PROMPT)
+    (job,) = fetch(half, request)
+    ticks.now += 0.2
+    assert admit(half, request) == 0
+    plan = run(half, request)
+    assert plan.cancelled_storage == ((job.job_id,) if is_called_off else ())
+
+
+def test_ranks_agree_on_the_shortest_prefix() -> None:
+    half, _, _ = make_half(world_size=2)
+    request = Asked("a", PROMPT)
+    job = arrive(half, request)
+    report(half, [job], found=7, rank=0)
+    assert step(half) == ()
+    report(half, [job], found=3, rank=1)
+    (job,) = step(half)
+    assert job.num_blocks == 3
+    report(half, [job], rank=0)
+    assert matched(half, request) is None
+    report(half, failed=[job], rank=1)
+    assert matched(half, request) == 0, "a fault on one rank is a fault of the job"
+    assert half.get_kv_connector_stats()["failed_fetch_jobs"] == 1
+    half.check()
+
+
+def test_a_long_prefix_comes_in_parts_and_a_part_that_fails_ends_the_hit() -> None:
+    half, _, _ = make_half(num_host_blocks=300)
+    request = Asked("a", list(range(4 * 200 + 1)))
+    jobs = fetch(half, request, found=200)
+    assert [job.num_blocks for job in jobs] == [64, 64, 64, 8]
+    report(half, [jobs[0], jobs[2], jobs[3]], failed=[jobs[1]])
+    assert matched(half, request) == 4 * 64
+    half.check()
+
+
+def test_a_host_that_is_too_small_takes_the_beginning() -> None:
+    half, _, _ = make_half(num_host_blocks=6)
+    request = Asked("a", PROMPT)
+    (job,) = fetch(half, request)
+    assert job.num_blocks == 6
+    report(half, [job])
+    assert matched(half, request) == 24
+    assert half.get_kv_connector_stats()["dropped_fetches_blocks"] == 4
+
+
+def test_an_abort_ends_the_wish_and_what_is_on_its_way_stays() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    job = arrive(half, first)
+    half.request_finished(first)
+    report(half, [job], found=10)
+    assert step(half) == (), "nobody wants it any more"
+    (job,) = fetch(half, second)
+    half.request_finished(second)
+    report(half, [job])
+    assert matched(half, Asked("third", PROMPT)) == 40
+    half.check()
+
+
+def prompt(number: int) -> list[int]:
+    """Ten blocks of its own, and a token to compute."""
+    return list(range(1000 * number, 1000 * number + 41))
+
+
+def test_hits_are_counted_by_where_they_came_from() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    report(half, fetch(half, first))
+    save(half, first)
+    half.on_new_request(second)
+    save(half, second)
+    stats = half.get_kv_connector_stats()
+    assert (stats["host_hit_tokens"], stats["storage_hit_tokens"]) == (80, 40)
+
+
+def test_what_storage_counts_on_its_ranks_is_in_the_statistics() -> None:
+    half, _, _ = make_half(world_size=2)
+    for rank, num_read in ((0, 5.0), (1, 7.0)):
+        counters = (("read_blocks", num_read), ("stored_bytes", 100.0 + rank), ("of_no_interest", 1.0))
+        half.update_connector_output([StepReport(1, rank, num_host_blocks=100, storage_counters=counters)])
+    stats = half.get_kv_connector_stats()
+    assert (stats["storage_read_blocks"], stats["storage_stored_bytes"]) == (12, 101)
+    assert "storage_of_no_interest" not in stats
+
+
+def test_a_prefix_that_is_sooner_computed_is_not_fetched() -> None:
+    half, _, ticks = make_half(load_choice="auto")
+    first = Asked("first", PROMPT)
+    jobs = fetch(half, first)
+    ticks.now += 10.0  # a block a second
+    report(half, jobs)
+    half._loads.estimate._prefill.observe(1000, 1.0)
+    skipped = [fetch(half, Asked(f"r{number}", prompt(number + 1))) for number in range(8)]
+    assert skipped == [()] * 8
+    assert half.get_kv_connector_stats()["recomputed_storage_tokens"] == 8 * 40
+    assert fetch(half, Asked("last", prompt(9))), "after so many one is fetched: storage may have become faster"
+
+
+def test_the_name_of_a_block_is_the_same_for_writing_and_reading_and_for_every_engine() -> None:
+    writer, _, _ = make_half()
+    compute(writer, Asked("a", PROMPT))
+    (backup,) = step(writer)
+    reader, _, _ = make_half()
+    assert arrive(reader, Asked("b", PROMPT)).split_keys() == backup.split_keys()
+
+
+def test_after_a_reset_nothing_of_before_is_found() -> None:
+    half, _, _ = make_half()
+    before = arrive(half, Asked("a", PROMPT)).split_keys()
+    report(half, [], found=None)
+    assert half.reset_cache()
+    half.request_finished(Asked("a", PROMPT))
+    assert not set(arrive(half, Asked("b", PROMPT)).split_keys()) & set(before)
+
+
+def test_a_reset_while_blocks_are_fetched_leaves_nothing_behind() -> None:
+    half, _, _ = make_half()
+    request = Asked("a", PROMPT)
+    (job,) = fetch(half, request)
+    assert half.reset_cache()
+    report(half, [job])
+    assert half.host.num_copies == 0
+    assert not half.host.pool.live_ids()
+    half.check()
+
+
+def test_a_preempted_request_may_look_again() -> None:
+    half, _, _ = make_half()
+    request = Asked("a", PROMPT)
+    report(half, [arrive(half, request)], found=0)
+    assert admit(half, request) == 0
+    plan = run(half, request)
+    assert plan.storage == ()
+    half.update_connector_output([StepReport(plan.step, 0, (), tuple(job.job_id for job in plan.saves))])
+    assert matched(half, request) is None, "it comes again, and storage may have it by now"
+
+
+def test_windows_are_refused() -> None:
+    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "x", "capacity": 1}})
+    with pytest.raises(ConfigError, match="storage with 2 block groups is not supported"):
+        SchedulerHalf(config, 4, groups=(BlockGroup(), BlockGroup(window_blocks=3)))
+
+
+@pytest.mark.parametrize(
+    ("storage", "words"),
+    [
+        ({"capacity": "1GiB"}, r"storage.path='': give the folder"),
+        ({"path": "x"}, r"storage.capacity=0 is too small"),
+        ({"path": "x", "capacity": "1GiB", "kind": "floppy"}, r"storage.kind='floppy' is unknown"),
+        ({"path": "x", "capcity": "1GiB"}, r"unknown setting 'storage.capcity' \(did you mean 'capacity'\?\)"),
+        ({"path": "x", "capacity": "1GiB", "prefetch": "now"}, r"storage.prefetch='now' is unknown"),
+        ("/data", r"storage='/data' is not an object"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(storage: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Config.from_mapping({"host_memory": "1GiB", "storage": storage})
+    with pytest.raises(ConfigError, match="storage needs host_memory"):
+        Config.from_mapping({"storage": {"path": "x", "capacity": 1}})

@@ -1,0 +1,315 @@
+"""The folder of packs: restarts, damage, full disks, and several processes at a time."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_connector.storage.filesystem import backend, folder, temporaries
+from kv_connector.storage.filesystem.backend import FilesystemStorage
+from kv_connector.storage.filesystem.folder import PackFolder
+from kv_connector.storage.filesystem.packs import MAX_BLOCKS, PackError, PackHeader, pack_bytes, pack_name
+from tests.storage.storages import (
+    BLOCK,
+    CAPACITY,
+    IDENTITY,
+    PER_PACK,
+    SECONDS,
+    capacity_for,
+    content,
+    exists,
+    files_of,
+    get,
+    key,
+    keys_of,
+    open_store,
+    put,
+    size_of,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FilesystemStorage]:
+    one = open_store(tmp_path / "store")
+    yield one
+    one.close()
+
+
+def test_a_restart_finds_everything(tmp_path: Path) -> None:
+    first = open_store(tmp_path)
+    put(first, keys_of("a") + keys_of("b", 3))
+    first.close()
+    second = open_store(tmp_path)
+    second.recovered.result(SECONDS)
+    assert second.stats()["stored_blocks"] == PER_PACK + 3
+    assert exists(second, keys_of("a")) == PER_PACK
+    assert all(get(second, keys_of("b", 3) + keys_of("a")))
+    second.close()
+
+
+def test_small_blocks_share_a_file_and_large_ones_have_their_own(tmp_path: Path) -> None:
+    small = open_store(tmp_path / "small")
+    put(small, keys_of("a", 2 * PER_PACK + 5))
+    assert sorted(path.stat().st_size for path in files_of(tmp_path / "small")) == [
+        pack_bytes(5, BLOCK),
+        pack_bytes(PER_PACK, BLOCK),
+        pack_bytes(PER_PACK, BLOCK),
+    ]
+    large = open_store(tmp_path / "large", block_bytes=2 << 20)
+    put(large, keys_of("a", 3), 2 << 20)
+    assert all(get(large, keys_of("a", 3), 2 << 20))
+    assert len(files_of(tmp_path / "large")) == 3
+    small.close()
+    large.close()
+
+
+def test_files_are_for_this_user_only_and_no_key_is_in_a_path(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    put(store, [b"../../../../../../../../etc/passwd"[:32], *keys_of("a", 3)])
+    store.close()
+    for path in (tmp_path / "store").rglob("*"):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+        assert "passwd" not in path.name
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
+
+
+def test_the_least_recently_used_go_first_also_after_a_restart(tmp_path: Path) -> None:
+    capacity = capacity_for(4)
+    store = open_store(tmp_path, capacity)
+    for name in "abcd":
+        put(store, keys_of(name))
+    get(store, keys_of("a", 1))
+    store.close()
+    store = open_store(tmp_path, capacity)
+    put(store, keys_of("e"))
+    assert [exists(store, keys_of(name, 1)) for name in "abcde"] == [1, 0, 1, 1, 1]
+    assert store.stats()["evicted_blocks"] == PER_PACK
+    store.close()
+
+
+def test_another_process_that_uses_a_pack_keeps_it(tmp_path: Path) -> None:
+    capacity = capacity_for(2)
+    one, two = open_store(tmp_path, capacity), open_store(tmp_path, capacity)
+    put(one, keys_of("a"))
+    put(one, keys_of("b"))
+    assert exists(two, keys_of("a")) == PER_PACK, "a neighbour's blocks are found without a restart"
+    get(two, keys_of("a", 1))
+    put(one, keys_of("c"))
+    assert [exists(one, keys_of(name, 1)) for name in "abc"] == [1, 0, 1]
+    assert get(two, keys_of("b", 1)) == [False], "gone, and that is a miss"
+    assert two.stats()["failed_reads_blocks"] == 0
+    one.close()
+    two.close()
+
+
+def test_memory_that_does_not_begin_on_a_page_is_served_too(store: FilesystemStorage) -> None:
+    keys = keys_of("a", 3)
+    memory = memoryview(bytearray(3 * BLOCK + 1))
+    blocks = [memory[1 + i * BLOCK : 1 + (i + 1) * BLOCK] for i in range(3)]
+    for block_key, block in zip(keys, blocks, strict=True):
+        block[:] = content(block_key)
+    assert all(store.write(keys, blocks).result(SECONDS))
+    assert all(get(store, keys))
+    memory[:] = bytes(len(memory))
+    assert all(store.read(keys, blocks).result(SECONDS))
+    assert [bytes(block) for block in blocks] == [content(block_key) for block_key in keys]
+
+
+def test_batches_longer_than_one_system_call(tmp_path: Path) -> None:
+    store = FilesystemStorage(tmp_path, IDENTITY, 4096, 16 << 20)
+    put(store, keys_of("a", 700), 4096)
+    assert all(get(store, keys_of("a", 700), 4096))
+    store.close()
+
+
+@pytest.mark.parametrize("has_journal", [True, False])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "version", "identity", "garbage", "count", "empty"])
+def test_damaged_and_foreign_files_are_misses(
+    tmp_path: Path, damage: str, has_journal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path)
+    keys = keys_of("a", 4)
+    put(store, keys)
+    (path,) = files_of(tmp_path)
+    text = bytearray(path.read_bytes())
+    if damage == "flip":
+        text[4096 + BLOCK + 77] ^= 1
+    elif damage == "version":
+        text[8] = 2
+    elif damage == "identity":
+        header = PackHeader.decode(bytes(text[:4096]), len(text))
+        text[:4096] = PackHeader(b"x" * 32, BLOCK, header.keys, header.checksums).encode()
+    elif damage == "garbage":
+        text[:4096] = random.Random(0).randbytes(4096)
+    elif damage == "count":
+        text[56:60] = (1 << 31).to_bytes(4, "little")
+    path.write_bytes(text[: {"truncate": 4096 + 100, "empty": 0}.get(damage, len(text))])
+    if damage in ("flip", "truncate"):  # those that are seen by an engine that knows the file
+        assert get(store, keys) == ([True, False, True, True] if damage == "flip" else [False] * 4)
+        assert len(caplog.records) == 1
+    store.close()
+    if not has_journal:
+        (tmp_path / "index").unlink()
+    store = open_store(tmp_path)
+    if has_journal:  # it knows the blocks, and those that are whole are served
+        get(store, keys)
+    else:
+        assert exists(store, keys) == 0
+        assert get(store, keys) == [False] * 4
+    assert put(store, keys) == [True] * 4
+    assert get(store, keys) == [True] * 4
+    assert size_of(tmp_path) <= CAPACITY
+    store.close()
+
+
+def test_a_header_is_what_it_says_or_nothing() -> None:
+    header = PackHeader(IDENTITY, BLOCK, tuple(keys_of("a", 100)), tuple(range(100)))
+    assert PackHeader.decode(header.encode(), header.file_bytes) == header
+    encoded = header.encode()
+    rng = random.Random(0)
+    for _ in range(300):
+        broken = bytearray(encoded)
+        broken[rng.randrange(60 + 36 * 100 + 4)] ^= 1 << rng.randrange(8)
+        with pytest.raises(PackError):
+            PackHeader.decode(bytes(broken), header.file_bytes)
+    for length in (0, 7, 59, 60 + 36 * 100 + 3):
+        with pytest.raises(PackError):
+            PackHeader.decode(encoded[:length], header.file_bytes)
+    with pytest.raises(PackError, match="do not make"):
+        PackHeader.decode(encoded, header.file_bytes - 1)
+    assert len(PackHeader(IDENTITY, BLOCK, tuple(keys_of("a", MAX_BLOCKS)), (0,) * MAX_BLOCKS).encode()) <= 40960
+
+
+def test_a_full_disk_loses_the_write_and_nothing_else(
+    store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(descriptor: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store.recovered.result(SECONDS)  # it opens files, too
+    put(store, keys_of("a"))
+    monkeypatch.setattr(temporaries, "_allocate", full)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for turn in range(3):
+        assert put(store, keys_of(turn)) == [False] * PER_PACK
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert all(get(store, keys_of("a")))
+    monkeypatch.undo()
+    assert all(put(store, keys_of("b")))
+    assert store.stats()["failed_writes_blocks"] == 3 * PER_PACK
+    assert len(caplog.records) == 1
+    assert not list((store.folder.root / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_broken_disk_is_a_miss(store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def broken(*arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    put(store, keys_of("a"))
+    monkeypatch.setattr(backend.os, call, broken)
+    if call == "preadv":
+        assert get(store, keys_of("a")) == [False] * PER_PACK
+    else:
+        assert put(store, keys_of("b")) == [False] * PER_PACK
+    monkeypatch.undo()
+    assert all(get(store, keys_of("a")))
+    assert all(put(store, keys_of("b")))
+    assert not list((store.folder.root / "tmp").iterdir())
+
+
+def test_a_file_that_may_not_be_read_is_a_miss(store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, keys_of("a", 2))
+
+    def forbidden(*arguments: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(backend.os, "open", forbidden)
+    assert get(store, keys_of("a", 2)) == [False] * 2
+    monkeypatch.undo()
+    assert get(store, keys_of("a", 2)) == [True] * 2
+
+
+def test_a_folder_that_is_deleted_under_us_is_empty(store: FilesystemStorage) -> None:
+    put(store, keys_of("a"))
+    store.recovered.result(SECONDS)  # else it makes folders again while they are being deleted
+    shutil.rmtree(store.folder.root)
+    assert get(store, keys_of("a")) == [False] * PER_PACK
+    assert exists(store, keys_of("a")) == 0
+    assert all(put(store, keys_of("a")))
+    assert all(get(store, keys_of("a")))
+
+
+def test_a_clock_that_goes_back_spoils_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity = capacity_for(3)
+    store = open_store(tmp_path, capacity)
+    put(store, keys_of("a"))
+    put(store, keys_of("b"))
+    now = time.time_ns()
+    monkeypatch.setattr(folder.time, "time_ns", lambda: now - 10**15)
+    get(store, keys_of("a", 1))
+    for turn in range(4):
+        assert all(put(store, keys_of(turn)))
+        assert all(get(store, keys_of(turn)))
+        assert size_of(tmp_path) <= capacity
+    store.close()
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="block_bytes=1000: give a multiple of 4096"):
+        open_store(tmp_path, block_bytes=1000)
+    with pytest.raises(ValueError, match=r"capacity=100 bytes: one block takes 28672, give more"):
+        open_store(tmp_path, capacity=100)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        open_store(tmp_path / "file")
+
+
+def test_temporary_files_of_the_dead_go_and_those_of_the_living_count(tmp_path: Path) -> None:
+    store = open_store(tmp_path, capacity_for(3))
+    child = multiprocessing.get_context("spawn").Process(target=int)
+    child.start()
+    child.join()
+    machine = temporaries.machine()
+    (tmp_path / "tmp" / f"{machine}-{child.pid}-1").write_bytes(bytes(1 << 20))
+    old = tmp_path / "tmp" / "elsewhere-1-1"
+    old.write_bytes(bytes(1 << 20))
+    os.utime(old, (0, 0))
+    living = tmp_path / "tmp" / f"{machine}-{os.getppid()}-7"
+    living.write_bytes(bytes(pack_bytes(PER_PACK, BLOCK)))
+    for name in "abc":
+        put(store, keys_of(name))
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == [living.name]
+    assert store.stats()["stored_blocks"] == 2 * PER_PACK
+    assert size_of(tmp_path) <= capacity_for(3)
+    store.close()
+
+
+def test_many_blocks_are_known_again_quickly_enough_to_be_of_use(tmp_path: Path) -> None:
+    """5,000 packs of one block: their headers are read once, and a second look reads none of them."""
+    store = PackFolder(tmp_path, IDENTITY, 4096, 1 << 40)
+    for i in range(5000):
+        header = PackHeader(IDENTITY, 4096, (key(i),), (0,))
+        name = pack_name(IDENTITY, header.keys)
+        path = store.path(name)
+        path.write_bytes(header.encode() + bytes(4096))
+        os.utime(path.parent, ns=(1, 1))
+    opened = PackFolder(tmp_path, IDENTITY, 4096, 1 << 40)
+    opened.refresh()
+    assert len(opened) == 5000
+    reads = []
+    read_pack = opened._read_pack
+    opened._read_pack = lambda name: (reads.append(name), read_pack(name))[1]  # type: ignore[method-assign]
+    opened.refresh()
+    assert not reads
+    assert opened.used_bytes == 5000 * pack_bytes(1, 4096)

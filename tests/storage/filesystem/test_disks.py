@@ -1,0 +1,129 @@
+"""Storage on small real file systems, and as a user who may not do everything. Needs root, and skips without."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_connector.storage.filesystem.backend import FilesystemStorage
+from tests.storage.storages import PER_PACK, SECONDS, content, files_of, get, key, keys_of, open_store, put
+
+NOBODY = 65534
+DISK_BYTES = 12 << 20
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of twelve megabytes."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    place = tmp_path / "disk"
+    place.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs"]
+    if request.param == "ext4":
+        image = tmp_path / "image"
+        image.write_bytes(b"")
+        os.truncate(image, DISK_BYTES)
+        if shutil.which("mkfs.ext4") is None:
+            pytest.skip("no mkfs.ext4 here")
+        subprocess.run(["mkfs.ext4", "-q", image], check=True)
+        options = ["-o", "loop", str(image)]
+    mounted = subprocess.run(["mount", *options, place], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"{request.param} cannot be mounted: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_disk_that_fills_up_loses_writes_and_nothing_else(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The capacity is more than the disk holds, and somebody else's file takes the rest."""
+    store = open_store(disk / "store", capacity=1 << 30)
+    store.recovered.result(SECONDS)
+    stored, turn = [], 0
+    while all(put(store, keys_of(turn))):
+        stored.append(turn)
+        turn += 1
+        assert turn < 20, "more than the disk holds"
+    assert len(stored) >= 5
+    assert len(caplog.records) == 1
+    assert "No space left on device" in caplog.text
+    with open(disk / "file", "wb", buffering=0) as other:
+        while True:  # to the last byte, so that not even the index can grow
+            try:
+                other.write(bytes(4096))
+            except OSError:
+                break
+    assert not any(put(store, keys_of("more")))
+    for name in stored:
+        assert all(get(store, keys_of(name)))
+    assert not list((store.folder.root / "tmp").iterdir())
+    (disk / "file").unlink()
+    store.remove(keys_of(stored[0])).result(SECONDS)
+    assert all(put(store, keys_of("again")))
+    store.close()
+    store = open_store(disk / "store", capacity=1 << 30)
+    store.recovered.result(SECONDS)
+    for name in [*stored[1:], "again"]:
+        assert all(get(store, keys_of(name)))
+    store.close()
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that another user can reach."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    path = Path(tempfile.mkdtemp(dir="/tmp"))
+    os.chown(path, NOBODY, NOBODY)
+    yield path
+    shutil.rmtree(path)
+
+
+def act_as_nobody(root: Path) -> None:
+    """Of one's own folder whatever may happen to it; of another's nothing. Exits with 0 where all was as it should."""
+    content(key("a"))  # imports what nobody may not read
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    store = open_store(root / "mine")
+    assert all(put(store, keys_of("a")))
+    (pack,) = files_of(root / "mine")
+    pack.chmod(0)
+    assert get(store, keys_of("a")) == [False] * PER_PACK
+    assert store.stats()["failed_reads_blocks"] == PER_PACK
+    pack.chmod(0o600)
+    assert all(get(store, keys_of("a")))
+    (root / "mine" / "tmp").chmod(0o500)
+    assert put(store, keys_of("b")) == [False] * PER_PACK
+    (root / "mine" / "tmp").chmod(0o700)
+    (root / "mine" / "lock").chmod(0)
+    assert put(store, keys_of("b")) == [False] * PER_PACK
+    (root / "mine" / "lock").chmod(0o600)
+    assert all(put(store, keys_of("b")))
+    store.close()
+    (root / "mine" / "index").chmod(0)
+    store = open_store(root / "mine")
+    assert get(store, keys_of("a")) in ([True] * PER_PACK, [False] * PER_PACK)
+    store.close()
+    (root / "mine" / "index").chmod(0o600)
+    try:
+        FilesystemStorage(root / "theirs", bytes(32), 4096, 1 << 20)
+    except PermissionError:
+        return
+    raise AssertionError("a folder of another user was opened")
+
+
+def test_what_may_not_be_read_or_written_is_a_miss(shared: Path) -> None:
+    (shared / "theirs").mkdir(mode=0o700)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.storage.storages", "tests.fakes"])
+    process = context.Process(target=act_as_nobody, args=(shared,))
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 0

@@ -1,0 +1,171 @@
+"""The journal of a folder of packs: what is known without opening them, and what a broken one costs."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from kv_connector.storage.filesystem import folder, journal
+from kv_connector.storage.filesystem.folder import PackFolder
+from kv_connector.storage.filesystem.journal import Journal, Record
+from kv_connector.storage.filesystem.packs import PackHeader
+from tests.storage.storages import (
+    BLOCK,
+    CAPACITY,
+    IDENTITY,
+    PER_PACK,
+    SECONDS,
+    exists,
+    files_of,
+    get,
+    key,
+    keys_of,
+    open_store,
+    put,
+)
+
+
+def record(number: int, count: int = 3) -> Record:
+    keys = tuple(keys_of(number, count))
+    return Record(number, PackHeader(IDENTITY, BLOCK, keys, tuple(range(count))))
+
+
+def empty_journal(path: Path) -> Journal:
+    made = Journal(path)
+    made.replace(set(), lambda name: None)
+    assert list(made.read()) == []
+    return made
+
+
+def forbid_opening_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise AssertionError(f"{path} was opened")
+
+    monkeypatch.setattr(folder, "read_header", fail)
+
+
+def test_a_start_opens_no_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_store(tmp_path)
+    put(first, keys_of("a") + keys_of("b"))
+    put(first, keys_of("c", 3))
+    first.close()
+    forbid_opening_packs(monkeypatch)
+    second = open_store(tmp_path)
+    second.recovered.result(SECONDS)
+    assert second.stats()["stored_blocks"] == 2 * PER_PACK + 3
+    assert second.stats()["stored_bytes"] == sum(path.stat().st_size for path in files_of(tmp_path))
+    assert all(get(second, keys_of("a") + keys_of("c", 3)))
+    second.close()
+
+
+def test_a_missed_look_up_opens_one_file_and_finds_what_a_neighbour_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where time stamps do not tell that anything has changed."""
+    one, two = open_store(tmp_path), open_store(tmp_path)
+    one.recovered.result(SECONDS)
+    two.recovered.result(SECONDS)
+    put(one, keys_of("a"))
+    for path in [tmp_path, *tmp_path.rglob("*")]:
+        os.utime(path, ns=(10**18, 10**18))
+
+    def look(path: object) -> object:
+        raise AssertionError(f"{path} was looked at")
+
+    forbid_opening_packs(monkeypatch)
+    monkeypatch.setattr(folder.os, "stat", look)
+    monkeypatch.setattr(folder.os, "scandir", look)
+    assert exists(two, [key("nobody's")]) == 0
+    assert exists(two, keys_of("a")) == PER_PACK
+    monkeypatch.undo()
+    put(one, keys_of("b"))
+    os.utime(tmp_path / "index", ns=(10**18, 10**18))
+    assert exists(two, keys_of("b")) == PER_PACK
+    assert all(get(two, keys_of("a") + keys_of("b")))
+    one.close()
+    two.close()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "head", "missing", "empty", "garbage", "zeros"])
+def test_a_damaged_journal_loses_nothing_and_is_written_anew(tmp_path: Path, damage: str) -> None:
+    store = open_store(tmp_path)
+    for name in "abc":
+        put(store, keys_of(name))
+    store.close()
+    path = tmp_path / "index"
+    text = bytearray(path.read_bytes())
+    if damage == "cut":
+        del text[-100:]
+    elif damage in ("flip", "head"):
+        text[len(text) // 2 if damage == "flip" else 3] ^= 1
+    elif damage == "garbage":
+        text += random.Random(0).randbytes(1000)
+    elif damage == "zeros":
+        text += bytes(5000)
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if damage == "empty" else text)
+    store = open_store(tmp_path)
+    store.recovered.result(SECONDS)
+    assert all(get(store, keys_of("a") + keys_of("b") + keys_of("c")))
+    store.close()
+    assert len(list(Journal(path).read())) == 3
+    assert not (tmp_path / "index.new").exists()
+
+
+def test_a_pack_that_the_journal_lacks_is_found_at_the_next_start(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.recovered.result(SECONDS)
+    silent = PackFolder(tmp_path, IDENTITY, BLOCK, CAPACITY)
+    header = record(1).header
+    ((path, descriptor),) = silent.reserve([len(header.keys)]).files  # type: ignore[misc]
+    os.pwrite(descriptor, header.encode(), 0)
+    os.close(descriptor)
+    silent.commit(path, record(1).name, header)
+    assert exists(store, list(header.keys)) == 0
+    store.close()
+    store = open_store(tmp_path)
+    store.recovered.result(SECONDS)
+    assert exists(store, list(header.keys)) == 3
+    store.close()
+
+
+def test_what_is_appended_is_read_once_by_everybody(tmp_path: Path) -> None:
+    mine, theirs = empty_journal(tmp_path / "index"), Journal(tmp_path / "index")
+    mine.append([record(1), record(2)])
+    assert [found.time_ns for found in theirs.read()] == [1, 2]
+    assert list(theirs.read()) == []
+    theirs.append([record(3)])
+    assert list(mine.read()) == [record(1), record(2), record(3)]
+
+
+def test_half_a_record_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    reader = empty_journal(path)
+    text = record(1).encode() + record(2).encode()
+    for cut in (1, 12, 40, len(record(1).encode()) - 1):
+        with open(path, "ab") as file:
+            file.write(text[:cut])
+        assert list(reader.read()) == []
+        assert not reader.is_whole
+        os.truncate(path, 16)
+    with open(path, "ab") as file:
+        file.write(text)
+    assert [found.time_ns for found in reader.read()] == [1, 2]
+    assert reader.is_whole
+
+
+def test_records_of_packs_that_are_gone_are_dropped_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_SPARE_RECORDS", 10)
+    capacity = 3 * PER_PACK * BLOCK
+    store, neighbour = open_store(tmp_path, capacity), open_store(tmp_path, capacity)
+    for turn in range(40):
+        put(store, keys_of(turn, PER_PACK // 2))
+        assert exists(neighbour, keys_of(turn, PER_PACK // 2)) == PER_PACK // 2
+    assert len(list(Journal(tmp_path / "index").read())) <= 2 * 6 + 10
+    store.close()
+    neighbour.close()

@@ -1,0 +1,296 @@
+"""Storage in a store of objects: how blocks are grouped and found again, and what happens when the store fails."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kv_connector.config import StorageConfig
+from kv_connector.errors import ConfigError
+from kv_connector.storage.breaker import BreakerState
+from kv_connector.storage.mooncake.backend import MooncakeStorage
+from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions, StoreUnreachable
+from tests.storage.mooncake.stores import ImitatedStore, connected, until
+from tests.storage.storages import IDENTITY, SECONDS, buffers, exists, get, key, put
+
+SMALL, LARGE = 128 << 10, 1 << 20
+PER_GROUP = 8
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def store() -> ImitatedStore:
+    return ImitatedStore()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def storage(store: ImitatedStore, clock: Clock) -> Iterator[MooncakeStorage]:
+    backend = connected(MooncakeStorage(store, IDENTITY, SMALL, clock=clock))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def other(store: ImitatedStore) -> Iterator[MooncakeStorage]:
+    """Another engine's, on the same store."""
+    backend = connected(MooncakeStorage(ImitatedStore(store.objects), IDENTITY, SMALL))
+    yield backend
+    backend.close()
+
+
+def pass_time(storage: MooncakeStorage, clock: Clock, seconds: float) -> None:
+    """Let the clock go on once a failed probe has ended, and who waits for it look at it."""
+    until(lambda: storage._client.breaker.state is BreakerState.OPEN)
+    clock.now += seconds
+    storage._client._wake.set()
+
+
+def groups(store: ImitatedStore) -> list[str]:
+    return [name for name in store.objects if ".group." in name]
+
+
+def test_small_blocks_share_an_object_of_a_megabyte(storage: MooncakeStorage, store: ImitatedStore) -> None:
+    keys = [key(i) for i in range(2 * PER_GROUP + 1)]
+    assert all(put(storage, keys, SMALL))
+    sizes = sorted(len(store.objects[name]) for name in groups(store))
+    assert sizes == [4096 + SMALL, 4096 + LARGE, 4096 + LARGE], "only the end of a batch is a smaller one"
+    assert len(store.objects) == 3 + len(keys), "and each block has a card"
+    assert [count for name, count in store.calls if name == "put"] == [3, len(keys)], "one batch, then its cards"
+
+
+def test_a_block_of_a_megabyte_is_an_object_by_itself(store: ImitatedStore) -> None:
+    storage = connected(MooncakeStorage(store, IDENTITY, LARGE))
+    keys = [key(i) for i in range(3)]
+    assert all(put(storage, keys, LARGE))
+    assert len(store.objects) == len(groups(store)) == 3
+    assert get(storage, keys, LARGE) == [True] * 3
+    storage.close()
+
+
+def test_another_engine_may_begin_anywhere_in_a_prefix(storage: MooncakeStorage, other: MooncakeStorage) -> None:
+    keys = [key(i) for i in range(3 * PER_GROUP)]
+    put(storage, keys, SMALL)
+    middle = keys[PER_GROUP // 2 : 2 * PER_GROUP + 3]
+    assert exists(other, middle) == len(middle)
+    assert get(other, middle, SMALL) == [True] * len(middle)
+    assert get(other, [keys[-1], key("none"), keys[0]], SMALL) == [True, False, True]
+
+
+def test_one_card_tells_of_its_whole_group(
+    storage: MooncakeStorage, other: MooncakeStorage, store: ImitatedStore
+) -> None:
+    keys = [key(i) for i in range(4 * PER_GROUP)]
+    put(storage, keys, SMALL)
+    client = other._client._client
+    assert isinstance(client, ImitatedStore)
+    assert all(get(other, keys, SMALL))
+    assert [count for name, count in client.calls if name == "get"] == [4, 4], "four cards, four groups"
+    client.calls.clear()
+    assert all(get(other, keys, SMALL))
+    assert [count for name, count in client.calls if name == "get"] == [4], "the cards are remembered"
+
+
+def test_what_branches_off_a_prefix_is_stored_without_what_is_there(
+    storage: MooncakeStorage, other: MooncakeStorage
+) -> None:
+    trunk = [key(i) for i in range(5)]
+    put(storage, trunk, SMALL)
+    branch = [*trunk[:3], *(key(f"branch {i}") for i in range(4))]
+    put(other, branch, SMALL)
+    assert (other.stats()["skipped_writes_blocks"], other.stats()["written_blocks"]) == (3, 4)
+    assert exists(storage, branch) == len(branch)
+    assert all(get(storage, branch, SMALL))
+
+
+def test_blocks_whose_group_was_evicted_are_misses_and_are_written_again(
+    storage: MooncakeStorage, other: MooncakeStorage, store: ImitatedStore
+) -> None:
+    keys = [key(i) for i in range(PER_GROUP)]
+    put(storage, keys, SMALL)
+    for name in groups(store):
+        del store.objects[name]
+    assert exists(other, keys) == PER_GROUP, "its cards are still there"
+    assert not any(get(other, keys, SMALL))
+    assert not store.objects
+    assert other.stats()["missed_blocks"] == PER_GROUP
+    assert all(put(storage, keys, SMALL))
+    assert all(get(other, keys, SMALL))
+
+
+def test_a_group_that_was_written_anew_is_found_by_who_knew_the_old_one(
+    storage: MooncakeStorage, other: MooncakeStorage, store: ImitatedStore
+) -> None:
+    keys = [key(i) for i in range(4)]
+    put(storage, keys, SMALL)
+    store.objects.clear()
+    put(other, [*keys, key("more")], SMALL)
+    get(storage, keys, SMALL)  # finds out that what it knew is gone
+    assert all(get(storage, keys, SMALL))
+
+
+def test_nothing_is_asked_for_that_lies_behind_a_miss(storage: MooncakeStorage, store: ImitatedStore) -> None:
+    store.calls.clear()
+    assert exists(storage, [key(i) for i in range(5000)]) == 0
+    assert sum(count for _, count in store.calls) <= 512
+
+
+def test_damage_and_foreign_bytes_are_misses(
+    storage: MooncakeStorage, store: ImitatedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [key(i) for i in range(2 * PER_GROUP)]
+    put(storage, keys, SMALL)
+    first, second = groups(store)
+    damaged = bytearray(store.objects[first])
+    damaged[-1] ^= 1
+    store.objects[first], store.objects[second] = bytes(damaged), store.objects[first]
+    assert not any(get(storage, keys, SMALL))
+    assert storage.stats()["corrupt_blocks"] == 2 * PER_GROUP
+    assert not store.objects, "what is damaged is removed"
+    assert len(caplog.records) == 1
+    assert all(put(storage, keys, SMALL))
+    assert all(get(storage, keys, SMALL))
+
+
+def test_models_are_told_apart(storage: MooncakeStorage, store: ImitatedStore) -> None:
+    keys = [key(i) for i in range(3)]
+    put(storage, keys, SMALL)
+    stranger = connected(MooncakeStorage(ImitatedStore(store.objects), b"another".ljust(32), SMALL))
+    assert exists(stranger, keys) == 0
+    assert not any(get(stranger, keys, SMALL))
+    stranger.close()
+
+
+def test_a_dead_store_is_asked_once_and_found_again_by_a_probe(
+    storage: MooncakeStorage, store: ImitatedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [key(i) for i in range(4)]
+    put(storage, keys, SMALL)
+    store.is_down = True
+    assert exists(storage, keys) == 0
+    assert store.down_calls == 1
+    for _ in range(50):
+        look_up = storage.exists(keys)
+        read = storage.read(keys, buffers(4, SMALL))
+        write = storage.write(keys, buffers(4, SMALL))
+        assert look_up.done() and read.done() and write.done(), "nobody waits for a store that is left alone"
+        assert (look_up.result(), any(read.result()), any(write.result())) == (0, False, False)
+    assert store.down_calls == 1
+    stats = storage.stats()
+    assert (stats["breaker_is_open"], stats["breaker_opened_times"], stats["refused_calls"]) == (True, 1, 150)
+    assert (stats["failed_reads_blocks"], stats["failed_writes_blocks"]) == (200, 200)
+    pass_time(storage, clock, 1)
+    until(lambda: store.connections.count(False) == 1)
+    assert storage.stats()["breaker_is_open"], "the probe has failed"
+    store.is_down = False
+    pass_time(storage, clock, 100)
+    until(lambda: not storage.stats()["breaker_is_open"])
+    assert get(storage, keys, SMALL) == [True] * 4
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["mooncake storage: a batch failed: StoreUnreachable: the master is gone"]
+
+
+def test_a_store_that_is_not_there_at_the_start_is_joined_later(store: ImitatedStore, clock: Clock) -> None:
+    store.is_down = True
+    storage = MooncakeStorage(store, IDENTITY, SMALL, clock=clock)
+    until(lambda: store.connections == [False])
+    assert put(storage, [key(1)], SMALL) == [False]
+    store.is_down = False
+    pass_time(storage, clock, 100)
+    connected(storage)
+    assert put(storage, [key(1)], SMALL) == [True]
+    storage.close()
+
+
+def test_what_waits_behind_a_call_that_hangs_is_not_tried_after_it() -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    class HangingStore(ImitatedStore):
+        def exist(self, names: Sequence[str]) -> list[bool]:
+            self.calls.append(("exist", len(names)))
+            hangs.set()
+            assert goes_on.wait(SECONDS)
+            raise StoreUnreachable("it timed out")
+
+    store = HangingStore()
+    storage = connected(MooncakeStorage(store, IDENTITY, SMALL))
+    first = storage.exists([key(1)])
+    assert hangs.wait(SECONDS)
+    waiting = [storage.exists([key(i)]) for i in range(10)]
+    goes_on.set()
+    assert [future.result(SECONDS) for future in (first, *waiting)] == [0] * 11
+    assert len(store.calls) == 1
+    storage.close()
+
+
+def test_an_owner_that_does_not_answer_costs_its_blocks_and_then_opens_the_breaker(
+    storage: MooncakeStorage, store: ImitatedStore
+) -> None:
+    keys = [key(i) for i in range(2 * PER_GROUP)]
+    put(storage, keys, SMALL)
+    store.faults = 1
+    assert sum(get(storage, keys, SMALL)) == PER_GROUP, "other owners are read"
+    assert not storage.stats()["breaker_is_open"]
+    for _ in range(2):
+        store.faults = 1
+        get(storage, keys, SMALL)
+    assert storage.stats()["breaker_is_open"]
+    assert storage.stats()["failed_reads_blocks"] == 3 * PER_GROUP
+
+
+def test_a_full_store_is_no_fault_of_the_store(storage: MooncakeStorage, store: ImitatedStore) -> None:
+    keys = [key(i) for i in range(PER_GROUP)]
+    put(storage, keys, SMALL)
+    store.max_objects = 0
+    for _ in range(5):
+        assert put(storage, [key("new")], SMALL) == [False]
+    assert all(get(storage, keys, SMALL))
+    stats = storage.stats()
+    assert (stats["failed_writes_blocks"], stats["breaker_opened_times"]) == (5, 0)
+
+
+def test_cards_without_room_leave_no_block_half_stored(storage: MooncakeStorage, store: ImitatedStore) -> None:
+    store.max_objects = 3  # the group and two of its cards
+    keys = [key(i) for i in range(4)]
+    assert put(storage, keys, SMALL) == [False] * 4
+    store.max_objects = 100
+    assert put(storage, keys, SMALL) == [True] * 4
+    assert get(storage, keys, SMALL) == [True] * 4
+
+
+@pytest.mark.parametrize("block_bytes", [0, -4096, 1000, 4097])
+def test_blocks_are_whole_pages(block_bytes: int, store: ImitatedStore) -> None:
+    with pytest.raises(ValueError, match="give a multiple of 4096"):
+        MooncakeStorage(store, IDENTITY, block_bytes)
+
+
+def test_after_a_close_no_thread_is_left(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    storage = connected(MooncakeStorage(ImitatedStore(), IDENTITY, SMALL))
+    put(storage, [key(1)], SMALL)
+    storage.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_without_the_wheel_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    config = StorageConfig(kind="mooncake", master="127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"pip install 'kv-connector\[mooncake\]'"):
+        MooncakeClient(MooncakeOptions.of(config, 1))
