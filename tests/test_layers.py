@@ -1,12 +1,14 @@
-"""The import layers of ARCHITECTURE.md, read from the source: who may import whom, and that lower layers stay light."""
+"""The table of parts in ARCHITECTURE.md against the source: who may import whom, and that lower layers stay light."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,89 +17,43 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "kv_connector"
 
 THIRD_PARTY = {"torch", "triton", "numpy", "cuda", "vllm", "prometheus_client", "mooncake", "matplotlib"}
-LAYER_0 = {"types", "errors", "config", "metrics", "events"}
-
-# What each part may import beyond the standard library and itself. A dotted entry allows only that module.
-MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": set(),
-    "types": {"errors"},
-    "errors": {"types"},
-    "config": {"types", "errors"},
-    "metrics": {"types", "errors"},
-    "events": {"types", "errors"},
-    "triton_kernels": {"torch", "triton"},
-    "index": {*LAYER_0, "numpy"},
-    "transfer": {*LAYER_0, "torch", "numpy", "cuda", "triton_kernels", "matplotlib"},
-    "base": {*LAYER_0},
-    "storage": {*LAYER_0, "numpy", "mooncake"},
-    "peer": {*LAYER_0, "numpy"},
-    "jobs": {*LAYER_0, "numpy"},
-    "hits": {*LAYER_0, "base", "index"},
-    "handovers": {*LAYER_0, "base", "index", "jobs", "numpy"},
-    "ranks": {*LAYER_0, "index"},
-    "budget": set(),
-    "saves": {*LAYER_0, "base", "budget", "index"},
-    "loads": {*LAYER_0},
-    "leases": {*LAYER_0, "base", "index", "jobs", "loads", "saves"},
-    "steps": {*LAYER_0},
-    "backups": {*LAYER_0, "index", "jobs"},
-    "prefetches": {*LAYER_0, "base", "index", "jobs", "loads"},
-    "storing": {*LAYER_0, "backups", "base", "index", "jobs", "loads", "prefetches", "numpy"},
-    "endings": {*LAYER_0, "base", "index", "jobs", "handovers", "loads", "saves", "storing"},
-    "scheduler": {
-        *LAYER_0,
-        "base",
-        "budget",
-        "endings",
-        "handovers",
-        "hits",
-        "index",
-        "jobs",
-        "leases",
-        "loads",
-        "ranks",
-        "saves",
-        "steps",
-        "storing",
-        "numpy",
-    },
-    "peering": {*LAYER_0, "numpy", "peer", "transfer"},
-    "worker": {*LAYER_0, "base", "peer", "peering", "storage", "transfer", "torch", "numpy"},
-    "engines": {*LAYER_0, "base", "index", "build", "vllm", "torch", "prometheus_client"},
-    "cli": {*LAYER_0, "storage", "transfer", "torch"},
-    "build": {*LAYER_0, "base", "index", "peer", "storage", "transfer", "scheduler", "worker", "torch", "numpy"},
-}
-# In addition, under `if TYPE_CHECKING`: costs nothing at run time.
-MAY_NAME: dict[str, set[str]] = {
-    "__init__": {"base", "build", "config", "errors"},
-    "types": {"numpy"},
-    "base": {"torch"},
-}
-# Only inside functions, so that the scheduler's process never loads what moves bytes.
-ONLY_LAZILY: dict[str, set[str]] = {
-    "build": {"peer", "storage", "transfer", "worker", "torch"},
-    "storage": {"mooncake"},  # not everybody has it
-}
 # One thread and a clock that is passed in: a run is repeatable from a seed.
-THREADS = {"threading", "asyncio", "concurrent", "multiprocessing", "queue"}
-CLOCKS = {"time", "datetime"}
-MAY_NOT_IMPORT = {
-    "index": THREADS | CLOCKS,
-    "jobs": THREADS | CLOCKS,
-    "ranks": THREADS | CLOCKS,
-    "budget": THREADS | CLOCKS,
-    "saves": THREADS | CLOCKS,
-    "handovers": THREADS | CLOCKS,
-    "hits": THREADS | CLOCKS,
-    "loads": THREADS | CLOCKS,
-    "leases": THREADS | CLOCKS,
-    "endings": THREADS | CLOCKS,
-    "steps": THREADS | CLOCKS,
-    "backups": THREADS | CLOCKS,
-    "prefetches": THREADS | CLOCKS,
-    "storing": THREADS | CLOCKS,
-    "scheduler": THREADS,
+FORBIDDEN = {
+    "threads": {"threading", "asyncio", "concurrent", "multiprocessing", "queue"},
+    "clocks": {"time", "datetime"},
 }
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one part may import beyond the standard library and itself. A dotted entry allows only that module."""
+
+    imports: set[str]
+    lazily: set[str]  # of these: only inside functions
+    names: set[str]  # in addition, under `if TYPE_CHECKING`: costs nothing at run time
+    never: set[str]  # modules of the standard library
+
+
+def read_table(text: str) -> dict[str, Row]:
+    """The table of parts in ARCHITECTURE.md; `layer 0` stands for the parts of that layer."""
+    lines = [line for line in text.splitlines() if line.startswith("| `") and line.count("|") == 7]
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    layers = {name: int(row[1]) for row in rows for name in _quoted(row[0])}
+    zero = {name for name, layer in layers.items() if layer == 0 and name not in ("__init__", "triton_kernels")}
+    table = {}
+    for names, _, imports, lazily, type_only, never in rows:
+        banned = set().union(*(FORBIDDEN[word] for word in FORBIDDEN if word in never))
+        for name in _quoted(names):
+            may = _quoted(imports) | _quoted(lazily) | (zero if "layer 0" in imports else set())
+            table[name] = Row(may - {name}, _quoted(lazily), _quoted(type_only), banned)
+    return table
+
+
+def _quoted(cell: str) -> set[str]:
+    return set(re.findall(r"`([\w.]+)`", cell))
+
+
+TABLE = read_table((ROOT / "ARCHITECTURE.md").read_text())
 
 
 @dataclass(frozen=True)
@@ -149,7 +105,7 @@ def _matches(target: str, entries: set[str]) -> bool:
 
 def _fault(part: str, found: Import) -> str | None:
     """What is wrong with this import in this part, or None."""
-    name = f"`{found.target}`"
+    name, row = f"`{found.target}`", TABLE[part]
     if found.own and found.target.split(".")[0] == part:
         return None
     if not found.own:
@@ -157,12 +113,11 @@ def _fault(part: str, found: Import) -> str | None:
         if top == PACKAGE:
             return f"{name} by its absolute name: a vendored copy has another, write a relative import"
         if top in sys.stdlib_module_names:
-            banned = top in MAY_NOT_IMPORT.get(part, set())
-            return f"{name}: `{part}` has one thread and its clock passed in" if banned else None
-    allowed = MAY_IMPORT[part] | (MAY_NAME.get(part, set()) if found.type_only else set())
+            return f"{name}: `{part}` has one thread and its clock passed in" if top in row.never else None
+    allowed = row.imports | (row.names if found.type_only else set())
     if not _matches(found.target, allowed - THIRD_PARTY if found.own else allowed & THIRD_PARTY):
         return f"{name}: `{part}` may import {', '.join(sorted(allowed)) or 'only the standard library'}"
-    if _matches(found.target, ONLY_LAZILY.get(part, set())) and not (found.lazy or found.type_only):
+    if _matches(found.target, row.lazily) and not (found.lazy or found.type_only):
         return f"{name} at module level: import it inside the function that needs it"
     return None
 
@@ -176,8 +131,8 @@ def violations(root: Path) -> list[str]:
             inside = [*package, *place.parts[:-1]]
             part = inside[1] if len(inside) > 1 else place.stem
             where = file.relative_to(root)
-            if part not in MAY_IMPORT:
-                out.append(f"{where}:1: `{part}` has no row in MAY_IMPORT: add one")
+            if part not in TABLE:
+                out.append(f"{where}:1: `{part}` has no row in ARCHITECTURE.md: add one")
                 continue
             for found in imports(ast.parse(file.read_text(), str(file)), inside):
                 if fault := _fault(part, found):
@@ -188,6 +143,27 @@ def violations(root: Path) -> list[str]:
 def test_every_import_obeys_the_layers() -> None:
     faults = violations(ROOT)
     assert not faults, "\n" + "\n".join(faults)
+
+
+def circles(root: Path) -> list[list[str]]:
+    """Modules that import one another when they are loaded, as circles of dotted names."""
+    graph: dict[str, set[str]] = {}
+    for file in sorted((root / PACKAGE).rglob("*.py")):
+        parts = [PACKAGE, *file.relative_to(root / PACKAGE).with_suffix("").parts]
+        name = ".".join(parts[1:-1] if parts[-1] == "__init__" else parts[1:])
+        graph[name] = {
+            f.target for f in imports(ast.parse(file.read_text()), parts[:-1]) if f.own and not (f.lazy or f.type_only)
+        }
+    sorter = TopologicalSorter({name: found & graph.keys() - {name} for name, found in graph.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return [error.args[1]]
+    return []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circles(ROOT) == []
 
 
 BAD = [
@@ -202,12 +178,12 @@ BAD = [
     ("kv_connector/types.py", "import numpy", "imports `numpy`"),
     ("kv_connector/base.py", "import torch", "imports `torch`"),
     ("kv_connector/base.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "imports `torch`"),
-    ("kv_connector/scheduler.py", "import threading", "imports `threading`: `scheduler` has one thread"),
-    ("kv_connector/scheduler.py", "from .worker import WorkerHalf", "imports `worker`"),
-    ("kv_connector/scheduler.py", "def f():\n    from .transfer import paths", "imports `transfer`"),
-    ("kv_connector/worker.py", "from tests.fakes import FakeEngine", "imports `tests.fakes`"),
-    ("kv_connector/worker.py", "from .scheduler import SchedulerHalf", "imports `scheduler`"),
-    ("kv_connector/worker.py", "import integration.mini_engine", "imports `integration.mini_engine`"),
+    ("kv_connector/scheduler/half.py", "import threading", "imports `threading`: `scheduler` has one thread"),
+    ("kv_connector/scheduler/half.py", "from ..worker import WorkerHalf", "imports `worker`"),
+    ("kv_connector/scheduler/half.py", "def f():\n    from ..transfer import paths", "imports `transfer`"),
+    ("kv_connector/worker/half.py", "from tests.fakes import FakeEngine", "imports `tests.fakes`"),
+    ("kv_connector/worker/half.py", "from ..scheduler import SchedulerHalf", "imports `scheduler`"),
+    ("kv_connector/worker/half.py", "import integration.mini_engine", "imports `integration.mini_engine`"),
     ("kv_connector/build.py", "from .worker import WorkerHalf", "imports `worker` at module level"),
     ("kv_connector/__init__.py", "from .config import Config", "imports `config`"),
     ("kv_connector/engines_x.py", "import os", "`engines_x` has no row"),
