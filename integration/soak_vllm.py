@@ -186,12 +186,12 @@ class Soak:
         return {
             "host blocks leased": sum(host.refs(block_id) > 0 for block_id in host.live_ids()),
             "host copies never written": half.host.num_copies - sum(1 for b in host.live_ids() if not host.refs(b)),
-            "jobs open": len(half._jobs) + len(worker._loads),
+            "jobs open": len(half._ledger) + len(worker._arrivals),
             "pushes pending": int(self.connector.has_pending_push_work()),
             "frees pending": int(self.connector.has_pending_block_frees()),
             "requests remembered": len(half._requests) + len(half._loads._asked) + len(role._local_tokens),
-            "host blocks being loaded": len(half._loads._ends) + len(half._loads._background),
-            "loads announced": len(worker._announced),
+            "host blocks being loaded": len(half._loads._reading) + len(half._loads._background),
+            "requests that wait": len(worker._arrivals._waits),
         }
 
     def result(self) -> dict[str, Any]:

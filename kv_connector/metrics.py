@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .types import StepReport
 
 
 @dataclass(slots=True)
@@ -50,6 +54,13 @@ class CacheMetrics:
     loaded_bytes: int = 0
     load_milliseconds: float = 0.0
     exposed_wait_milliseconds: float = 0.0
+
+    def count_copies(self, report: StepReport) -> None:
+        """What copies did on one rank since its last report."""
+        self.loaded_bytes += report.loaded_bytes
+        self.saved_bytes += report.saved_bytes
+        self.load_milliseconds += report.load_milliseconds
+        self.exposed_wait_milliseconds += sum(sum(timing.exposed_wait_ms) for timing in report.load_timings)
 
     def snapshot(self) -> dict[str, float]:
         """All counters by name."""

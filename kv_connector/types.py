@@ -42,8 +42,9 @@ class CopyJob:
     """One copy of whole blocks between device and host; it ends exactly once on every rank, done or failed.
 
     `device_ids` and `host_ids` are int64 of shape (num_blocks,): block `device_ids[i]` pairs with `host_ids[i]`.
-    `request_id` names the request that waits for an asynchronous load; the last `num_guarded` device blocks of such a
-    load may still be used by steps under way, and are filled behind those.
+    `request_id` names the request that waits for an asynchronous load, and `admission` numbers that wait, since ids
+    come again. The last `num_guarded` device blocks of such a load may still be used by steps under way, and are filled
+    behind those.
     """
 
     job_id: int
@@ -51,12 +52,23 @@ class CopyJob:
     device_ids: NDArray[np.int64]
     host_ids: NDArray[np.int64]
     request_id: str | None = None
+    admission: int = 0
     num_guarded: int = 0
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks that the job moves."""
         return len(self.device_ids)
+
+    @property
+    def brings(self) -> bool:
+        """Whether the job writes device blocks that steps compute on."""
+        return self.direction is Direction.LOAD
+
+    @property
+    def carries_computed(self) -> bool:
+        """Whether the job carries away what steps have computed."""
+        return self.direction is Direction.SAVE
 
 
 class StorageAction(Enum):
@@ -85,6 +97,12 @@ class StorageJob:
         """Number of blocks that the job moves."""
         return len(self.host_ids)
 
+    @property
+    def request_id(self) -> None:
+        """No step and no device block waits for storage."""
+
+    brings = carries_computed = False
+
     def split_keys(self) -> list[bytes]:
         """The keys, one by one."""
         return [self.keys[i : i + 32] for i in range(0, len(self.keys), 32)]
@@ -105,7 +123,7 @@ class PeerJob:
     A SEND has in `names`, where it is the first of its hand-over, the names of all blocks that will be offered, 32
     bytes each. A RECEIVE has the name of its last block there, and asks `engine_id` (any where empty) at `host` and
     `ports`, one for each rank or that of rank 0. Without blocks it tells the producer that nothing is wanted.
-    `request_id` names the request that waits for it.
+    `request_id` names the request that waits for it, and `admission` numbers that wait, since ids come again.
     """
 
     job_id: int
@@ -118,11 +136,22 @@ class PeerJob:
     ports: tuple[int, ...] = ()
     engine_id: str = ""
     request_id: str | None = None
+    admission: int = 0
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks that the job moves."""
         return len(self.device_ids)
+
+    @property
+    def brings(self) -> bool:
+        """Whether the job writes device blocks that steps compute on."""
+        return self.action is PeerAction.RECEIVE
+
+    @property
+    def carries_computed(self) -> bool:
+        """Whether the job carries away what steps have computed."""
+        return self.action is PeerAction.SEND
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +166,9 @@ class StepPlan:
     all of it, and no step waits for them; those in `cancelled_storage`, of this step or of earlier ones, need not be
     done where they have not begun. `peer` jobs run beside the steps too: what a SEND offers is computed by the end of
     this step. `withdrawn` hand-overs are offered no more, and those in `cancelled_peer` are received no more.
-    A step that not `computes` is there for what runs beside it: it may rest for a moment.
+    `reported_step` is the last step of which the scheduler half knew what every rank said when it made this plan: a
+    load that failed behind it was not known, so that what this step computes may rest on bytes that never came. A step
+    that not `computes` is there for what runs beside it: it may rest for a moment.
     """
 
     step: int
@@ -152,6 +183,7 @@ class StepPlan:
     peer: tuple[PeerJob, ...] = ()
     withdrawn: tuple[str, ...] = ()
     cancelled_peer: tuple[int, ...] = ()
+    reported_step: int = -1
     computes: bool = True
 
     @property

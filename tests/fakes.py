@@ -151,13 +151,13 @@ class LateWorker(WorkerHalf):
         assert self._plan is not None
         if self.path is None or Direction.LOAD not in self.path.fail_in:
             self._late_loads += self._plan.background_loads
-            self._loads |= {job.job_id: job for job in self._plan.background_loads}
+            self._arrivals.begin(self._plan.background_loads)
             self._plan = replace(self._plan, background_loads=())
         super().start_load_kv(full_graph)
 
     def wait_for_save(self) -> None:
         """As `WorkerHalf.wait_for_save`, but late."""
-        if self._load_failed:
+        if self._is_distrusted:
             super().wait_for_save()
         elif self._plan is not None:
             self._late += self._plan.saves

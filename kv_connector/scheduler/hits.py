@@ -1,22 +1,22 @@
-"""Where the tokens of admitted requests came from, counted (layer 1)."""
+"""Where the tokens of admitted requests came from, counted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..base import Request
-from ..index import BlockState, CacheTier, PrefixTree
-from ..metrics import CacheMetrics
+from ..index import BlockState
+from .shared import Shared
 
 
 class HitCounter:
     """Counts each request once, and each of its known blocks a hit."""
 
-    def __init__(self, tree: PrefixTree, host: CacheTier, metrics: CacheMetrics, block_size: int) -> None:
-        self._tree = tree
-        self._host = host
-        self._metrics = metrics
-        self._block_size = block_size
+    def __init__(self, shared: Shared) -> None:
+        self._tree = shared.grouped.tree
+        self._host = shared.host
+        self._metrics = shared.metrics
+        self._block_size = shared.block_size
 
     def count(
         self,

@@ -1,44 +1,64 @@
-"""Copy jobs under way, as the scheduler half sees them (layer 1): a job ends when every rank has reported it."""
+"""Jobs from their plan to the last rank's report, and the leases they hold meanwhile.
+
+A job knows its owner, the planner that opened it and is told how it ended; this file knows no kind of job. It holds one
+reference on every block that the job reads or writes, on both tiers, and lets go of them once the owner has been told.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
+from ..base import DeviceBlocks
+from ..index import CacheTier
+from ..types import CopyJob, PeerJob, StepReport, StorageJob
 
-from ..types import CopyJob, Direction, PeerAction, PeerJob, StepReport, StorageAction, StorageJob
-
-
-@dataclass(slots=True)
-class _OpenJob:
-    job: CopyJob | StorageJob | PeerJob
-    waiting_for: set[int]
-    failed: bool = False
-    pins_device: bool = True
-    found: int | None = None
+Job = CopyJob | StorageJob | PeerJob
 
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that every rank has reported.
+    """A job that every rank has reported. `ok`: it is done on all of them. `found`: of a look-up, the least that any
+    rank has."""
 
-    `ok`: it is done on all of them. `pins_device`: its device blocks are still to be freed. `found`: of a look-up, the
-    least that any rank has.
-    """
-
-    job: CopyJob | StorageJob | PeerJob
+    job: Job
     ok: bool
-    pins_device: bool
     found: int = 0
 
 
-class JobLedger:
-    """Issues job ids and holds every job from its plan to the last rank's report."""
+class JobOwner(Protocol):
+    """Whoever opens jobs. A job's leases are released right after `end` returns."""
 
-    def __init__(self, world_size: int) -> None:
+    def end(self, ended: EndedJob) -> None:
+        """Every rank has reported the job."""
+
+
+@dataclass(slots=True)
+class _OpenJob:
+    job: Job
+    owner: JobOwner
+    waiting_for: set[int]  # ranks that have not reported it
+    device_ids: Sequence[int]  # pinned in the engine's pool
+    host_ids: Sequence[int]
+    opened_at: float
+    failed: bool = False
+    found: int | None = None
+
+
+class JobLedger:
+    """Issues job ids, holds every job, and owns its leases. One thread calls; `clock` gives seconds."""
+
+    def __init__(self, world_size: int, pool: DeviceBlocks, host: CacheTier, clock: Callable[[], float]) -> None:
         self._world_size = world_size
+        self._pool = pool
+        self._host = host
+        self._clock = clock
         self._open: dict[int, _OpenJob] = {}
+        self._awaited: Counter[str] = Counter()  # jobs under way, by the request that waits for them
+        self._num_pinning = 0  # copies whose device blocks are pinned
+        self._num_bringing = 0
         self._next_id = 0
 
     def __len__(self) -> int:
@@ -46,89 +66,91 @@ class JobLedger:
 
     @property
     def num_pinning(self) -> int:
-        """Jobs whose device blocks are pinned in the engine's pool."""
-        return sum(entry.pins_device for entry in self._open.values())
+        """Copies between device and host whose device blocks are pinned in the engine's pool."""
+        return self._num_pinning
 
-    def open(
-        self,
-        direction: Direction,
-        device_ids: Sequence[int],
-        host_ids: Sequence[int],
-        request_id: str | None = None,
-        num_guarded: int = 0,
-    ) -> CopyJob:
-        """A new job that every rank has to report; its blocks are leased by the caller until then."""
-        job = CopyJob(
-            job_id=self._next_id,
-            direction=direction,
-            device_ids=np.array(device_ids, dtype=np.int64),
-            host_ids=np.array(host_ids, dtype=np.int64),
-            request_id=request_id,
-            num_guarded=num_guarded,
-        )
+    @property
+    def num_bringing(self) -> int:
+        """Jobs under way that write to device blocks."""
+        return self._num_bringing
+
+    def is_awaited(self, request_id: str) -> bool:
+        """Whether a job is under way that a request of this id waits, or waited, for."""
+        return self._awaited[request_id] > 0
+
+    def next_id(self) -> int:
+        """The number of the next job; numbers never come again."""
         self._next_id += 1
-        self._open[job.job_id] = _OpenJob(job, set(range(self._world_size)))
-        return job
+        return self._next_id - 1
 
-    def open_storage(self, action: StorageAction, keys: bytes, host_ids: Sequence[int]) -> StorageJob:
-        """As `open`, for a job between host and storage."""
-        job = StorageJob(self._next_id, action, keys, np.array(host_ids, dtype=np.int64))
-        self._next_id += 1
-        self._open[job.job_id] = _OpenJob(job, set(range(self._world_size)), pins_device=False)
-        return job
+    def open(self, job: Job, owner: JobOwner) -> None:
+        """Every rank has to report the job from now on. The caller holds a reference on each of its blocks, on both
+        tiers, and hands it over."""
+        device_ids = job.device_ids.tolist() if not isinstance(job, StorageJob) else ()
+        host_ids = job.host_ids.tolist() if not isinstance(job, PeerJob) else ()
+        ranks = set(range(self._world_size))
+        self._open[job.job_id] = _OpenJob(job, owner, ranks, device_ids, host_ids, self._clock())
+        self._num_pinning += isinstance(job, CopyJob) and len(device_ids) > 0
+        self._num_bringing += job.brings
+        if job.request_id is not None:
+            self._awaited[job.request_id] += 1
 
-    def open_peer(
-        self,
-        action: PeerAction,
-        transfer_id: str,
-        first: int,
-        device_ids: Sequence[int],
-        names: bytes = b"",
-        host: str = "",
-        ports: tuple[int, ...] = (),
-        engine_id: str = "",
-        request_id: str | None = None,
-    ) -> PeerJob:
-        """As `open`, for a job between two engines. Its device blocks stay pinned while the engine is idle, too: they
-        are what the engine is idle with."""
-        ids = np.array(device_ids, dtype=np.int64)
-        job = PeerJob(self._next_id, action, transfer_id, first, ids, names, host, ports, engine_id, request_id)
-        self._next_id += 1
-        self._open[job.job_id] = _OpenJob(job, set(range(self._world_size)), pins_device=False)
-        return job
+    def unpin(self) -> bool:
+        """Let go of the device blocks of all copies; returns whether there were any. The next step that writes to a
+        block waits for the copies first. What travels between engines stays pinned: an idle engine is idle with it."""
+        entries = [entry for entry in self._open.values() if isinstance(entry.job, CopyJob) and entry.device_ids]
+        for entry in entries:
+            self._pool.free_blocks(entry.device_ids)
+            entry.device_ids = ()
+        self._num_pinning = 0
+        return bool(entries)
 
-    def unpin(self) -> list[CopyJob]:
-        """Jobs under way that pinned their device blocks until now; the caller frees these."""
-        jobs = []
-        for entry in self._open.values():
-            if entry.pins_device and isinstance(entry.job, CopyJob):
-                entry.pins_device = False
-                jobs.append(entry.job)
-        return jobs
-
-    def take_in(self, report: StepReport) -> list[EndedJob]:
-        """Count one rank's report; returns the jobs that end with it."""
+    def take_in(self, report: StepReport) -> None:
+        """Count one rank's report; jobs end that every rank has reported with it."""
         for job_id in report.failed:
-            self._distrust_saves_after(job_id)
-        ended = []
+            self._distrust_after(job_id)
         found = dict(report.found)
-        for job_id, ok in [(job_id, True) for job_id in report.done] + [(job_id, False) for job_id in report.failed]:
-            entry = self._open[job_id]
-            assert report.rank in entry.waiting_for, f"rank {report.rank} reports job {job_id} twice"
-            entry.waiting_for.discard(report.rank)
-            entry.failed |= not ok
-            if job_id in found:
-                entry.found = found[job_id] if entry.found is None else min(entry.found, found[job_id])
-            if not entry.waiting_for:
-                del self._open[job_id]
-                ended.append(EndedJob(entry.job, not entry.failed, entry.pins_device, entry.found or 0))
-        return ended
+        for job_ids, ok in ((report.done, True), (report.failed, False)):
+            for job_id in job_ids:
+                self._reported(job_id, report.rank, ok, found.get(job_id))
 
-    def _distrust_saves_after(self, job_id: int) -> None:
+    def overdue(self, seconds: float) -> list[tuple[int, tuple[int, ...]]]:
+        """Copies between device and host that were opened longer ago than this, and the ranks that owe a report."""
+        limit = self._clock() - seconds
+        late = [entry for entry in self._open.values() if entry.opened_at < limit and isinstance(entry.job, CopyJob)]
+        return [(entry.job.job_id, tuple(sorted(entry.waiting_for))) for entry in late]
+
+    def _reported(self, job_id: int, rank: int, ok: bool, found: int | None) -> None:
+        entry = self._open[job_id]
+        assert rank in entry.waiting_for, f"rank {rank} reports job {job_id} twice"
+        entry.waiting_for.discard(rank)
+        entry.failed |= not ok
+        if found is not None:
+            entry.found = found if entry.found is None else min(entry.found, found)
+        if not entry.waiting_for:
+            self._end(entry)
+
+    def _end(self, entry: _OpenJob) -> None:
+        job = entry.job
+        del self._open[job.job_id]
+        self._num_bringing -= job.brings
+        if job.request_id is not None:
+            self._awaited[job.request_id] -= 1
+            if not self._awaited[job.request_id]:
+                del self._awaited[job.request_id]
+        entry.owner.end(EndedJob(job, not entry.failed, entry.found or 0))
+        if entry.device_ids:
+            self._pool.free_blocks(entry.device_ids)
+            self._num_pinning -= isinstance(job, CopyJob)
+        self._host.release(entry.host_ids)
+
+    def _distrust_after(self, job_id: int) -> None:
         """What was computed since a load that failed may rest on bytes that never came, and an engine that plans ahead
-        has had it saved in steps that it planned before it knew. These saves run to their end, and count as failed."""
+        has had it carried away in steps that it planned before it knew. These jobs run to their end, and have failed.
+        """
         job = self._open[job_id].job
-        if isinstance(job, CopyJob) and job.direction is Direction.LOAD:
-            for later_id, entry in self._open.items():
-                if later_id > job_id and isinstance(entry.job, CopyJob) and entry.job.direction is Direction.SAVE:
-                    entry.failed = True
+        if not (isinstance(job, CopyJob) and job.brings):
+            return  # what other engines send is computed on only once it has arrived
+        for later_id, entry in self._open.items():
+            if later_id > job_id and entry.job.carries_computed:
+                entry.failed = True

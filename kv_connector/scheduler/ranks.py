@@ -1,4 +1,4 @@
-"""What the ranks of an engine said last of themselves (layer 1): sizes and gauges, and the host blocks they have."""
+"""What the ranks of an engine said last of themselves: sizes and gauges, and the host blocks they have."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class RankStates:
             capacity = min(capacity, self._limit)
         if capacity != self._host.pool.capacity:
             self._host.resize(capacity)
+
+    @property
+    def reported_step(self) -> int:
+        """The last step that every rank has reported."""
+        return min(report.step for report in self._latest)
 
     @property
     def block_bytes(self) -> int:

@@ -24,7 +24,8 @@ from ..transfer.host_pool import HostPool
 from ..transfer.layout import CacheLayout
 from ..transfer.paths import make_fallback, make_path
 from ..transfer.submissions import Completion
-from ..types import CopyJob, Direction, PeerJob, StepPlan, StepReport
+from ..types import Direction, StepPlan, StepReport
+from .arrivals import Arrivals
 from .peers import OpenPeers, StepPeers, awaits
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class WorkerHalf(KVConnectorWorker):
         self._rank = rank
         self._world_size = world_size
         self._make_path = make_path
-        self._fails_by_request = fails_by_request
         self._retries_loads = retries_loads
         self._open_storage = open_storage
         self._storage: StorageJobs | None = None
@@ -69,16 +69,10 @@ class WorkerHalf(KVConnectorWorker):
         self._host: HostPool | None = None
         self._plan: StepPlan | None = None
         self._step = 0
-        self._loads: dict[int, CopyJob] = {}  # in flight, for the block ids of those that fail
-        self._receives: dict[int, PeerJob] = {}  # in flight
-        self._lost: dict[str, set[int]] = {}  # by request: blocks of those jobs that failed
+        self._arrivals = Arrivals(fails_by_request)
         self._handed: list[EndedPeerJob] = []  # peer jobs to be reported
-        self._load_failed = False  # in this step
-        self._invalid_blocks: set[int] = set()
+        self._distrusted_step = -1  # the last in which a load failed that steps may have computed on
         self._completed: list[Completion] = []
-        self._received: set[str] = set()  # requests whose background load ended, or was announced
-        self._announced: set[int] = set()  # loads under way
-        self._failed_receiving: set[str] = set()
         self._mark: Event | None = None  # where background loads may start
         self._saves_pending = False
         self._layers: frozenset[str] = frozenset()
@@ -120,10 +114,9 @@ class WorkerHalf(KVConnectorWorker):
         self.handle_preemptions(plan)
         self._plan = plan
         self._step = plan.step
-        self._load_failed = False
         self._saves_pending = bool(plan.saves)
-        if plan.awaited_loads:
-            self._load_failed = bool(self._transfer.wait_jobs(plan.awaited_loads))
+        if plan.awaited_loads and self._transfer.wait_jobs(plan.awaited_loads):
+            self._distrusted_step = self._step
         self._mark = self._transfer.mark() if plan.background_loads else None
         for job in plan.storage:
             assert self._storage is not None, "the plan has storage jobs, and this half was made without storage"
@@ -132,7 +125,7 @@ class WorkerHalf(KVConnectorWorker):
             self._storage.cancel(plan.cancelled_storage)
         if self._peers is not None:
             self._peers.begin(plan)
-            self._receives |= {job.job_id: job for job in plan.peer if awaits(job)}
+            self._arrivals.begin(job for job in plan.peer if awaits(job))
 
     def clear_connector_metadata(self) -> None:
         self._plan = None
@@ -143,7 +136,7 @@ class WorkerHalf(KVConnectorWorker):
         if self._plan is None:
             return
         loads, background = self._plan.loads, self._plan.background_loads
-        self._loads |= {job.job_id: job for job in (*loads, *background)}
+        self._arrivals.begin((*loads, *background))
         if loads:
             self._fail_loads(self._transfer.submit_load(loads))
             if full_graph or not self._hooked >= self._layers:
@@ -160,7 +153,7 @@ class WorkerHalf(KVConnectorWorker):
     def save_kv_layer(self, layer_name: str) -> None:
         """A save packs all layers of a block into one run of host memory, after the last of them; other engines may be
         sent what is there already."""
-        if self._peers is not None and not self._load_failed:
+        if self._peers is not None and not self._is_distrusted:
             self._peers.saved_layer(layer_name)
 
     def wait_for_save(self) -> None:
@@ -169,11 +162,11 @@ class WorkerHalf(KVConnectorWorker):
         if self._plan.loads:
             self._fail_loads(self._transfer.wait_all())  # whatever the hooks did, later steps find the load complete
         if self._peers is not None:
-            self._peers.computed(ok=not self._load_failed)
+            self._peers.computed(ok=not self._is_distrusted)
         if not self._saves_pending:
             return
         self._saves_pending = False
-        if self._load_failed:
+        if self._is_distrusted:
             # Whatever this step computed may rest on bytes that never came: none of it may become matchable.
             self._completed += [Completion(job.job_id, False, 0, Direction.SAVE) for job in self._plan.saves]
         else:
@@ -185,15 +178,12 @@ class WorkerHalf(KVConnectorWorker):
         if self._engine is not None:
             self._engine.catch_up()
         self._poll()
-        self._announce()
-        finished = self._received, self._failed_receiving
-        self._received, self._failed_receiving = set(), set()
-        return finished
+        self._arrivals.announce(self._plan.announced_loads if self._plan is not None else ())
+        return self._arrivals.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         self._poll()
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
-        return invalid
+        return self._arrivals.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> StepReport:
         self._poll()
@@ -201,6 +191,8 @@ class WorkerHalf(KVConnectorWorker):
         stored = self._storage.poll() if self._storage is not None else []
         handed, self._handed = self._handed, []
         loaded = [c for c in completed if c.direction is Direction.LOAD]
+        if not all(c.ok for c in loaded):
+            self._distrusted_step = self._step  # the engine hears of it with this report, and not before
         ended = [(c.job_id, c.ok) for c in completed] + [(job.job_id, job.ok) for job in stored]
         ended += [(job.job_id, job.ok) for job in handed]
         return StepReport(
@@ -252,56 +244,30 @@ class WorkerHalf(KVConnectorWorker):
             raise KVConnectorError("a plan has copies, but register_kv_caches(...) was not called or host_memory is 0")
         return self._engine
 
+    @property
+    def _is_distrusted(self) -> bool:
+        """Whether what this step computes may rest on bytes that never came: a load has failed in this step, or in one
+        before it that the engine had not heard of when it planned this one."""
+        plan = self._plan
+        return plan is not None and self._distrusted_step > plan.reported_step
+
     def _poll(self) -> None:
         completions = self._engine.poll() if self._engine is not None else []
         self._completed += completions
         for completion in completions:
-            if completion.job_id in self._loads:
-                load = self._loads.pop(completion.job_id)
-                self._load_failed |= load.request_id is None and not completion.ok
-                self._end_load(load, completion.ok)
-        for job in self._peers.poll(self._loads) if self._peers is not None else ():
+            self._end_load(completion.job_id, completion.ok)
+        for job in self._peers.poll(self._arrivals.open_jobs()) if self._peers is not None else ():
             self._handed.append(job)
-            if job.job_id in self._receives:
-                self._end_load(self._receives.pop(job.job_id), job.ok)
+            self._end_load(job.job_id, job.ok)
 
     def _fail_loads(self, job_ids: Collection[int]) -> None:
         """Loads of this step: the engine must know before it uses the step."""
         for job_id in job_ids:
-            self._load_failed = True
-            self._end_load(self._loads.pop(job_id), ok=False)
+            self._end_load(job_id, ok=False)
 
-    def _announce(self) -> None:
-        """Call loads received that the plan says will end soon; one that failed on submission has ended before."""
-        for job_id in self._plan.announced_loads if self._plan is not None else ():
-            job = self._loads.get(job_id)
-            if job is not None and job.request_id is not None and job_id not in self._announced:
-                self._received.add(job.request_id)
-                self._announced.add(job_id)
-
-    def _end_load(self, job: CopyJob | PeerJob, ok: bool) -> None:
-        """A load or a receive has ended."""
-        if not ok and self._peers is not None:
-            self._peers.load_failed(job.job_id)
-        is_awaited = job.request_id is not None and job.job_id not in self._announced
-        self._announced.discard(job.job_id)
-        if job.request_id is not None:
-            if not ok:
-                self._lost.setdefault(job.request_id, set()).update(job.device_ids.tolist())
-            others: list[CopyJob | PeerJob] = [*self._loads.values(), *self._receives.values()]
-            if not any(other.request_id == job.request_id for other in others):
-                self._end_request(job.request_id, is_awaited)
-        elif not ok:
-            self._invalid_blocks.update(job.device_ids.tolist())
-
-    def _end_request(self, request_id: str, is_awaited: bool) -> None:
-        """The last job that the request waits for has ended; not `is_awaited`: it was announced, and may have run."""
-        lost = self._lost.pop(request_id, None)
-        if is_awaited:
-            self._received.add(request_id)
-        if lost is None:
-            return
-        if is_awaited and self._fails_by_request:
-            self._failed_receiving.add(request_id)
-        else:
-            self._invalid_blocks.update(lost)
+    def _end_load(self, job_id: int, ok: bool) -> None:
+        """A job has ended; most of them are saves, which nobody waits for."""
+        if not ok and self._peers is not None and job_id in self._arrivals:
+            self._peers.load_failed(job_id)
+        if self._arrivals.end(job_id, ok):
+            self._distrusted_step = self._step

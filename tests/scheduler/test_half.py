@@ -276,9 +276,10 @@ def test_events_tell_a_router_what_can_be_loaded() -> None:
 
 def test_a_plan_is_small_plain_and_the_scheduler_keeps_no_reference_into_it() -> None:
     half, _ = make_half(num_host_blocks=2000)
-    half._blocks = ForeignBlocks()
-    half._blocks.pool = BlockPool(4000)
-    half._blocks.pool.allocate(4000)
+    blocks = ForeignBlocks()
+    blocks.pool = BlockPool(4000)
+    blocks.pool.allocate(4000)
+    half.bind_block_pool(blocks)
     request = Asked("long", list(range(8000)))
     admit(half, request)
     plan = run(half, request)

@@ -133,8 +133,10 @@ def test_a_step_with_a_failed_load_saves_nothing(device: torch.device) -> None:
     worker, _ = make_worker(device)
     step(worker, StepPlan(1, (job(1, Direction.LOAD, 2, 10**6),), (job(2, Direction.SAVE, 0, 0),)))
     assert finish(worker) == ((), (1, 2), {2})
-    step(worker, StepPlan(2, saves=(job(3, Direction.SAVE, 0, 0),)))
-    assert finish(worker) == ((3,), (), set())
+    step(worker, StepPlan(2, saves=(job(3, Direction.SAVE, 0, 0),), reported_step=0))
+    assert finish(worker) == ((), (3,), set()), "planned before the engine knew of the failure"
+    step(worker, StepPlan(3, saves=(job(4, Direction.SAVE, 0, 0),), reported_step=1))
+    assert finish(worker) == ((4,), (), set())
     worker.shutdown()
 
 
@@ -198,7 +200,7 @@ def test_a_load_that_fails_late_is_a_load_that_failed(late_worker: WorkerHalf, h
     loads = job(1, Direction.LOAD, 1, 5), job(2, Direction.LOAD, 2, 6)
     late_worker.bind_connector_metadata(StepPlan(1, loads, (job(3, Direction.SAVE, 0, 0),)))
     late_worker.start_load_kv()
-    assert not late_worker._load_failed
+    assert not late_worker._is_distrusted
     for name in hooks:
         late_worker.wait_for_layer_load(name)
         late_worker.save_kv_layer(name)

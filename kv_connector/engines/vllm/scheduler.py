@@ -92,7 +92,7 @@ class SchedulerRole:
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
         if request.status not in _ENDED_WELL:
-            self.half.withdraw_handover(request.request_id)
+            self.half.abort_transfer(request.request_id)
         return self.half.request_finished(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:

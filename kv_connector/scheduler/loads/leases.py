@@ -1,16 +1,23 @@
-"""The blocks of a load, from the request's admission to the copy job (layer 1)."""
+"""The blocks of a load, from the request's admission to the last rank's report."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...base import DeviceBlocks, Request
-from ...index import CacheTier, Lookup
-from ...types import NO_BLOCK, CopyJob, Direction
-from ..ledger import JobLedger
-from ..saves.planner import BlockTable
-from .choice import LoadMode, LoadPlanner
+import numpy as np
+
+from ...base import Request
+from ...index import Lookup
+from ...types import NO_BLOCK, CopyJob, Direction, StepReport
+from ..ledger import EndedJob
+from ..shared import Shared
+from ..tables import BlockTable
+from .choice import BackgroundLoad, LoadPlanner
+from .rates import LoadMode
+
+logger = logging.getLogger("kv_connector.scheduler")
 
 
 @dataclass(slots=True)
@@ -18,23 +25,23 @@ class LoadLease:
     """Blocks of an admitted request that are leased on both sides and not yet planned."""
 
     mode: LoadMode
-    may_announce: bool = True
     device_ids: list[int] = field(default_factory=list)
     host_ids: list[int] = field(default_factory=list)
+    background: BackgroundLoad | None = None
 
 
 class LoadLeases:
-    """Leases blocks for loads and opens their jobs; a job's lease ends with the job, in the scheduler half."""
+    """Leases blocks for loads, opens their jobs, and hears how they end."""
 
-    def __init__(self, lookup: Lookup, host: CacheTier, jobs: JobLedger, planner: LoadPlanner) -> None:
+    def __init__(self, shared: Shared, lookup: Lookup, planner: LoadPlanner) -> None:
+        self._shared = shared
         self._lookup = lookup
-        self._host = host
-        self._jobs = jobs
         self._planner = planner
+        self._job_of: dict[str, int] = {}  # load in the background, by the request that waits for it
+        self._num_loaded = 0  # blocks, in the report that is being taken in
 
     def take(
         self,
-        pool: DeviceBlocks,
         request: Request,
         tables: Sequence[BlockTable],
         first: int,
@@ -43,11 +50,11 @@ class LoadLeases:
         may_announce: bool = True,
     ) -> LoadLease:
         """Lease what a hit of `num_blocks` blocks from `first` on is made of. `may_announce`: the request waits for
-        nothing else, so that it may go on when this load is about to end."""
+        nothing else, so that it may continue when this load is about to end."""
         hit = self._lookup.hit(request.block_hashes, first, num_blocks)
-        lease = LoadLease(mode, may_announce)
+        lease, host = LoadLease(mode), self._shared.host
         for table, indices, nodes in zip(tables, hit.indices, hit.nodes, strict=True):
-            host_ids = self._host.blocks_of(nodes)
+            host_ids = host.blocks_of(nodes)
             device_ids = table.block_ids[indices.start : indices.stop]
             assert len(host_ids) == len(device_ids), (
                 f"{request.request_id} was promised {len(indices)} blocks, not {len(host_ids)}"
@@ -55,26 +62,76 @@ class LoadLeases:
             pairs = [pair for pair in zip(device_ids, host_ids, strict=True) if pair[0] != NO_BLOCK]
             lease.device_ids += [device_id for device_id, _ in pairs]
             lease.host_ids += [host_id for _, host_id in pairs]
-        pool.touch(lease.device_ids)
-        self._host.acquire(lease.host_ids)
+        self._shared.pool.touch(lease.device_ids)
+        host.acquire(lease.host_ids)
         if mode is LoadMode.ASYNC:
-            self._planner.reserve(lease.host_ids)
+            lease.background = self._planner.reserve(lease.host_ids, may_announce)
         return lease
 
-    def drop(self, pool: DeviceBlocks, lease: LoadLease) -> None:
+    def drop(self, lease: LoadLease) -> None:
         """The request has lost its blocks before the load was planned."""
-        pool.free_blocks(lease.device_ids)
-        self._host.release(lease.host_ids)
-        self._planner.release(lease.host_ids)
+        self._shared.pool.free_blocks(lease.device_ids)
+        self._shared.host.release(lease.host_ids)
+        if lease.background is not None:
+            self._planner.release(lease.background)
 
-    def open(self, lease: LoadLease, request_id: str, used: frozenset[int]) -> CopyJob:
-        """The job of a load that is planned now. `used`: device blocks that steps under way still use; in the
+    def leave(self, request_id: str) -> None:
+        """The request has lost its blocks: nobody waits for its load any more."""
+        job_id = self._job_of.pop(request_id, None)
+        if job_id is not None:
+            self._planner.unwanted(job_id)
+
+    def open(self, lease: LoadLease, request_id: str, admission: int, used: frozenset[int]) -> CopyJob:
+        """The job of a load that is planned now. `used`: device blocks that steps in flight still use; in the
         background those come last."""
-        if lease.mode is not LoadMode.ASYNC:
-            return self._jobs.open(Direction.LOAD, lease.device_ids, lease.host_ids)
-        pairs = sorted(zip(lease.device_ids, lease.host_ids, strict=True), key=lambda pair: pair[0] in used)
-        device_ids, host_ids = zip(*pairs, strict=True)
-        num_guarded = sum(device_id in used for device_id in device_ids)
-        job = self._jobs.open(Direction.LOAD, device_ids, host_ids, request_id, num_guarded)
-        self._planner.begin(job, lease.may_announce)
+        if lease.background is None:
+            job = self._job(lease.device_ids, lease.host_ids)
+        else:
+            pairs = sorted(zip(lease.device_ids, lease.host_ids, strict=True), key=lambda pair: pair[0] in used)
+            device_ids, host_ids = zip(*pairs, strict=True)
+            num_guarded = sum(device_id in used for device_id in device_ids)
+            job = self._job(device_ids, host_ids, request_id, admission, num_guarded)
+            self._planner.begin(lease.background, job.job_id)
+            self._job_of[request_id] = job.job_id
+        self._shared.ledger.open(job, self)
         return job
+
+    def end(self, ended: EndedJob) -> None:
+        """Every rank has reported the load."""
+        job, metrics = ended.job, self._shared.metrics
+        assert isinstance(job, CopyJob)
+        if job.request_id is not None:
+            self._planner.end(job)
+            if self._job_of.get(job.request_id) == job.job_id:
+                del self._job_of[job.request_id]
+        if ended.ok:
+            self._num_loaded += job.num_blocks
+            metrics.loaded_blocks += job.num_blocks
+            return
+        metrics.failed_load_jobs += 1
+        self._shared.host.discard(job.host_ids.tolist())  # a second try would fail as well: a miss from now on
+        logger.warning("load job %d failed: %d blocks will be recomputed", job.job_id, job.num_blocks)
+
+    def reported(self, report: StepReport) -> None:
+        """A rank's report was taken in: how long the loads took that ended with it."""
+        num_loaded, self._num_loaded = self._num_loaded, 0
+        if num_loaded:
+            self._planner.observe(num_loaded, report.load_milliseconds / 1e3)
+
+    def _job(
+        self,
+        device_ids: Sequence[int],
+        host_ids: Sequence[int],
+        request_id: str | None = None,
+        admission: int = 0,
+        num_guarded: int = 0,
+    ) -> CopyJob:
+        return CopyJob(
+            job_id=self._shared.ledger.next_id(),
+            direction=Direction.LOAD,
+            device_ids=np.array(device_ids, dtype=np.int64),
+            host_ids=np.array(host_ids, dtype=np.int64),
+            request_id=request_id,
+            admission=admission,
+            num_guarded=num_guarded,
+        )

@@ -1,4 +1,4 @@
-"""How much may be saved in a step (layer 1): a bandwidth, spent in blocks."""
+"""How much may be saved in a step: a bandwidth, spent in blocks."""
 
 from __future__ import annotations
 

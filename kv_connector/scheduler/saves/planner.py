@@ -1,42 +1,43 @@
-"""Which blocks are saved in a step (layer 1): the write policy applied to what the engine computes and reuses."""
+"""Which blocks are saved in a step: the write policy applied to what the engine computes and reuses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Sequence
 
-from ...base import DeviceBlocks, Request, ScheduledRequest
-from ...index import BlockState, CacheTier, Event, GroupedTree, SavePolicy
-from ...metrics import CacheMetrics
-from ...types import NO_BLOCK, BlockHash
+import numpy as np
+
+from ...base import Request, ScheduledRequest
+from ...events import BlockStored
+from ...index import BlockState, Event, SavePolicy
+from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
+from ..ledger import EndedJob
+from ..shared import Shared
+from ..tables import BlockTable
 from .budget import SaveBudget
 
-
-@dataclass(slots=True)
-class BlockTable:
-    """A request's device blocks in one group, and how far the write policy has seen them."""
-
-    block_ids: list[int] = field(default_factory=list)  # NO_BLOCK where the engine holds none
-    next_block: int = 0  # blocks from here on have not been shown to the policy
-    unsaved: list[int] = field(default_factory=list)  # earlier blocks that are wanted and wait, in order
+logger = logging.getLogger("kv_connector.scheduler")
 
 
 class SavePlanner:
-    """Pairs device blocks with host blocks. The caller opens a job for the pairs, which are leased on both sides.
+    """Pairs device blocks with host blocks, opens a job for the pairs of a step, and hears how it ended.
 
-    What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps.
+    What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps. `on_saved` is
+    told the host blocks that saves have filled.
     """
 
     def __init__(
-        self, grouped: GroupedTree, host: CacheTier, policy: SavePolicy, budget: SaveBudget, metrics: CacheMetrics
+        self, shared: Shared, policy: SavePolicy, budget: SaveBudget, on_saved: Callable[[Sequence[int]], None]
     ) -> None:
         self.may_save_before_reuse = False  # something changed since nothing was left to save
-        self._grouped = grouped
+        self._shared = shared
+        self._grouped = grouped = shared.grouped
         self._tree = grouped.tree
-        self._host = host
+        self._host = shared.host
         self._policy = policy
         self._budget = budget
-        self._metrics = metrics
+        self._on_saved = on_saved
+        self._metrics = shared.metrics
         # Windows first: what they cannot save in a step is lost, and what full attention cannot save waits.
         self._order = sorted(range(len(grouped.groups)), key=lambda group: grouped.groups[group].window_blocks is None)
         self._num_taken = 0  # device blocks that requests admitted in the step being scheduled have use for
@@ -59,16 +60,16 @@ class SavePlanner:
         tables: Sequence[BlockTable],
         item: ScheduledRequest,
         num_hit_blocks: int,
-        size: int,
         now: float,
     ) -> list[tuple[int, int]]:
         """(device id, host id) of blocks that are, or will be after this step, full and valid on the device."""
         self._budget.fill(now)
+        size = self._shared.block_size
         full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
         pairs = []
         for group in self._order if tables else ():
             table = tables[group]
-            if full <= table.next_block and not table.unsaved:
+            if not table.may_save or (full <= table.next_block and not table.unsaved):
                 continue
             if self._grouped.groups[group].window_blocks is None:
                 pairs += self._plan_full(request.block_hashes, group, table, full, num_hit_blocks, now)
@@ -76,7 +77,7 @@ class SavePlanner:
                 pairs += self._plan_window(request.block_hashes, group, table, full, num_hit_blocks, now)
         return pairs
 
-    def plan_before_reuse(self, blocks: DeviceBlocks) -> list[tuple[int, int]]:
+    def plan_before_reuse(self) -> list[tuple[int, int]]:
         """Under write_back: saves of the device blocks that the engine will reuse first.
 
         They are within no budget and take nothing from it: a block that waited would be lost, and computed again.
@@ -86,7 +87,7 @@ class SavePlanner:
         pairs = []
         self._most_taken, self._num_taken = max(self._most_taken, self._num_taken), 0
         num_watched = max(self._policy.lookahead, 2 * self._most_taken)
-        for device_id, key in blocks.next_reused(num_watched):
+        for device_id, key in self._shared.pool.next_reused(num_watched):
             node = self._tree.get(key)
             if node is None or self._host.node_state(node) is not BlockState.ABSENT:
                 continue
@@ -100,6 +101,33 @@ class SavePlanner:
         self._metrics.saves_on_reuse_blocks += len(pairs)
         self.may_save_before_reuse = bool(pairs)
         return pairs
+
+    def open(self, pairs: Sequence[tuple[int, int]]) -> tuple[CopyJob, ...]:
+        """The step's job for these pairs, none where there are none. Their host blocks are leased already."""
+        if not pairs:
+            return ()
+        device_ids, host_ids = np.array(pairs, dtype=np.int64).T.copy()
+        self._shared.pool.touch(device_ids.tolist())
+        job = CopyJob(self._shared.ledger.next_id(), Direction.SAVE, device_ids, host_ids)
+        self._shared.ledger.open(job, self)
+        return (job,)
+
+    def end(self, ended: EndedJob) -> None:
+        """Every rank has reported the save."""
+        job = ended.job
+        assert isinstance(job, CopyJob)
+        host_ids = job.host_ids.tolist()
+        if not ended.ok:
+            self._metrics.failed_save_jobs += 1
+            self._host.discard(host_ids)
+            self.may_save_before_reuse = False  # an idle engine does not try again and again
+            logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
+            return
+        filled = self._host.fill(host_ids)
+        self._metrics.saved_blocks += len(filled)
+        if filled:
+            self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
+        self._on_saved(filled)
 
     def _plan_full(
         self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float

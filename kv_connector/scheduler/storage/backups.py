@@ -1,11 +1,12 @@
-"""Host blocks on their way to storage (layer 1): which are due, which wait, which are being written.
+"""Host blocks on their way to storage: which are due, which wait, which are being written.
 
     on_save        a block is due once its save has arrived
     on_eviction    it is due when it is among the next to be evicted from the host
     at_finish      it is due when a request that used it has ended
 
-A block that waits or is written is leased, so the host cannot reuse it. The queue is bounded, so that storage which is
-slower than the model costs cached blocks and never keeps the host tier from taking new ones.
+A block that waits or is written is leased, so the host cannot reuse it. The queue is bounded, also by a share of the
+host, so that storage which is slower than the model, or hangs, costs cached blocks and never keeps the host tier from
+taking new ones.
 """
 
 from __future__ import annotations
@@ -13,41 +14,42 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from ...config import Backup, StorageConfig
-from ...index import BlockState, CacheTier
-from ...metrics import CacheMetrics
+from ...index import BlockState
 from ...types import BlockHash, StorageAction, StorageJob
-from ..ledger import JobLedger
+from ..ledger import EndedJob, JobOwner
+from ..shared import Shared
+from .reading import LOST_SECONDS
 
 _JOB_BLOCKS = 256
 _JOBS = 2
 """At a time: enough to keep the disk busy while the next one is planned."""
+_HOST_SHARE = 4
+"""Of the host, as a divisor, that waits or is written at most."""
 _WATCHED_BLOCKS = 512
 _WATCHED_SHARE = 8
 """Next in line for eviction and looked at under `on_eviction`: two jobs, and of a small host an eighth at most."""
 
 
 class BackupPlanner:
-    """Decides what is written when. `keys` names blocks in storage by their hashes."""
+    """Decides what is written when. `keys` names blocks in storage by their hashes; `owner` opens the jobs."""
 
     def __init__(
-        self,
-        config: StorageConfig,
-        host: CacheTier,
-        jobs: JobLedger,
-        metrics: CacheMetrics,
-        keys: Callable[[Sequence[BlockHash]], bytes],
+        self, config: StorageConfig, shared: Shared, owner: JobOwner, keys: Callable[[Sequence[BlockHash]], bytes]
     ) -> None:
         self._when = config.backup
         self._most_blocks = config.max_backup_blocks
-        self._host = host
-        self._jobs = jobs
-        self._metrics = metrics
+        self._shared = shared
+        self._host = shared.host
+        self._metrics = shared.metrics
+        self._owner = owner
         self._keys = keys
         self._unstored: set[int] = set()  # host blocks that are not due, as far as known not in storage either
         self._due_when_saved: set[int] = set()  # of ended requests, still being saved
         self._waiting: deque[int] = deque()  # leased
-        self._num_jobs = 0  # under way
+        self._begun: dict[int, float] = {}  # jobs under way, the oldest first, and when they were begun
         self._num_blocks = 0  # that wait or are written
         self._may_look_ahead = False  # something changed since nothing was due
 
@@ -91,26 +93,29 @@ class BackupPlanner:
 
     def plan(self) -> list[StorageJob]:
         """Jobs that begin in this step."""
-        if self._may_look_ahead and self._num_jobs < _JOBS:
+        if self._may_look_ahead and len(self._begun) < _JOBS:
             self._look_ahead()
         jobs = []
-        while self._waiting and self._num_jobs < _JOBS:
+        while self._waiting and len(self._begun) < _JOBS:
             host_ids = [self._waiting.popleft() for _ in range(min(_JOB_BLOCKS, len(self._waiting)))]
             jobs += self._open(host_ids)
         return jobs
 
-    def end(self, job: StorageJob, ok: bool) -> None:
+    def end(self, ended: EndedJob) -> None:
         """Every rank has written the job's blocks, or one could not."""
-        self._num_jobs -= 1
-        self._num_blocks -= job.num_blocks
-        self._metrics.backed_up_blocks += job.num_blocks if ok else 0
-        self._metrics.failed_backup_jobs += not ok
-        self._host.release(job.host_ids.tolist())
+        del self._begun[ended.job.job_id]
+        self._num_blocks -= ended.job.num_blocks
+        self._metrics.backed_up_blocks += ended.job.num_blocks if ended.ok else 0
+        self._metrics.failed_backup_jobs += not ended.ok
 
     def reset(self) -> None:
         """The host forgets its blocks, and what waits is not wanted any more."""
         self._unstored.clear()
         self._due_when_saved.clear()
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        self._num_blocks -= len(waiting)
+        self._host.release(waiting)
 
     def _note_replaced(self, host_ids: Iterable[int]) -> None:
         """What these blocks held before is gone from the host: not all of it went to storage."""
@@ -120,14 +125,22 @@ class BackupPlanner:
 
     def _take(self, host_ids: Sequence[int]) -> None:
         """Queue blocks, as far as there is room."""
-        taken = host_ids[: max(0, self._most_blocks - self._num_blocks)]
+        taken = host_ids[: self._room()]
         self._metrics.dropped_backups_blocks += len(host_ids) - len(taken)
         self._host.acquire(taken)
         self._waiting.extend(taken)
         self._num_blocks += len(taken)
 
+    def _room(self) -> int:
+        """Blocks that may be queued now: none while storage does not answer."""
+        oldest = next(iter(self._begun.values()), None)
+        if oldest is not None and self._shared.clock() - oldest > LOST_SECONDS:
+            return 0
+        share = max(1, self._host.pool.capacity // _HOST_SHARE)
+        return max(0, min(self._most_blocks, share) - self._num_blocks)
+
     def _look_ahead(self) -> None:
-        room = self._most_blocks - self._num_blocks
+        room = self._room()
         limit = min(_WATCHED_BLOCKS, -(-self._host.pool.capacity // _WATCHED_SHARE))
         due = [block_id for block_id, _ in self._host.next_reused(limit) if block_id in self._unstored]
         self._unstored.difference_update(due[:room])
@@ -142,5 +155,8 @@ class BackupPlanner:
         self._num_blocks -= len(gone)
         if not live:
             return []
-        self._num_jobs += 1
-        return [self._jobs.open_storage(StorageAction.BACK_UP, self._keys(self._host.hashes_of(live)), live)]
+        keys = self._keys(self._host.hashes_of(live))
+        job = StorageJob(self._shared.ledger.next_id(), StorageAction.BACK_UP, keys, np.array(live, dtype=np.int64))
+        self._begun[job.job_id] = self._shared.clock()
+        self._shared.ledger.open(job, self._owner)
+        return [job]

@@ -1,80 +1,98 @@
-"""Blocks between host memory and storage (layer 1): names, plans and counters of `prefetches.py` and `backups.py`.
+"""Blocks between host memory and storage: names, plans and counters of `prefetches.py` and `backups.py`.
 
 Storage is read by name and its content is not tracked: what is gone by the time it is read is a miss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from ...base import Request
+from ...base import Request, ScheduledRequest
 from ...config import StorageConfig
-from ...index import CacheTier, GroupedTree, adopt_hash
-from ...metrics import DOCUMENTATION, GAUGES, CacheMetrics
-from ...types import BlockHash, StorageAction, StorageJob
-from ..ledger import EndedJob, JobLedger
+from ...index import adopt_hash
+from ...metrics import DOCUMENTATION, GAUGES
+from ...types import BlockHash, StepPlan, StepReport, StorageAction, StorageJob
+from ..companion import Admission, Companion
+from ..ledger import EndedJob
 from ..loads.choice import LoadPlanner
+from ..shared import Shared
+from ..tables import BlockTable
 from .backups import BackupPlanner
 from .prefetches import PrefetchPlanner
 
 
-class StoragePlanner:
-    """What the scheduler half knows of storage. It puts `plan` into every step and hands every ended job to `end`."""
+class StorageCompanion(Companion):
+    """What the scheduler half knows of storage."""
 
-    def __init__(
-        self,
-        config: StorageConfig,
-        root: BlockHash,
-        grouped: GroupedTree,
-        host: CacheTier,
-        jobs: JobLedger,
-        loads: LoadPlanner,
-        metrics: CacheMetrics,
-        clock: Callable[[], float],
-        block_size: int,
-    ) -> None:
+    def __init__(self, config: StorageConfig, shared: Shared, loads: LoadPlanner, root: BlockHash) -> None:
         """`root` is hashed into every key: it stands for whatever the engine's own hashes leave out."""
-        self.backups = BackupPlanner(config, host, jobs, metrics, self._keys)
-        self.prefetches = PrefetchPlanner(
-            config, grouped, host, jobs, loads, metrics, clock, block_size, self._keys, self.backups.fetched
-        )
+        self._shared = shared
+        self._backups = BackupPlanner(config, shared, self, self._keys)
+        self._prefetches = PrefetchPlanner(config, shared, loads, self, self._keys, self._backups.fetched)
         self._root = root
-        self._tree = grouped.tree
-        self._host = host
         self._counters: dict[int, dict[str, float]] = {}  # by rank
+
+    def arrived(self, request: Request) -> bool:
+        """What the host does not hold of the request is looked up, once."""
+        self._prefetches.arrived(request, (request.num_tokens - 1) // self._shared.block_size)
+        return False
+
+    def is_awaited(self, request_id: str) -> bool:
+        """Whether fetches are on their way that the request is to wait for."""
+        return self._prefetches.is_awaited(request_id)
+
+    def num_blocks(self, request: Request) -> int:
+        """None: storage brings blocks to the host, where they are hits like any other."""
+        return 0
+
+    def admitted(self, admission: Admission) -> None:
+        """The request waits for storage no more."""
+        self._prefetches.admitted(admission.request.request_id, admission.first, admission.num_loaded)
+
+    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable]) -> None:
+        """Nothing follows: blocks reach storage from the host."""
+
+    def preempted(self, request_id: str) -> None:
+        """Nothing follows: storage holds no device block."""
+
+    def given_up(self, request_id: str) -> None:
+        """Nothing follows: `finished` comes next."""
+
+    def finished(self, request: Request) -> None:
+        """Nobody waits for what is fetched for this request alone; what it has used may be written."""
+        self._prefetches.withdrawn(request.request_id)
+        if self._backups.follows_requests:
+            host = self._shared.host
+            nodes = self._shared.grouped.tree.match(request.block_hashes)
+            absent = set(host.absent(nodes))
+            self._backups.finished(host.blocks_of(n for i, n in enumerate(nodes) if i not in absent))
+
+    def saved(self, host_ids: Sequence[int]) -> None:
+        """New blocks are on the host."""
+        self._backups.saved(host_ids)
 
     @property
     def is_busy(self) -> bool:
         """Whether something waits for the next plan."""
-        return self.prefetches.is_busy or self.backups.is_busy
+        return self._prefetches.is_busy or self._backups.is_busy
 
-    def finished(self, request: Request) -> None:
-        """The request has ended, before it was admitted or after."""
-        self.prefetches.withdrawn(request.request_id)
-        if self.backups.follows_requests:
-            nodes = self._tree.match(request.block_hashes)
-            absent = set(self._host.absent(nodes))
-            self.backups.finished(self._host.blocks_of(n for i, n in enumerate(nodes) if i not in absent))
-
-    def plan(self) -> tuple[tuple[StorageJob, ...], tuple[int, ...]]:
-        """Jobs that begin in this step, look-ups and fetches before backups, and jobs that are called off."""
-        jobs = (*self.prefetches.plan(), *self.backups.plan())
-        return jobs, self.prefetches.take_cancelled()
+    def plan(self, plan: StepPlan) -> StepPlan:
+        """Look-ups and fetches begin before backups do."""
+        jobs = (*self._prefetches.plan(), *self._backups.plan())
+        return replace(plan, storage=jobs, cancelled_storage=self._prefetches.take_cancelled())
 
     def end(self, ended: EndedJob) -> None:
         """A storage job was reported by every rank."""
-        job = ended.job
-        assert isinstance(job, StorageJob)
-        if job.action is StorageAction.BACK_UP:
-            self.backups.end(job, ended.ok)
-        else:
-            self.prefetches.end(job, ended.ok, ended.found)
+        assert isinstance(ended.job, StorageJob)
+        (self._backups if ended.job.action is StorageAction.BACK_UP else self._prefetches).end(ended)
 
-    def note_counters(self, rank: int, counters: Iterable[tuple[str, float]]) -> None:
+    def reported(self, report: StepReport) -> None:
         """What a rank's storage has counted since its start."""
-        self._counters[rank] = dict(counters)
+        if report.storage_counters:
+            self._counters[report.rank] = dict(report.storage_counters)
 
     def stats(self) -> dict[str, float]:
         """Counters over all ranks, under names that `DOCUMENTATION` has. Gauges are of what ranks may share: the most
@@ -90,8 +108,8 @@ class StoragePlanner:
     def reset(self) -> None:
         """What was cached until now must not be matched any more: keys of before are none of after."""
         self._root = adopt_hash(self._root, b"reset" + np.random.default_rng().bytes(16))
-        self.prefetches.reset()
-        self.backups.reset()
+        self._prefetches.reset()
+        self._backups.reset()
 
     def _keys(self, hashes: Sequence[BlockHash]) -> bytes:
         return b"".join(adopt_hash(self._root, block_hash) for block_hash in hashes)

@@ -1,4 +1,4 @@
-"""What requests that have arrived may find in storage (layer 1): looked up, and fetched before it is needed.
+"""What requests that have arrived may find in storage: looked up, and fetched before it is needed.
 
     a request arrives --LOOK_UP--> every rank says how much of its prefix it has; the shortest counts
                       --FETCH----> into host blocks that are matchable once they are filled, like any other hit
@@ -13,18 +13,23 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ...base import Request
 from ...config import Prefetch, StorageConfig
-from ...index import CacheTier, Event, GroupedTree
-from ...metrics import CacheMetrics
-from ...types import BlockHash, StorageAction, StorageJob
-from ..ledger import JobLedger
-from ..loads.choice import MOST_SKIPPED, LoadPlanner, Rate
+from ...events import BlockStored
+from ...index import Event
+from ...types import BlockHash, StorageAction, StorageJob, Tier
+from ..ledger import EndedJob, JobOwner
+from ..loads.choice import LoadPlanner
+from ..loads.rates import MOST_SKIPPED
+from ..shared import Shared
+from .reading import LOST_SECONDS, Reading
 
 _FETCH_BLOCKS = 64
 """In one job: what fails, fails with its job, and what has come can be loaded while the rest is on its way."""
-_STALL_SECONDS = 2.0
-"""Without any answer to what is asked of storage: the slowest disk reads a job's blocks in less."""
+_LEFT_SHARE = 4
+"""Of the host, as a divisor, that fetches under way leave alone: storage that hangs must not keep all of it."""
 
 logger = logging.getLogger("kv_connector.scheduler")
 
@@ -39,88 +44,41 @@ class _Prefetch:
     deadline: float
     jobs: dict[int, list[int]] = field(default_factory=dict)  # under way, and the blocks of the prefix they fetch
     fetched: set[int] = field(default_factory=set)  # blocks of the prefix that have come
+    ridden: set[int] = field(default_factory=set)  # those of the jobs that fetch for others
     is_planned: bool = False
+    is_repeated: bool = False  # it is looked up for the second time, and last
 
     @property
     def is_done(self) -> bool:
         return self.is_planned and not self.jobs
 
 
-class _Reading:
-    """What is asked of storage and not answered: how fast it is, and whether it answers at all.
-
-    A disk or a network that hangs must not hang every request with it.
-    """
-
-    def __init__(self) -> None:
-        self.rate = Rate()  # of fetching, in blocks a second
-        self._num_asked = 0  # jobs under way
-        self._num_fetches = 0
-        self._num_blocks = 0  # of fetches under way, and of those that ended since the first of them was begun
-        self._since = 0.0
-        self._last = 0.0  # when a job ended, or the first was begun
-        self._is_told = False  # of the silence that goes on
-
-    def begun(self, jobs: Sequence[StorageJob], now: float) -> None:
-        """These jobs are planned."""
-        fetches = [job for job in jobs if job.action is StorageAction.FETCH]
-        if jobs and not self._num_asked:
-            self._last = now
-        if fetches and not self._num_fetches:
-            self._since, self._num_blocks = now, 0
-        self._num_asked += len(jobs)
-        self._num_fetches += len(fetches)
-        self._num_blocks += sum(job.num_blocks for job in fetches)
-
-    def ended(self, job: StorageJob, was_read: bool, now: float) -> None:
-        """One of them has ended; `was_read`: its blocks were read."""
-        self._num_asked -= 1
-        self._last = now
-        self._is_told = False
-        if job.action is StorageAction.FETCH:
-            self._num_fetches -= 1
-            self._num_blocks -= 0 if was_read else job.num_blocks
-            if not self._num_fetches and self._num_blocks:
-                self.rate.observe(self._num_blocks, now - self._since)
-
-    def hangs(self, now: float) -> bool:
-        """Whether nothing has been heard for so long that nothing is to be waited for."""
-        if not self._num_asked or now - self._last < _STALL_SECONDS:
-            return False
-        if not self._is_told:
-            self._is_told = True
-            logger.warning("storage has not answered for %.0f s: no request waits for it until it does", _STALL_SECONDS)
-        return True
-
-
 class PrefetchPlanner:
     """Follows requests from arrival to admission. The caller puts `plan` and `take_cancelled` into every step, and
     hands every ended look-up and fetch to `end`.
 
-    `keys` names blocks in storage by their hashes; `on_fetched` hears of host blocks that are filled.
+    `keys` names blocks in storage by their hashes; `on_fetched` hears of host blocks that are filled; `owner` opens the
+    jobs.
     """
 
     def __init__(
         self,
         config: StorageConfig,
-        grouped: GroupedTree,
-        host: CacheTier,
-        jobs: JobLedger,
+        shared: Shared,
         loads: LoadPlanner,
-        metrics: CacheMetrics,
-        clock: Callable[[], float],
-        block_size: int,
+        owner: JobOwner,
         keys: Callable[[Sequence[BlockHash]], bytes],
         on_fetched: Callable[[Sequence[int]], None],
     ) -> None:
         self._config = config
-        self._tree = grouped.tree
-        self._host = host
-        self._jobs = jobs
+        self._shared = shared
+        self._tree = shared.grouped.tree
+        self._host = shared.host
         self._loads = loads
-        self._metrics = metrics
-        self._clock = clock
-        self._block_size = block_size
+        self._owner = owner
+        self._metrics = shared.metrics
+        self._clock = shared.clock
+        self._block_size = shared.block_size
         self._keys = keys
         self._on_fetched = on_fetched
         self._prefetches: dict[str, _Prefetch] = {}
@@ -129,7 +87,8 @@ class PrefetchPlanner:
         self._fetches: list[StorageJob] = []  # to be planned
         self._cancelled: set[int] = set()  # jobs that nobody follows
         self._untold: list[int] = []  # those of them that are to be planned
-        self._reading = _Reading()
+        self._num_fetching = 0  # host blocks
+        self._reading = Reading()
         self._num_skipped = 0
 
     @property
@@ -142,15 +101,10 @@ class PrefetchPlanner:
         """A request whose first `num_blocks` blocks may be hit. What the host does not hold is looked up, once."""
         if request.request_id in self._prefetches:
             return
-        path = self._tree.match(request.block_hashes[:num_blocks])
-        absent = self._host.absent(path)
-        first, stop = absent[0] if absent else len(path), min(num_blocks, len(request.block_hashes))
-        now = self._clock()
-        deadline = now + self._config.timeout_ms / 1e3
-        is_pointless = first >= stop or self._reading.hangs(now)
-        prefetch = _Prefetch(request, first, stop, deadline, is_planned=is_pointless)
+        stop = min(num_blocks, len(request.block_hashes))
+        prefetch = _Prefetch(request, 0, stop, self._clock() + self._config.timeout_ms / 1e3)
         self._prefetches[request.request_id] = prefetch
-        self._ride(prefetch, 0, path)
+        self._begin(prefetch)
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether the request should wait for what is on its way from storage."""
@@ -184,6 +138,8 @@ class PrefetchPlanner:
 
     def plan(self) -> list[StorageJob]:
         """Jobs that begin in this step."""
+        for job_id in self._reading.lost(self._clock()):
+            self._abandon(job_id)
         jobs = [self._look_up(prefetch) for prefetch in self._prefetches.values() if not prefetch.is_planned]
         jobs += self._fetches
         self._fetches = []
@@ -195,19 +151,25 @@ class PrefetchPlanner:
         untold, self._untold = self._untold, []
         return tuple(untold)
 
-    def end(self, job: StorageJob, ok: bool, num_found: int) -> None:
+    def end(self, ended: EndedJob) -> None:
         """A look-up or a fetch was reported by every rank."""
+        job, ok = ended.job, ended.ok
+        assert isinstance(job, StorageJob)
         was_cancelled = job.job_id in self._cancelled and not ok
         self._cancelled.discard(job.job_id)
         self._reading.ended(job, not was_cancelled, self._clock())
         followers = self._followers.pop(job.job_id, [])
-        for prefetch in followers:
-            blocks = prefetch.jobs.pop(job.job_id)
-            prefetch.fetched.update(blocks if ok else ())
         if job.action is StorageAction.FETCH:
             self._end_fetch(job, ok, was_cancelled)
-        elif followers and num_found:
-            self._found(followers[0], num_found)
+        for prefetch in followers:
+            blocks = prefetch.jobs.pop(job.job_id)
+            if ok:
+                prefetch.fetched.update(blocks)
+            elif job.job_id in prefetch.ridden and not prefetch.is_repeated:
+                prefetch.is_repeated = True  # the fetch was another's, and perhaps it was that one's to call off
+                self._begin(prefetch)
+        if job.action is StorageAction.LOOK_UP and followers and ended.found:
+            self._found(followers[0], ended.found)
 
     def reset(self) -> None:
         """Nothing of what is under way is wanted any more."""
@@ -215,19 +177,46 @@ class PrefetchPlanner:
             self._leave(prefetch)
         self._prefetches.clear()
 
+    def _begin(self, prefetch: _Prefetch) -> None:
+        """What the host does not hold is to be looked up, and what is on its way to it is waited for."""
+        path = self._tree.match(prefetch.request.block_hashes[: prefetch.stop])
+        absent = self._host.absent(path)
+        prefetch.first = absent[0] if absent else len(path)
+        prefetch.is_planned = prefetch.first >= prefetch.stop or self._reading.hangs(self._clock())
+        self._ride(prefetch, 0, path)
+
     def _look_up(self, prefetch: _Prefetch) -> StorageJob:
         prefetch.is_planned = True
         hashes = prefetch.request.block_hashes[prefetch.first : prefetch.stop]
-        job = self._jobs.open_storage(StorageAction.LOOK_UP, self._keys(hashes), ())
+        job = self._open(StorageAction.LOOK_UP, self._keys(hashes), ())
         self._follow(job.job_id, prefetch, [])
         return job
+
+    def _open(self, action: StorageAction, keys: bytes, host_ids: Sequence[int]) -> StorageJob:
+        job = StorageJob(self._shared.ledger.next_id(), action, keys, np.array(host_ids, dtype=np.int64))
+        self._shared.ledger.open(job, self._owner)
+        return job
+
+    def _abandon(self, job_id: int) -> None:
+        """Storage has lost the job, by all appearances: its requests are computed, and what it was to bring may be
+        saved or fetched anew. Its host blocks stay leased: they may be written to yet."""
+        logger.warning("storage has not answered job %d for %.0f s: it is not waited for", job_id, LOST_SECONDS)
+        self._reading.forget(job_id)
+        for prefetch in self._followers.pop(job_id, []):
+            del prefetch.jobs[job_id]
+        host_ids = [block_id for block_id, other in self._job_of.items() if other == job_id]
+        for block_id in host_ids:
+            del self._job_of[block_id]
+        self._host.discard(host_ids)
 
     def _found(self, prefetch: _Prefetch, num_found: int) -> None:
         """Storage has so many of the blocks that were looked up: fetch them, but for those that are on their way."""
         if self._is_sooner_computed(num_found):
             return
         hashes, now = prefetch.request.block_hashes[: prefetch.first + num_found], self._clock()
-        room = self._host.allocate_behind(num_found, hashes, now)
+        capacity = self._host.pool.capacity
+        most = capacity - capacity // _LEFT_SHARE - self._num_fetching
+        room = self._host.allocate_behind(max(0, min(num_found, most)), hashes, now)
         nodes = self._tree.insert_path(hashes, now, prefetch.first)
         self._ride(prefetch, prefetch.first, nodes)
         wanted = self._host.absent(nodes)[: len(room)]
@@ -253,23 +242,27 @@ class PrefetchPlanner:
     def _fetch(self, nodes: list[int], host_ids: list[int]) -> StorageJob:
         self._host.attach(host_ids, nodes, Event.FETCH)
         keys = self._keys([self._tree.hash_of(node) for node in nodes])
-        job = self._jobs.open_storage(StorageAction.FETCH, keys, host_ids)
+        job = self._open(StorageAction.FETCH, keys, host_ids)
+        self._num_fetching += job.num_blocks
         self._job_of |= dict.fromkeys(host_ids, job.job_id)
         self._fetches.append(job)
         return job
 
     def _end_fetch(self, job: StorageJob, ok: bool, was_cancelled: bool) -> None:
         host_ids = job.host_ids.tolist()
+        self._num_fetching -= job.num_blocks
         for block_id in host_ids:
-            del self._job_of[block_id]
-        if ok:
-            self._on_fetched(host_ids)
-            self._metrics.fetched_blocks += len(self._host.fill(host_ids))
-        else:
+            self._job_of.pop(block_id, None)
+        if not ok:
             self._metrics.cancelled_fetch_jobs += was_cancelled
             self._metrics.failed_fetch_jobs += not was_cancelled
             self._host.discard(host_ids)
-        self._host.release(host_ids)
+            return
+        self._on_fetched(host_ids)
+        filled = self._host.fill(host_ids)
+        self._metrics.fetched_blocks += len(filled)
+        if filled:
+            self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
 
     def _ride(self, prefetch: _Prefetch, first: int, nodes: Sequence[int]) -> None:
         """Follow the fetches of these nodes, blocks of the prefix from `first` on, that are under way already."""
@@ -281,11 +274,19 @@ class PrefetchPlanner:
                 continue
             if job_id not in prefetch.jobs:
                 self._follow(job_id, prefetch, [])
+                prefetch.ridden.add(job_id)
+                self._want_again(job_id)
             prefetch.jobs[job_id].append(index)
 
     def _follow(self, job_id: int, prefetch: _Prefetch, blocks: list[int]) -> None:
         prefetch.jobs[job_id] = blocks
         self._followers.setdefault(job_id, []).append(prefetch)
+
+    def _want_again(self, job_id: int) -> None:
+        """Somebody waits for the job again. Where ranks were told to call it off, whoever waits looks up once more."""
+        if job_id in self._untold:
+            self._untold.remove(job_id)
+            self._cancelled.discard(job_id)
 
     def _leave(self, prefetch: _Prefetch) -> None:
         """The request waits for its jobs no more; those that nobody else follows are called off."""
@@ -296,3 +297,4 @@ class PrefetchPlanner:
                 self._cancelled.add(job_id)
                 self._untold.append(job_id)
         prefetch.jobs.clear()
+        prefetch.ridden.clear()

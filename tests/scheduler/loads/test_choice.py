@@ -94,10 +94,8 @@ class Background:
 
     def load(self, job_id: int, first_host: int, count: int) -> CopyJob:
         ids = np.arange(first_host, first_host + count)
-        self.planner.reserve(ids.tolist())
-        job = CopyJob(job_id, Direction.LOAD, ids, ids, f"r{job_id}")
-        self.planner.begin(job)
-        return job
+        self.planner.begin(self.planner.reserve(ids.tolist()), job_id)
+        return CopyJob(job_id, Direction.LOAD, ids, ids, f"r{job_id}")
 
     def plan(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(announced, awaited) of the next step."""

@@ -1,0 +1,83 @@
+"""Parts of the scheduler half that a user configures: storage, other engines (layer 2).
+
+    arrived -> is_awaited, num_blocks (any number of times) -> admitted -> scheduled, preempted, admitted -> finished
+
+The half tells every companion of every event, in the order in which they were configured: one that has no use for an
+event says so in an empty method, and one that forgets it does not type-check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..base import Request, ScheduledRequest
+from ..types import StepPlan, StepReport
+from .ledger import EndedJob
+from .tables import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that was admitted, for the first time or again. Of its blocks those from `first` on are loaded from the
+    host, `num_loaded` of them, and behind these `num_brought` by companions, into `brought_ids`. `number` tells this
+    admission from others of the same request id. What `is_stale` was computed before a reset of the cache."""
+
+    request: Request
+    number: int
+    first: int
+    num_loaded: int
+    num_brought: int
+    brought_ids: Sequence[int]
+    is_stale: bool
+
+
+class Companion(Protocol):
+    """What the scheduler half tells and asks; it is the owner of its jobs, too."""
+
+    def arrived(self, request: Request) -> bool:
+        """A request has arrived, or is looked up for the first time. True: it is this companion's alone."""
+
+    def is_awaited(self, request_id: str) -> bool:
+        """Whether the request should wait for what is on its way to the host. Changes nothing."""
+
+    def num_blocks(self, request: Request) -> int:
+        """Leading blocks of the request that this companion would bring to the device itself."""
+
+    def admitted(self, admission: Admission) -> None:
+        """A request has its device blocks."""
+
+    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable]) -> None:
+        """The step that is being planned computes a part of the request."""
+
+    def preempted(self, request_id: str) -> None:
+        """The request has lost its device blocks and will be admitted again."""
+
+    def given_up(self, request_id: str) -> None:
+        """The request is about to end, and nobody is to continue it."""
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """The request has ended, before it was admitted or after; what the engine is to return with it, if anything."""
+
+    def saved(self, host_ids: Sequence[int]) -> None:
+        """Host blocks were filled by a save."""
+
+    def plan(self, plan: StepPlan) -> StepPlan:
+        """The step's plan, with what this companion begins and calls off. Called once a step."""
+
+    def reported(self, report: StepReport) -> None:
+        """What one rank says of itself; its jobs have ended already."""
+
+    def end(self, ended: EndedJob) -> None:
+        """Every rank has reported one of this companion's jobs, whose leases are released right after."""
+
+    def reset(self) -> None:
+        """Nothing that was computed until now may be used any more."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something waits for the next plan."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters and gauges over all ranks, under names that `metrics.DOCUMENTATION` has."""

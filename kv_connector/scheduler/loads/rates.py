@@ -1,0 +1,124 @@
+"""How a hit comes to the device: at once, beside other work, on another's load, or not at all.
+
+    sync        the step waits for it layer by layer; for hits that hide behind what the step computes
+    async       the request waits for it while others run; for hits that would hold the others up
+    ride        another request's load of the same prefix is under way: ask again, it will be a device hit
+    recompute   the model is sooner
+
+The choice is made from rates that were observed, never from constants; as long as one is unknown the answer is sync,
+which is how it becomes known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from statistics import median
+
+_SMOOTHING = 0.25  # share of a slower observation in a rate
+MOST_SKIPPED = 8
+"""Hits computed in a row, after which one is loaded all the same: else a rate would never change again."""
+_STEPS = 5  # whose durations are remembered
+_PREFILL_TOKENS = 64  # a step of fewer tokens says nothing about the speed of prefill
+
+
+class LoadMode(Enum):
+    """How a hit comes to the device."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    RIDE = "ride"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(slots=True)
+class Rate:
+    """A quotient that follows faster observations at once and slower ones slowly; 0 where nothing was observed.
+
+    What delays a measurement (another copy, a busy host, a compiler) makes it slower and never faster.
+    """
+
+    value: float = 0.0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        """Take in one measurement; those without duration say nothing."""
+        if seconds > 0:
+            rate = amount / seconds
+            self.value = max(rate, self.value + _SMOOTHING * (rate - self.value))
+
+    def seconds(self, amount: float) -> float | None:
+        """How long `amount` takes; None where that is unknown."""
+        return amount / self.value if self.value else None
+
+
+class LoadEstimate:
+    """Observed speeds of loading and of prefill, and the choice between them. No clock of its own."""
+
+    def __init__(self, max_stall_seconds: float) -> None:
+        """`max_stall_seconds`: a load that would hold running requests up for longer is asynchronous."""
+        self._max_stall = max_stall_seconds
+        self._loading = Rate()  # blocks a second
+        self._prefill = Rate()  # tokens a second
+        self._steps: dict[int, tuple[float, int]] = {}  # step: (when it was planned, tokens that it computes)
+        self._last_end = 0.0
+        self._last_plan = 0.0
+        self._intervals: deque[float] = deque([0.0] * _STEPS, maxlen=_STEPS)  # between the last plans
+        self._num_skipped = 0
+
+    def lead_seconds(self, num_steps: int) -> float:
+        """A load that ends within this time will be there `num_steps` steps from now, or holds a step up no longer than
+        it may. Of the last steps the median counts: one may have been unusual."""
+        return max(num_steps * median(self._intervals), self._max_stall)
+
+    def observe_load(self, num_blocks: int, seconds: float) -> None:
+        """A load of so many blocks took so long on the slowest rank."""
+        self._loading.observe(num_blocks, seconds)
+
+    def step_planned(self, step: int, num_tokens: int, num_loads: int, now: float) -> None:
+        """A step was planned. One that loads says nothing about the speed of computing."""
+        self._intervals.append(now - self._last_plan)
+        self._last_plan = now
+        if num_tokens >= _PREFILL_TOKENS and not num_loads:
+            self._steps[step] = (now, num_tokens)
+
+    def step_ended(self, step: int, now: float) -> None:
+        """Its report came in. Steps overlap, so each began at the end of the one before it at the earliest."""
+        planned = self._steps.pop(step, None)
+        if planned is not None:
+            self._prefill.observe(planned[1], now - max(planned[0], self._last_end))
+        self._last_end = now
+
+    def admitted(self, mode: LoadMode) -> None:
+        """A request with a hit was admitted on this choice."""
+        self._num_skipped = self._num_skipped + 1 if mode is LoadMode.RECOMPUTE else 0
+
+    def load_seconds(self, num_blocks: int) -> float | None:
+        """How long a load of so many blocks will take."""
+        return self._loading.seconds(num_blocks)
+
+    def recompute_seconds(self, num_tokens: int) -> float | None:
+        """How long computing so many tokens takes; None where that is unknown."""
+        return self._prefill.seconds(num_tokens)
+
+    def choose(
+        self,
+        num_blocks: int,
+        num_hit_tokens: int,
+        num_new_tokens: int,
+        others_running: bool,
+        seconds_to_ride: float | None,
+    ) -> LoadMode:
+        """How `num_blocks` blocks come to the device, which save computing `num_hit_tokens`.
+
+        `seconds_to_ride`: until another's load of the same prefix ends; None where there is none.
+        """
+        load, recompute = self._loading.seconds(num_blocks), self.recompute_seconds(num_hit_tokens)
+        if seconds_to_ride is not None:
+            return LoadMode.RECOMPUTE if recompute is not None and recompute < seconds_to_ride else LoadMode.RIDE
+        if load is None or recompute is None:
+            return LoadMode.SYNC
+        if recompute < load and self._num_skipped < MOST_SKIPPED:
+            return LoadMode.RECOMPUTE
+        hidden = self._prefill.seconds(num_new_tokens) or 0.0
+        return LoadMode.ASYNC if others_running and load - hidden > self._max_stall else LoadMode.SYNC

@@ -1,0 +1,162 @@
+"""What this engine asks for: prompts that another engine has computed.
+
+admitted --one RECEIVE job for what neither device nor host has--> the request waits for it as for any load in the
+background; what fails is computed
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...base import Request
+from ...config import PeerConfig
+from ...index import adopt_hash
+from ...types import BlockHash, PeerAction, PeerJob
+from ..companion import Admission
+from ..ledger import EndedJob, JobOwner
+from ..shared import Shared
+from .params import params_of, ports, text
+
+logger = logging.getLogger("kv_connector.scheduler")
+
+
+@dataclass(slots=True)
+class _Source:
+    """Where a request's prompt was computed. It is asked once."""
+
+    transfer_id: str
+    engine_id: str
+    host: str
+    ports: tuple[int, ...]
+    is_asked: bool = False
+
+
+@dataclass(slots=True)
+class _Asking:
+    """Blocks of an admitted request that are leased and not yet planned."""
+
+    source: _Source
+    request_id: str | None
+    admission: int
+    first: int
+    device_ids: list[int]
+    name: bytes
+
+
+class Incoming:
+    """`root` names what the engine's own hashes leave out; `owner` opens the jobs."""
+
+    def __init__(self, config: PeerConfig, shared: Shared, root: BlockHash, owner: JobOwner) -> None:
+        self._config = config
+        self._shared = shared
+        self._root = root
+        self._owner = owner
+        self._sources: dict[str, _Source] = {}  # by request
+        self._receiving: dict[str, int] = {}  # by request: its job under way
+        self._asking: list[_Asking] = []
+        self._cancelled: list[int] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something waits for the next plan."""
+        return bool(self._asking or self._cancelled)
+
+    def num_blocks(self, request: Request) -> int:
+        """Leading blocks of the request that another engine has, as far as is known; 0 where nobody is to be asked."""
+        source = self._source_of(request)
+        if source is None or source.is_asked:
+            return 0
+        return (request.num_tokens - 1) // self._shared.block_size
+
+    def admitted(self, admission: Admission) -> None:
+        """Where nothing is to come, the other engine is told so: it need not hold what it has."""
+        request = admission.request
+        source = self._source_of(request)
+        if source is None or source.is_asked:
+            return
+        source.is_asked = True
+        device_ids = list(admission.brought_ids)
+        self._shared.pool.touch(device_ids)
+        first, name = admission.first + admission.num_loaded, b""
+        if device_ids:
+            name = adopt_hash(self._root, request.block_hashes[first + len(device_ids) - 1])
+        self._sources[request.request_id] = source
+        self._asking.append(_Asking(source, request.request_id, admission.number, first, device_ids, name))
+
+    def lost_blocks(self, request_id: str) -> None:
+        """The request has lost its blocks: what was not planned is not asked for, and what is under way is called
+        off."""
+        for asking in self._asking:
+            if asking.request_id == request_id and asking.device_ids:
+                self._shared.pool.free_blocks(asking.device_ids)
+                asking.device_ids, asking.request_id = [], None
+        job_id = self._receiving.pop(request_id, None)
+        if job_id is not None:
+            self._cancelled.append(job_id)
+
+    def finished(self, request: Request) -> None:
+        """The request has ended. Where that was before it was admitted, the other engine need not wait for it."""
+        self.lost_blocks(request.request_id)
+        source = self._source_of(request)
+        self._sources.pop(request.request_id, None)
+        if source is not None and not source.is_asked:
+            self._asking.append(_Asking(source, None, 0, 0, [], b""))
+
+    def plan(self) -> tuple[tuple[PeerJob, ...], tuple[int, ...]]:
+        """Jobs that begin in this step, and jobs that are called off."""
+        jobs = tuple(self._open(asking) for asking in self._asking)
+        cancelled, self._cancelled, self._asking = self._cancelled, [], []
+        return jobs, tuple(cancelled)
+
+    def end(self, ended: EndedJob) -> None:
+        """A RECEIVE was reported by every rank."""
+        job, metrics = ended.job, self._shared.metrics
+        assert isinstance(job, PeerJob)
+        if job.request_id is not None and self._receiving.get(job.request_id) == job.job_id:
+            del self._receiving[job.request_id]
+        if ended.ok:
+            metrics.received_blocks += job.num_blocks
+        elif job.num_blocks:
+            metrics.failed_receive_jobs += 1
+            logger.warning("KV transfer %s did not come: %d blocks will be computed", job.transfer_id, job.num_blocks)
+
+    def reset(self) -> None:
+        """Nothing that was computed until now may be used any more."""
+        self._cancelled += self._receiving.values()
+        self._receiving.clear()
+
+    def _source_of(self, request: Request) -> _Source | None:
+        known = self._sources.get(request.request_id)
+        if known is not None or not self._config.consumes:
+            return known
+        params = params_of(request)
+        if not params.get("do_remote_prefill"):
+            return None
+        transfer_id = text(params, "transfer_id") or text(params, "remote_request_id")
+        host, found = text(params, "remote_host"), ports(params)
+        if not (transfer_id and host and found):
+            return None
+        return _Source(transfer_id, text(params, "remote_engine_id"), host, found)
+
+    def _open(self, asking: _Asking) -> PeerJob:
+        source = asking.source
+        job = PeerJob(
+            self._shared.ledger.next_id(),
+            PeerAction.RECEIVE,
+            source.transfer_id,
+            asking.first,
+            np.array(asking.device_ids, dtype=np.int64),
+            names=asking.name,
+            host=source.host,
+            ports=source.ports,
+            engine_id=source.engine_id,
+            request_id=asking.request_id if asking.device_ids else None,
+            admission=asking.admission,
+        )
+        self._shared.ledger.open(job, self._owner)
+        if job.request_id is not None:
+            self._receiving[job.request_id] = job.job_id
+        return job

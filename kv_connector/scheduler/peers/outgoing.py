@@ -1,0 +1,164 @@
+"""What this engine offers: prompts that another engine is to continue, and until when their blocks are held.
+
+admitted --SEND jobs, step by step, as the prompt is computed--> held until they were sent, nobody wants them, or the
+deadline has passed; a request that is preempted has its blocks let go, and they are offered anew
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...base import Request, ScheduledRequest
+from ...config import PeerConfig
+from ...index import adopt_hash
+from ...types import BlockHash, PeerAction, PeerJob
+from ..ledger import EndedJob, JobOwner
+from ..shared import Shared
+from .params import MOST_TEXT, params_of, text
+
+logger = logging.getLogger("kv_connector.scheduler")
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """What is offered of a request's prompt. `next_block` and following are still to be computed."""
+
+    transfer_id: str
+    names: bytes
+    num_blocks: int
+    next_block: int = 0
+    jobs: set[int] = field(default_factory=set)  # under way
+    deadline: float | None = None  # once the request has ended
+
+
+class Outgoing:
+    """`engine_id` names this start of the engine, `root` what its own hashes leave out; `owner` opens the jobs."""
+
+    def __init__(self, config: PeerConfig, shared: Shared, root: BlockHash, engine_id: str, owner: JobOwner) -> None:
+        self._config = config
+        self._shared = shared
+        self._root = root
+        self._engine_id = engine_id
+        self._owner = owner
+        self._transfers: dict[str, _Transfer] = {}  # by transfer id
+        self._sending: dict[str, _Transfer] = {}  # by request that computes its prompt
+        self._begun: list[PeerJob] = []  # to be planned
+        self._withdrawn: list[str] = []  # to be told
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something waits for the next plan."""
+        return bool(self._begun or self._withdrawn)
+
+    def admitted(self, request: Request) -> None:
+        """A request has its device blocks, for the first time or again: what another engine is to continue is offered
+        from now on."""
+        params = params_of(request)
+        if not self._config.produces or not params.get("do_remote_decode") or request.request_id in self._sending:
+            return
+        transfer_id = text(params, "transfer_id") or request.request_id[:MOST_TEXT]
+        num_blocks = (request.num_tokens - 1) // self._shared.block_size
+        if transfer_id in self._transfers or num_blocks < 1:
+            return
+        names = b"".join(adopt_hash(self._root, block_hash) for block_hash in request.block_hashes[:num_blocks])
+        transfer = _Transfer(transfer_id, names, num_blocks)
+        self._transfers[transfer_id] = self._sending[request.request_id] = transfer
+
+    def scheduled(self, item: ScheduledRequest, block_ids: Sequence[int]) -> None:
+        """This step computes a part of a request: offer the blocks that it completes, and those in front of them."""
+        transfer = self._sending.get(item.request_id)
+        if transfer is None:
+            return
+        stop = (item.num_computed_tokens + item.num_scheduled_tokens) // self._shared.block_size
+        first, stop = transfer.next_block, min(stop, transfer.num_blocks)
+        if stop <= first:
+            return
+        device_ids = block_ids[first:stop]
+        self._shared.pool.touch(device_ids)
+        job = PeerJob(
+            self._shared.ledger.next_id(),
+            PeerAction.SEND,
+            transfer.transfer_id,
+            first,
+            np.array(device_ids, dtype=np.int64),
+            names=b"" if first else transfer.names,
+        )
+        self._shared.ledger.open(job, self._owner)
+        transfer.next_block = stop
+        transfer.jobs.add(job.job_id)
+        self._begun.append(job)
+        self._shared.metrics.offered_blocks += job.num_blocks
+
+    def withdraw(self, request_id: str) -> None:
+        """The request's blocks are let go of: it was preempted, or nobody is to continue it."""
+        transfer = self._sending.get(request_id)
+        if transfer is not None:
+            self._withdraw(transfer)
+
+    def finished(self, request: Request, host: str, ports: Sequence[int]) -> dict[str, Any] | None:
+        """The request has ended; what another engine has to be told to continue it, if one is to. `host` and `ports`
+        are where it finds each rank."""
+        transfer = self._sending.get(request.request_id)
+        if transfer is None:
+            return None
+        if transfer.next_block < transfer.num_blocks:
+            self._withdraw(transfer)  # it was given up before its prompt was computed
+            return None
+        del self._sending[request.request_id]
+        transfer.deadline = self._shared.clock() + self._config.deadline_ms / 1e3
+        if not transfer.jobs:
+            del self._transfers[transfer.transfer_id]
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer.transfer_id,
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": request.request_id,
+            "remote_host": host,
+            "remote_port": ports[0],
+            "remote_ports": list(ports),
+            "remote_block_ids": [list(range(transfer.num_blocks))],  # proxies ask only whether there are any
+            "remote_num_tokens": transfer.num_blocks * self._shared.block_size,
+            "tp_size": len(ports),
+        }
+
+    def plan(self) -> tuple[tuple[PeerJob, ...], tuple[str, ...]]:
+        """Jobs that begin in this step, and transfers that are withdrawn."""
+        now = self._shared.clock()
+        for transfer in [t for t in self._transfers.values() if t.deadline is not None and t.deadline <= now]:
+            self._shared.metrics.expired_handovers += 1
+            logger.warning("KV transfer %s: nobody asked for it in time, its blocks are freed", transfer.transfer_id)
+            self._withdraw(transfer)
+        begun, self._begun = self._begun, []
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return tuple(begun), tuple(withdrawn)
+
+    def end(self, ended: EndedJob) -> None:
+        """A SEND was reported by every rank. One that failed offered what was not computed after all: an engine may
+        have some of it already on one rank, so nothing of the prompt is offered any more."""
+        job = ended.job
+        assert isinstance(job, PeerJob)
+        transfer = self._transfers.get(job.transfer_id)
+        if transfer is None or job.job_id not in transfer.jobs:
+            return  # withdrawn
+        transfer.jobs.discard(job.job_id)
+        if not ended.ok:
+            self._withdraw(transfer)
+        elif transfer.deadline is not None and not transfer.jobs:
+            del self._transfers[job.transfer_id]
+
+    def reset(self) -> None:
+        """Nothing that was computed until now may be used any more."""
+        for transfer in list(self._transfers.values()):
+            self._withdraw(transfer)
+
+    def _withdraw(self, transfer: _Transfer) -> None:
+        """Offer nothing of it any more, whatever the request computes until it is admitted again."""
+        del self._transfers[transfer.transfer_id]
+        self._sending = {request_id: other for request_id, other in self._sending.items() if other is not transfer}
+        self._withdrawn.append(transfer.transfer_id)

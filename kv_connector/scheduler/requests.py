@@ -1,0 +1,120 @@
+"""The live requests of the engine, their block tables, and what becomes of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from ..base import Request
+from ..metrics import CacheMetrics
+from .loads.leases import LoadLease, LoadLeases
+from .steps import InFlightSteps
+from .tables import BlockTable
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What this half remembers of a live request."""
+
+    request: Request
+    admission: int = 0  # number of the latest
+    is_counted: bool = False  # its hits and tokens are in the statistics
+    tables: list[BlockTable] = field(default_factory=list)  # by block group
+    num_hit_blocks: int = 0  # leading blocks that were valid, or are loaded, when it was admitted
+    load: LoadLease | None = None  # to be planned
+    is_newly_admitted: bool = False  # since the last step was planned
+    awaits_load: bool = False  # it is admitted once more when what it waits for is there
+    is_stale: bool = False  # what its blocks hold was computed before a reset
+
+    @property
+    def num_unsaved(self) -> int:
+        """Blocks that the write policy wants and that found no room."""
+        return sum(len(table.unsaved) for table in self.tables)
+
+
+class RequestTable:
+    """Owns the state of requests from their first admission to their end: whoever takes blocks away does it here."""
+
+    def __init__(self, leases: LoadLeases, steps: InFlightSteps, metrics: CacheMetrics) -> None:
+        self._leases = leases
+        self._steps = steps
+        self._metrics = metrics
+        self._states: dict[str, RequestState] = {}
+        self._num_admissions = 0
+        self._admitted: list[RequestState] = []  # since the last step was planned
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def __getitem__(self, request_id: str) -> RequestState:
+        return self._states[request_id]
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_hit_blocks: int) -> RequestState:
+        """The request has these device blocks, by group, whatever it had before."""
+        state = self._states.setdefault(request.request_id, RequestState(request))
+        assert state.load is None, f"request {request.request_id} is admitted twice without a step in between"
+        self._num_admissions += 1
+        state.admission = self._num_admissions
+        # Behind a load come the same blocks once more: what they hold is as old as it was.
+        state.is_stale &= state.awaits_load
+        state.awaits_load = False
+        state.tables = [BlockTable(list(ids), may_save=not state.is_stale) for ids in block_ids]
+        state.num_hit_blocks = num_hit_blocks
+        state.is_newly_admitted = True
+        self._admitted.append(state)
+        return state
+
+    def take_admitted(self) -> list[RequestState]:
+        """Those admitted since the last call that still have their blocks."""
+        admitted, self._admitted = self._admitted, []
+        live = [state for state in admitted if state.is_newly_admitted]
+        for state in live:
+            state.is_newly_admitted = False
+        return live
+
+    def may_preempt(self, request_id: str) -> bool:
+        """Whether blocks are known that the engine took. A request that was preempted between two steps may have been
+        admitted again since: then its blocks are new ones."""
+        state = self._states.get(request_id)
+        return state is not None and bool(state.tables) and not state.is_newly_admitted
+
+    def is_silently_preempted(self, request_id: str) -> bool:
+        """Whether a request that is being admitted has lost other blocks before, and nobody said so: not where it
+        was waiting for a load of them."""
+        return self.may_preempt(request_id) and not self._states[request_id].awaits_load
+
+    def preempt(self, request_id: str) -> None:
+        """The engine took the request's blocks, which steps in flight may still use."""
+        state = self._states[request_id]
+        self._steps.freed(chain.from_iterable(table.block_ids for table in state.tables))
+        self._drop_blocks(state)
+
+    def finish(self, request_id: str) -> RequestState | None:
+        """The request has ended; None where it was never admitted."""
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._drop_blocks(state)
+        return state
+
+    def reset(self) -> None:
+        """What the requests have computed until now is not saved any more."""
+        for state in self._states.values():
+            state.is_stale = bool(state.tables)
+            for table in state.tables:
+                table.may_save = False
+                table.unsaved.clear()
+
+    def _drop_blocks(self, state: RequestState) -> None:
+        if state.load is not None:
+            self._leases.drop(state.load)
+            state.load = None
+        self._metrics.dropped_saves_blocks += state.num_unsaved
+        state.tables = []
+        state.is_newly_admitted = state.awaits_load = False

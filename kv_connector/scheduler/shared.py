@@ -1,0 +1,57 @@
+"""What every planner of the scheduler half works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..base import DeviceBlocks
+from ..errors import KVConnectorError
+from ..events import EventLog
+from ..index import CacheTier, GroupedTree
+from ..metrics import CacheMetrics
+from ..types import BlockHash
+from .ledger import JobLedger
+
+
+class DevicePool:
+    """The engine's device blocks, bound late: see `DeviceBlocks` for the calls."""
+
+    def __init__(self) -> None:
+        self._blocks: DeviceBlocks | None = None
+
+    def bind(self, blocks: DeviceBlocks) -> None:
+        """Use these blocks from now on; called once, before the first request."""
+        self._blocks = blocks
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """As `DeviceBlocks.touch`."""
+        self._bound.touch(block_ids)
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        """As `DeviceBlocks.free_blocks`."""
+        self._bound.free_blocks(block_ids)
+
+    def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
+        """As `DeviceBlocks.next_reused`."""
+        return self._bound.next_reused(limit)
+
+    @property
+    def _bound(self) -> DeviceBlocks:
+        if self._blocks is None:
+            raise KVConnectorError("bind_block_pool(...) must be called before the first request")
+        return self._blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The parts that planners share. `clock` gives seconds that never go back, `block_size` is in tokens."""
+
+    grouped: GroupedTree
+    host: CacheTier
+    pool: DevicePool
+    ledger: JobLedger
+    metrics: CacheMetrics
+    events: EventLog
+    clock: Callable[[], float]
+    block_size: int

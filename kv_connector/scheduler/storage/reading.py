@@ -1,0 +1,76 @@
+"""What is asked of storage and not answered: how fast it is, and whether it answers at all.
+
+A disk or a network that hangs must not hang every request with it, nor one answer that is lost its request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ...types import StorageAction, StorageJob
+from ..loads.rates import Rate
+
+logger = logging.getLogger("kv_connector.scheduler")
+
+STALL_SECONDS = 2.0
+"""Without any answer to what is asked of storage: the slowest disk reads a job's blocks in less."""
+LOST_SECONDS = 30.0
+"""Without an answer to one job, whatever else is answered: it is not waited for any more."""
+
+
+class Reading:
+    """Look-ups and fetches under way. `now` is in seconds and never goes back."""
+
+    def __init__(self) -> None:
+        self.rate = Rate()  # of fetching, in blocks a second
+        self._asked: dict[int, float] = {}  # jobs under way, the oldest first, and when they were begun
+        self._num_fetches = 0
+        self._num_blocks = 0  # of fetches under way, and of those that ended since the first of them was begun
+        self._since = 0.0
+        self._last = 0.0  # when a job ended, or the first was begun
+        self._is_told = False  # of the silence that goes on
+
+    def begun(self, jobs: Sequence[StorageJob], now: float) -> None:
+        """These jobs are planned."""
+        fetches = [job for job in jobs if job.action is StorageAction.FETCH]
+        if jobs and not self._asked:
+            self._last = now
+        if fetches and not self._num_fetches:
+            self._since, self._num_blocks = now, 0
+        self._asked |= {job.job_id: now for job in jobs}
+        self._num_fetches += len(fetches)
+        self._num_blocks += sum(job.num_blocks for job in fetches)
+
+    def ended(self, job: StorageJob, was_read: bool, now: float) -> None:
+        """One of them has ended; `was_read`: its blocks were read."""
+        self._asked.pop(job.job_id, None)
+        self._last = now
+        self._is_told = False
+        if job.action is StorageAction.FETCH:
+            self._num_fetches -= 1
+            self._num_blocks -= 0 if was_read else job.num_blocks
+            if not self._num_fetches and self._num_blocks:
+                self.rate.observe(self._num_blocks, now - self._since)
+
+    def hangs(self, now: float) -> bool:
+        """Whether nothing has been heard for so long that nothing is to be waited for."""
+        if not self._asked or now - self._last < STALL_SECONDS:
+            return False
+        if not self._is_told:
+            self._is_told = True
+            logger.warning("storage has not answered for %.0f s: no request waits for it until it does", STALL_SECONDS)
+        return True
+
+    def forget(self, job_id: int) -> None:
+        """The job is lost: its answer, if it ever comes, is one like any other."""
+        self._asked.pop(job_id, None)
+
+    def lost(self, now: float) -> list[int]:
+        """Jobs that nobody should wait for: they were begun too long ago."""
+        lost = []
+        for job_id, begun in self._asked.items():
+            if now - begun < LOST_SECONDS:
+                break
+            lost.append(job_id)
+        return lost

@@ -1,0 +1,16 @@
+"""Device blocks of a request in one block group, as the engine has told them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """`next_block` and `unsaved` say how far the write policy has seen it. With `may_save` off it sees nothing: what
+    the blocks hold was computed before a reset."""
+
+    block_ids: list[int] = field(default_factory=list)  # NO_BLOCK where the engine holds none
+    next_block: int = 0  # blocks from here on have not been shown to the policy
+    unsaved: list[int] = field(default_factory=list)  # earlier blocks that are wanted and wait, in order
+    may_save: bool = True
