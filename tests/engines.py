@@ -45,6 +45,7 @@ class ManualLane:
     def __init__(self) -> None:
         self.stream = object()
         self.marks: list[ManualEvent] = []
+        self.marked: list[Any] = []  # the stream of each
         self.waited: list[ManualEvent] = []
         self.waits: list[tuple[ManualEvent, Any]] = []  # with the stream that waits, None for the current one
 
@@ -62,7 +63,12 @@ class ManualLane:
 
     def mark(self, stream: Any = None) -> ManualEvent:
         self.marks.append(ManualEvent(self))
+        self.marked.append(stream)
         return self.marks[-1]
+
+    def wait_idle(self) -> None:
+        for event in self.marks:
+            event.done = True
 
     def recycle(self, events: list[Any]) -> None:
         for event in events:

@@ -49,8 +49,7 @@ class FakeDriver:
 def make_pinning(monkeypatch: pytest.MonkeyPatch):
     def make(driver: FakeDriver, num_blocks: int = 10, **settings: object) -> HostPool:
         monkeypatch.setattr(pinning, "_cudart", lambda: driver)
-        monkeypatch.setattr(pinning, "allow_beside_captures", lambda: None)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(pinning, "prepare_thread", lambda index: None)
         monkeypatch.setattr(numa, "gpu_node", lambda device: settings.get("node"))
         driver.pool = HostPool(num_blocks, BLOCK, device=CUDA, pin_piece_bytes=3 * BLOCK + 100)
         return driver.pool

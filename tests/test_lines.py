@@ -223,8 +223,8 @@ def threaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines have a submitting thread, also on the CPU."""
     if torch.cuda.is_available():
         return
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(lines, "allow_beside_captures", lambda: None)
+    monkeypatch.setattr(lines, "prepare_thread", lambda index: None)
+    monkeypatch.setattr(lines, "index_of", lambda device: 0)
     monkeypatch.setattr(engine_module, "make_submitter", SubmittingThread)
 
 
@@ -277,10 +277,10 @@ def test_bytes_are_right_whoever_submits_them(
 def test_without_its_thread_an_engine_submits_itself(
     threaded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(device: torch.device) -> None:
-        raise RuntimeError("no such device")
+    def refuse(device: int) -> None:
+        raise TransferError("no such device")
 
-    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    monkeypatch.setattr(lines, "prepare_thread", refuse)
     engine, _, pool = make_engine()
     engine.submit_save([job(1, SAVE, [0], [0]), job(2, SAVE, [1], [1])])
     assert engine.poll() == []

@@ -73,8 +73,13 @@ class RegionTable:
         object.__setattr__(self, "addresses", tuple(column.data_ptr() for column in columns))
 
     @classmethod
-    def upload(cls, views: Sequence[torch.Tensor], offsets: Sequence[int]) -> RegionTable:
-        """The table of uint8 `views` of shape (num_blocks, piece_bytes), on their device; blocks until it is there."""
+    def upload(
+        cls, views: Sequence[torch.Tensor], offsets: Sequence[int], table: torch.Tensor | None = None
+    ) -> RegionTable:
+        """The table of uint8 `views` of shape (num_blocks, piece_bytes), on their device; blocks until it is there.
+
+        It is written to `table`, int64 of shape (4, num_regions) on that device, or to new memory of torch's.
+        """
         columns = [
             [view.data_ptr() for view in views],
             [view.stride(0) for view in views],
@@ -82,7 +87,8 @@ class RegionTable:
             list(offsets),
         ]
         aligned = all(value % 8 == 0 for column in (columns[0], columns[1], columns[3]) for value in column)
-        table = torch.tensor(columns, dtype=torch.int64).to(views[0].device)
+        content = torch.tensor(columns, dtype=torch.int64, device="cpu")
+        table = content.to(views[0].device) if table is None else table.copy_(content)
         longest = -(-min(max(columns[2]), CHUNK_BYTES) // (8 if aligned else 1))
         width = min(max(triton.next_power_of_2(longest), LEAST_WIDTH), STEP)
         return cls(table[0], table[1], table[2], table[3], tuple(columns[2]), aligned, width)

@@ -20,11 +20,12 @@ class TorchPath:
     def __init__(self, layout: CacheLayout, host: HostPool) -> None:
         if layout.device.type != "cpu":
             raise TransferError(f"the torch path copies on the CPU; the cache lies on {layout.device}")
-        self._views = [_matching_views(region, host.tensor) for region in layout.regions]
+        with torch.inference_mode(False):  # views made in that mode cannot be written outside of it
+            self._views = [_matching_views(region, host.tensor) for region in layout.regions]
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        device_index, host_index = torch.tensor(copy.device_ids), torch.tensor(copy.host_ids)
+        device_index, host_index = (torch.tensor(ids, device="cpu") for ids in (copy.device_ids, copy.host_ids))
         for device_view, host_view in self._views[copy.regions.start : copy.regions.stop]:
             if copy.direction is Direction.LOAD:
                 device_view.index_copy_(0, device_index, host_view.index_select(0, host_index))
