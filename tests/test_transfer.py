@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -257,6 +259,31 @@ def test_a_timing_counts_the_first_wait_of_each_group(lanes: list[ManualLane]) -
     (timing,) = engine.take_load_timings()
     assert timing.load_ms == 2.0
     assert timing.exposed_wait_ms == (1.0, 0.0)
+
+
+def test_a_timing_is_of_the_stream_that_waits_and_no_other_devices(lanes: list[ManualLane]) -> None:
+    engine, layout, _ = make_engine(trace_loads=True)
+    load, model = lanes[0], object()
+    load.current = lambda: model  # type: ignore[assignment,method-assign,return-value]
+    engine.submit_load([job(1, LOAD, [0, 1], [0, 1])])
+    for layer in (*layout.layer_names, layout.layer_names[0]):
+        engine.wait_layer(layer)
+    assert len(load.waits) == len(layout.layer_names) + 1
+    assert all(stream is model for _, stream in load.waits)
+    assert {id(stream) for stream in load.marked} == {id(load.stream), id(model)}
+
+
+def test_an_engine_that_is_dropped_ends_its_copies_before_their_memory_goes(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    engine.submit_save([job(1, SAVE, [0, 1], [0, 1])])
+    path = weakref.ref(engine._lines[SAVE].paths[0])
+    seen = []
+    for lane in lanes:
+        lane.wait_idle = lambda lane=lane: seen.append((lane, path() is not None))  # type: ignore[method-assign]
+    del engine
+    gc.collect()
+    assert seen == [(lane, True) for lane in lanes]
+    assert path() is None
 
 
 def test_without_tracing_there_are_no_timings() -> None:
