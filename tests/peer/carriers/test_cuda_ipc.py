@@ -6,6 +6,7 @@ The driver is a stand-in that remembers what is mapped: two processes with a GPU
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import pytest
 from kv_connector.errors import TransferError
 from kv_connector.peer.carriers import cuda_ipc
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
+from kv_connector.peer.carriers.staged.slots import DeviceSlots
 from tests.engines import ManualEvent, ManualLane
-from tests.peer.peers import SECRET, Connected, Lost, Pool, Pushed, Side, card_of, link_up, push_all, until
+from tests.peer.peers import SECRET, Connected, Lost, Pool, Pushed, Side, card_of, ids, link_up, push_all, until
 
 
 class Mappings:
@@ -82,6 +84,27 @@ def test_a_write_that_fails_half_way_ends_before_the_pool_is_unmapped(
     assert not mapped
     assert link_up(a, b)
     assert len(a.of(Connected)) == 2
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_slot_that_is_half_copied_is_not_let_go(packs: bool) -> None:
+    """Whoever is told that it failed gives its blocks, and the memory of the slot, to somebody else."""
+    left = [3]
+
+    class Arriving:
+        def query(self) -> bool:
+            left[0] -= 1
+            return left[0] == 0
+
+    def fail(*_: object) -> None:
+        raise TransferError("the second batch fails")
+
+    pool = replace(Pool(10).pool, device=0, copy=fail, mark=Arriving)
+    slots = DeviceSlots(pool)
+    ring: Any = SimpleNamespace(address=1 << 20, slot_bytes=1 << 16)
+    with pytest.raises(TransferError, match="second batch"):
+        (slots.pack if packs else slots.unpack)(ids([1, 2]), range(3), ring, 0)
+    assert left == [0]
 
 
 def test_a_push_ends_also_where_the_device_is_lost(
