@@ -12,6 +12,7 @@ import torch
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, InvalidBlockError
+from kv_connector.transfer.checks import merged_ids
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.host_pool import HostPool
 from kv_connector.transfer.paths import make_path
@@ -181,6 +182,14 @@ def test_a_save_checks_its_host_side_against_what_is_ready(caplog: pytest.LogCap
     assert engine.submit_save([job(1, SAVE, [0], [5]), job(2, SAVE, [0, 0], [3, 4]), job(3, SAVE, [1], [4])]) == {1, 3}
     assert "outside of the 5 blocks" in caplog.text
     assert ends(engine.poll()) == [(1, False), (2, True), (3, False)]
+
+
+def test_checking_ids_costs_nothing_in_proportion_to_the_pools() -> None:
+    """A table of pools of this size would not fit into any memory."""
+    jobs = [job(1, SAVE, [5, 7], [1 << 50, 3]), job(2, SAVE, [6], [1 << 51])]
+    device_ids, host_ids = merged_ids(jobs, SAVE, 1 << 60, 1 << 60) or pytest.fail("they are right")
+    assert (device_ids.tolist(), host_ids.tolist()) == ([5, 7, 6], [1 << 50, 3, 1 << 51])
+    assert merged_ids([*jobs, job(3, SAVE, [9], [3])], SAVE, 1 << 60, 1 << 60) is None
 
 
 def test_jobs_without_blocks_are_done(device: torch.device) -> None:
