@@ -27,7 +27,20 @@ from kv_connector.transfer.paths import make_path
 from kv_connector.transfer.remote import RemoteWriters
 from kv_connector.transfer.streams import make_lane
 from kv_connector.types import Direction
-from tests.copies import LOAD, PAIRS, SAVE, bf16_apart, check_copy, filled, ids, job, make_pool
+from tests.copies import (
+    LOAD,
+    PAIRS,
+    PATHS,
+    SAVE,
+    bf16_apart,
+    check_copy,
+    filled,
+    ids,
+    job,
+    make_named_path,
+    make_pool,
+    side_stream,
+)
 from tests.engines import ends, make_engine
 from tests.peer_process import DevicePool, FarSide
 from tests.peers import SECRET, STAGING, Connected, until
@@ -60,6 +73,23 @@ def test_inference_mode_may_end_or_begin_after_registration(registers_in_it: boo
     for region, old in zip(layout.regions, before, strict=True):
         assert torch.equal(region.view[[7, 9]].cpu(), old[[3, 5]].cpu())
     engine.close()
+    pool.close()
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_what_torch_makes_tensors_on_by_default_does_not_matter(name: str, device: torch.device) -> None:
+    """Engines load their models within such a context, and on threads of their own without it."""
+    layout = filled(bf16_apart, device)
+    with torch.device("meta"):
+        pool = make_pool(layout)
+        path = make_named_path(name, layout, pool)
+        with side_stream(device) as stream:
+            path.copy(BlockCopy(SAVE, EVERYTHING, ids(1, 2), ids(3, 4), stream))
+    for region in layout.regions:
+        column = pool.tensor[[3, 4], region.offset : region.offset + region.piece_bytes]
+        assert torch.equal(column, region.view[[1, 2]].cpu())
+    check_copy(path, layout, pool, LOAD, EVERYTHING, PAIRS[3])
+    path.close()
     pool.close()
 
 
