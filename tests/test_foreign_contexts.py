@@ -15,7 +15,7 @@ from kv_connector.triton_kernels import copy_pieces
 from kv_connector.build import _open_peers
 from kv_connector.config import Config, PathName, PeerConfig
 from kv_connector.index import CacheIdentity
-from kv_connector.peer.cuda_ipc import CudaIpcTransport
+from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.transfer import calibration
 from kv_connector.transfer.copy_path import BlockCopy
 from kv_connector.transfer.costs import BUILT_IN
@@ -42,8 +42,8 @@ from tests.copies import (
     side_stream,
 )
 from tests.engines import ends, make_engine
-from tests.peer_process import DevicePool, FarSide
-from tests.peers import SECRET, STAGING, Connected, until
+from tests.peer.peer_process import DevicePool, FarSide
+from tests.peer.peers import SECRET, STAGING, Connected, until
 
 CUDA = torch.device("cuda", 0)
 EVERYTHING = range(6)  # regions of `bf16_apart`
