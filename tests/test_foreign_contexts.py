@@ -16,16 +16,16 @@ from kv_connector.build import _open_peers
 from kv_connector.config import Config, PathName, PeerConfig
 from kv_connector.index import CacheIdentity
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
-from kv_connector.transfer import calibration
-from kv_connector.transfer.copy_path import BlockCopy
-from kv_connector.transfer.costs import BUILT_IN
+from kv_connector.transfer.costs import calibration
+from kv_connector.transfer.costs.curves import BUILT_IN
 from kv_connector.transfer.cuda.driver import prepare_thread
+from kv_connector.transfer.cuda.streams import make_lane
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import make_path
-from kv_connector.transfer.remote import RemoteWriters
-from kv_connector.transfer.streams import make_lane
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths.base import BlockCopy
+from kv_connector.transfer.paths.choice import make_path
+from kv_connector.transfer.paths.peer_writes import RemoteWriters
 from kv_connector.types import Direction
 from tests.copies import (
     LOAD,
@@ -243,7 +243,7 @@ def captured(work: Any) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_kernel", [True, False])
 def test_a_graph_can_be_captured_while_links_come_and_go(by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kv_connector.transfer import remote
+    from kv_connector.transfer.paths import peer_writes as remote
 
     monkeypatch.setattr(remote, "LEAST_DMA_BYTES", 1 << 40 if by_kernel else 0)
     layout, other = filled(bf16_apart, CUDA), filled(bf16_apart, CUDA)

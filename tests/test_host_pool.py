@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kv_connector.errors import ConfigError
-from kv_connector.transfer import host_pool, numa, pinning
-from kv_connector.transfer.host_pool import HostPool
+from kv_connector.transfer.memory import host_pool, numa, pinning
+from kv_connector.transfer.memory.host_pool import HostPool
 
 BLOCK = 4096
 CUDA = torch.device("cuda", 0)

@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kv_connector.config import PathName
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as engine_module
-from kv_connector.transfer import lines, submissions
-from kv_connector.transfer.copy_path import BlockCopy, CopyPath
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.lines import SubmittingThread
+from kv_connector.transfer.paths.base import BlockCopy, CopyPath
+from kv_connector.transfer.submission import queue as lines
+from kv_connector.transfer.submission import submissions
+from kv_connector.transfer.submission.queue import SubmittingThread
 from kv_connector.types import CopyJob, Direction
 from tests.copies import LOAD, NUM_DEVICE, NUM_HOST, SAVE, ids, job
 from tests.engines import LateSubmitter, ManualLane, ends, make_engine, submit_all

@@ -12,10 +12,10 @@ import torch
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, InvalidBlockError
-from kv_connector.transfer.checks import merged_ids
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.paths import make_path
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.paths.choice import make_path
+from kv_connector.transfer.submission.checks import merged_ids
 from kv_connector.types import CopyJob, Direction
 from tests.copies import (
     LOAD,

@@ -20,8 +20,8 @@ from integration.bench.copy_cases import synchronize
 from integration.report import Report, hardware
 from kv_connector.config import Config
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import CacheLayout
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.types import CopyJob, Direction
 
 LAYERS = 32

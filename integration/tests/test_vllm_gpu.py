@@ -21,8 +21,8 @@ from integration.tests.vllm_engines import (
     running,
     transfer_config,
 )
+from kv_connector.transfer.cuda.streams import Event
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.streams import Event
 from kv_connector.types import CopyJob, Direction
 
 pytestmark = pytest.mark.gpu

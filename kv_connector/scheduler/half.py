@@ -18,16 +18,7 @@ from ..base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
 from ..config import Config
 from ..errors import ConfigError, KVConnectorError
 from ..events import AllBlocksCleared, BlockRemoved, CacheEvent, EventLog
-from ..index import (
-    BlockGroup,
-    CacheIdentity,
-    CacheTier,
-    GroupedTree,
-    Lookup,
-    PrefixTree,
-    SavePolicy,
-    root_hash,
-)
+from ..index import BlockGroup, CacheIdentity, CacheTier, GroupedTree, Lookup, PrefixTree, SavePolicy, root_hash
 from ..metrics import CacheMetrics
 from ..types import BlockHash, CopyJob, Direction, StepPlan, StepReport, Tier
 from .endings import JobEnds

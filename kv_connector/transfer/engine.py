@@ -24,16 +24,16 @@ from typing import Any
 from ..config import Config
 from ..errors import ConfigError, TransferError
 from ..types import CopyJob, Direction, LoadTiming
-from .copy_path import CopyPath
-from .costs import BUILT_IN, LinkCosts
-from .host_pool import HostPool
-from .layout import CacheLayout, last_group
-from .lines import Line, Submitter, make_submitter
-from .open_jobs import OpenJobs, ids_of
-from .paths import make_path
-from .streams import Event, make_lane
-from .submissions import BlockPairs, Completion, Part, Submission
-from .timing import LoadTrace, LoadTraces
+from .costs.curves import BUILT_IN, LinkCosts
+from .cuda.streams import Event, make_lane
+from .memory.host_pool import HostPool
+from .memory.layout import CacheLayout, last_group
+from .paths.base import CopyPath
+from .paths.choice import make_path
+from .submission.open_jobs import OpenJobs, ids_of
+from .submission.queue import Line, Submitter, make_submitter
+from .submission.submissions import BlockPairs, Completion, Part, Submission
+from .submission.timing import LoadTrace, LoadTraces
 
 logger = logging.getLogger("kv_connector.transfer")
 

@@ -13,13 +13,13 @@ from ..config import Config
 from ..peer.base import Ids, PeerPool, PoolRegion
 from ..peer.protocol.jobs import EndedPeerJob, PeerJobs
 from ..transfer.cuda.driver import prepare_thread
-from ..transfer.dma import driver_copier
-from ..transfer.layout import CacheLayout
-from ..transfer.streams import Event, Lane, make_lane
+from ..transfer.cuda.streams import Event, Lane, make_lane
+from ..transfer.memory.layout import CacheLayout
+from ..transfer.paths.runs import driver_copier
 from ..types import PeerAction, PeerJob, StepPlan
 
 if TYPE_CHECKING:
-    from ..transfer.remote import RemoteWriter, RemoteWriters
+    from ..transfer.paths.peer_writes import RemoteWriter, RemoteWriters
 
 _GROUP_BYTES = 32 << 20
 """Of a step's blocks that are sent at once, unless the config says otherwise."""
@@ -148,7 +148,7 @@ def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
 
     @cache
     def writers() -> RemoteWriters:
-        from ..transfer.remote import RemoteWriters
+        from ..transfer.paths.peer_writes import RemoteWriters
 
         return RemoteWriters(layout, lane)
 

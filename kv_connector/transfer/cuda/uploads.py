@@ -1,6 +1,6 @@
 """What kernels read beside the blocks: the table of regions, and the ids of each copy's blocks.
 
-All of it lies in memory of the driver's (`memory.py`), made at start.
+All of it lies in memory of the driver's (`allocations.py`), made at start.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...triton_kernels.copy_pieces import RegionTable
-from ..dma import driver_copier
-from ..layout import CacheLayout, Region
-from ..streams import Event, Events, make_events
-from .memory import device_tensor, page_locked_int64
+from ..memory.layout import CacheLayout, Region
+from ..paths.runs import driver_copier
+from .allocations import device_tensor, page_locked_int64
+from .streams import Event, Events, make_events
 
 SLAB_IDS = 1 << 17
 """Ids that may be under way at once in one direction, 1 MiB on either side. Where copies have more, which takes a

@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..types import LoadTiming
-from .streams import Event, Lane
+from ...types import LoadTiming
+from ..cuda.streams import Event, Lane
 
 
 @dataclass(slots=True, eq=False)

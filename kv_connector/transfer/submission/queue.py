@@ -26,10 +26,10 @@ from typing import Protocol
 
 import torch
 
-from .copy_path import BlockCopy, CopyPath
-from .cuda.driver import prepare_thread
-from .cuda.memory import index_of
-from .streams import HostEvent, Lane
+from ..cuda.allocations import index_of
+from ..cuda.driver import prepare_thread
+from ..cuda.streams import HostEvent, Lane
+from ..paths.base import BlockCopy, CopyPath
 from .submissions import BlockPairs, Submission
 
 logger = logging.getLogger("kv_connector.transfer")

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ..errors import TransferError
+from ...errors import TransferError
+from ..cuda.allocations import index_of
+from ..cuda.driver import prepare_thread
 from . import numa
-from .cuda.driver import prepare_thread
-from .cuda.memory import index_of
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InvalidBlockError
-from ..types import CopyJob, Direction
+from ...errors import InvalidBlockError
+from ...types import CopyJob, Direction
 
 logger = logging.getLogger("kv_connector.transfer")
 

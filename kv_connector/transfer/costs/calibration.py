@@ -17,8 +17,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from ..errors import ConfigError
-from ..triton_kernels.copy_pieces import (
+from ...errors import ConfigError
+from ...triton_kernels.copy_pieces import (
     LINK_LOAD_PROGRAMS,
     LINK_SAVE_PROGRAMS,
     STAGED_PROGRAMS,
@@ -26,14 +26,14 @@ from ..triton_kernels.copy_pieces import (
     gather_pieces,
     scatter_pieces,
 )
-from ..types import Direction
-from .costs import BUILT_IN, Curve, DirectionCosts, LinkCosts, decode
-from .cuda.memory import device_tensor
-from .dma import driver_copier
-from .host_pool import HostPool
-from .layout import CacheLayout
-from .numa import SYSFS, pci_address
-from .streams import make_lane
+from ...types import Direction
+from ..cuda.allocations import device_tensor
+from ..cuda.streams import make_lane
+from ..memory.host_pool import HostPool
+from ..memory.layout import CacheLayout
+from ..memory.numa import SYSFS, pci_address
+from ..paths.runs import driver_copier
+from .curves import BUILT_IN, Curve, DirectionCosts, LinkCosts, decode
 
 logger = logging.getLogger("kv_connector.transfer")
 

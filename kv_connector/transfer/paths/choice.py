@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..config import Config, PathName
-from ..errors import TransferError
-from ..types import Direction
-from .copy_path import BlockCopy, CopyPath
-from .costs import BUILT_IN, LinkCosts
-from .dma import RunsPath
-from .host_pool import HostPool
-from .layout import CacheLayout, Region
+from ...config import Config, PathName
+from ...errors import TransferError
+from ...types import Direction
+from ..costs.curves import BUILT_IN, LinkCosts
+from ..memory.host_pool import HostPool
+from ..memory.layout import CacheLayout, Region
+from .base import BlockCopy, CopyPath
+from .runs import RunsPath
 
 
 class TorchPath:
@@ -52,7 +52,7 @@ class AutoPath:
     def __init__(self, layout: CacheLayout, host: HostPool, staging_memory: int, costs: LinkCosts) -> None:
         """`staging_memory` is what `StagedPath` may take; where a piece does not fit into it, DMA takes its place."""
         from .direct import DirectPath
-        from .staging import StagedPath, min_staging_memory
+        from .staged import StagedPath, min_staging_memory
 
         self._host = host
         self._costs = costs
@@ -108,6 +108,6 @@ def make_path(layout: CacheLayout, host: HostPool, config: Config, costs: LinkCo
         from .direct import DirectPath
 
         return DirectPath(layout, host)
-    from .staging import StagedPath
+    from .staged import StagedPath
 
     return StagedPath(layout, host, config.staging_memory)

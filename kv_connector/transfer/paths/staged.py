@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
-from ..triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
-from ..types import Direction
-from .copy_path import BlockCopy
-from .costs import EDGE_BYTES
-from .cuda.memory import device_tensor
-from .cuda.uploads import IdUploads, RegionTables, UploadedIds
-from .dma import Copier, driver_copier, merge_runs
-from .host_pool import HostPool
-from .layout import PIECE_ALIGN, CacheLayout
-from .streams import Event, make_lane, make_stream
+from ...errors import ConfigError
+from ...triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
+from ...types import Direction
+from ..costs.curves import EDGE_BYTES
+from ..cuda.allocations import device_tensor
+from ..cuda.streams import Event, make_lane, make_stream
+from ..cuda.uploads import IdUploads, RegionTables, UploadedIds
+from ..memory.host_pool import HostPool
+from ..memory.layout import PIECE_ALIGN, CacheLayout
+from .base import BlockCopy
+from .runs import Copier, driver_copier, merge_runs
 
 Int64s = NDArray[np.int64]
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .dma import Copier, Int64s, Segments, driver_copier, merge_runs
-from .layout import CacheLayout
-from .streams import Lane, make_lane
+from ..cuda.streams import Lane, make_lane
+from ..memory.layout import CacheLayout
+from .runs import Copier, Int64s, Segments, driver_copier, merge_runs
 
 if TYPE_CHECKING:
-    from ..triton_kernels.copy_pieces import RegionTable
+    from ...triton_kernels.copy_pieces import RegionTable
 
 LEAST_DMA_BYTES = 512 << 10
 """Of a run. Between two H200s of NVLink 4 (2026-11-22) copy engines move runs of 256 KiB at 0.88 of one large copy, the
@@ -63,7 +63,7 @@ class RemoteWriters:
 
     def __init__(self, layout: CacheLayout, lane: Lane, copier: Copier | None = None) -> None:
         """`copier` replaces the CUDA driver in tests."""
-        from .cuda.uploads import IdUploads
+        from ..cuda.uploads import IdUploads
 
         self.layout = layout
         self.lane = lane
@@ -82,7 +82,7 @@ class RemoteWriter:
 
     def __init__(self, shared: RemoteWriters, bases: Int64s, strides: Int64s) -> None:
         """See `RemoteWriters.writer`."""
-        from .cuda.uploads import upload_table
+        from ..cuda.uploads import upload_table
 
         self._shared = shared
         self._lane = shared.lane
@@ -144,7 +144,7 @@ class RemoteWriter:
         return self._columns[regions]
 
     def _write_pieces(self, source_ids: Int64s, target_ids: Int64s, regions: range) -> None:
-        from ..triton_kernels.copy_pieces import send_pieces
+        from ...triton_kernels.copy_pieces import send_pieces
 
         stream = self._lane.stream
         there = self._shared.ids.get(source_ids, target_ids, stream).there

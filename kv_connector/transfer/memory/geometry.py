@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from ..errors import LayoutError
+from ...errors import LayoutError
 
 
 def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:

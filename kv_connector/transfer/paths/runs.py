@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..types import Direction
-from .copy_path import BlockCopy
-from .cuda.driver import check, libcuda, quick_libcuda
-from .host_pool import HostPool
-from .layout import CacheLayout
+from ...types import Direction
+from ..cuda.driver import check, libcuda, quick_libcuda
+from ..memory.host_pool import HostPool
+from ..memory.layout import CacheLayout
+from .base import BlockCopy
 
 Int64s = NDArray[np.int64]
 

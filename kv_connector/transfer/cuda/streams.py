@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import TransferError
-from .cuda.driver import check, on_device
-from .cuda.memory import index_of
+from ...errors import TransferError
+from .allocations import index_of
+from .driver import check, on_device
 
 _NON_BLOCKING = 1
 logger = logging.getLogger("kv_connector.transfer")

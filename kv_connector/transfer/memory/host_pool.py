@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 from . import numa
 from .pinning import Pinner
 

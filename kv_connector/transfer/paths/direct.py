@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import ConfigError, TransferError
-from ..triton_kernels.copy_pieces import (
-    LINK_LOAD_PROGRAMS,
-    LINK_SAVE_PROGRAMS,
-    gather_pieces,
-    scatter_pieces,
-)
-from ..types import Direction
-from .copy_path import BlockCopy
-from .cuda.memory import device_tensor
-from .cuda.uploads import IdUploads, RegionTables
-from .host_pool import HostPool
-from .layout import CacheLayout
+from ...errors import ConfigError, TransferError
+from ...triton_kernels.copy_pieces import LINK_LOAD_PROGRAMS, LINK_SAVE_PROGRAMS, gather_pieces, scatter_pieces
+from ...types import Direction
+from ..cuda.allocations import device_tensor
+from ..cuda.uploads import IdUploads, RegionTables
+from ..memory.host_pool import HostPool
+from ..memory.layout import CacheLayout
+from .base import BlockCopy
 
 
 class DirectPath:
