@@ -24,7 +24,7 @@ from kv_connector.types import Direction
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from kv_connector.transfer.copy_path import BlockCopy
+    from kv_connector.transfer.paths.base import BlockCopy
     from kv_connector.worker import WorkerHalf
 
 BLOCK_SIZE = 32

@@ -14,7 +14,7 @@ from .errors import ConfigError
 from .storage.filesystem.survey import PackFile, damaged_blocks, survey, temporary_files
 
 if TYPE_CHECKING:
-    from .transfer.costs import LinkCosts
+    from .transfer.costs.curves import LinkCosts
 
 _BAR = 30  # characters
 
@@ -63,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    from .transfer.costs import BUILT_IN, decode
-    from .transfer.envelope import draw, table
+    from .transfer.costs.curves import BUILT_IN, decode
+    from .transfer.costs.envelope import draw, table
 
     if options.show is None:
         costs = _measured(options.device)
@@ -87,8 +87,8 @@ def _measured(number: int) -> LinkCosts:
 
     if number >= torch.cuda.device_count():
         raise ConfigError(f"GPU {number}: there are {torch.cuda.device_count()} here; --show shows an earlier result")
-    from .transfer.calibration import measure
-    from .transfer.host_pool import HostPool
+    from .transfer.costs.calibration import measure
+    from .transfer.memory.host_pool import HostPool
 
     device = torch.device("cuda", number)
     with torch.cuda.device(device):

@@ -40,7 +40,7 @@ class WritePolicy(str, Enum):
 
 
 class PathName(str, Enum):
-    """How bytes move between device and host: see `transfer/paths.py`."""
+    """How bytes move between device and host: see `transfer/paths`."""
 
     AUTO = "auto"
     RUNS = "runs"

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from kv_connector.config import Config
-from kv_connector.transfer.copy_path import BlockCopy, CopyPath
-from kv_connector.transfer.direct import DirectPath
-from kv_connector.transfer.dma import RunsPath
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import make_path
-from kv_connector.transfer.staging import StagedPath, min_staging_memory
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths.base import BlockCopy, CopyPath
+from kv_connector.transfer.paths.choice import make_path
+from kv_connector.transfer.paths.direct import DirectPath
+from kv_connector.transfer.paths.runs import RunsPath
+from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
 from kv_connector.types import CopyJob, Direction
 
 POISON = 0xC3

@@ -9,11 +9,11 @@ import torch
 
 from kv_connector.config import Config
 from kv_connector.errors import TransferError
-from kv_connector.transfer.copy_path import BlockCopy, CopyPath
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import make_path
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths.base import BlockCopy, CopyPath
+from kv_connector.transfer.paths.choice import make_path
 from kv_connector.types import CopyJob
 from tests.copies import bf16_apart, filled, make_pool
 
@@ -45,6 +45,7 @@ class ManualLane:
     def __init__(self) -> None:
         self.stream = object()
         self.marks: list[ManualEvent] = []
+        self.marked: list[Any] = []  # the stream of each
         self.waited: list[ManualEvent] = []
         self.waits: list[tuple[ManualEvent, Any]] = []  # with the stream that waits, None for the current one
 
@@ -62,7 +63,12 @@ class ManualLane:
 
     def mark(self, stream: Any = None) -> ManualEvent:
         self.marks.append(ManualEvent(self))
+        self.marked.append(stream)
         return self.marks[-1]
+
+    def wait_idle(self) -> None:
+        for event in self.marks:
+            event.done = True
 
     def recycle(self, events: list[Any]) -> None:
         for event in events:

@@ -20,11 +20,11 @@ from kv_connector.errors import TransferError
 from kv_connector.index import CacheIdentity
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.storage.base import Storage
-from kv_connector.transfer.copy_path import BlockCopy, CopyPath
-from kv_connector.transfer.costs import LinkCosts
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import make_path
+from kv_connector.transfer.costs.curves import LinkCosts
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths.base import BlockCopy, CopyPath
+from kv_connector.transfer.paths.choice import make_path
 from kv_connector.types import CopyJob, Direction, StepPlan
 from kv_connector.worker import WorkerHalf
 

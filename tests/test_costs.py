@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError
-from kv_connector.transfer.costs import BUILT_IN, Curve, LinkCosts, decode, link_costs
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import CacheLayout
+from kv_connector.transfer.costs.curves import BUILT_IN, Curve, LinkCosts, decode, link_costs
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.types import Direction
 
 
@@ -128,7 +128,7 @@ def costs_of(config: Config) -> LinkCosts:
 @pytest.mark.gpu
 def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured is plausible, the next start reads it, and a spoiled file is measured anew."""
-    from kv_connector.transfer import calibration
+    from kv_connector.transfer.costs import calibration
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda", torch.cuda.current_device())

@@ -10,9 +10,9 @@ import torch
 
 from kv_connector.config import Config
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.paths import make_path
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths.choice import make_path
 from kv_connector.types import CopyJob, Direction
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kv_connector.errors import ConfigError
-from kv_connector.transfer import host_pool, numa, pinning
-from kv_connector.transfer.host_pool import HostPool
+from kv_connector.transfer.memory import host_pool, numa, pinning
+from kv_connector.transfer.memory.host_pool import HostPool
 
 BLOCK = 4096
 CUDA = torch.device("cuda", 0)
@@ -49,8 +49,7 @@ class FakeDriver:
 def make_pinning(monkeypatch: pytest.MonkeyPatch):
     def make(driver: FakeDriver, num_blocks: int = 10, **settings: object) -> HostPool:
         monkeypatch.setattr(pinning, "_cudart", lambda: driver)
-        monkeypatch.setattr(pinning, "allow_beside_captures", lambda: None)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(pinning, "prepare_thread", lambda index: None)
         monkeypatch.setattr(numa, "gpu_node", lambda device: settings.get("node"))
         driver.pool = HostPool(num_blocks, BLOCK, device=CUDA, pin_piece_bytes=3 * BLOCK + 100)
         return driver.pool

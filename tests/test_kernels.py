@@ -234,3 +234,28 @@ def test_a_kernel_is_launched_by_triton_unless_its_parameters_are_known(
         asm={"ptx": f".visible .entry k(\n{params}\n)\n.reqntid 256\n{{\n.param .b32 other;\n}}"},
     )
     assert launch._has_known_parameters(kernel) is known
+
+
+def test_one_compiled_kernel_serves_every_number_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Triton compiles anew where an argument outgrows 32 bits: only addresses may."""
+    launched: list[tuple[Any, ...]] = []
+    views = strided_views([64], 0, device)
+    table = RegionTable.upload(views, [0])
+
+    def remember(programs: int, stream: int, arguments: list[int]) -> None:
+        launched.append(tuple(arguments))
+
+    monkeypatch.setattr(
+        copy_pieces,
+        "_launches",
+        dict.fromkeys([(device.index if device.index is not None else -1, True, True, True, table.width)], remember),
+    )
+    monkeypatch.setattr(copy_pieces, "is_observed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    flat = torch.empty((1, 64), dtype=torch.uint8, device=device).expand(1 << 26, 64)
+    ids = torch.zeros(1, dtype=torch.int64, device=device).expand(1 << 26)
+    gather_pieces(table, ids, flat)
+    (arguments,) = launched
+    assert all(abs(value) < 1 << 31 for value in arguments[-5:]), "counts and lengths: 4 GiB are copied"

@@ -11,15 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_connector.errors import LayoutError
-from kv_connector.transfer.copy_path import BlockCopy
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import (
-    BLOCK_ALIGN,
-    FIRST_GROUP_BYTES,
-    PIECE_ALIGN,
-    CacheLayout,
-)
-from kv_connector.transfer.paths import TorchPath
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import BLOCK_ALIGN, FIRST_GROUP_BYTES, PIECE_ALIGN, CacheLayout
+from kv_connector.transfer.paths.base import BlockCopy
+from kv_connector.transfer.paths.choice import TorchPath
 from kv_connector.types import Direction
 
 POISON = 0x5A

@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kv_connector.config import PathName
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as engine_module
-from kv_connector.transfer import lines, submissions
-from kv_connector.transfer.copy_path import BlockCopy, CopyPath
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.lines import SubmittingThread
+from kv_connector.transfer.paths.base import BlockCopy, CopyPath
+from kv_connector.transfer.submission import queue as lines
+from kv_connector.transfer.submission import submissions
+from kv_connector.transfer.submission.queue import SubmittingThread
 from kv_connector.types import CopyJob, Direction
 from tests.copies import LOAD, NUM_DEVICE, NUM_HOST, SAVE, ids, job
 from tests.engines import LateSubmitter, ManualLane, ends, make_engine, submit_all
@@ -223,8 +224,8 @@ def threaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines have a submitting thread, also on the CPU."""
     if torch.cuda.is_available():
         return
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(lines, "allow_beside_captures", lambda: None)
+    monkeypatch.setattr(lines, "prepare_thread", lambda index: None)
+    monkeypatch.setattr(lines, "index_of", lambda device: 0)
     monkeypatch.setattr(engine_module, "make_submitter", SubmittingThread)
 
 
@@ -277,10 +278,10 @@ def test_bytes_are_right_whoever_submits_them(
 def test_without_its_thread_an_engine_submits_itself(
     threaded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(device: torch.device) -> None:
-        raise RuntimeError("no such device")
+    def refuse(device: int) -> None:
+        raise TransferError("no such device")
 
-    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    monkeypatch.setattr(lines, "prepare_thread", refuse)
     engine, _, pool = make_engine()
     engine.submit_save([job(1, SAVE, [0], [0]), job(2, SAVE, [1], [1])])
     assert engine.poll() == []

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kv_connector.transfer import numa
+from kv_connector.transfer.memory import numa
 
 CARDS = {"0000:1b:00.0": (0x0000, 0x1B, 0), "0001:c4:1f.0": (0x0001, 0xC4, 0x1F)}
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, TransferError
-from kv_connector.transfer import staging
-from kv_connector.transfer.copy_path import BlockCopy
-from kv_connector.transfer.direct import DirectPath
-from kv_connector.transfer.dma import RunsPath, merge_runs
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.paths import TorchPath, make_path
-from kv_connector.transfer.staging import StagedPath, min_staging_memory
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.paths import staged as staging
+from kv_connector.transfer.paths.base import BlockCopy
+from kv_connector.transfer.paths.choice import TorchPath, make_path
+from kv_connector.transfer.paths.direct import DirectPath
+from kv_connector.transfer.paths.runs import RunsPath, merge_runs
+from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
 from kv_connector.types import Direction
 from tests.copies import (
     CACHES,

@@ -9,8 +9,8 @@ import torch
 
 from kv_connector.config import Config, PathName
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.transfer import submissions
-from kv_connector.transfer.copy_path import BlockCopy, CopyPath
+from kv_connector.transfer.paths.base import BlockCopy, CopyPath
+from kv_connector.transfer.submission import submissions
 from kv_connector.types import CopyJob, StepPlan
 from kv_connector.worker import WorkerHalf
 from tests.copies import LOAD, POISON, SAVE, ids, job

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kv_connector.transfer import remote
-from kv_connector.transfer.dma import driver_copier
-from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.remote import RemoteWriter
-from kv_connector.transfer.streams import make_lane
+from kv_connector.errors import TransferError
+from kv_connector.transfer.cuda.streams import make_lane
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths import peer_writes as remote
+from kv_connector.transfer.paths.peer_writes import RemoteWriters
+from kv_connector.transfer.paths.runs import driver_copier
 from tests.copies import copy_now
+from tests.engines import ManualLane
 
 PIECES = (64, 24, 64, 40)
 
@@ -37,6 +42,67 @@ def layout_of(tensors: dict[str, torch.Tensor], num_blocks: int) -> CacheLayout:
 
 
 paddings = st.tuples(*[st.sampled_from([0, 0, 8, 3])] * len(PIECES))
+
+
+class WatchedLane(ManualLane):
+    """Takes events back as soon as their waits are enqueued, as a lane does."""
+
+    def recycle(self, events: list[Any]) -> None:
+        """See above."""
+
+
+def writers_of(tensors: dict[str, torch.Tensor], copier: Any = copy_now) -> RemoteWriters:
+    return RemoteWriters(layout_of(tensors, 9), WatchedLane(), copier)
+
+
+def places_of(layout: CacheLayout) -> tuple[Any, Any]:
+    """Where its pieces lie, as another engine is told."""
+    bases = np.array([region.data_ptr for region in layout.regions], dtype=np.int64)
+    return bases, np.array([region.block_stride for region in layout.regions], dtype=np.int64)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[ManualLane]:
+    """The lanes that writers make for themselves."""
+    lanes: list[ManualLane] = []
+
+    def make(*_: object, **__: object) -> ManualLane:
+        lanes.append(WatchedLane())
+        return lanes[-1]
+
+    monkeypatch.setattr(remote, "make_lane", make)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return lanes
+
+
+def test_links_that_come_and_go_share_streams_and_ids(made: list[ManualLane]) -> None:
+    own, other = pool(9, (0,) * 4, False, torch.device("cpu")), pool(9, (0,) * 4, False, torch.device("cpu"))
+    writers = writers_of(own)
+    num_lanes, places = len(made), places_of(layout_of(other, 9))
+    links = [writers.writer(*places) for _ in range(40)]
+    for link in links:
+        link.write(np.array([1, 2]), np.array([3, 4]), range(4))
+    assert len(made) == num_lanes == remote.DMA_STREAMS - 1
+
+
+def test_what_was_enqueued_of_a_write_that_fails_is_waited_for(
+    made: list[ManualLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "LEAST_DMA_BYTES", 0)
+    monkeypatch.setattr(remote, "_PART_RUNS", 1)
+    own, other = pool(9, (8,) * 4, False, torch.device("cpu")), pool(9, (8,) * 4, False, torch.device("cpu"))
+    calls = []
+
+    def fail_third(*call: Any) -> None:
+        calls.append(call)
+        if len(calls) == 3:
+            raise TransferError("no luck")
+
+    writers = writers_of(own, fail_third)
+    with pytest.raises(TransferError):
+        writers.writer(*places_of(layout_of(other, 9))).write(np.array([1, 3]), np.array([3, 5]), range(4))
+    behind = [event for lane in made for event, stream in lane.waits if stream is writers.lane.stream]
+    assert [event.lane for event in behind] == made, "what comes behind the write comes behind each of its streams"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -82,7 +148,7 @@ def test_named_blocks_and_regions_arrive_and_nothing_else_changes(
         patch.setattr(remote, "LEAST_DMA_BYTES", 1 << 20 if by_kernel else 0)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        RemoteWriter(here, lane, bases, strides, copier).write(source_ids, target_ids, regions)
+        RemoteWriters(here, lane, copier).writer(bases, strides).write(source_ids, target_ids, regions)
     if lane.stream is not None:
         lane.stream.synchronize()
     for tensor, wanted in zip(other.values(), expected, strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ import torch
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, InvalidBlockError
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.paths import make_path
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.paths.choice import make_path
+from kv_connector.transfer.submission.checks import merged_ids
 from kv_connector.types import CopyJob, Direction
 from tests.copies import (
     LOAD,
@@ -181,6 +184,14 @@ def test_a_save_checks_its_host_side_against_what_is_ready(caplog: pytest.LogCap
     assert ends(engine.poll()) == [(1, False), (2, True), (3, False)]
 
 
+def test_checking_ids_costs_nothing_in_proportion_to_the_pools() -> None:
+    """A table of pools of this size would not fit into any memory."""
+    jobs = [job(1, SAVE, [5, 7], [1 << 50, 3]), job(2, SAVE, [6], [1 << 51])]
+    device_ids, host_ids = merged_ids(jobs, SAVE, 1 << 60, 1 << 60) or pytest.fail("they are right")
+    assert (device_ids.tolist(), host_ids.tolist()) == ([5, 7, 6], [1 << 50, 3, 1 << 51])
+    assert merged_ids([*jobs, job(3, SAVE, [9], [3])], SAVE, 1 << 60, 1 << 60) is None
+
+
 def test_jobs_without_blocks_are_done(device: torch.device) -> None:
     engine, _, pool = make_engine(device)
     assert engine.submit_load([]) == frozenset()
@@ -257,6 +268,31 @@ def test_a_timing_counts_the_first_wait_of_each_group(lanes: list[ManualLane]) -
     (timing,) = engine.take_load_timings()
     assert timing.load_ms == 2.0
     assert timing.exposed_wait_ms == (1.0, 0.0)
+
+
+def test_a_timing_is_of_the_stream_that_waits_and_no_other_devices(lanes: list[ManualLane]) -> None:
+    engine, layout, _ = make_engine(trace_loads=True)
+    load, model = lanes[0], object()
+    load.current = lambda: model  # type: ignore[assignment,method-assign,return-value]
+    engine.submit_load([job(1, LOAD, [0, 1], [0, 1])])
+    for layer in (*layout.layer_names, layout.layer_names[0]):
+        engine.wait_layer(layer)
+    assert len(load.waits) == len(layout.layer_names) + 1
+    assert all(stream is model for _, stream in load.waits)
+    assert {id(stream) for stream in load.marked} == {id(load.stream), id(model)}
+
+
+def test_an_engine_that_is_dropped_ends_its_copies_before_their_memory_goes(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    engine.submit_save([job(1, SAVE, [0, 1], [0, 1])])
+    path = weakref.ref(engine._lines[SAVE].paths[0])
+    seen = []
+    for lane in lanes:
+        lane.wait_idle = lambda lane=lane: seen.append((lane, path() is not None))  # type: ignore[method-assign]
+    del engine
+    gc.collect()
+    assert seen == [(lane, True) for lane in lanes]
+    assert path() is None
 
 
 def test_without_tracing_there_are_no_timings() -> None:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_connector.transfer import direct
-from kv_connector.transfer.direct import IdUploads
+from kv_connector.transfer.cuda import uploads as uploads_module
+from kv_connector.transfer.cuda.uploads import IdUploads
 from tests.engines import ManualEvent, ManualLane
 
 
@@ -23,10 +23,10 @@ class LaneWithStreams(ManualLane):
         assert all(event.done for event in events), "a buffer was taken before its kernels had ended"
 
 
-def make_uploads(sides: int, in_order: bool) -> tuple[IdUploads, LaneWithStreams]:
+def make_uploads(sides: int, in_order: bool, **sizes: int) -> tuple[IdUploads, LaneWithStreams]:
     lane = LaneWithStreams()
-    with patch.object(direct, "make_lane", lambda *_, **__: lane):
-        return IdUploads(torch.device("cpu"), sides, in_order), lane
+    with patch.object(uploads_module, "make_events", lambda *_: lane):
+        return IdUploads(torch.device("cpu"), sides, in_order, **sizes), lane
 
 
 def frozen(values: list[int]) -> Any:
@@ -41,11 +41,12 @@ def frozen(values: list[int]) -> Any:
     ends=st.lists(st.integers(0, 20), max_size=14),
     sides=st.integers(1, 2),
     in_order=st.booleans(),
+    num_ids=st.sampled_from([200, 9000, 40_000]),
 )
 def test_what_kernels_may_still_read_stays_as_it_was(
-    sizes: list[int], ends: list[int], sides: int, in_order: bool
+    sizes: list[int], ends: list[int], sides: int, in_order: bool, num_ids: int
 ) -> None:
-    uploads, lane = make_uploads(sides, in_order)
+    uploads, lane = make_uploads(sides, in_order, num_ids=num_ids)
     rng = np.random.default_rng(len(sizes))
     reading: list[tuple[torch.Tensor, torch.Tensor, ManualEvent]] = []  # where, what, until
     for number, size in enumerate(sizes):
@@ -62,6 +63,25 @@ def test_what_kernels_may_still_read_stays_as_it_was(
             event.done = True
         for there, what, until in reading:
             assert until.done or torch.equal(there[: len(what)], what)
+
+
+def test_no_memory_is_made_for_copies_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads, lane = make_uploads(2, in_order=False)
+    monkeypatch.setattr(uploads_module, "_Slab", lambda *_: pytest.fail("ids are in service's way"))
+    for number in range(200):
+        uploads.get(frozen(list(range(5000))), frozen(list(range(5000))), None)
+        uploads.used(None)
+        if number >= 9:  # ten copies are under way
+            lane.marks[number - 9].done = True
+
+
+def test_a_copy_that_failed_before_its_kernels_holds_nothing_for_ever() -> None:
+    uploads, lane = make_uploads(2, in_order=False, num_ids=100)
+    for _ in range(50):
+        uploads.get(frozen(list(range(10))), frozen(list(range(10))), None)
+        for event in lane.marks:
+            event.done = True
+    assert uploads._slab.num_ids == 100
 
 
 def test_arrays_that_somebody_can_change_are_sent_again() -> None:

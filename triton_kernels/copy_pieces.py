@@ -38,8 +38,7 @@ each thread."""
 LEAST_WIDTH = 32
 """Words of one piece in a step: a warp's, a word for each thread."""
 NUM_WARPS = 8
-_INT32_MAX = (1 << 31) - 1
-_launches: dict[tuple[int, bool, bool, bool, bool, int], Launch] = {}
+_launches: dict[tuple[int, bool, bool, bool, int], Launch] = {}
 """Of compiled kernels, by device and all that they are specialised on: Triton's own way to one, through signature,
 options and cache key, takes several times as long as the launch."""
 
@@ -73,8 +72,13 @@ class RegionTable:
         object.__setattr__(self, "addresses", tuple(column.data_ptr() for column in columns))
 
     @classmethod
-    def upload(cls, views: Sequence[torch.Tensor], offsets: Sequence[int]) -> RegionTable:
-        """The table of uint8 `views` of shape (num_blocks, piece_bytes), on their device; blocks until it is there."""
+    def upload(
+        cls, views: Sequence[torch.Tensor], offsets: Sequence[int], table: torch.Tensor | None = None
+    ) -> RegionTable:
+        """The table of uint8 `views` of shape (num_blocks, piece_bytes), on their device; blocks until it is there.
+
+        It is written to `table`, int64 of shape (4, num_regions) on that device, or to new memory of torch's.
+        """
         columns = [
             [view.data_ptr() for view in views],
             [view.stride(0) for view in views],
@@ -82,7 +86,8 @@ class RegionTable:
             list(offsets),
         ]
         aligned = all(value % 8 == 0 for column in (columns[0], columns[1], columns[3]) for value in column)
-        table = torch.tensor(columns, dtype=torch.int64).to(views[0].device)
+        content = torch.tensor(columns, dtype=torch.int64, device="cpu")
+        table = content.to(views[0].device) if table is None else table.copy_(content)
         longest = -(-min(max(columns[2]), CHUNK_BYTES) // (8 if aligned else 1))
         width = min(max(triton.next_power_of_2(longest), LEAST_WIDTH), STEP)
         return cls(table[0], table[1], table[2], table[3], tuple(columns[2]), aligned, width)
@@ -206,13 +211,13 @@ def _launch(
     width = table.width if words else STEP
     pieces = STEP // width
     num_regions, chunks = len(table.host_sizes), -(-table.largest // CHUNK_BYTES)
-    num_items, total_bytes = count * num_regions * chunks, count * table.total
+    num_items = count * num_regions * chunks
     if num_items == 0:
         return
     programs = min(num_programs, -(-num_items // pieces))
-    counts = flat_base, row_bytes, num_items, num_regions, chunks, total_bytes
+    counts = flat_base, row_bytes, num_items, num_regions, chunks, table.total
     constants = to_flat, words, flat_ids is None, CHUNK_BYTES, pieces, width
-    key = (block_ids.get_device(), to_flat, words, flat_ids is None, total_bytes > _INT32_MAX, width)
+    key = (block_ids.get_device(), to_flat, words, flat_ids is None, width)
     launch = _launches.get(key)
     if launch is None or is_observed():
         columns = table.bases, table.strides, table.sizes, table.offsets
@@ -257,7 +262,8 @@ def _checked_count(
 
 def _launch_metadata(grid: tuple[int, ...], kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     direction = "gather" if args["TO_FLAT"] else "scatter"
-    return {"name": f"{kernel.name}_{direction}", "bytes": 2 * args["total_bytes"]}
+    count = args["num_items"] // (args["num_regions"] * args["chunks"])
+    return {"name": f"{kernel.name}_{direction}", "bytes": 2 * count * args["block_bytes"]}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -283,7 +289,7 @@ def _move(  # type: ignore[no-untyped-def]
 # service.
 @triton.jit(  # type: ignore[untyped-decorator]
     launch_metadata=_launch_metadata,
-    do_not_specialize=["flat_base", "row_bytes", "num_items", "num_regions", "chunks", "total_bytes"],
+    do_not_specialize=["flat_base", "row_bytes", "num_items", "num_regions", "chunks", "block_bytes"],
     do_not_specialize_on_alignment=["block_ids", "flat_ids", "bases", "strides", "sizes", "offsets"],
 )
 def _copy_pieces(  # type: ignore[no-untyped-def]
@@ -298,7 +304,7 @@ def _copy_pieces(  # type: ignore[no-untyped-def]
     num_items,
     num_regions,
     chunks,
-    total_bytes,  # for launch_metadata only
+    block_bytes,  # for launch_metadata only; the bytes of all blocks would change the argument's type, at 2 GiB
     TO_FLAT: tl.constexpr,
     WORDS: tl.constexpr,
     IN_ORDER: tl.constexpr,

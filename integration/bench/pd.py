@@ -31,8 +31,8 @@ from integration.report import Report
 from kv_connector.build import open_transport
 from kv_connector.config import PeerConfig
 from kv_connector.peer.base import Arrived, Connected, PeerIdentity, PeerTransport, Push
-from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.streams import make_lane
+from kv_connector.transfer.cuda.streams import make_lane
+from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.worker.peers import pool_of
 
 CASES = (("2 MiB blocks", 2 << 20, 1, 0.9), ("64 KiB pieces", 64 << 10, 32, 0.8))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,14 @@ pytest.importorskip("vllm", reason="real vLLM is needed")
 from integration.models import tiny
 from integration.tests.vllm_engines import (
     BLOCK_SIZE,
+    check_around_sleeps,
     check_loaded_bytes_and_tokens,
     prompts,
     running,
     transfer_config,
 )
+from kv_connector.transfer.cuda.streams import Event
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.transfer.streams import Event
 from kv_connector.types import CopyJob, Direction
 
 pytestmark = pytest.mark.gpu
@@ -133,6 +136,14 @@ def test_sleep_and_wake(tmp_path: Path) -> None:
         assert engine.alone(asked) == expected
         assert engine.stats()["host_hit_tokens"] == before
         engine.check_all_free()
+
+
+@pytest.mark.parametrize("block_major", [True, False])
+@pytest.mark.parametrize("path", ["auto", "staged", "direct", "runs"])
+def test_saves_and_loads_around_two_sleeps(tmp_path: Path, path: str, block_major: bool) -> None:
+    """What copies own on the device lies outside of the memory that vLLM discards when it sleeps."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(check_around_sleeps, tmp_path, path, block_major).result()
 
 
 def test_a_working_set_larger_than_the_device(tmp_path: Path) -> None:

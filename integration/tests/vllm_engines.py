@@ -191,6 +191,37 @@ def check_loaded_bytes_and_tokens(
     assert from_host == from_device
 
 
+def check_around_sleeps(folder: Path, path: str, block_major: bool) -> None:
+    """Saves and loads before, between and after two sleeps, during which others have the device's memory.
+
+    One call a process: vLLM lets one engine of a process sleep. Answers of one shape of step are compared: all of the
+    prompt computed, or the rest of it behind what was cached, on the device or on the host.
+    """
+    settings = {"write_policy": "write_through", "block_major": block_major, "copy_path": path}
+    asked = prompts(4)
+    options = {"kv_transfer_config": transfer_config(settings), "enable_sleep_mode": True}
+    with running(folder, num_blocks=160, **options) as engine:
+        computed, cached = engine.alone(asked), engine.alone(asked)
+        for turn in range(3):
+            if turn:
+                engine.drain()
+                engine.llm.sleep(level=1)
+                taken = [torch.randint(0, 255, (64 << 20,), dtype=torch.uint8, device="cuda") for _ in range(8)]
+                torch.cuda.synchronize()
+                del taken
+                engine.llm.wake_up()
+                assert engine.alone(asked) == computed
+                assert engine.alone(asked) == cached
+            engine.drain()
+            assert engine.llm.reset_prefix_cache()
+            before = engine.stats()["host_hit_tokens"]
+            assert engine.alone(asked) == cached, f"host hits differ after {turn} sleeps"
+            assert engine.stats()["host_hit_tokens"] == before + 4 * 13 * BLOCK_SIZE
+        stats = engine.stats()
+        assert not stats.get("failed_load_jobs") and not stats.get("failed_save_jobs")
+        engine.check_all_free()
+
+
 def _half() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

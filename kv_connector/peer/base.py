@@ -123,7 +123,9 @@ class PeerPool:
 
     `device` is -1 for the CPU's memory, else the index of a CUDA device; then `copy`, `writer` and `mark` are given: a
     copier, a maker of writers into a pool that is mapped here, and a maker of markers behind what was enqueued so far,
-    all on `stream`, a stream of the driver's that is ours. `keeps` keeps the memory alive.
+    all on `stream`, a stream of the driver's that is ours. `prepare_thread` is what the thread that drives the
+    transport calls first, so that nothing it does spoils a CUDA graph that is being captured. `keeps` keeps the memory
+    alive.
     """
 
     num_blocks: int
@@ -132,6 +134,7 @@ class PeerPool:
     copy: Copier | None = None
     writer: Callable[[Sequence[PoolRegion]], Writer] | None = None
     mark: Callable[[], Marker] | None = None
+    prepare_thread: Callable[[], None] | None = None
     stream: int = 0
     keeps: object = None
 

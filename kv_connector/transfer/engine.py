@@ -22,18 +22,18 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, TransferError
 from ..types import CopyJob, Direction, LoadTiming
-from .copy_path import CopyPath
-from .costs import BUILT_IN, LinkCosts
-from .host_pool import HostPool
-from .layout import CacheLayout, last_group
-from .lines import Line, make_submitter
-from .open_jobs import OpenJobs, ids_of
-from .paths import make_path
-from .streams import Event, make_lane
-from .submissions import BlockPairs, Completion, Part, Submission
-from .timing import LoadTrace, LoadTraces
+from .costs.curves import BUILT_IN, LinkCosts
+from .cuda.streams import Event, make_lane
+from .memory.host_pool import HostPool
+from .memory.layout import CacheLayout, last_group
+from .paths.base import CopyPath
+from .paths.choice import make_path
+from .submission.open_jobs import OpenJobs, ids_of
+from .submission.queue import Line, Submitter, make_submitter
+from .submission.submissions import BlockPairs, Completion, Part, Submission
+from .submission.timing import LoadTrace, LoadTraces
 
 logger = logging.getLogger("kv_connector.transfer")
 
@@ -78,13 +78,17 @@ class TransferEngine:
             Direction.SAVE: Line(lanes[1], (path,), layout.bytes_of),
         }
         self._submitter = make_submitter(tuple(self._lines.values()), layout.device)
-        weakref.finalize(self, self._submitter.close)
+        # Who drops the engine without `close` must not take staging memory away from copies that still run.
+        weakref.finalize(self, _end_copies, self._submitter, tuple(self._lines.values()))
         self._in_flight: list[Submission] = []
         self._load: Submission | None = None
         self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
 
     def submit_load(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
-        """Copy a step's loads, merged, after the current stream's position; call it before the forward pass.
+        """Copy a step's loads, merged; call it before the forward pass.
+
+        Device blocks are written behind the current stream's position. Host blocks may be read at once: what is to be
+        loaded must have been saved by then, which is when `poll` or `drain` has returned the save's job.
 
         Returns the ids of the jobs that are known to have failed: their device blocks hold nothing valid. `poll`
         reports them too. A job with a wrong block id fails alone; an error while copying fails all of the call. Such an
@@ -252,7 +256,7 @@ class TransferEngine:
         if self._traces is None:
             load.events[group].wait(self._current())
         else:
-            self._traces.wait(group)
+            self._traces.wait(group, self._current())
         return frozenset()
 
     def _take_lost_load(self) -> frozenset[int]:
@@ -288,3 +292,13 @@ class TransferEngine:
                 logger.warning("%s failed on the device: %s", submission.direction.value, error)
                 submission.ok = False
             self._retire(submission)
+
+
+def _end_copies(submitter: Submitter, lines: Sequence[Line]) -> None:
+    """Submit nothing more, and wait for what was: the finalizer of an engine, on whichever thread lets go of it."""
+    submitter.close()
+    for line in lines:
+        try:
+            line.lane.wait_idle()
+        except TransferError as error:  # the device is lost, and with it what ran there
+            logger.warning("copies of an engine that nobody holds any more: %s", error)

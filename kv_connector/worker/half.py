@@ -17,13 +17,13 @@ from ..errors import KVConnectorError
 from ..peer.protocol.jobs import EndedPeerJob
 from ..storage.base import Storage
 from ..storage.jobs import StorageJobs
-from ..transfer.copy_path import CopyPath
-from ..transfer.costs import LinkCosts, link_costs
+from ..transfer.costs.curves import LinkCosts, link_costs
 from ..transfer.engine import TransferEngine
-from ..transfer.host_pool import HostPool
-from ..transfer.layout import CacheLayout
-from ..transfer.paths import make_fallback, make_path
-from ..transfer.submissions import Completion
+from ..transfer.memory.host_pool import HostPool
+from ..transfer.memory.layout import CacheLayout
+from ..transfer.paths.base import CopyPath
+from ..transfer.paths.choice import make_fallback, make_path
+from ..transfer.submission.submissions import Completion
 from ..types import Direction, StepPlan, StepReport
 from .arrivals import Arrivals
 from .peers import OpenPeers, StepPeers, awaits
@@ -31,7 +31,7 @@ from .peers import OpenPeers, StepPeers, awaits
 if TYPE_CHECKING:
     import torch
 
-    from ..transfer.streams import Event
+    from ..transfer.cuda.streams import Event
 
 
 class WorkerHalf(KVConnectorWorker):

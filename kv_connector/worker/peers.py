@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,13 +12,14 @@ import numpy as np
 from ..config import Config
 from ..peer.base import Ids, PeerPool, PoolRegion
 from ..peer.protocol.jobs import EndedPeerJob, PeerJobs
-from ..transfer.dma import driver_copier
-from ..transfer.layout import CacheLayout
-from ..transfer.streams import Event, Lane, make_lane
+from ..transfer.cuda.driver import prepare_thread
+from ..transfer.cuda.streams import Event, Lane, make_lane
+from ..transfer.memory.layout import CacheLayout
+from ..transfer.paths.runs import driver_copier
 from ..types import PeerAction, PeerJob, StepPlan
 
 if TYPE_CHECKING:
-    from ..transfer.remote import RemoteWriter
+    from ..transfer.paths.peer_writes import RemoteWriter, RemoteWriters
 
 _GROUP_BYTES = 32 << 20
 """Of a step's blocks that are sent at once, unless the config says otherwise."""
@@ -144,12 +146,16 @@ def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
     if layout.device.type != "cuda":
         return PeerPool(layout.num_blocks, regions, keeps=layout)
 
-    def writer(there: Sequence[PoolRegion]) -> RemoteWriter:
-        from ..transfer.remote import RemoteWriter
+    @cache
+    def writers() -> RemoteWriters:
+        from ..transfer.paths.peer_writes import RemoteWriters
 
+        return RemoteWriters(layout, lane)
+
+    def writer(there: Sequence[PoolRegion]) -> RemoteWriter:
         bases = np.array([region.address for region in there], dtype=np.int64)
         strides = np.array([region.block_stride for region in there], dtype=np.int64)
-        return RemoteWriter(layout, lane, bases, strides)
+        return writers().writer(bases, strides)
 
     return PeerPool(
         layout.num_blocks,
@@ -158,6 +164,7 @@ def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
         copy=_copy,
         writer=writer,
         mark=lambda: lane.mark(lane.stream),
+        prepare_thread=partial(prepare_thread, layout.device.index or 0),
         stream=lane.handle,
         keeps=layout,
     )

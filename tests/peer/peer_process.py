@@ -14,8 +14,8 @@ import torch
 from kv_connector.build import open_transport
 from kv_connector.config import PeerConfig, PeerRoute
 from kv_connector.peer.base import PeerTransport
-from kv_connector.transfer.layout import CacheLayout
-from kv_connector.transfer.streams import make_lane
+from kv_connector.transfer.cuda.streams import make_lane
+from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.worker.peers import pool_of
 from tests.peer.peers import IDENTITY, PIECES, SECONDS, SECRET, STAGING, Backend, Pool, Side
 

@@ -11,7 +11,7 @@ import torch
 from kv_connector.config import Config
 from kv_connector.errors import ConfigError, KVConnectorError, LayoutError, TransferError
 from kv_connector.transfer import engine as engine_module
-from kv_connector.transfer.copy_path import BlockCopy, CopyPath
+from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.types import CopyJob, Direction, StepPlan
 from kv_connector.worker import WorkerHalf
 from tests.engines import LateSubmitter, submit_all

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...errors import KVConnectorError
 from ..base import (
     Connected,
     Lost,
@@ -115,6 +116,8 @@ class _Writing:
     link: int
     push: Push
     marker: Marker
+    ok: bool
+    """Whether all of it was enqueued in front of the marker."""
 
 
 class CudaIpcTransport(OneSided):
@@ -145,10 +148,15 @@ class CudaIpcTransport(OneSided):
             assert len(ids) and 0 <= ids.min() <= ids.max() < num_blocks, f"{ids} of {num_blocks}"
         assert self._pool.mark is not None
         self._driver.use()
+        ok = False
         try:
             remote.writer.write(push.source_ids, push.target_ids, push.regions)
-            self._writing.append(_Writing(link, push, self._pool.mark()))
+            ok = True
         except Exception as error:  # noqa: BLE001 - torch's and the writer's: the seam where they become a lost link
+            self._channel.drop(link, f"a copy to it failed: {error}")
+        try:  # also of what failed a part may be under way, and the peer's pool stays mapped until that has ended
+            self._writing.append(_Writing(link, push, self._pool.mark(), ok))
+        except RuntimeError as error:  # the device is lost: nothing runs there any more
             self._events.append(Pushed(push.number, False))
             self._channel.drop(link, f"a copy to it failed: {error}")
 
@@ -208,7 +216,7 @@ class CudaIpcTransport(OneSided):
                 for place, piece in zip(places, self._pool.pieces, strict=True)
             )
             self._remotes[link] = _Remote(card.num_blocks, self._pool.writer(regions), mapped)
-        except (PeerError, RuntimeError) as error:  # torch's, where the device is out of memory
+        except (KVConnectorError, RuntimeError) as error:  # the writer's and torch's, where memory is short
             for address in mapped:
                 self._driver.close(address)
             raise PeerError(str(error)) from error
@@ -219,7 +227,8 @@ class CudaIpcTransport(OneSided):
             writing = self._writing.pop(0)
             push, remote = writing.push, self._remotes[writing.link]
             count, regions = len(push.source_ids), push.regions
-            if not remote.is_lost:
+            arrives = writing.ok and not remote.is_lost
+            if arrives:
                 try:
                     self._channel.send(
                         writing.link, {"t": "written", **announce(push.grant, push.first, count, regions)}
@@ -227,7 +236,7 @@ class CudaIpcTransport(OneSided):
                 except PeerError as error:
                     self._channel.drop(writing.link, str(error))
                 self.counters.sent_bytes += count * self._pool.bytes_of(regions)
-            self._events.append(Pushed(push.number, not remote.is_lost))
+            self._events.append(Pushed(push.number, arrives))
         self._unmap_lost()
 
     def _has_ended(self, writing: _Writing) -> bool:

@@ -17,19 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base import (
-    Connected,
-    Ids,
-    Lost,
-    PeerError,
-    PeerEvent,
-    PeerPool,
-    Push,
-    Pushed,
-    announce,
-    check_int,
-    check_text,
-)
+from ..base import Connected, Ids, Lost, PeerError, PeerEvent, PeerPool, Push, Pushed, announce, check_int, check_text
 from ..wire.handshake import Card
 from .nixl_agent import DROP_SECONDS, add_remote, encode_metadata, foreign
 from .one_sided import OneSided

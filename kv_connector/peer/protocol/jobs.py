@@ -48,9 +48,10 @@ class PeerJobs:
         deadline_seconds: float,
         timeout_seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        prepare_thread: Callable[[], None] | None = None,
     ) -> None:
         """Takes the transport over. `deadline_seconds`: without anything arriving, until a receive is given up;
-        `timeout_seconds`: for a peer to answer."""
+        `timeout_seconds`: for a peer to answer; `prepare_thread`: see `PeerPool`."""
         self._transport = transport
         self._offers = Offers(transport, engine_id, num_regions)
         self._receives = Receives(transport, num_regions, rank, deadline_seconds, timeout_seconds, clock)
@@ -61,6 +62,7 @@ class PeerJobs:
         self._open: set[int] = set()
         self._waiting: set[int] = set()  # receives that have not begun
         self._called_off: set[int] = set()  # and those of them that will not
+        self._prepare_thread = prepare_thread
         self._is_closing = False
         self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="kv-peer", daemon=True)
@@ -154,6 +156,8 @@ class PeerJobs:
         with suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         try:
+            if self._prepare_thread is not None:
+                self._prepare_thread()
             while not self._is_closing:
                 self._take_words()
                 for event in self._transport.poll(_MARKER_SECONDS if self._gated else _IDLE_SECONDS):

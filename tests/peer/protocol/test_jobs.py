@@ -6,6 +6,7 @@ Every job ends exactly once, and a receive that is done holds exactly what was o
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kv_connector.peer.base import Arrived, Connected, Lost, Message, PeerTransport, Pushed
+from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.peer.protocol.offers import Offers
 from kv_connector.peer.protocol.receives import Receives
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
@@ -255,3 +257,20 @@ def test_every_job_ends_once_and_what_arrives_is_what_was_offered() -> None:
     # A run that met none of these would prove nothing.
     least = {"jobs": 1000, "received": 100, "failed": 30, "withdrawn": 100, "given up": 50, "cut": 50}
     assert {name: SEEN[name] for name, count in least.items() if SEEN[name] < count} == {}
+
+
+def test_the_thread_opts_out_of_captures_before_it_calls_anything() -> None:
+    """An engine may capture a CUDA graph from the moment it has one: see `PeerPool.prepare_thread`."""
+    pool, called = Pool(4), []
+
+    class Watched(LoopbackTransport):
+        def poll(self, timeout: float) -> Any:
+            called.append(("poll", threading.current_thread().name))
+            return super().poll(timeout)
+
+    transport = Watched(LoopbackNet(), pool.pool, card_of(pool))
+    prepare = lambda: called.append(("prepare", threading.current_thread().name))  # noqa: E731 - a word to the thread
+    jobs = PeerJobs(transport, ENGINE, len(PIECES), 0, DEADLINE, 1.0, prepare_thread=prepare)
+    jobs.close()
+    assert called[0] == ("prepare", "kv-peer")
+    assert called.count(called[0]) == 1

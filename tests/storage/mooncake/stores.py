@@ -15,13 +15,7 @@ import pytest
 
 from integration.mooncake_master import MooncakeMaster, running_store, store_config, why_not
 from kv_connector.storage.mooncake.backend import MooncakeStorage
-from kv_connector.storage.mooncake.client import (
-    Answer,
-    MooncakeClient,
-    MooncakeOptions,
-    StoreUnreachable,
-    Transfer,
-)
+from kv_connector.storage.mooncake.client import Answer, MooncakeClient, MooncakeOptions, StoreUnreachable, Transfer
 
 SECONDS = 30.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import time
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..pool import piece_addresses
 from .ring import Ring
 
 _MOST_VECTORS = 1024  # IOV_MAX
+_POLL_SECONDS = 0.0002
 logger = logging.getLogger("kv_connector.peer")
 
 
@@ -138,8 +140,16 @@ class DeviceSlots:
         assert self._pool.copy is not None and self._pool.mark is not None
         if self._driver is not None:
             self._driver.use()
-        self._pool.copy(targets, sources, sizes, ring.address in self._locked, self._pool.stream)
+        try:
+            self._pool.copy(targets, sources, sizes, ring.address in self._locked, self._pool.stream)
+        except Exception:
+            self._wait(self._pool.mark())  # a part of it may be under way, and who is told may reuse both sides at once
+            raise
         return self._pool.mark()
+
+    def _wait(self, marker: Marker) -> None:
+        while not marker.query():
+            time.sleep(_POLL_SECONDS)
 
 
 def _behind(vectors: Ids, moved: int) -> Ids:

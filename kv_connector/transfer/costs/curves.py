@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import Config, PathName
-from ..errors import ConfigError
-from ..types import Direction
+from ...config import Config, PathName
+from ...errors import ConfigError
+from ...types import Direction
 
 if TYPE_CHECKING:
-    from .host_pool import HostPool
-    from .layout import CacheLayout
+    from ..memory.host_pool import HostPool
+    from ..memory.layout import CacheLayout
 
 EDGE_BYTES = 8 << 20
 """Of the staged path's chunk that nothing runs beside, the first of a save and the last of a load."""

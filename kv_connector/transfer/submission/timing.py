@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..types import LoadTiming
-from .streams import Event, Lane
+from ...types import LoadTiming
+from ..cuda.streams import Event, Lane
 
 
 @dataclass(slots=True, eq=False)
@@ -33,15 +34,18 @@ class LoadTraces:
             # Nothing overlaps there: what a group took is what it cost.
             trace.waits = dict(enumerate(zip([trace.start, *trace.groups], trace.groups, strict=False)))
 
-    def wait(self, group: int) -> None:
-        """Make the current stream wait for a group of the last load, with an event before and after the first time."""
+    def wait(self, group: int, stream: Any) -> None:
+        """Make `stream` wait for a group of the last load, with an event before and after the first time.
+
+        It is named because another device may be the current one: its current stream is not that of the model.
+        """
         trace = self._traces[-1]
         if group in trace.waits:
-            trace.groups[group].wait()
+            trace.groups[group].wait(stream)
             return
-        before = self._lane.mark()
-        trace.groups[group].wait()
-        trace.waits[group] = before, self._lane.mark()
+        before = self._lane.mark(stream)
+        trace.groups[group].wait(stream)
+        trace.waits[group] = before, self._lane.mark(stream)
 
     def drop(self, groups: list[Event]) -> None:
         """The load with this very list of group events has failed."""

@@ -26,8 +26,10 @@ from typing import Protocol
 
 import torch
 
-from .copy_path import BlockCopy, CopyPath
-from .streams import HostEvent, Lane, allow_beside_captures
+from ..cuda.allocations import index_of
+from ..cuda.driver import prepare_thread
+from ..cuda.streams import HostEvent, Lane
+from ..paths.base import BlockCopy, CopyPath
 from .submissions import BlockPairs, Submission
 
 logger = logging.getLogger("kv_connector.transfer")
@@ -180,12 +182,13 @@ class SubmittingThread:
 
     def _run(self) -> None:
         try:
-            torch.cuda.set_device(self._device)
-            allow_beside_captures()
+            prepare_thread(index_of(self._device))
             while not self._is_closed:
                 self._wake.wait()
                 self._wake.clear()
                 _work_off(self._lines, lambda: self._is_closed)
+            for line in self._lines:  # paths may go with this thread, and with them what copies use
+                line.lane.wait_idle()
         except Exception as error:  # noqa: BLE001 - a thread's top: the launching thread submits what it leaves.
             logger.warning("copies are submitted by the launching thread from now on: %s", error)
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from ..errors import TransferError
+from ...errors import TransferError
+from ..cuda.allocations import index_of
+from ..cuda.driver import prepare_thread
 from . import numa
-from .streams import allow_beside_captures
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
@@ -88,8 +89,7 @@ class Pinner:
         try:
             if self._cpus:
                 numa.bind_thread(self._cpus)
-            torch.cuda.set_device(self._device)
-            allow_beside_captures()
+            prepare_thread(index_of(self._device))
             # Huge pages make locking faster; a child must not make the parent's locked pages copy-on-write.
             for advice in (_MADV_HUGEPAGE, _MADV_DONTFORK):
                 self._advise(0, self._num_bytes, advice)

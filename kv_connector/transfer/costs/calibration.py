@@ -17,8 +17,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from ..errors import ConfigError
-from ..triton_kernels.copy_pieces import (
+from ...errors import ConfigError
+from ...triton_kernels.copy_pieces import (
     LINK_LOAD_PROGRAMS,
     LINK_SAVE_PROGRAMS,
     STAGED_PROGRAMS,
@@ -26,13 +26,14 @@ from ..triton_kernels.copy_pieces import (
     gather_pieces,
     scatter_pieces,
 )
-from ..types import Direction
-from .costs import BUILT_IN, Curve, DirectionCosts, LinkCosts, decode
-from .dma import driver_copier
-from .host_pool import HostPool
-from .layout import CacheLayout
-from .numa import SYSFS, pci_address
-from .streams import make_lane
+from ...types import Direction
+from ..cuda.allocations import device_tensor
+from ..cuda.streams import make_lane
+from ..memory.host_pool import HostPool
+from ..memory.layout import CacheLayout
+from ..memory.numa import SYSFS, pci_address
+from ..paths.runs import driver_copier
+from .curves import BUILT_IN, Curve, DirectionCosts, LinkCosts, decode
 
 logger = logging.getLogger("kv_connector.transfer")
 
@@ -121,7 +122,7 @@ class _Bench:
     def __init__(self, device: torch.device, host: HostPool) -> None:
         self._device = device
         self._host = host.tensor.view(-1)[:NUM_BYTES]
-        self._scratch = torch.zeros((2, NUM_BYTES), dtype=torch.uint8, device=device)
+        self._scratch = device_tensor((2, NUM_BYTES), torch.uint8, device)
         self.lane = make_lane(device, priority=0, timing=True)
         self._stream = self.lane.stream
         self._random = np.random.default_rng(0)
@@ -144,8 +145,10 @@ class _Bench:
         row_bytes = length * regions
         count = NUM_BYTES // row_bytes
         views = self._scratch[0][: count * row_bytes].view(regions, count, length)
-        table = RegionTable.upload(list(views.unbind(0)), [i * length for i in range(regions)])
-        ids = torch.from_numpy(self._random.permutation(count)).to(self._device)
+        columns = device_tensor((4, regions), torch.int64, self._device)
+        table = RegionTable.upload(list(views.unbind(0)), [i * length for i in range(regions)], columns)
+        ids = device_tensor((count,), torch.int64, self._device)
+        ids.copy_(torch.from_numpy(self._random.permutation(count)))
         rows = (self._host if over_link else self._scratch[1])[: count * row_bytes].view(count, row_bytes)
         load = direction is Direction.LOAD
         move = scatter_pieces if load else gather_pieces

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..types import CopyJob, Direction
-from .streams import Event
+from ...types import CopyJob, Direction
+from ..cuda.streams import Event
 
 logger = logging.getLogger("kv_connector.transfer")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..types import Direction
+from ...types import Direction
 
 
 class BlockCopy(NamedTuple):

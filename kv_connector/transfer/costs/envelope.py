@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import PathName
-from ..errors import ConfigError
-from ..types import Direction
-from .costs import LinkCosts
+from ...config import PathName
+from ...errors import ConfigError
+from ...types import Direction
+from .curves import LinkCosts
 
 PIECES = 64
 """Of a block: keys and values of 32 layers that lie apart."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..config import Config, PathName
-from ..errors import TransferError
-from ..types import Direction
-from .copy_path import BlockCopy, CopyPath
-from .costs import BUILT_IN, LinkCosts
-from .dma import RunsPath
-from .host_pool import HostPool
-from .layout import CacheLayout, Region
+from ...config import Config, PathName
+from ...errors import TransferError
+from ...types import Direction
+from ..costs.curves import BUILT_IN, LinkCosts
+from ..memory.host_pool import HostPool
+from ..memory.layout import CacheLayout, Region
+from .base import BlockCopy, CopyPath
+from .runs import RunsPath
 
 
 class TorchPath:
@@ -20,11 +20,12 @@ class TorchPath:
     def __init__(self, layout: CacheLayout, host: HostPool) -> None:
         if layout.device.type != "cpu":
             raise TransferError(f"the torch path copies on the CPU; the cache lies on {layout.device}")
-        self._views = [_matching_views(region, host.tensor) for region in layout.regions]
+        with torch.inference_mode(False):  # views made in that mode cannot be written outside of it
+            self._views = [_matching_views(region, host.tensor) for region in layout.regions]
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        device_index, host_index = torch.tensor(copy.device_ids), torch.tensor(copy.host_ids)
+        device_index, host_index = (torch.tensor(ids, device="cpu") for ids in (copy.device_ids, copy.host_ids))
         for device_view, host_view in self._views[copy.regions.start : copy.regions.stop]:
             if copy.direction is Direction.LOAD:
                 device_view.index_copy_(0, device_index, host_view.index_select(0, host_index))
@@ -51,7 +52,7 @@ class AutoPath:
     def __init__(self, layout: CacheLayout, host: HostPool, staging_memory: int, costs: LinkCosts) -> None:
         """`staging_memory` is what `StagedPath` may take; where a piece does not fit into it, DMA takes its place."""
         from .direct import DirectPath
-        from .staging import StagedPath, min_staging_memory
+        from .staged import StagedPath, min_staging_memory
 
         self._host = host
         self._costs = costs
@@ -107,6 +108,6 @@ def make_path(layout: CacheLayout, host: HostPool, config: Config, costs: LinkCo
         from .direct import DirectPath
 
         return DirectPath(layout, host)
-    from .staging import StagedPath
+    from .staged import StagedPath
 
     return StagedPath(layout, host, config.staging_memory)

@@ -20,16 +20,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
-from ..triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
-from ..types import Direction
-from .copy_path import BlockCopy
-from .costs import EDGE_BYTES
-from .direct import IdUploads, RegionTables, UploadedIds
-from .dma import Copier, driver_copier, merge_runs
-from .host_pool import HostPool
-from .layout import PIECE_ALIGN, CacheLayout
-from .streams import Event, make_lane
+from ...errors import ConfigError
+from ...triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
+from ...types import Direction
+from ..costs.curves import EDGE_BYTES
+from ..cuda.allocations import device_tensor
+from ..cuda.streams import Event, make_lane, make_stream
+from ..cuda.uploads import IdUploads, RegionTables, UploadedIds
+from ..memory.host_pool import HostPool
+from ..memory.layout import PIECE_ALIGN, CacheLayout
+from .base import BlockCopy
+from .runs import Copier, driver_copier, merge_runs
 
 Int64s = NDArray[np.int64]
 
@@ -48,7 +49,7 @@ class _Buffer:
 
     def __init__(self, memory: torch.Tensor, priority: int) -> None:
         self.memory = memory
-        self.stream = make_lane(memory.device, priority, timing=False).stream
+        self.stream = make_stream(memory.device, priority)
         self.free: Event | None = None
 
 
@@ -58,7 +59,7 @@ class _Ring:
     def __init__(self, device: torch.device, num_bytes: int, priority: int) -> None:
         self.lane = make_lane(device, priority, timing=False)
         self.buffer_bytes = num_bytes // NUM_BUFFERS // PIECE_ALIGN * PIECE_ALIGN
-        memory = torch.empty((NUM_BUFFERS, self.buffer_bytes), dtype=torch.uint8, device=device)
+        memory = device_tensor((NUM_BUFFERS, self.buffer_bytes), torch.uint8, device)
         self.buffers = [_Buffer(memory[i], priority) for i in range(NUM_BUFFERS)]
         self._next = 0
 
@@ -173,7 +174,7 @@ class StagedPath:
         """See `CopyPath.close`."""
         for uploads in self._ids.values():
             uploads.close()
-        self._rings, self._parts = {}, {}
+        self._rings, self._parts, self._ids = {}, {}, {}
 
     def _compile(self) -> None:
         """Compile both kernels, on bytes that stay what they are.
@@ -182,7 +183,7 @@ class StagedPath:
         """
         ring = self._rings[Direction.LOAD]
         part = self._fitting_parts(Direction.LOAD, range(1))[0]
-        block_ids = torch.zeros(1, dtype=torch.int64, device=self._layout.device)
+        block_ids = device_tensor((1,), torch.int64, self._layout.device).zero_()
         stream = ring.buffers[0].stream
         current = ring.lane.current()
         ring.fork(current)
@@ -190,6 +191,7 @@ class StagedPath:
             for move in (gather_pieces, scatter_pieces):
                 move(part.table, block_ids, part.rows[0], flat_shift=-part.start, stream=stream)
         ring.join(current)
+        current.synchronize()  # `block_ids` go
 
     def _chunks(self, direction: Direction, part: _Part, ids: UploadedIds) -> Iterator[_Chunk]:
         """The rows of a copy in equal chunks that fit into a buffer, but for a short one at the exposed end."""

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .dma import Copier, Int64s, Segments, driver_copier, merge_runs
-from .layout import CacheLayout
-from .streams import Lane, make_lane
+from ..cuda.streams import Lane, make_lane
+from ..memory.layout import CacheLayout
+from .runs import Copier, Int64s, Segments, driver_copier, merge_runs
 
 if TYPE_CHECKING:
-    from ..triton_kernels.copy_pieces import RegionTable
+    from ...triton_kernels.copy_pieces import RegionTable
 
 LEAST_DMA_BYTES = 512 << 10
 """Of a run. Between two H200s of NVLink 4 (2026-11-22) copy engines move runs of 256 KiB at 0.88 of one large copy, the
@@ -57,30 +57,43 @@ class _Columns:
         )
 
 
-class RemoteWriter:
-    """Writes blocks of this pool into one other pool. One thread calls; copies are enqueued on the lane's stream."""
+class RemoteWriters:
+    """Makes writers into other engines' pools, which come and go: all of them use these streams and this memory for
+    ids. One thread calls, them too; copies are enqueued on the lane's stream."""
 
-    def __init__(
-        self, layout: CacheLayout, lane: Lane, bases: Int64s, strides: Int64s, copier: Copier | None = None
-    ) -> None:
+    def __init__(self, layout: CacheLayout, lane: Lane, copier: Copier | None = None) -> None:
+        """`copier` replaces the CUDA driver in tests."""
+        from ..cuda.uploads import IdUploads
+
+        self.layout = layout
+        self.lane = lane
+        self.beside = [make_lane(layout.device, priority=0, timing=False) for _ in range(DMA_STREAMS - 1)]
+        self.copier = copier if copier is not None else driver_copier()
+        self.ids = IdUploads(layout.device, sides=2, in_order=True)
+
+    def writer(self, bases: Int64s, strides: Int64s) -> RemoteWriter:
         """`bases` and `strides`, int64 of shape (num_regions,), say where the other pool's pieces lie: that of block b
-        at `bases[r] + b * strides[r]`. Blocks the host until a table of them is on the device."""
-        from ..triton_kernels.copy_pieces import RegionTable
-        from .direct import IdUploads
+        at `bases[r] + b * strides[r]`. Blocks the host until a table of them is on the device. Raises TransferError."""
+        return RemoteWriter(self, bases, strides)
 
-        self._layout = layout
-        self._lane = lane
+
+class RemoteWriter:
+    """Writes blocks of this pool into one other pool. May go when nothing that it has enqueued is under way."""
+
+    def __init__(self, shared: RemoteWriters, bases: Int64s, strides: Int64s) -> None:
+        """See `RemoteWriters.writer`."""
+        from ..cuda.uploads import upload_table
+
+        self._shared = shared
+        self._lane = shared.lane
         self._bases, self._strides = bases, strides
-        self._beside = [make_lane(layout.device, priority=0, timing=False) for _ in range(DMA_STREAMS - 1)]
-        self._copier = copier if copier is not None else driver_copier()
-        regions = layout.regions
+        regions = shared.layout.regions
         self._own_bases = np.array([region.data_ptr for region in regions], dtype=np.int64)
         self._own_strides = np.array([region.block_stride for region in regions], dtype=np.int64)
         self._sizes = np.array([region.piece_bytes for region in regions], dtype=np.int64)
         self._base = int(bases.min())
-        with torch.cuda.stream(lane.stream):
-            self._ids = IdUploads(layout.device, sides=2, in_order=True)
-            self._table = RegionTable.upload([region.view for region in regions], (bases - self._base).tolist())
+        with torch.cuda.stream(self._lane.stream):
+            self._table = upload_table(regions, (bases - self._base).tolist())
         self._tables: dict[range, RegionTable] = {}
         self._columns: dict[range, _Columns] = {}
         self._changes = np.flatnonzero(np.diff(strides)) + 1  # where the next stride differs
@@ -89,7 +102,7 @@ class RemoteWriter:
         """Copy these consecutive regions of block `source_ids[i]` to the other pool's block `target_ids[i]`.
 
         Ids are int64 of shape (num_blocks,), at least one, in range, `target_ids` without repetition. Raises what torch
-        raises, or TransferError.
+        raises, or TransferError; what the lane's stream holds then may be a part of it.
         """
         columns = self._merged_columns(regions)
         with self._lane.on_device():
@@ -100,17 +113,23 @@ class RemoteWriter:
 
     def _write_runs(self, runs: Segments) -> None:
         """In short parts, each on the next of the lane's stream and those beside it, so that all begin early."""
-        start = self._lane.mark(self._lane.stream)
-        for lane in self._beside:
+        beside, stream = self._shared.beside, self._lane.stream
+        start = self._lane.mark(stream)
+        for lane in beside:
             start.wait(lane.stream)
-        lanes = (self._lane, *self._beside)
+        lanes = (self._lane, *beside)
         to, by, sizes = (array.ctypes.data for array in (runs.host, runs.device, runs.sizes))
-        for number, first in enumerate(range(0, len(runs), _PART_RUNS)):
-            count, skipped = min(_PART_RUNS, len(runs) - first), 8 * first
-            handle = lanes[number % DMA_STREAMS].handle
-            self._copier(to + skipped, by + skipped, sizes + skipped, count, True, handle)
-        for lane in self._beside:
-            lane.mark(lane.stream).wait(self._lane.stream)
+        try:
+            for number, first in enumerate(range(0, len(runs), _PART_RUNS)):
+                count, skipped = min(_PART_RUNS, len(runs) - first), 8 * first
+                handle = lanes[number % DMA_STREAMS].handle
+                self._shared.copier(to + skipped, by + skipped, sizes + skipped, count, True, handle)
+        finally:  # where a part fails, those in front of it run all the same
+            for lane in beside:
+                end = lane.mark(lane.stream)
+                end.wait(stream)
+                lane.recycle([end])
+            self._lane.recycle([start])
 
     def _merged_columns(self, regions: range) -> _Columns:
         if regions not in self._columns:
@@ -125,10 +144,10 @@ class RemoteWriter:
         return self._columns[regions]
 
     def _write_pieces(self, source_ids: Int64s, target_ids: Int64s, regions: range) -> None:
-        from ..triton_kernels.copy_pieces import send_pieces
+        from ...triton_kernels.copy_pieces import send_pieces
 
         stream = self._lane.stream
-        there = self._ids.get(source_ids, target_ids, stream).there
+        there = self._shared.ids.get(source_ids, target_ids, stream).there
         try:
             for part in self._equal_strides(regions):
                 send_pieces(
@@ -140,7 +159,7 @@ class RemoteWriter:
                     stream=stream,
                 )
         finally:
-            self._ids.used(stream)
+            self._shared.ids.used(stream)
 
     def _equal_strides(self, regions: range) -> list[range]:
         inner = [int(i) for i in self._changes if regions.start < i < regions.stop]

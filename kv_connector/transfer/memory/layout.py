@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import torch
 
-from ..errors import LayoutError
+from ...errors import LayoutError
 from .geometry import byte_strides, check_apart, piece_views
 
 PIECE_ALIGN = 16

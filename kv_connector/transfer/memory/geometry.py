@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from ..errors import LayoutError
+from ...errors import LayoutError
 
 
 def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -102,8 +102,9 @@ def _shifts(dims: list[tuple[int, int]]) -> Iterator[int]:
 
 
 def _view(tensor: torch.Tensor, start: int, num_blocks: int, stride: int, piece: int) -> torch.Tensor:
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage(), start, (num_blocks, piece), (max(stride, piece), 1))
+    with torch.inference_mode(False):  # engines register in that mode, and its tensors cannot be written outside of it
+        view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return view.set_(tensor.untyped_storage(), start, (num_blocks, piece), (max(stride, piece), 1))
 
 
 def _check_cluster(pieces: list[tuple[str, torch.Tensor]]) -> None:

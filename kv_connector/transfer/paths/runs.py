@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import TransferError
-from ..types import Direction
-from .copy_path import BlockCopy
-from .host_pool import HostPool
-from .layout import CacheLayout
+from ...types import Direction
+from ..cuda.driver import check, libcuda, quick_libcuda
+from ..memory.host_pool import HostPool
+from ..memory.layout import CacheLayout
+from .base import BlockCopy
 
 Int64s = NDArray[np.int64]
 
@@ -153,10 +153,7 @@ class DriverCopier:
 
     def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL) -> None:
         self._max_copies = max_copies_per_call
-        try:
-            self._driver = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise TransferError(f"the CUDA driver cannot be loaded: {error}") from error
+        self._driver = libcuda()
         # CUDA 13 dropped the index of the failing copy from the arguments; 12.8 brought the call.
         self._takes_fail_index = not hasattr(self._driver, "cuMemcpyBatchAsync_v2")
         name = "cuMemcpyBatchAsync" if self._takes_fail_index else "cuMemcpyBatchAsync_v2"
@@ -171,7 +168,7 @@ class DriverCopier:
             pointer, size = ctypes.c_void_p, ctypes.c_size_t
             fail_index = [pointer] if self._takes_fail_index else []
             self._batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, *fail_index, pointer]
-        self._one = ctypes.PyDLL("libcuda.so.1").cuMemcpyAsync
+        self._one = quick_libcuda().cuMemcpyAsync
         for call in (self._driver.cuMemcpyAsync, self._one):
             call.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
 
@@ -186,19 +183,13 @@ class DriverCopier:
         for start in range(0, count, self._max_copies):
             skipped, number = 8 * start, min(self._max_copies, count - start)
             code = self._batch(targets + skipped, sources + skipped, sizes + skipped, number, *self._constant, stream)
-            self._check(code, "cuMemcpyBatchAsync")
+            check(code, "cuMemcpyBatchAsync")
 
     def copy_one(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Copy so few bytes that giving up Python's lock for the call, and waiting for it again, would take longer."""
-        self._check(self._one(target, source, num_bytes, stream), "cuMemcpyAsync")
+        check(self._one(target, source, num_bytes, stream), "cuMemcpyAsync")
 
     def _copy_each(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (targets, sources, sizes)]
         for target, source, size in zip(*arrays, strict=True):
-            self._check(self._driver.cuMemcpyAsync(target, source, size, stream), "cuMemcpyAsync")
-
-    def _check(self, code: int, call: str) -> None:
-        if code != 0:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
-            raise TransferError(f"{call} failed with CUDA error {code}: {(text.value or b'unknown').decode()}")
+            check(self._driver.cuMemcpyAsync(target, source, size, stream), "cuMemcpyAsync")

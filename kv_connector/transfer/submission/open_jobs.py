@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import InvalidBlockError
-from ..types import CopyJob, Direction
+from ...errors import InvalidBlockError
+from ...types import CopyJob, Direction
+from ..memory.host_pool import HostPool
+from ..memory.layout import CacheLayout
 from .checks import Int64s, merged_ids, right_jobs
-from .host_pool import HostPool
-from .layout import CacheLayout
 from .submissions import Completion
 
 logger = logging.getLogger("kv_connector.transfer")

@@ -7,15 +7,20 @@ threads may use a lane: what is current belongs to each of them, and events go a
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from ..errors import TransferError
+from ...errors import TransferError
+from .allocations import index_of
+from .driver import check, on_device
 
-_CAPTURE_MODE_RELAXED = 2
+_NON_BLOCKING = 1
+logger = logging.getLogger("kv_connector.transfer")
 
 
 class Event(Protocol):
@@ -34,7 +39,17 @@ class Event(Protocol):
         """Milliseconds from here to `end_event`; both complete."""
 
 
-class Lane(Protocol):
+class Events(Protocol):
+    """Events for positions in streams, which go around."""
+
+    def mark(self, stream: Any = None) -> Event:
+        """An event at the position of `stream`, the current one by default."""
+
+    def recycle(self, events: list[Event]) -> None:
+        """Take events back for reuse; their waits have been enqueued: streams keep the position that they had then."""
+
+
+class Lane(Events, Protocol):
     """Where one direction's copies run."""
 
     is_synchronous: bool
@@ -57,28 +72,40 @@ class Lane(Protocol):
     def follow(self, position: Event | None) -> None:
         """What the lane's stream does from now on comes behind what `position` has returned."""
 
-    def mark(self, stream: Any = None) -> Event:
-        """An event at the position of `stream`, the current one by default."""
-
-    def recycle(self, events: list[Event]) -> None:
-        """Take events back for reuse; their waits have been enqueued: streams keep the position that they had then."""
-
-
-def allow_beside_captures() -> None:
-    """What this thread does must not spoil a CUDA graph that another one captures at the time.
-
-    Engines capture theirs in the mode that forbids many calls to every thread that has not opted out (see
-    `cudaThreadExchangeStreamCaptureMode` in CUDA's manual). Raises TransferError.
-    """
-    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-    code = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    if code != 0:
-        raise TransferError(f"cuThreadExchangeStreamCaptureMode failed with CUDA error {code}")
+    def wait_idle(self) -> None:
+        """Block the host until the lane's stream has done all that it holds; spoils no capture. Raises TransferError
+        where the device is lost."""
 
 
 def make_lane(device: torch.device, priority: int, timing: bool) -> Lane:
     """A lane for copies on `device`. A lower `priority` number runs first; `timing` makes events that can be timed."""
     return CudaLane(device, priority, timing) if device.type == "cuda" else HostLane()
+
+
+def make_stream(device: torch.device, priority: int) -> Any:
+    """A stream that nobody else has, as torch knows them; None on the CPU. Raises TransferError.
+
+    By the driver: torch hands out the same 32 of a priority in turn, to everybody in the process, so that ours would
+    come to be the engine's, and be recorded into the CUDA graphs that it captures. It goes with the last who holds it;
+    what it holds then still runs.
+    """
+    if device.type == "cpu":
+        return None
+    index = index_of(device)
+    handle = ctypes.c_void_p()
+    with on_device(index) as driver:
+        code = driver.cuStreamCreateWithPriority(
+            ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(priority)
+        )
+        check(code, "cuStreamCreateWithPriority")
+    stream: Any = torch.cuda.ExternalStream(handle.value, device=torch.device("cuda", index))  # type: ignore[no-untyped-call]
+    weakref.finalize(stream, _destroy, index, handle).atexit = False
+    return stream
+
+
+def make_events(device: torch.device) -> Events:
+    """Events for streams of `device`, that cannot be timed."""
+    return CudaEvents(device, timing=False) if device.type == "cuda" else HostLane()
 
 
 class HostEvent:
@@ -125,6 +152,9 @@ class HostLane:
     def follow(self, position: Event | None) -> None:
         """See `Lane.follow`."""
 
+    def wait_idle(self) -> None:
+        """Nothing to wait for."""
+
     def mark(self, stream: None = None) -> Event:
         """See `Lane.mark`."""
         return HostEvent()
@@ -133,17 +163,39 @@ class HostLane:
         """Nothing is reused."""
 
 
-class CudaLane:
-    """A CUDA stream and a pool of events."""
+class CudaEvents:
+    """See `Events`."""
+
+    def __init__(self, device: torch.device, timing: bool) -> None:
+        self._device = device
+        self._timing = timing
+        self._free: list[Event] = []
+
+    def mark(self, stream: Any = None) -> Event:
+        """See `Events.mark`."""
+        event: Any
+        try:
+            event = self._free.pop()  # asking first whether there is one would let another thread take it
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=self._timing)  # type: ignore[no-untyped-call]
+        event.record(stream if stream is not None else torch.cuda.current_stream(self._device))
+        marked: Event = event
+        return marked
+
+    def recycle(self, events: list[Event]) -> None:
+        """See `Events.recycle`."""
+        self._free.extend(events)
+
+
+class CudaLane(CudaEvents):
+    """A CUDA stream of its own and a pool of events."""
 
     is_synchronous = False
 
     def __init__(self, device: torch.device, priority: int, timing: bool) -> None:
-        self.stream: Any = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        super().__init__(device, timing)
+        self.stream: Any = make_stream(device, priority)
         self.handle: int = self.stream.cuda_stream
-        self._device = device
-        self._timing = timing
-        self._free: list[Event] = []
 
     def current(self) -> Any:
         """See `Lane.current`."""
@@ -164,17 +216,15 @@ class CudaLane:
             position.wait(self.stream)
             self._free.append(position)
 
-    def mark(self, stream: Any = None) -> Event:
-        """See `Lane.mark`."""
-        event: Any
-        try:
-            event = self._free.pop()  # asking first whether there is one would let another thread take it
-        except IndexError:
-            event = torch.cuda.Event(enable_timing=self._timing)  # type: ignore[no-untyped-call]
-        event.record(stream if stream is not None else torch.cuda.current_stream(self._device))
-        marked: Event = event
-        return marked
+    def wait_idle(self) -> None:
+        """See `Lane.wait_idle`."""
+        with on_device(index_of(self._device)) as driver:
+            check(driver.cuStreamSynchronize(ctypes.c_void_p(self.handle)), "cuStreamSynchronize")
 
-    def recycle(self, events: list[Event]) -> None:
-        """See `Lane.recycle`."""
-        self._free.extend(events)
+
+def _destroy(device: int, handle: ctypes.c_void_p) -> None:
+    try:
+        with on_device(device) as driver:
+            check(driver.cuStreamDestroy_v2(handle), "cuStreamDestroy")
+    except TransferError as error:  # a finalizer's top: the device is lost, and its streams with it
+        logger.warning("a stream is not given back: %s", error)

@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 from . import numa
 from .pinning import Pinner
 
@@ -48,7 +48,9 @@ class HostPool:
         self.blocks_per_piece = max(1, pin_piece_bytes // block_bytes)
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # The mapping goes with its last view, so that nobody who still holds one reads freed memory.
-        self._tensor: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8).view(num_blocks, block_bytes)
+        with torch.inference_mode(False):  # engines register in that mode: see `geometry._view`
+            memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._tensor: torch.Tensor | None = memory.view(num_blocks, block_bytes)
         self._pinner: Pinner | None = None
         self._num_ready_blocks = num_blocks
         self._is_pinned = pin_memory and device is not None and device.type == "cuda"

@@ -1,0 +1,1 @@
+"""What copies take on this machine, and what follows from it."""

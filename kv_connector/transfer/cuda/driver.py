@@ -1,0 +1,91 @@
+"""libcuda, loaded once, and the calls of it that belong to no copy. Imports neither torch nor NumPy.
+
+Through ctypes: `libcuda` lets go of Python's lock during a call; `quick_libcuda` keeps it, for calls that take less
+than getting it back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TypeVar
+
+from ...errors import TransferError
+
+_CAPTURE_MODE_RELAXED = 2
+_Library = TypeVar("_Library", bound=ctypes.CDLL)
+
+
+@cache
+def libcuda() -> ctypes.CDLL:
+    """The CUDA driver. Raises TransferError where there is none."""
+    return _load(ctypes.CDLL)
+
+
+@cache
+def quick_libcuda() -> ctypes.PyDLL:
+    """The same, with Python's lock held during calls. Raises as `libcuda`."""
+    return _load(ctypes.PyDLL)
+
+
+def check(code: int, call: str) -> None:
+    """Raise TransferError, with the driver's words, unless `code` is 0."""
+    if code != 0:
+        text = ctypes.c_char_p()
+        libcuda().cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
+        raise TransferError(f"{call} failed with CUDA error {code}: {(text.value or b'unknown').decode()}")
+
+
+def prepare_thread(device: int) -> None:
+    """For a thread of our own, in front of its first call: the device's context is current on it from now on, and what
+    it does spoils no CUDA graph that another one captures at the time.
+
+    Engines capture theirs in the mode that forbids many calls to every thread that has not opted out (see
+    `cudaThreadExchangeStreamCaptureMode` in CUDA's manual). Raises TransferError.
+    """
+    check(libcuda().cuCtxSetCurrent(primary_context(device)), "cuCtxSetCurrent")
+    _exchange_capture_mode(_CAPTURE_MODE_RELAXED)
+
+
+@cache
+def primary_context(device: int) -> ctypes.c_void_p:
+    """The context that torch uses on a device, kept until the process ends. Raises TransferError."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    check(libcuda().cuInit(0), "cuInit")
+    check(libcuda().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+    check(libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
+    return context
+
+
+@contextmanager
+def on_device(device: int) -> Iterator[ctypes.CDLL]:
+    """The driver for calls within the device's context, that spoil no capture; then all is as it was.
+
+    Whatever context, stream or memory pool the thread is in, these calls do not ask for it. Raises TransferError.
+    """
+    driver, context = libcuda(), primary_context(device)
+    check(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+    try:
+        before = _exchange_capture_mode(_CAPTURE_MODE_RELAXED)
+        try:
+            yield driver
+        finally:
+            _exchange_capture_mode(before)
+    finally:
+        check(driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    value = ctypes.c_int(mode)
+    code = libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
+    check(code, "cuThreadExchangeStreamCaptureMode")
+    return value.value
+
+
+def _load(kind: type[_Library]) -> _Library:
+    try:
+        return kind("libcuda.so.1")
+    except OSError as error:
+        raise TransferError(f"the CUDA driver cannot be loaded: {error}") from error

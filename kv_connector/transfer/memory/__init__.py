@@ -1,0 +1,1 @@
+"""The memory on both sides: cache tensors as regions of bytes, and the host pool."""

@@ -1,0 +1,67 @@
+"""The direct path: one kernel reads or writes page-locked host memory itself."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import ConfigError, TransferError
+from ...triton_kernels.copy_pieces import LINK_LOAD_PROGRAMS, LINK_SAVE_PROGRAMS, gather_pieces, scatter_pieces
+from ...types import Direction
+from ..cuda.allocations import device_tensor
+from ..cuda.uploads import IdUploads, RegionTables
+from ..memory.host_pool import HostPool
+from ..memory.layout import CacheLayout
+from .base import BlockCopy
+
+
+class DirectPath:
+    """One kernel a copy, over the link (see `CopyPath`): fast at any piece size, but it slows the model."""
+
+    def __init__(self, layout: CacheLayout, host: HostPool) -> None:
+        """Raises ConfigError for host memory that is not to be page-locked: the GPU cannot reach it."""
+        if not host.is_pinned:
+            raise ConfigError('copy_path="direct" needs page-locked host memory: set pin_memory or another copy_path')
+        self._host = host
+        self._tables = RegionTables(layout)
+        self._ids = {way: IdUploads(layout.device, sides=2, in_order=False) for way in Direction}
+        if layout.device.type == "cuda":
+            with torch.cuda.device(layout.device):
+                self._compile(layout)
+
+    def copy(self, copy: BlockCopy) -> None:
+        """See `CopyPath.copy`. Raises TransferError where page locking has failed since."""
+        if not self._host.is_pinned:
+            raise TransferError("the direct path needs page-locked host memory, and locking it has failed")
+        load = copy.direction is Direction.LOAD
+        move = scatter_pieces if load else gather_pieces
+        uploads, count = self._ids[copy.direction], len(copy.device_ids)
+        there = uploads.get(copy.device_ids, copy.host_ids, copy.stream).there
+        try:
+            move(
+                self._tables.part(copy.regions),
+                there,
+                self._host.tensor,
+                there,
+                count=count,
+                flat_first=count,
+                num_programs=LINK_LOAD_PROGRAMS if load else LINK_SAVE_PROGRAMS,
+                stream=copy.stream,
+            )
+        finally:
+            uploads.used(copy.stream)
+
+    def close(self) -> None:
+        """See `CopyPath.close`."""
+        for uploads in self._ids.values():
+            uploads.close()
+        self._ids = {}
+
+    def _compile(self, layout: CacheLayout) -> None:
+        """Compile both kernels, on bytes that stay what they are, whether or not they were measured: the first copy of
+        service would hold up all that is in line behind it."""
+        row = device_tensor((1, self._host.block_bytes), torch.uint8, layout.device)
+        ids = device_tensor((1,), torch.int64, layout.device).zero_()
+        for _ in range(2):  # the second call is the one that service makes
+            for move in (gather_pieces, scatter_pieces):
+                move(self._tables.part(range(1)), ids, row, ids)
+        torch.cuda.current_stream().synchronize()
