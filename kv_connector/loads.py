@@ -10,6 +10,9 @@ which is how it becomes known.
 
 A load in the background is announced to the engine before it ends: in the step that the engine will have taken note of
 when the bytes are expected to be there. Should they be late, the step that reads them waits, on the device.
+
+Some engines cannot be told which blocks a step was to use and did not get. For them every load runs in the background
+and none is announced: one that fails has kept its own request waiting, and nobody else has read a byte of it.
 """
 
 from __future__ import annotations
@@ -146,9 +149,13 @@ class _BackgroundLoad:
 class LoadPlanner:
     """Chooses how each hit is loaded, and follows the loads in the background. The scheduler half owns their leases."""
 
-    def __init__(self, config: Config, metrics: CacheMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: Config, metrics: CacheMetrics, clock: Callable[[], float], fails_by_block: bool = True
+    ) -> None:
+        """Without `fails_by_block` the engine is told of failed loads by request only: none is in a step."""
         self.estimate = LoadEstimate(config.max_load_stall_ms / 1e3)
         self._choice = config.load_choice
+        self._fails_by_block = fails_by_block
         self._metrics = metrics
         self._clock = clock
         self._asked: dict[str, LoadMode] = {}  # what waiting requests were answered last
@@ -174,6 +181,8 @@ class LoadPlanner:
     ) -> LoadMode:
         """How this hit comes to the device. `first_blocks`: host blocks of its first block, by group."""
         mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, others_running, first_blocks)
+        if mode is LoadMode.SYNC and not self._fails_by_block:
+            mode = LoadMode.ASYNC
         before, self._asked[request_id] = self._asked.get(request_id), mode
         self._metrics.ridden_loads += mode is LoadMode.RIDE and before is not mode
         return mode
@@ -212,7 +221,7 @@ class LoadPlanner:
         ends = [self._ends.get(block_id) for block_id in job.host_ids.tolist()]
         known = [end for end in ends if end is not None]
         seconds = self.estimate.load_seconds(job.num_blocks) or 0.0
-        is_known = may_announce and len(known) == len(ends)
+        is_known = may_announce and self._fails_by_block and len(known) == len(ends)
         self._background[job.job_id] = _BackgroundLoad(seconds, max(known) if is_known else None)
 
     def end(self, job: CopyJob) -> None:
@@ -253,11 +262,11 @@ class LoadPlanner:
     def _choose(
         self, num_blocks: int, num_hit: int, num_new: int, others_running: bool, first_blocks: Sequence[int]
     ) -> LoadMode:
-        if self._choice is LoadChoice.SYNC:
+        if self._choice is LoadChoice.SYNC and self._fails_by_block:
             return LoadMode.SYNC
         rides = bool(first_blocks) and first_blocks[0] in self._ends
         end = self._ends[first_blocks[0]] if rides else None
-        if self._choice is LoadChoice.ASYNC:
+        if self._choice is not LoadChoice.AUTO:
             return LoadMode.RIDE if rides else LoadMode.ASYNC
         to_ride = (0.0 if end is None else max(0.0, end - self._clock())) if rides else None
         return self.estimate.choose(num_blocks, num_hit, num_new, others_running, to_ride)

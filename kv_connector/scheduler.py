@@ -59,6 +59,8 @@ class SchedulerHalf(KVConnectorScheduler):
     """See `KVConnectorScheduler` for the calls.
 
     `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `Lookup`.
+    `fails_by_block`: the engine can be told which blocks a step was to load and did not; if not, no step loads any, and
+    requests wait for theirs.
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
     An engine that keeps its own device blocks in our index passes its `tree`, so that one tree knows every tier.
     `clock` gives seconds that never go back; it orders evictions and times loads. `identity` names what the engine's
@@ -78,6 +80,7 @@ class SchedulerHalf(KVConnectorScheduler):
         unpins_when_idle: bool = True,
         identity: CacheIdentity | None = None,
         engine_id: str = "",
+        fails_by_block: bool = True,
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
         self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=True)  # grows as ranks report memory that is ready
@@ -93,7 +96,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._budget = SaveBudget(config.save_bandwidth)
         policy = SavePolicy.from_config(config)
         self._saves = SavePlanner(self._grouped, self.host, policy, self._budget, self.metrics)
-        self._loads = LoadPlanner(config, self.metrics, clock)
+        self._loads = LoadPlanner(config, self.metrics, clock, fails_by_block)
         self._leases = LoadLeases(self._lookup, self.host, self._jobs, self._loads)
         self._under_way = StepsUnderWay()
         self._storage: StoragePlanner | None = None
