@@ -167,6 +167,8 @@ def check_loaded_bytes_and_tokens(
 
     They end alike, so that answers which differ show that the model looks at what is cached.
     """
+    from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
+
     config = transfer_config({"write_policy": "write_through", "load_choice": choice, "block_major": block_major})
     with running(folder, model, num_blocks=160, kv_transfer_config=config, **options) as engine:
         asked = [[*prompt[:-4], 5, 6, 7, 8] for prompt in prompts(2)]
@@ -181,10 +183,11 @@ def check_loaded_bytes_and_tokens(
         assert engine.llm.reset_prefix_cache()
         from_host = engine.alone(asked)
         loaded = engine.cached_bytes()
-        stats = engine.stats()
+        stats, groups = engine.stats(), engine.scheduler.kv_cache_config.kv_cache_groups
         engine.check_all_free()
     assert stats["host_hit_tokens"] == 2 * 13 * BLOCK_SIZE
-    assert stats[f"{choice}_loads"] == 2
+    by_request = TELLS_FAILED_REQUESTS and len(groups) > 1
+    assert stats["async_loads" if by_request else f"{choice}_loads"] == 2
     same = saved.keys() & loaded.keys()
     assert len(same) >= 2 * 13
     assert all(saved[key] == loaded[key] for key in same)

@@ -15,7 +15,7 @@ from .blocks import PoolBlocks
 from .events import to_vllm
 from .specs import EngineShape
 from .stats import StatsFeed, TieredStats
-from .steps import PlanMetadata, ReportMetadata, to_step, to_tables
+from .steps import TELLS_FAILED_REQUESTS, PlanMetadata, ReportMetadata, to_step, to_tables
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -43,6 +43,8 @@ class SchedulerRole:
             unpins_when_idle=shape.unpins_when_idle,
             identity=shape.identity,
             engine_id=shape.engine_id,
+            # Block ids do not say which group lost them: with several groups vLLM ends the engine over any.
+            fails_by_block=len(shape.groups) == 1 or not TELLS_FAILED_REQUESTS,
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
         self._has_blocks = False

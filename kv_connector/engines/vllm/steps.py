@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from ...base import ScheduledRequest, SchedulerOutput
@@ -14,6 +15,8 @@ from ...types import NO_BLOCK, StepPlan, StepReport
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput as VllmOutput
 
+TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
+"""Whether this vLLM takes requests whose load failed; older ones take their blocks, of models with one group."""
 NULL_BLOCK = 0
 """vLLM's block 0 stands in a table where there is none."""
 

@@ -14,7 +14,7 @@ from ...build import build_worker
 from ...config import Config
 from .specs import EngineShape
 from .stats import TieredStats
-from .steps import ReportMetadata
+from .steps import TELLS_FAILED_REQUESTS, ReportMetadata
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kv_connector.vllm")
 
-TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
-"""Whether this vLLM takes failed requests; older ones take their blocks."""
 NEEDS_WORKER_STATS = not hasattr(base.KVConnectorBase_V1, "on_new_request")
 """Whether this vLLM asks the scheduler side for statistics only where a worker had some (0.20)."""
 
