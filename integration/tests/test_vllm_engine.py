@@ -39,6 +39,20 @@ def test_a_loaded_prefix_has_the_bytes_and_gives_the_tokens_of_a_cached_one(
     check_loaded_bytes_and_tokens(folder, model, choice)
 
 
+def test_the_first_request_after_the_start_is_hit_by_the_second(folder: Path) -> None:
+    """It ends in the first step there is: the scheduler knows by then what memory the ranks have."""
+    config = transfer_config({"write_policy": "write_through"})
+    asked = prompts(1)
+    with running(folder, warm_up=False, kv_transfer_config=config) as engine:
+        answers = engine.alone(asked, 1)
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
+        assert engine.alone(asked, 1) == answers
+        stats = engine.stats()
+        engine.check_all_free()
+    assert stats["host_hit_tokens"] == 13 * BLOCK_SIZE
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_a_working_set_larger_than_the_device(folder: Path, policy: str) -> None:
     config = transfer_config({"write_policy": policy})

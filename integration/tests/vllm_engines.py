@@ -129,8 +129,10 @@ class VllmEngine:
 
 
 @contextmanager
-def running(folder: Path, model: str = "dense", num_blocks: int = 40, **options: Any) -> Iterator[VllmEngine]:
-    """An engine on a model of `tiny`; `options` are vLLM's and go before ours."""
+def running(
+    folder: Path, model: str = "dense", num_blocks: int = 40, warm_up: bool = True, **options: Any
+) -> Iterator[VllmEngine]:
+    """An engine on a model of `tiny`; `options` are vLLM's and go before ours. Without `warm_up` it has run no step."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -152,7 +154,7 @@ def running(folder: Path, model: str = "dense", num_blocks: int = 40, **options:
     llm = LLM(**(settings | options))
     try:
         engine = VllmEngine(llm)
-        if hasattr(engine.scheduler.connector, "_scheduler"):
+        if warm_up and hasattr(engine.scheduler.connector, "_scheduler"):
             engine.warm_up()
         yield engine
     finally:

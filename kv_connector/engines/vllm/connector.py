@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.platforms import current_platform
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.core.block_pool import BlockPool
@@ -100,6 +102,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self._scheduler.set_xfer_handshake_metadata(metadata)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.half.on_new_request(request)
@@ -189,6 +194,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> ReportMetadata:
         return self._worker.build_connector_worker_meta()
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """None under MultiConnector: it hands every child what the first one has, and others need theirs."""
+        return self._worker.get_handshake_metadata() if get_kv_transfer_group() is self else None
 
     # Both sides.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -15,7 +15,7 @@ from .blocks import PoolBlocks
 from .events import to_vllm
 from .specs import EngineShape
 from .stats import StatsFeed, TieredStats
-from .steps import TELLS_FAILED_REQUESTS, PlanMetadata, ReportMetadata, to_step, to_tables
+from .steps import TELLS_FAILED_REQUESTS, PlanMetadata, ReadyMetadata, ReportMetadata, to_step, to_tables
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -62,6 +62,11 @@ class SchedulerRole:
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._has_blocks = True
         self.half.bind_block_pool(PoolBlocks(pool, {v: ours for ours, v in enumerate(self.shape.group_ids)}))
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, object]) -> None:
+        """By rank; under MultiConnector it may be another connector's."""
+        ready = [rank.report for rank in metadata.values() if isinstance(rank, ReadyMetadata)]
+        self.half.update_connector_output(ready)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if not self._has_blocks:

@@ -14,7 +14,7 @@ from ...build import build_worker
 from ...config import Config
 from .specs import EngineShape
 from .stats import TieredStats
-from .steps import TELLS_FAILED_REQUESTS, ReportMetadata
+from .steps import TELLS_FAILED_REQUESTS, ReadyMetadata, ReportMetadata
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,10 @@ class WorkerRole:
 
     def build_connector_worker_meta(self) -> ReportMetadata:
         return ReportMetadata((self.half.build_connector_worker_meta(),))
+
+    def get_handshake_metadata(self) -> ReadyMetadata:
+        """Called once, between `register_kv_caches` and the first step."""
+        return ReadyMetadata(self.half.build_connector_worker_meta())
 
     def take_stats(self) -> TieredStats | None:
         return TieredStats() if NEEDS_WORKER_STATS else None
