@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from integration.models import tiny
@@ -160,6 +161,22 @@ def running(
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines from now on plan a step while another one is under way, as they do on GPUs.
+
+    On a CPU vLLM turns that off, as nothing is won by it; its scheduler and runner can do it all the same.
+    """
+    from vllm.platforms import current_platform
+
+    check = current_platform.check_and_update_config
+
+    def check_and_schedule_ahead(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(current_platform, "check_and_update_config", check_and_schedule_ahead)
 
 
 def check_loaded_bytes_and_tokens(

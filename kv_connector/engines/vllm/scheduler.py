@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_WAITS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 logger = logging.getLogger("kv_connector.vllm")
 
@@ -47,6 +48,7 @@ class SchedulerRole:
             fails_by_block=len(shape.groups) == 1 or not TELLS_FAILED_REQUESTS,
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
+        self._live: dict[str, Request] = {}  # that were admitted
         self._has_blocks = False
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
         self._feed = StatsFeed()
@@ -61,7 +63,8 @@ class SchedulerRole:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._has_blocks = True
-        self.half.bind_block_pool(PoolBlocks(pool, {v: ours for ours, v in enumerate(self.shape.group_ids)}))
+        groups = {v: ours for ours, v in enumerate(self.shape.group_ids)}
+        self.half.bind_block_pool(PoolBlocks(pool, groups, lambda: any(map(_may_hold_blocks, self._live.values()))))
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, object]) -> None:
         """By rank; under MultiConnector it may be another connector's."""
@@ -85,6 +88,7 @@ class SchedulerRole:
         block_ids = blocks.get_block_ids()
         tables = to_tables([block_ids[group_id] for group_id in self.shape.group_ids])
         self._told[request.request_id] = tables
+        self._live[request.request_id] = request
         self.half.update_state_after_alloc(request, tables, num_local, num_external_tokens)
 
     def build_connector_meta(self, output: SchedulerOutput) -> PlanMetadata:
@@ -98,6 +102,7 @@ class SchedulerRole:
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
+        self._live.pop(request.request_id, None)
         if request.status not in _ENDED_WELL:
             self.half.withdraw_handover(request.request_id)
         return self.half.request_finished(request)
@@ -123,3 +128,8 @@ class SchedulerRole:
             stats["host_hit_tokens"],
         )
         self.half.shutdown()
+
+
+def _may_hold_blocks(request: Request) -> bool:
+    """Whether vLLM may have blocks for a request that has not ended; one that was preempted begins anew."""
+    return request.num_computed_tokens > 0 or request.status not in _WAITS
