@@ -19,7 +19,7 @@ from .budget import SaveBudget
 from .config import Config
 from .endings import JobEnds
 from .errors import ConfigError, KVConnectorError
-from .events import AllBlocksCleared, BlockRemoved, CacheEvent, EventLog
+from .events import BlockRemoved, CacheEvent, EventLog
 from .handovers import HandoverPlanner
 from .hits import HitCounter
 from .index import (
@@ -290,12 +290,11 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def reset_cache(self) -> bool:
         self.host.reset()
-        self.host.removed.clear()
+        self._log_removed()
         if self._storage is not None:
             self._storage.reset()
         if self._handovers is not None:
             self._handovers.reset()
-        self._events.add(AllBlocksCleared(Tier.HOST))
         return True
 
     def has_pending_push_work(self) -> bool:
