@@ -10,7 +10,15 @@ import pytest
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
 from integration.models import tiny
-from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, schedule_ahead, transfer_config
+from integration.tests.vllm_engines import (
+    BLOCK_SIZE,
+    VllmEngine,
+    prompts,
+    running,
+    schedule_ahead,
+    transfer_config,
+    vllm_version,
+)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +89,7 @@ def test_running_requests_survive_a_reset_in_their_middle(roomy: VllmEngine) -> 
     roomy.check_all_free()
 
 
+@pytest.mark.skipif(vllm_version().startswith("0.20"), reason="its runner plans ahead on GPUs only")
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_resets_while_steps_and_saves_are_under_way(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, policy: str
