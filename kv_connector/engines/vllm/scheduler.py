@@ -12,7 +12,7 @@ from ...build import build_scheduler
 from ...config import Config
 from ...errors import ConfigError
 from .blocks import PoolBlocks
-from .events import to_vllm
+from .events import EventFeed
 from .specs import EngineShape
 from .stats import StatsFeed, TieredStats
 from .steps import TELLS_FAILED_REQUESTS, PlanMetadata, ReadyMetadata, ReportMetadata, to_step, to_tables
@@ -52,6 +52,7 @@ class SchedulerRole:
         self._has_blocks = False
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
         self._feed = StatsFeed()
+        self._events = EventFeed(shape) if shape.publishes_events else None
         logger.info(
             "kv_connector: %s over %d rank(s), %d bytes of host memory in all, blocks of %d tokens in %d group(s)",
             config.write_policy.value,
@@ -78,6 +79,8 @@ class SchedulerRole:
                 "use a newer vLLM, or TieredKVConnector alone"
             )
         self._local_tokens[request.request_id] = num_computed_tokens
+        if self._events is not None:
+            self._events.note(request)
         if request.skip_reading_prefix_cache:
             return 0, False  # it wants its prompt computed, and vLLM drops what we answer
         return self.half.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -93,6 +96,9 @@ class SchedulerRole:
 
     def build_connector_meta(self, output: SchedulerOutput) -> PlanMetadata:
         told, self._told = self._told, {}
+        if self._events is not None:
+            for request_id in output.num_scheduled_tokens:
+                self._events.note(self._live[request_id])
         return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids, told)))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -103,12 +109,15 @@ class SchedulerRole:
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
         self._live.pop(request.request_id, None)
+        if self._events is not None:
+            self._events.forget(request.request_id)
         if request.status not in _ENDED_WELL:
             self.half.withdraw_handover(request.request_id)
         return self.half.request_finished(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return to_vllm(self.half.take_events(), self.shape)
+        events = self.half.take_events()
+        return self._events.to_vllm(events) if self._events is not None else ()
 
     def take_stats(self) -> TieredStats | None:
         return self._feed.take(self.half.get_kv_connector_stats())
