@@ -48,6 +48,15 @@ def prompts(count: int, num_tokens: int = 420, seed: int = 0) -> list[list[int]]
     return [[rng.randrange(2, tiny.VOCABULARY) for _ in range(num_tokens)] for _ in range(count)]
 
 
+def cached_tokens_by_source() -> dict[str, float]:
+    """What vLLM's metrics of this process say of where cached tokens came from; older versions do not say."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for family in REGISTRY.collect() for sample in family.samples]
+    name = "vllm:prompt_tokens_cached_by_source_total"
+    return {sample.labels["source"]: sample.value for sample in samples if sample.name == name and sample.value}
+
+
 class VllmEngine:
     """An `LLM` with our connector, stepped by this thread."""
 

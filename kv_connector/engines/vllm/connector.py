@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # older versions have one source only
+except ImportError:  # older versions do not tell sources apart
     CacheHitSource = None
 
 KNOWS_BLOCK_MAJOR = find_spec("vllm.v1.kv_cache_layout") is not None
@@ -51,9 +51,6 @@ logging.getLogger("kv_connector").parent = logging.getLogger("vllm")
 
 class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV cache on pinned host memory and brings it back. See docs/vllm.md for its settings."""
-
-    if CacheHitSource is not None:
-        _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises ConfigError for settings or a model that are not served, before any memory is taken."""
@@ -114,6 +111,11 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """By `CacheHitSource`; called right behind `update_state_after_alloc`, by versions that have it."""
+        sources = self._scheduler.hit_sources(num_external_tokens)
+        return {CacheHitSource(source): count for source, count in sources.items()}
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A load fills whole blocks: none of any group needs zeroing before it."""

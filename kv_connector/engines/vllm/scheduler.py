@@ -49,6 +49,7 @@ class SchedulerRole:
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
         self._live: dict[str, Request] = {}  # that were admitted
+        self._farther_tokens = 0, 0  # of the request admitted last: those of other engines, and of storage
         self._has_blocks = False
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
         self._feed = StatsFeed()
@@ -92,7 +93,17 @@ class SchedulerRole:
         tables = to_tables([block_ids[group_id] for group_id in self.shape.group_ids])
         self._told[request.request_id] = tables
         self._live[request.request_id] = request
+        metrics = self.half.metrics
+        peer, storage = metrics.peer_hit_tokens, metrics.storage_hit_tokens
         self.half.update_state_after_alloc(request, tables, num_local, num_external_tokens)
+        self._farther_tokens = metrics.peer_hit_tokens - peer, metrics.storage_hit_tokens - storage
+
+    def hit_sources(self, num_external_tokens: int) -> dict[str, int]:
+        """Where the external tokens of the request admitted last come from, by the values of vLLM's `CacheHitSource`;
+        sources of none are left out. What was read from storage for it counts as storage's."""
+        peer, storage = self._farther_tokens
+        sources = {"p2p": peer, "disk": storage, "host": num_external_tokens - peer - storage}
+        return {source: count for source, count in sources.items() if count}
 
     def build_connector_meta(self, output: SchedulerOutput) -> PlanMetadata:
         told, self._told = self._told, {}
