@@ -28,7 +28,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing is on `tier` any more, or so many events were not fetched that a reader must start afresh."""
+    """So many events were not fetched that what is on `tier` is not known: a reader must start afresh."""
 
     tier: Tier
 

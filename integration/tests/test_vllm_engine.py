@@ -21,6 +21,7 @@ from integration.tests.vllm_engines import (
     transfer_config,
     vllm_version,
 )
+from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -36,6 +37,20 @@ def test_a_loaded_prefix_has_the_bytes_and_gives_the_tokens_of_a_cached_one(
     folder: Path, model: str, choice: str
 ) -> None:
     check_loaded_bytes_and_tokens(folder, model, choice)
+
+
+def test_the_first_request_after_the_start_is_hit_by_the_second(folder: Path) -> None:
+    """It ends in the first step there is: the scheduler knows by then what memory the ranks have."""
+    config = transfer_config({"write_policy": "write_through"})
+    asked = prompts(1)
+    with running(folder, warm_up=False, kv_transfer_config=config) as engine:
+        answers = engine.alone(asked, 1)
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
+        assert engine.alone(asked, 1) == answers
+        stats = engine.stats()
+        engine.check_all_free()
+    assert stats["host_hit_tokens"] == 13 * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -109,14 +124,25 @@ def test_two_ranks_agree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stats["host_hit_tokens"] == 2 * 4 * 13 * BLOCK_SIZE
 
 
-@pytest.mark.parametrize("choice", ["sync", "async"])
-@pytest.mark.parametrize("failure", ["recompute", "fail"])
-def test_a_failed_load_is_a_miss_or_one_failed_request(folder: Path, choice: str, failure: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "choice", "failure"),
+    [
+        ("dense", "sync", "recompute"),
+        ("dense", "sync", "fail"),
+        ("dense", "async", "recompute"),
+        ("dense", "async", "fail"),
+        ("windows", "sync", "recompute"),
+        ("windows", "sync", "fail"),
+    ],
+)
+def test_a_failed_load_is_a_miss_or_one_failed_request(folder: Path, model: str, choice: str, failure: str) -> None:
     """Under `recompute` the user sees a slow answer; under `fail`, vLLM's default, one request ends with an error."""
+    if model == "windows" and not TELLS_FAILED_REQUESTS:
+        pytest.skip("this vLLM cannot be told of a load that failed with more than one group of blocks")
     settings = {"write_policy": "write_through", "load_choice": choice}
     config = transfer_config(settings, kv_load_failure_policy=failure)
     asked = prompts(2)
-    with running(folder, num_blocks=100, kv_transfer_config=config) as engine:
+    with running(folder, model, num_blocks=160, kv_transfer_config=config) as engine:
         expected = engine.alone(asked)
         expected = engine.alone(asked)
         engine.llm.reset_prefix_cache()

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
 from integration.mooncake_master import running_store, why_not
-from integration.tests.vllm_engines import BLOCK_SIZE, prompts, running, transfer_config
+from integration.tests.vllm_engines import BLOCK_SIZE, cached_tokens_by_source, prompts, running, transfer_config
 from kv_connector.errors import ConfigError
-from kv_connector.scheduler.storage import prefetches
+from kv_connector.scheduler.storage import reading
 
 NUM_BLOCKS = 4 * 13
 
@@ -26,7 +26,7 @@ def stable_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that stands still for seconds, as a busy host's do, is not a storage that never answers."""
-    monkeypatch.setattr(prefetches, "_STALL_SECONDS", 60.0)
+    monkeypatch.setattr(reading, "STALL_SECONDS", 60.0)
 
 
 def answers_of_two(folder: Path, config: dict[str, Any], asked: list[list[int]]) -> list[list[int]]:
@@ -40,8 +40,12 @@ def answers_of_two(folder: Path, config: dict[str, Any], asked: list[list[int]])
     with running(folder, num_blocks=200, kv_transfer_config=config) as engine:
         assert engine.alone(asked) == from_device
         engine.check_all_free()
+        assert cached_tokens_by_source() in ({}, {"disk": NUM_BLOCKS * BLOCK_SIZE})
+        assert engine.llm.reset_prefix_cache()
+        assert engine.alone(asked) == from_device, "they are on the host now"
+        assert cached_tokens_by_source() in ({}, dict.fromkeys(("disk", "host"), NUM_BLOCKS * BLOCK_SIZE))
         stats = engine.stats()
-    assert (stats["fetched_blocks"], stats["host_hit_tokens"]) == (NUM_BLOCKS, NUM_BLOCKS * BLOCK_SIZE)
+    assert (stats["fetched_blocks"], stats["host_hit_tokens"]) == (NUM_BLOCKS, 2 * NUM_BLOCKS * BLOCK_SIZE)
     return from_device
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
-from integration.tests.vllm_engines import BLOCK_SIZE, prompts, running, transfer_config
+from vllm.distributed import kv_events
+
+from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
 
 
 def test_prometheus_counts_what_we_count(tmp_path: Path) -> None:
@@ -27,33 +32,109 @@ def test_prometheus_counts_what_we_count(tmp_path: Path) -> None:
     assert samples["vllm:kv_tiered_failed_load_jobs_total"] == 0
 
 
+def host_blocks(events: list[Any]) -> set[tuple[Any, Any]]:
+    """(hash, group) of the blocks that a router believes to be on the host, when it has read all these events."""
+    held: set[tuple[Any, Any]] = set()
+    for event in events:
+        if isinstance(event, kv_events.AllBlocksCleared):
+            held.clear()
+        elif event.medium == "CPU":
+            blocks = {(block_hash, event.group_idx) for block_hash in event.block_hashes}
+            held = held | blocks if isinstance(event, kv_events.BlockStored) else held - blocks
+    return held
+
+
+def contents(events: list[Any], medium: str) -> dict[tuple[Any, Any], tuple[Any, ...]]:
+    """What a router learns of each block that is stored on this medium: tokens, parent, and what goes for its group.
+
+    Where a window is cached in part, vLLM says which tokens the blocks are among and not which are theirs.
+    """
+    known: dict[tuple[Any, Any], tuple[Any, ...]] = {}
+    for event in events:
+        if not isinstance(event, kv_events.BlockStored) or event.medium != medium:
+            continue
+        size, parent = event.block_size, event.parent_block_hash
+        is_whole = len(event.token_ids) == size * len(event.block_hashes)
+        kind = getattr(event, "kv_cache_spec_kind", None), getattr(event, "kv_cache_spec_sliding_window", None)
+        for i, block_hash in enumerate(event.block_hashes):
+            chain = (tuple(event.token_ids[i * size : (i + 1) * size]), parent) if is_whole else None
+            keys = event.extra_keys[i] if event.extra_keys else None
+            known.setdefault((block_hash, event.group_idx), (chain, keys, event.lora_name, *kind))
+            parent = block_hash
+    return known
+
+
+@contextmanager
+def publishing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, model: str, num_blocks: int, settings: dict[str, Any]
+) -> Iterator[tuple[VllmEngine, list[Any]]]:
+    """An engine and the events that it has published."""
+    published: list[Any] = []
+    with running(
+        folder,
+        model,
+        num_blocks=num_blocks,
+        kv_transfer_config=transfer_config(settings),
+        kv_events_config=kv_events.KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+    ) as engine:
+        publisher = engine.scheduler.kv_event_publisher
+        monkeypatch.setattr(publisher, "publish", lambda batch: published.extend(batch.events))
+        yield engine, published
+
+
 def test_routers_are_told_what_the_host_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that were stored on the host and not removed since are exactly those that it holds."""
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventsConfig
-
-    published = []
-    with running(
-        tmp_path,
-        kv_transfer_config=transfer_config({"write_policy": "write_through", "host_memory": "4MiB"}),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
-    ) as engine:
-        monkeypatch.setattr(engine.scheduler.kv_event_publisher, "publish", published.append)
+    settings = {"write_policy": "write_through", "host_memory": "4MiB"}
+    with publishing(tmp_path, monkeypatch, "dense", 40, settings) as (engine, events):
         engine.alone(prompts(6))
         engine.drain()
         engine.alone(prompts(1, 40, seed=5))
-        held = engine.stats()["host_cached_blocks"]
-        engine.llm.reset_prefix_cache(reset_connector=True)
+        before = len(events)
+        assert len(host_blocks(events)) == engine.stats()["host_cached_blocks"] == 32
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
         engine.alone(prompts(1, 40, seed=6))
-    on_host: set[object] = set()
-    before_reset = None
-    for event in (event for batch in published for event in batch.events):
-        if isinstance(event, AllBlocksCleared):
-            before_reset = before_reset or set(on_host)
-            on_host.clear()
-        elif isinstance(event, BlockStored) and event.medium == "CPU":
-            on_host.update(event.block_hashes)
-        elif isinstance(event, BlockRemoved) and event.medium == "CPU":
-            on_host.difference_update(event.block_hashes)
-    assert before_reset is not None
-    assert len(before_reset) == held == 32
-    assert len(on_host) == 1
+        assert any(isinstance(event, kv_events.AllBlocksCleared) for event in events[before:]), "vLLM's own"
+        assert len(host_blocks(events)) == engine.stats()["host_cached_blocks"] == 1
+
+
+def test_a_reset_that_vllm_refused_for_the_device_says_nothing_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request runs: vLLM keeps what is on the device, and only the host's blocks are gone."""
+    from vllm import SamplingParams
+
+    settings = {"write_policy": "write_through"}
+    with publishing(tmp_path, monkeypatch, "dense", 80, settings) as (engine, events):
+        engine.alone(prompts(1))
+        engine.drain()
+        assert len(host_blocks(events)) == 13
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        engine.llm.llm_engine.add_request("long", {"prompt_token_ids": prompts(1, 40, seed=5)[0]}, params)
+        engine.llm.llm_engine.step()
+        assert not engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.stats()["host_cached_blocks"] == 0
+        while engine.llm.llm_engine.has_unfinished_requests():
+            engine.llm.llm_engine.step()
+        engine.drain()
+        assert not [event for event in events if isinstance(event, kv_events.AllBlocksCleared)]
+        assert len(host_blocks(events)) == engine.stats()["host_cached_blocks"]
+
+
+@pytest.mark.parametrize(("model", "policy"), [("dense", "write_through"), ("windows", "write_back")])
+def test_routers_learn_the_same_of_a_block_on_the_host_as_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, policy: str
+) -> None:
+    """Tokens, parent, salt and the kind of the group, also where the request that computed it ended long ago."""
+    with publishing(tmp_path, monkeypatch, model, 120, {"write_policy": policy}) as (engine, events):
+        for seed, salt in ((1, "alice"), (2, "bob")):
+            engine.alone(prompts(6, seed=seed), 40, cache_salt=salt)
+        engine.drain()
+        on_device, on_host = contents(events, "GPU"), contents(events, "CPU")
+        held, groups = host_blocks(events), engine.scheduler.kv_cache_config.kv_cache_groups
+    assert held and held == on_host.keys() <= on_device.keys()
+    assert {group for _, group in on_host} == set(range(len(groups)))
+    for block, (chain, *rest) in on_host.items():
+        their_chain, *theirs = on_device[block]
+        assert chain is not None and their_chain in (None, chain)
+        assert rest == theirs
+    assert any(keys for _, keys, *_ in on_host.values()), "the salt is in the first block's"

@@ -16,7 +16,7 @@ from typing import Any
 from ..base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
 from ..config import Config
 from ..errors import ConfigError
-from ..events import AllBlocksCleared, BlockRemoved, CacheEvent, EventLog
+from ..events import BlockRemoved, CacheEvent, EventLog
 from ..index import BlockGroup, CacheIdentity, CacheTier, GroupedTree, Lookup, PrefixTree, SavePolicy, root_hash
 from ..metrics import CacheMetrics
 from ..types import BlockHash, CopyJob, StepPlan, StepReport, Tier
@@ -43,7 +43,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
     `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `Lookup`.
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
-    `may_wait_in_step`: see `LoadPlanner`. An engine that keeps its own device blocks in our index passes its `tree`, so
+    `fails_by_block`: see `LoadPlanner`. An engine that keeps its own device blocks in our index passes its `tree`, so
     that one tree knows every tier. `clock` gives seconds that never go back; it orders evictions and times loads.
     `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
     and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
@@ -59,7 +59,7 @@ class SchedulerHalf(KVConnectorScheduler):
         groups: Sequence[BlockGroup] = (BlockGroup(),),
         drop_last_block: bool = False,
         unpins_when_idle: bool = True,
-        may_wait_in_step: bool = True,
+        fails_by_block: bool = True,
         identity: CacheIdentity | None = None,
         engine_id: str = "",
     ) -> None:
@@ -74,7 +74,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self._grouped, self.host, self._pool, self._ledger, self.metrics, self._events, clock, block_size
         )
         self._lookup = Lookup(self._grouped, self.host, drop_last_block)
-        self._loads = LoadPlanner(config, self.metrics, clock, may_wait_in_step)
+        self._loads = LoadPlanner(config, self.metrics, clock, fails_by_block)
         self._leases = LoadLeases(shared, self._lookup, self._loads)
         self._steps = InFlightSteps()
         self._requests = RequestTable(self._leases, self._steps, self.metrics)
@@ -228,11 +228,10 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def reset_cache(self) -> bool:
         self.host.reset()
-        self.host.removed.clear()
+        self._log_removed()
         self._requests.reset()
         for companion in self._companions:
             companion.reset()
-        self._events.add(AllBlocksCleared(Tier.HOST))
         # What loads under way bring was cached before, and the engine caches it on the device when it is there.
         return not self._ledger.num_bringing
 

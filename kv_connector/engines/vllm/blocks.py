@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
@@ -15,11 +15,20 @@ if TYPE_CHECKING:
 
 
 class PoolBlocks:
-    """See `base.DeviceBlocks`. `groups` maps vLLM's group numbers to ours."""
+    """See `base.DeviceBlocks`. `groups` maps vLLM's group numbers to ours; `is_held` says whether any request may hold
+    blocks.
 
-    def __init__(self, pool: BlockPool, groups: Mapping[int, int]) -> None:
+    A reset of the device cache is refused where a block is in use, and vLLM asks no connector before it counts: pins
+    would make it fail that nobody can wait for, and `reset_running_requests=True` raises then. So this pool's
+    `reset_prefix_cache` (of this one instance) is called with the pins out of the way.
+    """
+
+    def __init__(self, pool: BlockPool, groups: Mapping[int, int], is_held: Callable[[], bool]) -> None:
         self._pool = pool
         self._groups = groups
+        self._is_held = is_held
+        self._reset: Callable[[], bool] = pool.reset_prefix_cache
+        pool.reset_prefix_cache = self._reset_prefix_cache
 
     def touch(self, block_ids: Sequence[int]) -> None:
         blocks = self._pool.blocks
@@ -41,3 +50,21 @@ class PoolBlocks:
             block = block.next_free_block
             limit -= 1
         return cached
+
+    def _reset_prefix_cache(self) -> bool:
+        """As vLLM's, but only blocks that requests hold make it refuse.
+
+        What no request holds is pinned: by copies of ours, or by vLLM itself, which frees the blocks of a preempted
+        request only when the steps under way have ended. Every pin is given back as it was before anybody can ask for
+        a block, so what a copy or a step reads or writes is never handed out, and no byte changes hands here: only the
+        names of blocks are forgotten.
+        """
+        if self._is_held():
+            return self._reset()
+        pinned = [block for block in self._pool.blocks if block.ref_cnt > 0 and not block.is_null]
+        pins = [block for block in pinned for _ in range(block.ref_cnt)]
+        self._pool.free_blocks(pins)
+        try:
+            return self._reset()
+        finally:
+            self._pool.touch(pins)

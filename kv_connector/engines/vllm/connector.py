@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.platforms import current_platform
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.core.block_pool import BlockPool
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # older versions have one source only
+except ImportError:  # older versions do not tell sources apart
     CacheHitSource = None
 
 KNOWS_BLOCK_MAJOR = find_spec("vllm.v1.kv_cache_layout") is not None
@@ -49,9 +51,6 @@ logging.getLogger("kv_connector").parent = logging.getLogger("vllm")
 
 class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV cache on pinned host memory and brings it back. See docs/vllm.md for its settings."""
-
-    if CacheHitSource is not None:
-        _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises ConfigError for settings or a model that are not served, before any memory is taken."""
@@ -101,6 +100,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.bind_block_pool(gpu_block_pool)
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self._scheduler.set_xfer_handshake_metadata(metadata)
+
     def on_new_request(self, request: Request) -> None:
         self._scheduler.half.on_new_request(request)
 
@@ -109,6 +111,11 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """By `CacheHitSource`; called right behind `update_state_after_alloc`, by versions that have it."""
+        sources = self._scheduler.hit_sources(num_external_tokens)
+        return {CacheHitSource(source): count for source, count in sources.items()}
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A load fills whole blocks: none of any group needs zeroing before it."""
@@ -189,6 +196,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> ReportMetadata:
         return self._worker.build_connector_worker_meta()
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """None under MultiConnector: it hands every child what the first one has, and others need theirs."""
+        return self._worker.get_handshake_metadata() if get_kv_transfer_group() is self else None
 
     # Both sides.
 

@@ -1,53 +1,126 @@
-"""Our events as vLLM publishes them to routers."""
+"""Our events as vLLM publishes them to routers.
+
+A router names a block by its tokens, its parent and what else went into vLLM's hash, so it needs all of them to know
+what an event is about. Our halves know hashes only; what they stand for is noted here while their requests live.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_events
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
 from ...events import BlockRemoved, BlockStored, CacheEvent
 from ...index import split_key
 from .specs import EngineShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from vllm.v1.request import Request
 
     from ...types import BlockHash
 
 MEDIUM_HOST = "CPU"
 """vLLM's name for host memory (`kv_events.MEDIUM_CPU`, where a version has it)."""
+_to_event_extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)  # older versions publish them as they are
 
 
-def to_vllm(events: Iterable[CacheEvent], shape: EngineShape) -> Iterator[kv_events.KVCacheEvent]:
-    """`BlockStored` and `BlockRemoved` with medium CPU; a cleared tier is `AllBlocksCleared`.
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a block's hash stands for."""
 
-    A stored block is named by its hash, which vLLM has published with tokens and parent when it was computed.
+    parent: BlockHash | None
+    tokens: array[int]
+    adapter: tuple[int, str] | None
+    extra_keys: tuple[Any, ...] | None
+
+
+class EventFeed:
+    """Translates events, and knows the blocks of living requests and of those that vLLM may still have on the device.
+
+    A block that is stored from anywhere else is published by its hash alone.
     """
-    for event in events:
-        if isinstance(event, BlockStored):
-            for group, hashes in _by_group(event.block_hashes):
-                yield kv_events.BlockStored(
-                    block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
-                    parent_block_hash=None,
-                    token_ids=[],
-                    block_size=shape.block_size,
-                    lora_id=None,
-                    medium=MEDIUM_HOST,
-                    lora_name=None,
-                    group_idx=shape.group_ids[group],
-                )
-        elif isinstance(event, BlockRemoved):
-            for group, hashes in _by_group(event.block_hashes):
-                yield kv_events.BlockRemoved(
-                    block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
-                    medium=MEDIUM_HOST,
-                    group_idx=shape.group_ids[group],
-                )
-        else:
-            yield kv_events.AllBlocksCleared()
+
+    def __init__(self, shape: EngineShape) -> None:
+        self._shape = shape
+        self._most = 2 * shape.num_blocks
+        self._contents: OrderedDict[BlockHash, _Content] = OrderedDict()  # least recently noted first
+        self._noted: dict[str, tuple[int, int]] = {}  # by request: blocks, and multimodal items that ended in them
+
+    def note(self, request: Request) -> None:
+        """The request may have blocks that were not there at the last call."""
+        index, item = self._noted.get(request.request_id, (0, 0))
+        hashes, size = request.block_hashes, self._shape.block_size
+        if index >= len(hashes):
+            return
+        lora = request.lora_request
+        adapter = (lora.adapter_id, lora.name) if lora else None
+        for i in range(index, len(hashes)):
+            start = i * size
+            keys, item = generate_block_hash_extra_keys(request, start, start + size, item)
+            tokens = array("q", request.all_token_ids[start : start + size])
+            self._contents[hashes[i]] = _Content(hashes[i - 1] if i else None, tokens, adapter, keys)
+            self._contents.move_to_end(hashes[i])
+        self._noted[request.request_id] = len(hashes), item
+        while len(self._contents) > self._most:
+            self._contents.popitem(last=False)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._noted.pop(request_id, None)
+
+    def to_vllm(self, events: Iterable[CacheEvent]) -> Iterator[kv_events.KVCacheEvent]:
+        """`BlockStored` and `BlockRemoved` with medium CPU. vLLM has no event that clears one medium: where a reader
+        has to start afresh, which takes tens of thousands of events between two steps, it is told to clear all."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                for group, hashes in _by_group(event.block_hashes):
+                    yield from (self._stored(group, run) for run in self._runs(hashes))
+            elif isinstance(event, BlockRemoved):
+                for group, hashes in _by_group(event.block_hashes):
+                    yield kv_events.BlockRemoved(
+                        block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
+                        medium=MEDIUM_HOST,
+                        group_idx=self._shape.group_ids[group],
+                    )
+            else:
+                yield kv_events.AllBlocksCleared()
+
+    def _runs(self, hashes: Iterable[BlockHash]) -> Iterator[list[BlockHash]]:
+        """Cut into chains: one event names the parent of its first block only. Blocks nobody knows are a chain."""
+        run: list[BlockHash] = []
+        for block_hash in hashes:
+            content = self._contents.get(block_hash)
+            last = self._contents.get(run[-1]) if run else None
+            continues = content.parent == run[-1] and content.adapter == last.adapter if content and last else False
+            if run and not continues and (content is not None or last is not None):
+                yield run
+                run = []
+            run.append(block_hash)
+        if run:
+            yield run
+
+    def _stored(self, group: int, hashes: Sequence[BlockHash]) -> kv_events.BlockStored:
+        known = [self._contents[block_hash] for block_hash in hashes if block_hash in self._contents]
+        first = known[0] if known else None
+        parent, adapter = (first.parent, first.adapter) if first is not None else (None, None)
+        return kv_events.BlockStored(
+            block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
+            parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None,
+            token_ids=[token for content in known for token in content.tokens],
+            block_size=self._shape.block_size,
+            lora_id=adapter[0] if adapter else None,
+            medium=MEDIUM_HOST,
+            lora_name=adapter[1] if adapter else None,
+            extra_keys=_to_event_extra_keys([content.extra_keys for content in known]) or None,
+            group_idx=self._shape.group_ids[group],
+            **self._shape.group_kinds[group],
+        )
 
 
 def _by_group(keys: Iterable[BlockHash]) -> list[tuple[int, list[BlockHash]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -12,10 +12,10 @@ from ...build import build_scheduler
 from ...config import Config
 from ...errors import ConfigError
 from .blocks import PoolBlocks
-from .events import to_vllm
+from .events import EventFeed
 from .specs import EngineShape
 from .stats import StatsFeed, TieredStats
-from .steps import PlanMetadata, ReportMetadata, to_step, to_tables
+from .steps import TELLS_FAILED_REQUESTS, PlanMetadata, ReadyMetadata, ReportMetadata, to_step, to_tables
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_WAITS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 logger = logging.getLogger("kv_connector.vllm")
 
@@ -43,11 +44,16 @@ class SchedulerRole:
             unpins_when_idle=shape.unpins_when_idle,
             identity=shape.identity,
             engine_id=shape.engine_id,
+            # Block ids do not say which group lost them: with several groups vLLM ends the engine over any.
+            fails_by_block=len(shape.groups) == 1 or not TELLS_FAILED_REQUESTS,
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
+        self._live: dict[str, Request] = {}  # that were admitted
+        self._farther_tokens = 0, 0  # of the request admitted last: those of other engines, and of storage
         self._has_blocks = False
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
         self._feed = StatsFeed()
+        self._events = EventFeed(shape) if shape.publishes_events else None
         logger.info(
             "kv_connector: %s over %d rank(s), %d bytes of host memory in all, blocks of %d tokens in %d group(s)",
             config.write_policy.value,
@@ -59,7 +65,13 @@ class SchedulerRole:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._has_blocks = True
-        self.half.bind_block_pool(PoolBlocks(pool, {v: ours for ours, v in enumerate(self.shape.group_ids)}))
+        groups = {v: ours for ours, v in enumerate(self.shape.group_ids)}
+        self.half.bind_block_pool(PoolBlocks(pool, groups, lambda: any(map(_may_hold_blocks, self._live.values()))))
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, object]) -> None:
+        """By rank; under MultiConnector it may be another connector's."""
+        ready = [rank.report for rank in metadata.values() if isinstance(rank, ReadyMetadata)]
+        self.half.update_connector_output(ready)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if not self._has_blocks:
@@ -68,6 +80,8 @@ class SchedulerRole:
                 "use a newer vLLM, or TieredKVConnector alone"
             )
         self._local_tokens[request.request_id] = num_computed_tokens
+        if self._events is not None:
+            self._events.note(request)
         if request.skip_reading_prefix_cache:
             return 0, False  # it wants its prompt computed, and vLLM drops what we answer
         return self.half.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -78,10 +92,24 @@ class SchedulerRole:
         block_ids = blocks.get_block_ids()
         tables = to_tables([block_ids[group_id] for group_id in self.shape.group_ids])
         self._told[request.request_id] = tables
+        self._live[request.request_id] = request
+        metrics = self.half.metrics
+        peer, storage = metrics.peer_hit_tokens, metrics.storage_hit_tokens
         self.half.update_state_after_alloc(request, tables, num_local, num_external_tokens)
+        self._farther_tokens = metrics.peer_hit_tokens - peer, metrics.storage_hit_tokens - storage
+
+    def hit_sources(self, num_external_tokens: int) -> dict[str, int]:
+        """Where the external tokens of the request admitted last come from, by the values of vLLM's `CacheHitSource`;
+        sources of none are left out. What was read from storage for it counts as storage's."""
+        peer, storage = self._farther_tokens
+        sources = {"p2p": peer, "disk": storage, "host": num_external_tokens - peer - storage}
+        return {source: count for source, count in sources.items() if count}
 
     def build_connector_meta(self, output: SchedulerOutput) -> PlanMetadata:
         told, self._told = self._told, {}
+        if self._events is not None:
+            for request_id in output.num_scheduled_tokens:
+                self._events.note(self._live[request_id])
         return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids, told)))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -91,12 +119,16 @@ class SchedulerRole:
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
+        self._live.pop(request.request_id, None)
+        if self._events is not None:
+            self._events.forget(request.request_id)
         if request.status not in _ENDED_WELL:
             self.half.abort_transfer(request.request_id)
         return self.half.request_finished(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return to_vllm(self.half.take_events(), self.shape)
+        events = self.half.take_events()
+        return self._events.to_vllm(events) if self._events is not None else ()
 
     def take_stats(self) -> TieredStats | None:
         return self._feed.take(self.half.get_kv_connector_stats())
@@ -116,3 +148,8 @@ class SchedulerRole:
             stats["host_hit_tokens"],
         )
         self.half.shutdown()
+
+
+def _may_hold_blocks(request: Request) -> bool:
+    """Whether vLLM may have blocks for a request that has not ended; one that was preempted begins anew."""
+    return request.num_computed_tokens > 0 or request.status not in _WAITS

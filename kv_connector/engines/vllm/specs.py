@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ class EngineShape:
 
     `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
+    `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
     """
 
     block_size: int
@@ -34,6 +35,8 @@ class EngineShape:
     rank: int
     groups: tuple[BlockGroup, ...]
     group_ids: tuple[int, ...]
+    group_kinds: tuple[Mapping[str, Any], ...]
+    publishes_events: bool
     drop_last_block: bool
     unpins_when_idle: bool
     identity: CacheIdentity
@@ -83,6 +86,8 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         rank=parallel.rank,
         groups=tuple(group for _, group in groups),
         group_ids=tuple(index for index, _ in groups),
+        group_kinds=tuple(_event_kind(kv_cache_config.kv_cache_groups[index].kv_cache_spec) for index, _ in groups),
+        publishes_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
         drop_last_block=speculative is not None and _drops_last_block(speculative),
         # Freshly allocated blocks are zeroed before a connector can order anything in front of that.
         unpins_when_idle=not getattr(kv_cache_config, "needs_kv_cache_zeroing", False),
@@ -168,6 +173,16 @@ def _refusal(group: Any, specs: Sequence[Any]) -> str:
     if not all(isinstance(spec, cached) for spec in specs):
         return "only full attention, MLA and sliding windows are"
     return ""
+
+
+def _event_kind(spec: Any) -> Mapping[str, Any]:
+    """Fields of vLLM's `BlockStored` by which routers tell groups apart, where this version has them."""
+    if not hasattr(kv_cache_interface, "get_kv_cache_spec_kind"):
+        return {}
+    return {
+        "kv_cache_spec_kind": kv_cache_interface.get_kv_cache_spec_kind(spec).value,
+        "kv_cache_spec_sliding_window": kv_cache_interface.get_kv_cache_spec_sliding_window(spec),
+    }
 
 
 def _drops_last_block(speculative: Any) -> bool:

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from ...base import ScheduledRequest, SchedulerOutput
 from ...types import NO_BLOCK, StepPlan, StepReport
@@ -14,6 +19,8 @@ from ...types import NO_BLOCK, StepPlan, StepReport
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput as VllmOutput
 
+TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
+"""Whether this vLLM takes requests whose load failed; older ones take their blocks, of models with one group."""
 NULL_BLOCK = 0
 """vLLM's block 0 stands in a table where there is none."""
 
@@ -34,6 +41,13 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, ReportMetadata)
         return ReportMetadata(self.reports + other.reports)
+
+
+@dataclass
+class ReadyMetadata(KVConnectorHandshakeMetadata):
+    """Worker to scheduler before the first step: what a rank has ready, so that the first step can save."""
+
+    report: StepReport
 
 
 def to_tables(block_ids: Sequence[Sequence[int]]) -> list[list[int]]:

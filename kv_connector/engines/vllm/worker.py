@@ -14,7 +14,7 @@ from ...build import build_worker
 from ...config import Config
 from .specs import EngineShape
 from .stats import TieredStats
-from .steps import ReportMetadata
+from .steps import TELLS_FAILED_REQUESTS, ReadyMetadata, ReportMetadata
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kv_connector.vllm")
 
-TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
-"""Whether this vLLM takes failed requests; older ones take their blocks."""
 NEEDS_WORKER_STATS = not hasattr(base.KVConnectorBase_V1, "on_new_request")
 """Whether this vLLM asks the scheduler side for statistics only where a worker had some (0.20)."""
 
@@ -77,6 +75,10 @@ class WorkerRole:
 
     def build_connector_worker_meta(self) -> ReportMetadata:
         return ReportMetadata((self.half.build_connector_worker_meta(),))
+
+    def get_handshake_metadata(self) -> ReadyMetadata:
+        """Called once, between `register_kv_caches` and the first step."""
+        return ReadyMetadata(self.half.build_connector_worker_meta())
 
     def take_stats(self) -> TieredStats | None:
         return TieredStats() if NEEDS_WORKER_STATS else None

@@ -37,15 +37,15 @@ class LoadPlanner:
     """Chooses how each hit is loaded, and follows the loads in the background. `LoadLeases` owns their blocks."""
 
     def __init__(
-        self, config: Config, metrics: CacheMetrics, clock: Callable[[], float], may_wait_in_step: bool = True
+        self, config: Config, metrics: CacheMetrics, clock: Callable[[], float], fails_by_block: bool = True
     ) -> None:
-        """Without `may_wait_in_step` no step waits for a load: all run in the background and none is announced, for an
-        engine that can be told of a load that failed only by request."""
+        """Without `fails_by_block` the engine is told of failed loads by request only: all run in the background and
+        none is announced, so that one that fails has kept its own request waiting, and nobody else has read a byte."""
         self.estimate = LoadEstimate(config.max_load_stall_ms / 1e3)
         self._choice = config.load_choice
         self._metrics = metrics
         self._clock = clock
-        self._may_wait_in_step = may_wait_in_step
+        self._fails_by_block = fails_by_block
         self._asked: dict[str, LoadMode] = {}  # what waiting requests were answered last
         self._rides: dict[str, BackgroundLoad] = {}  # by waiting request
         self._reading: dict[int, BackgroundLoad] = {}  # by host block that is read in the background
@@ -111,7 +111,7 @@ class LoadPlanner:
         end = None
         if seconds is not None:
             self._busy_until = end = max(now, self._busy_until) + seconds
-        load = BackgroundLoad(host_ids, now, seconds or 0.0, end, may_announce and self._may_wait_in_step)
+        load = BackgroundLoad(host_ids, now, seconds or 0.0, end, may_announce and self._fails_by_block)
         self._reading |= dict.fromkeys(host_ids, load)
         return load
 
@@ -173,13 +173,13 @@ class LoadPlanner:
     def _choose(
         self, num_blocks: int, num_hit: int, num_new: int, others_running: bool, load: BackgroundLoad | None
     ) -> LoadMode:
-        if self._choice is LoadChoice.SYNC:
+        if self._choice is LoadChoice.SYNC and self._fails_by_block:
             mode = LoadMode.SYNC
-        elif self._choice is LoadChoice.ASYNC:
+        elif self._choice is not LoadChoice.AUTO:
             mode = LoadMode.ASYNC if load is None else LoadMode.RIDE
         else:
             to_ride = None if load is None else 0.0
             if load is not None and load.expected_end is not None:
                 to_ride = max(0.0, load.expected_end - self._clock())
             mode = self.estimate.choose(num_blocks, num_hit, num_new, others_running, to_ride)
-        return LoadMode.ASYNC if mode is LoadMode.SYNC and not self._may_wait_in_step else mode
+        return LoadMode.ASYNC if mode is LoadMode.SYNC and not self._fails_by_block else mode

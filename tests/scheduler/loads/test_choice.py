@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kv_connector.config import Config
 from kv_connector.metrics import CacheMetrics
@@ -146,3 +147,16 @@ def test_with_an_unknown_rate_nothing_is_announced() -> None:
     loads.planner = LoadPlanner(Config(load_choice="async"), loads.metrics, lambda: loads.now)
     loads.load(1, 0, 1)
     assert [loads.plan() for _ in range(5)] == [((), ())] * 5
+
+
+@pytest.mark.parametrize("choice", ["sync", "async", "auto"])
+def test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request(choice: str) -> None:
+    """Such an engine ends where blocks of a step failed: none is in a step, nor said to be there before it is."""
+    planner = LoadPlanner(Config(load_choice=choice), CacheMetrics(), lambda: 10.0, fails_by_block=False)
+    assert planner.choose("r1", 10, 160, 1, others_running=False, first_blocks=(0,)) is LoadMode.ASYNC
+    planner.estimate.observe_load(10**6, 1.0)
+    ids = np.arange(10)
+    planner.reserve(ids.tolist())
+    planner.begin(CopyJob(1, Direction.LOAD, ids, ids, "r1"))
+    assert planner.announce(1) == ((), ()), "it would end in 10 us"
+    assert planner.choose("r2", 10, 160, 1, others_running=True, first_blocks=(0,)) is LoadMode.RIDE
