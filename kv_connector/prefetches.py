@@ -229,6 +229,7 @@ class PrefetchPlanner:
         hashes, now = prefetch.request.block_hashes[: prefetch.first + num_found], self._clock()
         room = self._host.allocate_behind(num_found, hashes, now)
         nodes = self._tree.insert_path(hashes, now, prefetch.first)
+        self._tree.touch(nodes, now)
         self._ride(prefetch, prefetch.first, nodes)
         wanted = self._host.absent(nodes)[: len(room)]
         self._host.release(room[len(wanted) :])
