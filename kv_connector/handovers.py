@@ -18,7 +18,7 @@ from typing import Any
 
 from .base import DeviceBlocks, Request, ScheduledRequest
 from .config import PeerConfig
-from .index import adopt_hash
+from .index import adopt_hash, adopt_hashes
 from .jobs import JobLedger
 from .metrics import CacheMetrics
 from .types import BlockHash, PeerAction, PeerJob
@@ -129,7 +129,7 @@ class HandoverPlanner:
         num_blocks = (request.num_tokens - 1) // self._block_size
         if transfer_id in self._outgoing or num_blocks < 1:
             return
-        names = b"".join(adopt_hash(self._root, block_hash) for block_hash in request.block_hashes[:num_blocks])
+        names = adopt_hashes(self._root, request.block_hashes[:num_blocks])
         outgoing = _Outgoing(transfer_id, names, num_blocks)
         self._outgoing[transfer_id] = self._sending[request.request_id] = outgoing
 

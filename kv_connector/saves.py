@@ -126,7 +126,7 @@ class SavePlanner:
             return []  # with no room at all the blocks are looked at when there is some
         first = min(table.next_block, full)  # fewer are full than before where a load has failed
         table.next_block = max(table.next_block, full)
-        saved, host_ids = self._take_waiting(table, keys, full, most, now)
+        saved, host_ids = self._take_waiting(table, keys, full, most, now) if table.unsaved else ([], [])
         new, most = self._wanted(keys[first:full], first), most - len(saved)
         self._metrics.deferred_saves_blocks += len(new[most:])
         if new and not table.unsaved:

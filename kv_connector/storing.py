@@ -12,7 +12,7 @@ import numpy as np
 from .backups import BackupPlanner
 from .base import Request
 from .config import StorageConfig
-from .index import CacheTier, GroupedTree, adopt_hash
+from .index import CacheTier, GroupedTree, adopt_hash, adopt_hashes
 from .jobs import EndedJob, JobLedger
 from .loads import LoadPlanner
 from .metrics import DOCUMENTATION, GAUGES, CacheMetrics
@@ -94,4 +94,4 @@ class StoragePlanner:
         self.backups.reset()
 
     def _keys(self, hashes: Sequence[BlockHash]) -> bytes:
-        return b"".join(adopt_hash(self._root, block_hash) for block_hash in hashes)
+        return adopt_hashes(self._root, hashes)
