@@ -1,4 +1,7 @@
-"""What every benchmark and the demo write with `--json FILE`: one object, one claim for each number asked for."""
+"""What every benchmark and the demo write with `--json FILE`: one object, one claim for each number asked for.
+
+It says what was run on what, so that a number can be found again: commit, arguments, machine and versions.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +26,7 @@ class Report:
     name: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     claims: dict[str, dict[str, Any]] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=lambda: sys.argv[1:])
 
     def claim(self, name: str, value: float, goal: float, unit: str, better: Literal["lower", "higher"]) -> None:
         """Add one number with the goal as it was asked for, and print whether it holds."""
@@ -37,6 +43,8 @@ class Report:
         content = {
             "name": self.name,
             "date": datetime.date.today().isoformat(),
+            "commit": commit(),
+            "arguments": self.arguments,
             "hardware": hardware(),
             "software": software(),
             "rows": self.rows,
@@ -46,11 +54,23 @@ class Report:
         print(f"wrote {path}")
 
 
+def commit() -> str | None:
+    """The commit that is measured, with `+` behind it where files differ from it; None outside of a checkout."""
+    root = Path(__file__).parents[1]
+    head = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return head and head + ("+" if changed else "")
+
+
 def hardware() -> dict[str, Any]:
-    """What this machine is."""
+    """What this machine is. Driver and link are of the first GPU that NVIDIA's driver lists."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": _cpu_name(), "cores": os.cpu_count(), "memory_gib": round(memory / 2**30, 1), "gpu": gpu}
+    machine = {"cpu": _cpu_name(), "cores": os.cpu_count(), "memory_gib": round(memory / 2**30, 1), "gpu": gpu}
+    fields = "driver_version,pcie.link.gen.max,pcie.link.width.max"
+    listed = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader") if gpu else None
+    driver, generation, width = (listed.splitlines()[0] if listed else ",,").replace(" ", "").split(",")
+    return machine | {"driver": driver or None, "link": f"PCIe {generation}.0 x{width}" if generation else None}
 
 
 def software() -> dict[str, str]:
@@ -62,6 +82,14 @@ def software() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def _output(*command: str) -> str | None:
+    """What a program prints; None where there is none of that name, or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _cpu_name() -> str:

@@ -1,14 +1,15 @@
-"""What is cached where: pure Python, no torch, no threads, no clock of its own (layer 1)."""
+"""What is cached where: Python and a little NumPy, no torch, no threads, no clock of its own (layer 1)."""
 
-from .hashing import BlockHasher, CacheIdentity, MultimodalItem, adopt_hash, root_hash
+from .hashing import BlockHasher, CacheIdentity, MultimodalItem, adopt_hash, adopt_hashes, root_hash
 from .lookup import BlockGroup, GroupedTree, Hit, Lookup, group_key, split_key
 from .policy import SavePolicy
 from .pool import BlockPool
 from .states import BlockState, Event, IllegalTransition, advance
 from .tier import CacheTier
-from .tree import ROOT, PrefixTree
+from .tree import LEAST_REMEMBERED, ROOT, PrefixTree
 
 __all__ = [
+    "LEAST_REMEMBERED",
     "ROOT",
     "BlockGroup",
     "BlockHasher",
@@ -25,6 +26,7 @@ __all__ = [
     "PrefixTree",
     "SavePolicy",
     "adopt_hash",
+    "adopt_hashes",
     "advance",
     "group_key",
     "root_hash",

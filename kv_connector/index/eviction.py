@@ -34,8 +34,8 @@ class EvictionQueue:
             self._queued[node] = 1
             heapq.heappush(self._heap, (self._used[node], node))
 
-    def pop(self, older_than: float = float("inf")) -> int | None:
-        """Take out the least recently used evictable node that was last used before `older_than`, if there is one."""
+    def first(self, older_than: float = float("inf")) -> int | None:
+        """The least recently used evictable node that was last used before `older_than`, if there is one; it stays."""
         heap, used = self._heap, self._used
         while heap:
             time, node = heap[0]
@@ -44,17 +44,26 @@ class EvictionQueue:
                 self._queued[node] = 0
             elif time < used[node]:
                 heapq.heapreplace(heap, (used[node], node))
-            elif time >= older_than:
-                return None
             else:
-                heapq.heappop(heap)
-                self._queued[node] = 0
-                return node
+                return node if time < older_than else None
         return None
 
-    def precedes(self, node: int) -> bool:
-        """Whether this evictable node would come up before all that wait."""
-        return not self._heap or (self._used[node], node) < self._heap[0]
+    def pop(self, older_than: float = float("inf")) -> int | None:
+        """Take out the node that `first` names."""
+        node = self.first(older_than)
+        if node is not None:
+            heapq.heappop(self._heap)
+            self._queued[node] = 0
+        return node
+
+    def head(self) -> tuple[float, int]:
+        """No node that waits comes up before this (time of last use, node)."""
+        return self._heap[0] if self._heap else (float("inf"), 0)
+
+    def clear(self) -> None:
+        """Nothing can be evicted any more."""
+        self._heap.clear()
+        self._queued = bytearray()
 
     def check(self) -> None:
         """Verify that the flags and the heap agree."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from ..types import BlockHash
 from .states import BlockState
@@ -42,6 +43,28 @@ def split_key(key: BlockHash) -> tuple[BlockHash, int]:
     return (BlockHash(key[:-1]), key[-1]) if len(key) % 2 else (key, 0)
 
 
+class GroupKeys(Sequence[BlockHash]):
+    """Names of a group's copies of blocks. A slice is a list: nobody pays for the names of a prefix's other blocks."""
+
+    __slots__ = ("_group", "_hashes")
+
+    def __init__(self, hashes: Sequence[BlockHash], group: int) -> None:
+        self._hashes = hashes
+        self._group = group
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    @overload
+    def __getitem__(self, index: int) -> BlockHash: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockHash]: ...
+    def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
+        if isinstance(index, slice):
+            return [group_key(block_hash, self._group) for block_hash in self._hashes[index]]
+        return group_key(self._hashes[index], self._group)
+
+
 class GroupedTree:
     """The tree as groups see it. Nodes of windows have no parent: the blocks of a window come and go one by one."""
 
@@ -50,8 +73,8 @@ class GroupedTree:
         self.groups = tuple(groups)
 
     def keys(self, hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:
-        """Names of the group's copies of these blocks."""
-        return [group_key(block_hash, group) for block_hash in hashes] if group else hashes
+        """Names of the group's copies of these blocks, made as they are looked at."""
+        return GroupKeys(hashes, group) if group else hashes
 
     def insert(self, hashes: Sequence[BlockHash], group: int, now: float, first: int = 0) -> list[int]:
         """The group's nodes of `hashes[first:]`, made where they are not known."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..errors import InvalidBlockError
 
 _FREE = -1
@@ -76,6 +78,13 @@ class BlockPool:
             counts[block_id] = count + 1
         return idle
 
+    def reuse(self, block_ids: Sequence[int]) -> None:
+        """Give idle ids one reference each: as `free` and `allocate` of the same ids."""
+        counts = self.ref_counts
+        assert not any(map(counts.__getitem__, block_ids)), "a block is reused while it is in use or free"
+        for block_id in block_ids:
+            counts[block_id] = 1
+
     def release(self, block_ids: Sequence[int]) -> list[int]:
         """Take one reference from each id; returns those that became idle, in the order given."""
         counts, fresh, idle = self.ref_counts, self._fresh, []
@@ -101,6 +110,18 @@ class BlockPool:
             counts[block_id] = _FREE
         self.num_live -= len(block_ids)
         self._free.extend([block_id for block_id in block_ids if block_id < self.capacity])
+
+    def free_idle(self) -> None:
+        """Give every idle id back, as fast as arrays are written. Ids from the first on behind which none is live are
+        new again."""
+        counts = np.frombuffer(self.ref_counts, np.intc)
+        counts[counts == 0] = _FREE
+        live = np.flatnonzero(counts != _FREE)
+        self.num_live = len(live)
+        self._fresh = int(live[-1]) + 1 if len(live) else 0
+        self._free = np.flatnonzero(counts[: min(self._fresh, self.capacity)] == _FREE).tolist()
+        del counts  # an array that is looked at keeps its size
+        del self.ref_counts[self._fresh :]
 
     def resize(self, capacity: int) -> None:
         """Change the capacity. Live ids at or above a smaller one stay valid and leave the pool when freed.

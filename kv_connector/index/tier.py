@@ -3,13 +3,16 @@
 A block of the pool is free, private (allocated, a copy of nothing), or a copy of a node in the tree. A copy may be
 evicted when it is resident, has no references (no request uses it and no copy job leases it), no child on this tier,
 and no pin. Evicting a leaf may turn its parent into one, so eviction cascades from the tails of prefixes to their
-heads, least recently used first.
+heads, least recently used first. Whoever uses a block uses its whole prefix, but only the block need be marked: when
+it goes, its time of last use is handed up to its parent.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from ..errors import InvalidBlockError
 from ..types import BlockHash, Tier
@@ -38,7 +41,7 @@ class CacheTier:
         self.removed: list[BlockHash] = []
         self._log_removed = log_removed
         self._state = bytearray()  # by block id
-        self._node = array("i")  # by block id; NONE where the block is private or free
+        self._node = array("i")  # by block id; says nothing where the state is ABSENT or DELETING
         self._block = tree.block[tier]
         self._kids = tree.kids[tier]
         self._refs = self.pool.ref_counts
@@ -74,8 +77,7 @@ class CacheTier:
 
     def blocks_of(self, nodes: Iterable[int]) -> list[int]:
         """Block ids of the nodes' copies on this tier."""
-        block = self._block
-        return [block[node] for node in nodes]
+        return list(map(self._block.__getitem__, nodes))
 
     def hashes_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
         """Hashes of the copies in these blocks."""
@@ -87,6 +89,7 @@ class CacheTier:
         Only copies last used before `older_than` are evicted. None, and nothing changed, where that is not enough.
         """
         short = num_blocks - self.pool.num_free
+        victims: list[int] = []
         if short > 0:
             if short > self._num_idle:
                 return None
@@ -94,21 +97,31 @@ class CacheTier:
             if len(victims) < short:
                 self._restore(victims)
                 return None
-            self._evict(victims)
-        return self.pool.allocate(num_blocks)
+        return self._hand_out(num_blocks, victims)
 
     def allocate_up_to(self, num_blocks: int, older_than: float = _NEVER) -> list[int]:
         """As `allocate`, but as many as can be had, possibly none."""
-        short = min(num_blocks - self.pool.num_free, self._num_idle)
-        if short > 0:
-            self._evict(self._select(short, older_than))
-        return self.pool.allocate(min(num_blocks, self.pool.num_free)) or []
+        return self._hand_out(num_blocks, self._select(self._num_short(num_blocks), older_than))
 
     def allocate_behind(self, num_blocks: int, path: Sequence[BlockHash], now: float) -> list[int]:
         """As `allocate_up_to`, evicting older prefixes but nothing of the path that the blocks continue."""
-        if num_blocks > self.pool.num_free and self.num_available:
-            self.tree.touch(self.tree.match(path), now)
-        return self.allocate_up_to(num_blocks, older_than=now)
+        short = self._num_short(num_blocks)
+        victims = self._select(short, now)
+        while own := [node for node in victims if self._is_on(path, node)]:  # at most once for each gap in the path
+            self._restore(victims)
+            self.tree.touch(own, now)
+            victims = self._select(short, now)
+        return self._hand_out(num_blocks, victims)
+
+    def has_room_behind(self, path: Sequence[BlockHash], now: float) -> bool:
+        """Whether `allocate_behind` would find one block at least; however large the tier and long the path are."""
+        if self.pool.num_free:
+            return True
+        while (node := self._queue.first(now)) is not None:
+            if not self._is_on(path, node):
+                return True
+            self.tree.touch((node,), now)
+        return False
 
     def attach(self, block_ids: Sequence[int], nodes: Sequence[int], event: Event) -> None:
         """Make private blocks the copies of `nodes`; `event` (COMPUTE, SWAP_IN, ...) says who writes them."""
@@ -116,7 +129,7 @@ class CacheTier:
         filling = advance(self.tier, BlockState.ABSENT, event)
         refs, node_of, states, kids, parent = self._refs, self._node, self._state, self._kids, self.tree.parent
         for block_id in block_ids:
-            if refs[block_id] < 1 or node_of[block_id] != NONE or states[block_id]:
+            if refs[block_id] < 1 or states[block_id]:
                 raise InvalidBlockError(f"{self.tier.name} block {block_id} is not a private block in use")
         self.tree.add_copies(nodes, self.tier, block_ids)
         for block_id, node in zip(block_ids, nodes, strict=True):
@@ -155,20 +168,20 @@ class CacheTier:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less. A block nobody uses stays cached when it is resident and is free otherwise."""
-        state, node_of, kids, free = self._state, self._node, self._kids, []
-        num_rows, capacity = len(state), self.pool.capacity
+        states, node_of, kids, free = self._state, self._node, self._kids, []
+        num_rows, capacity = len(states), self.pool.capacity
         for block_id in self.pool.release(block_ids):
-            node = node_of[block_id] if block_id < num_rows else NONE
-            if node != NONE:
-                if state[block_id] == _RESIDENT and block_id < capacity:
-                    self._num_idle += 1
-                    if not kids[node]:  # of a whole prefix one block at most
-                        self._offer(node)
-                    continue
-                # Its writer let go before it was done, or the tier has shrunk below it.
-                self._detach(block_id, Event.EVICT if state[block_id] == _RESIDENT else Event.FAIL)
-            elif block_id < num_rows and state[block_id] == _DELETING:
-                state[block_id] = advance(self.tier, BlockState.DELETING, Event.FREE)
+            state = states[block_id] if block_id < num_rows else BlockState.ABSENT
+            if state == _RESIDENT and block_id < capacity:
+                self._num_idle += 1
+                node = node_of[block_id]
+                if not kids[node]:  # of a whole prefix one block at most
+                    self._offer(node)
+                continue
+            if state == _DELETING:
+                states[block_id] = advance(self.tier, state, Event.FREE)
+            elif state:  # its writer let go before it was done, or the tier has shrunk below it
+                self._detach(block_id, Event.EVICT if state == _RESIDENT else Event.FAIL)
             free.append(block_id)
         self.pool.free(free)
 
@@ -196,8 +209,23 @@ class CacheTier:
         self.discard([block_id for block_id in self.pool.live_ids(capacity) if not self.pool.refs(block_id)])
 
     def reset(self) -> None:
-        """Forget every copy. Blocks in use stay with their users until released."""
-        self.discard([block_id for block_id, node in enumerate(self._node) if node != NONE])
+        """Forget every copy. Blocks in use stay with their users until released.
+
+        As fast as arrays are written. `removed` gets nothing: who resets a tier knows that all of it is gone.
+        """
+        num_rows = min(len(self._state), len(self._refs))  # blocks behind them have not been used since a reset
+        states = np.frombuffer(self._state, np.uint8)[:num_rows]
+        is_copy = (states != BlockState.ABSENT) & (states != _DELETING)
+        is_used = np.frombuffer(self._refs, np.intc)[:num_rows] > 0
+        idle = advance(self.tier, _RESIDENT, Event.EVICT)
+        deleting = [advance(self.tier, state, Event.DELETE) for state in np.unique(states[is_copy & is_used]).tolist()]
+        assert set(deleting) <= {_DELETING}, "a copy in use is deleted and nothing else"
+        states[is_copy] = np.where(is_used[is_copy], _DELETING, idle)
+        self.tree.remove_all_copies(self.tier)
+        self.pool.free_idle()
+        self._queue.clear()
+        self._num_idle = 0
+        self.num_copies = 0
 
     def check(self) -> None:
         """Verify every invariant of this tier; O(blocks)."""
@@ -205,12 +233,10 @@ class CacheTier:
         idle = 0
         for block_id, node in enumerate(self._node):
             state = self.state(block_id)
-            if node == NONE:
-                assert state in (BlockState.ABSENT, BlockState.DELETING), f"block {block_id} is {state.name}"
+            if state in (BlockState.ABSENT, BlockState.DELETING):
                 assert state is BlockState.ABSENT or self.pool.refs(block_id) > 0, f"block {block_id} is never freed"
                 continue
             assert self._block[node] == block_id, f"node {node} and block {block_id} disagree"
-            assert state not in (BlockState.ABSENT, BlockState.DELETING), f"block {block_id} of a node is {state.name}"
             refs = self.pool.refs(block_id)
             assert refs > 0 or state is BlockState.RESIDENT, f"block {block_id} is {state.name} and nobody writes it"
             idle += refs == 0
@@ -242,53 +268,75 @@ class CacheTier:
         """Take up to `num_blocks` victims out of the queue, in eviction order, counting their parents' kids down."""
         victims: list[int] = []
         queue, used, kids, parents = self._queue, self.tree.used, self._kids, self.tree.parent
-        node: int | None = None
-        while len(victims) < num_blocks:
-            if node is None:
-                node = queue.pop(older_than)
-            if node is None:
-                break
-            victims.append(node)
-            parent = parents[node]
-            kids[parent] -= 1
-            node = None
-            if not kids[parent] and self._is_evictable(parent):
-                if used[parent] < older_than and queue.precedes(parent):
-                    node = parent  # the usual case, the rest of a prefix: no detour through the queue
+        block, refs, pins, keeps_pinned = self._block, self._refs, self.tree.pins, self.tier is not Tier.DEVICE
+        left = num_blocks
+        while left and (node := queue.pop(older_than)) is not None:
+            due, due_node = queue.head()
+            time = used[node]
+            while True:  # up its prefix, the usual case without a detour through the queue
+                victims.append(node)
+                left -= 1
+                parent = parents[node]
+                num_kids = kids[parent] = kids[parent] - 1
+                own_time = used[parent]
+                if own_time < time:
+                    used[parent] = time
                 else:
+                    time = own_time
+                # As `_is_evictable`, for a copy without references is resident.
+                block_id = block[parent]
+                if num_kids or block_id == NONE or refs[block_id] or (keeps_pinned and pins[parent]):
+                    break
+                if not left or time >= older_than or time > due or (time == due and parent > due_node):
                     queue.push(parent)
-        if node is not None:
-            queue.push(node)
+                    break
+                node = parent
         return victims
+
+    def _is_on(self, path: Sequence[BlockHash], node: int) -> bool:
+        depth = self.tree.depth[node]
+        return depth < len(path) and path[depth] == self.tree.hash_of(node)
+
+    def _num_short(self, num_blocks: int) -> int:
+        """Of so many blocks those that are not free, as far as eviction could free them."""
+        return max(0, min(num_blocks - self.pool.num_free, self._num_idle))
+
+    def _hand_out(self, num_blocks: int, victims: list[int]) -> list[int]:
+        """Up to `num_blocks` private blocks: those that are free, and those of the victims."""
+        block_ids = self.pool.allocate(min(num_blocks - len(victims), self.pool.num_free)) or []
+        if victims:
+            evicted = self._evict(victims)
+            self.pool.reuse(evicted)
+            block_ids += evicted
+        return block_ids
 
     def _restore(self, victims: list[int]) -> None:
         for node in reversed(victims):
             self._kids[self.tree.parent[node]] += 1
             self._offer(node)
 
-    def _evict(self, victims: list[int]) -> None:
-        """Let go of victims of `_select`, which has counted them out of their parents' kids."""
-        block_ids = self.blocks_of(victims)
+    def _evict(self, victims: list[int]) -> list[int]:
+        """Let go of victims of `_select`, which has counted them out of their parents' kids. Their blocks are idle."""
+        block_ids, states = self.blocks_of(victims), self._state
         absent = advance(self.tier, _RESIDENT, Event.EVICT)
         if self._log_removed:
-            self.removed += map(self.tree.hash_of, victims)
+            self.removed += self.tree.hashes_of(victims)
         for block_id in block_ids:
-            self._state[block_id] = absent
-            self._node[block_id] = NONE
+            states[block_id] = absent
         self.tree.remove_copies(victims, self.tier)
-        self.pool.free(block_ids)
         self._num_idle -= len(victims)
         self.num_copies -= len(victims)
         self.num_evicted += len(victims)
+        return block_ids
 
     def _detach(self, block_id: int, event: Event) -> None:
         node, state = self._node[block_id], self._state[block_id]
         if self._log_removed and state == _RESIDENT:
             self.removed.append(self.tree.hash_of(node))
         self._state[block_id] = advance(self.tier, state, event)
-        self._node[block_id] = NONE
         self.num_copies -= 1
-        parent = self.tree.parent[node]
+        parent, used = self.tree.parent[node], self.tree.used
+        used[parent] = max(used[parent], used[node])
         self._kids[parent] -= 1
         self.tree.remove_copies((node,), self.tier)
         self._offer(parent)

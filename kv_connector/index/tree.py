@@ -1,11 +1,13 @@
 """The prefix tree: which blocks are known, how they follow one another, and on which tiers a copy of each lies.
 
 A block's chained hash names its whole prefix, so one dictionary from hash to node finds any block and the tree needs
-no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 210 bytes a block,
+no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 215 bytes a block,
 and nothing that Python's garbage collector has to walk.
 
 A node stays as long as it has a copy on some tier, a child, or a pin; after that it is *remembered* (its hits count
 toward `write_through_selective`) until `max_remembered` newer ones push it out.
+
+NumPy is used in one place, where a whole tier loses its copies at once.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from ..types import BlockHash, Tier
 
@@ -23,19 +27,26 @@ NONE = -1
 
 _ROWS = 1024  # rows that the arrays grow by; about 64 KB
 _STRETCH = 64  # hashes that a match compares at once
+_FORGOTTEN_AT_ONCE = 64  # beside as many as have come; what is over a lower limit goes over many calls
+LEAST_REMEMBERED = 1 << 16
+"""A tree remembers so many blocks without a copy at least, about 14 MB of them, unless it is told otherwise."""
 
 
 class PrefixTree:
     """Nodes, their order and their copies. The tiers (`CacheTier`) decide; the tree records.
 
-    Public arrays, by node: `parent`, `used` (time of last use), `hits` (requests after the first that asked for the
-    block), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids` (children
-    with a copy on that tier, kept by the tier).
+    Public arrays, by node: `parent`, `depth` (blocks in front of it in its prefix), `used` (time of last use), `hits`
+    (requests after the first that asked for the block), `pins`; and by tier and node: `block` (block id of the copy,
+    NONE where there is none) and `kids` (children with a copy on that tier, kept by the tier).
+
+    `max_remembered` may be set at any time. It decides how long a block may be away and still be known as one that was
+    asked for before: as many as the host holds blocks is a good number. A lower one is reached over later calls.
     """
 
-    def __init__(self, max_remembered: int = 1 << 16) -> None:
+    def __init__(self, max_remembered: int = LEAST_REMEMBERED) -> None:
         self.max_remembered = max_remembered
         self.parent = array("i", [NONE])
+        self.depth = array("i", [-1])
         self.used = array("d", [0.0])
         self.hits = array("I", [0])
         self.pins = array("I", [0])
@@ -43,7 +54,7 @@ class PrefixTree:
         self.kids = [array("i", [0]) for _ in Tier]
         self._hash: list[BlockHash | None] = [None]
         self._copies = bytearray(1)  # tiers with a copy
-        self._children = array("i", [0])
+        self._holds = array("i", [1])  # children and pins: what keeps a node beside its copies; the root stays for ever
         self._index: dict[BlockHash, int] = {}
         self._free: list[int] = []
         self._num_remembered = 0
@@ -62,6 +73,10 @@ class PrefixTree:
         block_hash = self._hash[node]
         assert block_hash is not None, f"node {node} has no hash"
         return block_hash
+
+    def hashes_of(self, nodes: Iterable[int]) -> list[BlockHash]:
+        """The hashes of nodes that are not the root."""
+        return list(map(self._hash.__getitem__, nodes))  # type: ignore[arg-type]  # None is the root's and of free rows
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Nodes of the longest known prefix of `hashes`, wherever their copies are; changes nothing.
@@ -95,26 +110,30 @@ class PrefixTree:
         """Every node but the root; O(nodes)."""
         return [node for node, block_hash in enumerate(self._hash) if block_hash is not None]
 
-    def insert_path(self, hashes: Sequence[BlockHash], now: float, first: int = 0) -> list[int]:
-        """Nodes of `hashes[first:]`, made where they are not known; `hashes` is a prefix from its first block on.
+    def insert_path(
+        self, hashes: Sequence[BlockHash], now: float, first: int = 0, stop: int | None = None
+    ) -> list[int]:
+        """Nodes of `hashes[first:stop]`, made where they are not known; `hashes` is a prefix from its first block on.
 
         A new node has no copy: the caller attaches one, or calls `settle` so that it is remembered.
         """
-        index, nodes = self._index, []
-        parent = index.get(hashes[first - 1]) if first else ROOT
+        get, parents, nodes = self._index.get, self.parent, []
+        parent = get(hashes[first - 1]) if first else ROOT
         if parent is None:  # forgotten meanwhile
-            parent = self.insert_path(hashes[:first], now)[-1]
-        for block_hash in hashes[first:]:
-            node = index.get(block_hash)
-            if node is None:
-                node = self._add(parent, block_hash, now)
-            assert self.parent[node] == parent, f"block {block_hash.hex()} has two parents"
+            parent = self.insert_path(hashes, now, 0, first)[-1]
+        for index in range(first, len(hashes) if stop is None else stop):
+            node = get(hashes[index])
+            if node is None:  # and none behind it either: a node keeps its parent
+                nodes += self._add(parent, hashes[index:stop], now)
+                break
+            assert parents[node] == parent, f"block {hashes[index].hex()} has two parents"
             nodes.append(node)
             parent = node
         return nodes
 
     def touch(self, nodes: Iterable[int], now: float) -> None:
-        """Mark nodes as used. A path is touched as a whole, so a parent is never older than its children."""
+        """Mark nodes as used. Where only the end of a path is touched its parents are as recent all the same: a tier
+        that lets go of a block hands its time up to the parent, which cannot go before it."""
         used = self.used
         for node in nodes:
             used[node] = now
@@ -129,112 +148,150 @@ class PrefixTree:
                 self._num_remembered -= 1
             copies[node] += 1
 
-    def remove_copies(self, nodes: Iterable[int], tier: Tier) -> None:
+    def remove_copies(self, nodes: Sequence[int], tier: Tier) -> None:
         """Forget the copies of these nodes on `tier`. Only tiers call this."""
-        blocks, copies = self.block[tier], self._copies
+        blocks, copies, holds, num_lost = self.block[tier], self._copies, self._holds, 0
         for node in nodes:
-            assert blocks[node] != NONE, f"node {node} has no {tier.name} copy"
             blocks[node] = NONE
-            copies[node] -= 1
-            if not copies[node]:
-                self._num_remembered += 1
-                self._let_leave(node)
-        self._forget()
+            left = copies[node] = copies[node] - 1
+            if not left:
+                num_lost += 1
+                if not holds[node]:
+                    self._let_leave(node)
+        self._num_remembered += num_lost
+        self._forget(len(nodes))
+
+    def remove_all_copies(self, tier: Tier) -> None:
+        """Forget every copy on `tier`, as fast as arrays are written. Only tiers call this."""
+        blocks, copies = np.frombuffer(self.block[tier], np.intc), np.frombuffer(self._copies, np.uint8)
+        held = blocks != NONE
+        holds = np.frombuffer(self._holds, np.intc)
+        copies[held] -= 1
+        blocks[held] = NONE
+        np.frombuffer(self.kids[tier], np.intc)[:] = 0
+        lost = held & (copies == 0)
+        self._num_remembered += int(np.count_nonzero(lost))
+        is_leaving = np.frombuffer(self._is_leaving, np.uint8)
+        leave = lost & (holds == 0) & (is_leaving == 0)
+        is_leaving[leave] = 1
+        self._leaving.extend(np.flatnonzero(leave).tolist())
 
     def pin(self, nodes: Iterable[int]) -> None:
         """Keep these nodes and their host and storage copies until `unpin`."""
         for node in nodes:
             self.pins[node] += 1
+            self._holds[node] += 1
 
     def unpin(self, nodes: Iterable[int]) -> None:
         """Undo one `pin` of each node."""
         for node in nodes:
             assert self.pins[node] > 0, f"node {node} is not pinned"
             self.pins[node] -= 1
+            self._holds[node] -= 1
             self.settle((node,))
 
     def settle(self, nodes: Iterable[int]) -> None:
         """Let those of the nodes that have no copy be forgotten once `max_remembered` newer ones have come."""
-        copies = self._copies
+        copies, num_nodes = self._copies, 0
         for node in nodes:
+            num_nodes += 1
             if not copies[node]:
                 self._let_leave(node)
-        self._forget()
+        self._forget(num_nodes)
 
     def check(self) -> None:
         """Verify every invariant that does not concern the pools; O(nodes)."""
         nodes = self.nodes()
         assert len(nodes) == len(self._index), "index and nodes disagree"
-        children = {ROOT: 0} | dict.fromkeys(nodes, 0)
+        children = {ROOT: 1} | dict.fromkeys(nodes, 0)
         remembered = 0
         for node in nodes:
             assert self._index[self.hash_of(node)] == node, f"node {node} is not found by its hash"
             children[self.parent[node]] += 1
+            assert self.depth[node] == self.depth[self.parent[node]] + 1, f"node {node} is not behind its parent"
             copies = sum(blocks[node] != NONE for blocks in self.block)
             assert copies == self._copies[node], f"node {node} counts {self._copies[node]} copies, has {copies}"
             remembered += copies == 0
-            assert not self._is_forgettable(node) or self._is_leaving[node], f"node {node} can never be forgotten"
+            assert copies or self._holds[node] or self._is_leaving[node], f"node {node} can never be forgotten"
         assert remembered == self._num_remembered, f"{remembered} nodes remembered, {self._num_remembered} counted"
         for node, count in children.items():
-            assert count == self._children[node], f"node {node} counts {self._children[node]} children, has {count}"
+            holds = count + self.pins[node]
+            assert holds == self._holds[node], f"node {node} counts {self._holds[node]} reasons to stay, has {holds}"
         assert sorted(self._leaving) == [n for n, flag in enumerate(self._is_leaving) if flag], "a node leaves twice"
 
     def _let_leave(self, node: int) -> None:
-        if self._is_forgettable(node) and not self._is_leaving[node]:
+        if not self._copies[node] and not self._holds[node] and not self._is_leaving[node]:
             self._is_leaving[node] = 1
             self._leaving.append(node)
 
-    def _forget(self) -> None:
-        while self._num_remembered > self.max_remembered and self._leaving:
-            node = self._leaving.popleft()
-            self._is_leaving[node] = 0
+    def _forget(self, num_nodes: int) -> None:
+        """Let the oldest go that are too many. So many nodes have come in this call: it takes no longer than they did,
+        however far the limit was lowered or whatever a reset has left."""
+        num_excess = min(self._num_remembered - self.max_remembered, 2 * num_nodes + _FORGOTTEN_AT_ONCE)
+        if num_excess <= 0:
+            return
+        leaving, is_leaving, parents, gone = self._leaving, self._is_leaving, self.parent, []
+        copies, holds = self._copies, self._holds
+        while num_excess and leaving:
+            node = leaving.popleft()
+            is_leaving[node] = 0
             # A head has waited for its tail, which leaves first, and is at least as old.
-            while self._is_forgettable(node) and not self._is_leaving[node]:
-                if self._num_remembered <= self.max_remembered:
-                    self._is_leaving[node] = 1
-                    self._leaving.appendleft(node)
+            while not copies[node] and not holds[node] and not is_leaving[node]:
+                if not num_excess:
+                    is_leaving[node] = 1
+                    leaving.appendleft(node)
                     break
-                node = self._remove(node)
+                gone.append(node)
+                num_excess -= 1
+                node = parents[node]
+                holds[node] -= 1
+        self._remove(gone)
 
-    def _is_forgettable(self, node: int) -> bool:
-        return (
-            not self._copies[node] and not self._children[node] and not self.pins[node] and self._hash[node] is not None
-        )
+    def _add(self, parent: int, hashes: Sequence[BlockHash], now: float) -> list[int]:
+        """Nodes of blocks that are not known and follow one another, the first of them `parent`."""
+        index, known, holds = self._index, self._hash, self._holds
+        parents, depths, used, hits = self.parent, self.depth, self.used, self.hits
+        if len(self._free) < len(hashes):
+            self._grow(len(hashes))
+        split = len(self._free) - len(hashes)
+        nodes = self._free[split:]
+        del self._free[split:]
+        nodes.reverse()
+        depth = depths[parent]
+        for node, block_hash in zip(nodes, hashes, strict=True):
+            depth += 1
+            depths[node] = depth
+            parents[node] = parent
+            used[node] = now
+            hits[node] = 0
+            known[node] = block_hash
+            index[block_hash] = node
+            holds[parent] += 1
+            parent = node
+        self._num_remembered += len(nodes)
+        assert len(index) + len(self._free) == len(known) - 1, "a block has two parents"
+        return nodes
 
-    def _add(self, parent: int, block_hash: BlockHash, now: float) -> int:
-        if not self._free:
-            self._grow()
-        node = self._free.pop()
-        self.parent[node] = parent
-        self.used[node] = now
-        self.hits[node] = 0
-        self._hash[node] = block_hash
-        self._index[block_hash] = node
-        self._children[parent] += 1
-        self._num_remembered += 1
-        return node
+    def _remove(self, nodes: list[int]) -> None:
+        """Forget these nodes, which their parents have been told."""
+        index, known = self._index, self._hash
+        for node in nodes:
+            del index[known[node]]  # type: ignore[arg-type]  # only the root and free rows have no hash
+            known[node] = None
+        self._num_remembered -= len(nodes)
+        self._free += nodes
 
-    def _remove(self, node: int) -> int:
-        """Forget a node; returns its parent."""
-        del self._index[self.hash_of(node)]
-        self._hash[node] = None
-        self._num_remembered -= 1
-        self._free.append(node)
-        parent = self.parent[node]
-        self._children[parent] -= 1
-        return parent
-
-    def _grow(self) -> None:
-        """Add free rows; the lowest is taken first, so that a prefix lies in ascending rows."""
-        first, zeros = len(self._hash), bytes(_ROWS)
-        none = array("i", [NONE]) * _ROWS
-        self.parent.extend(none)
+    def _grow(self, least: int) -> None:
+        """Add `least` free rows or more; the lowest is taken first, so that a prefix lies in ascending rows."""
+        num_rows = -(-least // _ROWS) * _ROWS
+        first, zeros = len(self._hash), bytes(num_rows)
+        none = array("i", [NONE]) * num_rows
+        for ids in (self.parent, self.depth, *self.block):
+            ids.extend(none)
         self.used.frombytes(zeros * self.used.itemsize)
-        for counts in (self.hits, self.pins, self._children, *self.kids):
+        for counts in (self.hits, self.pins, self._holds, *self.kids):
             counts.frombytes(zeros * counts.itemsize)
-        for blocks in self.block:
-            blocks.extend(none)
-        self._hash.extend([None] * _ROWS)
+        self._hash.extend([None] * num_rows)
         self._copies.extend(zeros)
         self._is_leaving.extend(zeros)
-        self._free.extend(range(first + _ROWS - 1, first - 1, -1))
+        self._free[:0] = range(first + num_rows - 1, first - 1, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 
@@ -12,5 +13,5 @@ class BlockTable:
 
     block_ids: list[int] = field(default_factory=list)  # NO_BLOCK where the engine holds none
     next_block: int = 0  # blocks from here on have not been shown to the policy
-    unsaved: list[int] = field(default_factory=list)  # earlier blocks that are wanted and wait, in order
+    unsaved: deque[int] = field(default_factory=deque)  # earlier blocks that are wanted and wait, in order
     may_save: bool = True

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_connector.errors import ConfigError
-from kv_connector.index import BlockHasher, CacheIdentity, MultimodalItem, adopt_hash, root_hash
+from kv_connector.index import BlockHasher, CacheIdentity, MultimodalItem, adopt_hash, adopt_hashes, root_hash
 from kv_connector.types import BlockHash
 
 IDENTITY = CacheIdentity("org/model@main", "bfloat16", "NHD", 4)
@@ -109,6 +109,18 @@ def test_hashes_that_an_engine_computed_are_adopted() -> None:
     names = {adopt_hash(ROOT, engine_hash) for engine_hash in (b"", b"\0", b"engine", b"engine2")}
     assert len(names) == 4
     assert adopt_hash(root_hash(IDENTITY, salt="x"), b"engine") not in names
+
+
+@given(st.lists(st.one_of(st.binary(max_size=40), st.binary(min_size=32, max_size=32)), max_size=8))
+def test_adopted_names_depend_on_the_hash_and_the_root_and_nothing_else(engine_hashes: list[bytes]) -> None:
+    """Hashes of 32 bytes have a short way: their names are made in bulk, and are distinct from all others."""
+    names = adopt_hashes(ROOT, engine_hashes)
+    assert names == b"".join(adopt_hash(ROOT, engine_hash) for engine_hash in engine_hashes)
+    split = [names[start : start + 32] for start in range(0, len(names), 32)]
+    assert len(set(split)) == len(set(engine_hashes))
+    assert not set(split) & set(engine_hashes)
+    other = adopt_hashes(root_hash(IDENTITY, salt="x"), engine_hashes)
+    assert not set(split) & {other[start : start + 32] for start in range(0, len(other), 32)}
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3, -1], [1, 2, 3, 2**32], [1, 2, 3, "x"]])

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...base import Request, ScheduledRequest
 from ...config import PeerConfig
-from ...index import adopt_hash
+from ...index import adopt_hashes
 from ...types import BlockHash, PeerAction, PeerJob
 from ..ledger import EndedJob, JobOwner
 from ..shared import Shared
@@ -65,7 +65,7 @@ class Outgoing:
         num_blocks = (request.num_tokens - 1) // self._shared.block_size
         if transfer_id in self._transfers or num_blocks < 1:
             return
-        names = b"".join(adopt_hash(self._root, block_hash) for block_hash in request.block_hashes[:num_blocks])
+        names = adopt_hashes(self._root, request.block_hashes[:num_blocks])
         transfer = _Transfer(transfer_id, names, num_blocks)
         self._transfers[transfer_id] = self._sending[request.request_id] = transfer
 

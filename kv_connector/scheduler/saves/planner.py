@@ -18,6 +18,9 @@ from .budget import SaveBudget
 
 logger = logging.getLogger("kv_connector.scheduler")
 
+_WAITING_AT_ONCE = 64
+"""Of a request's blocks that wait so many are looked at before room is made for them: there may be little."""
+
 
 class SavePlanner:
     """Pairs device blocks with host blocks, opens a job for the pairs of a step, and hears how it ended.
@@ -40,15 +43,16 @@ class SavePlanner:
         self._metrics = shared.metrics
         # Windows first: what they cannot save in a step is lost, and what full attention cannot save waits.
         self._order = sorted(range(len(grouped.groups)), key=lambda group: grouped.groups[group].window_blocks is None)
-        self._num_taken = 0  # device blocks that requests admitted in the step being scheduled have use for
-        self._most_taken = 0  # in any step
+        self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
+        self._num_begun = 0  # device blocks that this step begins to fill
+        self._most_taken = 0  # in a recent step
 
     def note_admitted(self, num_blocks: int) -> None:
         """A request was admitted that will take so many device blocks in all.
 
         It takes them step by step where it computes and all at once where it loads: they are counted as a whole.
         """
-        self._num_taken += num_blocks
+        self._num_admitted += num_blocks
 
     def note_changed(self) -> None:
         """Device blocks were freed: there may be something to save before reuse."""
@@ -65,7 +69,9 @@ class SavePlanner:
         """(device id, host id) of blocks that are, or will be after this step, full and valid on the device."""
         self._budget.fill(now)
         size = self._shared.block_size
-        full = min((item.num_computed_tokens + item.num_scheduled_tokens) // size, len(request.block_hashes))
+        num_tokens = item.num_computed_tokens + item.num_scheduled_tokens
+        self._num_begun += -(-num_tokens // size) - -(-item.num_computed_tokens // size)
+        full = min(num_tokens // size, len(request.block_hashes))
         pairs = []
         for group in self._order if tables else ():
             table = tables[group]
@@ -85,10 +91,11 @@ class SavePlanner:
         if not self._policy.saves_before_reuse:
             return []
         pairs = []
-        self._most_taken, self._num_taken = max(self._most_taken, self._num_taken), 0
-        num_watched = max(self._policy.lookahead, 2 * self._most_taken)
-        for device_id, key in self._shared.pool.next_reused(num_watched):
-            node = self._tree.get(key)
+        watched = self._shared.pool.next_reused(self._num_watched())
+        known = [(device_id, key, node) for device_id, key in watched if (node := self._tree.get(key)) is not None]
+        for index in self._host.absent([node for _, _, node in known]):
+            device_id, key, _ = known[index]
+            node = self._tree.get(key)  # room was made for those in front of it, and one of them may be the same block
             if node is None or self._host.node_state(node) is not BlockState.ABSENT:
                 continue
             host_ids = self._host.allocate_up_to(1, older_than=self._tree.used[node])
@@ -129,47 +136,70 @@ class SavePlanner:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
         self._on_saved(filled)
 
+    def _num_watched(self) -> int:
+        """Device blocks next in line for reuse that are kept saved: twice as many as one of the last steps took.
+
+        After a burst an eighth less in each step, for looking at them costs every step as much as it did the burst's.
+        """
+        self._most_taken = max(self._most_taken - self._most_taken // 8, self._num_admitted, self._num_begun)
+        self._num_admitted = self._num_begun = 0
+        return max(self._policy.lookahead, 2 * self._most_taken)
+
     def _plan_full(
         self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
     ) -> list[tuple[int, int]]:
-        most = self._budget.num_blocks
-        if not self._host.num_available or (not most and full <= table.next_block):
+        most, keys = self._budget.num_blocks, self._grouped.keys(hashes, group)
+        if (not most and full <= table.next_block) or not self._host.has_room_behind(keys, now):
             return []  # with no room at all the blocks are looked at when there is some
-        keys = self._grouped.keys(hashes[:full], group)
         first = min(table.next_block, full)  # fewer are full than before where a load has failed
         table.next_block = max(table.next_block, full)
-        wanted, waiting = self._still_wanted(table.unsaved, keys, most)
-        new, most = self._wanted(keys, first), most - len(wanted)
+        saved, host_ids = self._take_waiting(table, keys, full, most, now) if table.unsaved else ([], [])
+        new, most = self._wanted(keys[first:full], first), most - len(saved)
         self._metrics.deferred_saves_blocks += len(new[most:])
-        wanted, waiting = wanted + new[:most], waiting + new[most:]
-        host_ids = self._host.allocate_behind(len(wanted), keys, now)
+        if new and not table.unsaved:
+            room = self._host.allocate_behind(min(len(new), most), keys, now)
+            saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
+        table.unsaved += new
         self._budget.spend(len(host_ids))
-        saved, table.unsaved = wanted[: len(host_ids)], wanted[len(host_ids) :] + waiting
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
-        start = first + len(self._tree.match(keys[first:]))  # every block has a node from now on
-        nodes = self._tree.insert_path(keys, now, start)
-        targets = [nodes[i - start] if i >= start else self._tree.insert_path(keys[: i + 1], now, i)[0] for i in saved]
+        start = first + len(self._tree.match(keys[first:full]))  # every block has a node from now on
+        nodes = self._tree.insert_path(keys, now, start, full)
+        known = [self._find_or_insert(keys, index, now) for index in saved if index < start]
+        self._tree.touch(known, now)
+        targets = known + [nodes[index - start] for index in saved[len(known) :]]
         return self._attach(table, saved, targets, nodes, host_ids, num_hit_blocks)
 
-    def _still_wanted(
-        self, indices: Sequence[int], keys: Sequence[BlockHash], most: int
+    def _take_waiting(
+        self, table: BlockTable, keys: Sequence[BlockHash], full: int, most: int, now: float
     ) -> tuple[list[int], list[int]]:
-        """The first of these blocks that are full now and wanted, at most so many, and those not looked at."""
-        wanted: list[int] = []
-        for position, index in enumerate(indices):
-            if len(wanted) == most or index >= len(keys):
-                return wanted, list(indices[position:])
-            if self._is_wanted(keys[index]):
-                wanted.append(index)
-        return wanted, []
+        """Up to `most` blocks that waited and are still wanted, as far as there is room, and host blocks for them."""
+        saved: list[int] = []
+        host_ids: list[int] = []
+        while num_looked_at := min(most - len(saved), _WAITING_AT_ONCE):
+            wanted: list[int] = []
+            while len(wanted) < num_looked_at and table.unsaved and table.unsaved[0] < full:
+                index = table.unsaved.popleft()
+                if self._is_wanted(keys[index]):
+                    wanted.append(index)
+            room = self._host.allocate_behind(len(wanted), keys, now)
+            table.unsaved.extendleft(reversed(wanted[len(room) :]))
+            saved += wanted[: len(room)]
+            host_ids += room
+            if len(room) < num_looked_at:
+                break
+        return saved, host_ids
+
+    def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float) -> int:
+        node = self._tree.get(keys[index])
+        return node if node is not None else self._tree.insert_path(keys, now, index, index + 1)[0]
 
     def _wanted(self, keys: Sequence[BlockHash], first: int) -> list[int]:
-        """Which blocks from `first` on the policy wants: a hit shows it thousands that are saved already."""
-        known = self._tree.match(keys[first:])
+        """Which blocks the policy wants, of those from `first` on: a hit shows it thousands that are saved already."""
+        known = self._tree.match(keys)
         hits, pins, wants = self._tree.hits, self._tree.pins, self._policy.wants
         wanted = [first + i for i in self._host.absent(known) if wants(hits[known[i]], pins[known[i]] > 0)]
         if wants(hits=0, pinned=False):
-            wanted += range(first + len(known), len(keys))
+            wanted += range(first + len(known), first + len(keys))
         return wanted
 
     def _plan_window(

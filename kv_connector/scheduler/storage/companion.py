@@ -12,7 +12,7 @@ import numpy as np
 
 from ...base import Request, ScheduledRequest
 from ...config import StorageConfig
-from ...index import adopt_hash
+from ...index import adopt_hash, adopt_hashes
 from ...metrics import DOCUMENTATION, GAUGES
 from ...types import BlockHash, StepPlan, StepReport, StorageAction, StorageJob
 from ..companion import Admission, Companion
@@ -112,4 +112,4 @@ class StorageCompanion(Companion):
         self._backups.reset()
 
     def _keys(self, hashes: Sequence[BlockHash]) -> bytes:
-        return b"".join(adopt_hash(self._root, block_hash) for block_hash in hashes)
+        return adopt_hashes(self._root, hashes)

@@ -218,6 +218,7 @@ class PrefetchPlanner:
         most = capacity - capacity // _LEFT_SHARE - self._num_fetching
         room = self._host.allocate_behind(max(0, min(num_found, most)), hashes, now)
         nodes = self._tree.insert_path(hashes, now, prefetch.first)
+        self._tree.touch(nodes, now)
         self._ride(prefetch, prefetch.first, nodes)
         wanted = self._host.absent(nodes)[: len(room)]
         self._host.release(room[len(wanted) :])
