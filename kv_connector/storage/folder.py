@@ -12,6 +12,7 @@ modification time is when it was last used.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -193,6 +194,8 @@ class PackFolder:
                 self.refresh()
                 self._journal.replace({pack.name for pack in self.packs()}, self._record)
                 self.catch_up()
+            if not self._journal.is_whole:  # the disk does not hold what was written a moment ago
+                raise OSError(errno.EIO, "the index cannot be read back", str(self.root / "index"))
             if records:
                 self._journal.append(records)
 

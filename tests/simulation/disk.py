@@ -1,12 +1,12 @@
 """A faulty disk in memory, and the real filesystem backend on it, in virtual time and without threads.
 
-The backend runs as it is. It is given an executor and a clock, as production gives it threads and the time; the names by
-which its modules call the system (`os`, `fcntl`, `open`) stand for `files.Files` while a disk is `installed`. That is
-simpler than a protocol of the fifteen calls that it makes, which production code would carry for tests alone.
+The backend runs as it is. It is given an executor and a clock, as production gives it threads and the time; the names
+by which its modules call the system (`os`, `fcntl`, `open`) stand for `files.Files` while a disk is `installed`. That
+is simpler than a protocol of the fifteen calls that it makes, which production code would carry for tests alone.
 
 What is modelled. A batch waits for one of its kind's threads, then for the disk, and then runs at one instant: reads
-deliver and writes take the caller's bytes at the last moment, which is the harshest for who touches a buffer too early or
-too late; until then a buffer that is to be filled holds nonsense. Not modelled: two batches inside of each other, as
+deliver and writes take the caller's bytes at the last moment, which is the harshest for who touches a buffer too early
+or too late; until then a buffer that is to be filled holds nonsense. Not modelled: two batches inside of each other, as
 real threads and processes have them (`test_storage_kills.py` does that).
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -81,6 +82,7 @@ class Disk:
         names: list[tuple[Any, str, object]] = [(SimulatedPath, "installed", self.files)]
         names += [(module, "os", self.files) for module in (filesystem, folder, journal, packs, survey, temporaries)]
         names += [(module, "fcntl", _Fcntl(self.files)) for module in (filesystem, folder)]
+        names += [(temporaries, "socket", SimpleNamespace(gethostname=lambda: "machine"))]
         names += [(module, "open", self.files.open_file) for module in (journal, packs, survey)]
         with ExitStack() as stack:
             for target, name, stand_in in names:
@@ -405,7 +407,7 @@ class _Fcntl:
 def _end(future: Future[Any], call: Callable[[], Any]) -> None:
     try:
         result = call()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - as a thread's top does
         future.set_exception(error)
     else:
         future.set_result(result)
