@@ -52,8 +52,9 @@ class SharedSlots:
         return self._way(ring.Ring(os.dup(memory.fd), num_slots, slot_bytes), None), {}
 
     @property
-    def is_used(self) -> bool:
-        return any(not way.is_closed for way in self._ways)
+    def left_behind(self) -> str:
+        """What a close did not release."""
+        return "" if all(way.is_closed for way in self._ways) else "slots"
 
     def abandon(self) -> None:
         """Its process is gone, and its mappings."""
@@ -163,8 +164,9 @@ class SimulatedAgent:
         self._made: dict[int, Write] = {}
 
     @property
-    def is_used(self) -> bool:
-        return bool(self._handles)
+    def left_behind(self) -> str:
+        """What a close did not release, beside writes that it did not wait for."""
+        return "" if all(handle in self._states for handle in self._handles) else "registered memory"
 
     def abandon(self) -> None:
         for write in self._writes:
@@ -240,7 +242,7 @@ class SimulatedAgent:
 
         given_up = network.time.now() + network.rng.uniform(1, 30)
         for index in range(len(parts)):
-            write.events.append(network.time.call_after(network.delay(), lambda i=index: land(i), "a write"))
+            write.events.append(network.time.call_after(network.write_delay(), lambda i=index: land(i), "a write"))
 
     def check_xfer_state(self, handle: int) -> str:
         return self._states[handle]
@@ -281,8 +283,9 @@ class Stream:
         self._num_done = 0
 
     @property
-    def is_used(self) -> bool:
-        return bool(self._queue) or bool(self.driver is not None and self.driver.num_mapped)
+    def left_behind(self) -> str:
+        """What a close did not release; memory that is still written to stays mapped."""
+        return "mapped memory" if not self._queue and self.driver is not None and self.driver.num_mapped else ""
 
     def abandon(self) -> None:
         """The context is gone: what runs may land, and nothing behind it."""
@@ -328,7 +331,7 @@ class Stream:
                 self._begin()
 
         def go_on(index: int) -> None:
-            write.events = [self._network.time.call_after(self._network.delay(), lambda: land(index), "a copy")]
+            write.events = [self._network.time.call_after(self._network.write_delay(), lambda: land(index), "a copy")]
 
         go_on(0)
 

@@ -23,7 +23,7 @@ _KEEPALIVE_SECONDS = 10.0
 class Network:
     """Who can reach whom, and how fast. Faults are switched at any virtual time, and off by their opposite:
 
-    `slow`             factor on every delay
+    `slow`             factor on every delay, and `slow_writes` on those of one-sided writes: a device that is busy
     `cut, mend`        nothing of one process reaches another; later all of it does, or the link is lost meanwhile
     `late_writes`      one-sided writes land when they land, also where the job that asked for them has ended. Off, they
                        land while it is open or not at all: what the carriers do not guarantee today.
@@ -36,6 +36,7 @@ class Network:
         self.seconds = (20e-6, 2e-3)
         """A message, or a part of a write, is on its way between so many."""
         self.slow = 1.0
+        self.slow_writes = 1.0
         self.late_writes = late_writes
         self.num_late_writes = 0
         """Parts of writes that landed, or would have landed, in blocks of a job that had ended."""
@@ -73,6 +74,9 @@ class Network:
 
     def delay(self) -> float:
         return self.slow * self.rng.uniform(*self.seconds)
+
+    def write_delay(self) -> float:
+        return self.slow_writes * self.rng.uniform(*self.seconds)
 
     def add(self, channel: SimulatedChannel, port: int) -> int:
         while not port or port in self.channels:

@@ -130,7 +130,8 @@ class SimulatedPeers(Process):
         if self.jobs is not None:
             jobs, self.is_alive = self.jobs, False
             jobs.close()
-            assert not self._below.is_used, f"{self.name} has left {self._below}"
+            assert not self._below.left_behind, f"{self.name} has left {self._below.left_behind}"
+            self._below.abandon()  # what a close does not wait for any longer goes with the process
             self._gone()
 
     def kill(self) -> None:

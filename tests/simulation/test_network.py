@@ -20,7 +20,21 @@ from .peers import CARRIERS, SimulatedPeers
 
 NUM_BLOCKS = 60
 PIECES = (64, 64, 96)
-FAULTS = ("slow", "cut", "mend", "freeze", "thaw", "heal")
+FAULTS = ("slow", "slow writes", "cut", "mend", "freeze", "thaw", "heal")
+ACTS = (
+    "begin",
+    "offer",
+    "compute",
+    "compute badly",
+    "ask",
+    "cancel",
+    "withdraw",
+    "kill",
+    "close",
+    "fault",
+    "wait",
+    "hand over",
+)
 FREE = 0xEE
 """What every byte of a block holds that nobody uses."""
 
@@ -141,22 +155,7 @@ class World:
     def step(self) -> None:
         rng = self.rng
         engine = rng.choice(self.engines)
-        act = rng.choices(
-            (
-                "begin",
-                "offer",
-                "compute",
-                "compute badly",
-                "ask",
-                "cancel",
-                "withdraw",
-                "kill",
-                "close",
-                "fault",
-                "wait",
-            ),
-            (8, 12, 20, 1, 14, 2, 2, 0.3, 0.3, 2 if self.faults else 0, 40),
-        )[0]
+        act = rng.choices(ACTS, (8, 12, 20, 1, 10, 2, 2, 0.3, 0.3, 2 if self.faults else 0, 40, 6))[0]
         if act == "wait":
             self.wait(rng.choice((1e-4, 1e-3, 1e-2, 1e-2, 1.0)))
         elif act == "fault":
@@ -182,6 +181,8 @@ class World:
             if waiting:
                 self.seen["cancel"] += 1
                 engine.jobs.cancel([rng.choice(waiting).job_id])
+        elif act == "hand over":
+            self.hand_over(engine)
         for each in self.engines:
             if each.is_alive and rng.random() < 0.5:
                 each.poll()
@@ -196,6 +197,19 @@ class World:
         self.transfers.append(transfer)
         if self.rng.random() < 0.7:
             self.produce("offer", engine, transfer)
+
+    def hand_over(self, engine: Engine) -> None:
+        """As it mostly goes; asked for before the blocks are computed or after."""
+        self.begin(engine)
+        transfer, rng = self.transfers[-1], self.rng
+        other = rng.choice([other for other in self.engines if other is not engine])
+        asks_at = rng.randrange(6)
+        for turn in range(6):
+            if turn == asks_at and other.is_alive:
+                self.ask(other, transfer)
+            if engine.is_alive and engine.peers.engine_id == transfer.engine_id:
+                self.produce("offer" if turn % 2 else "compute", engine, transfer)
+            self.wait(rng.choice((0.0, 1e-4, 1e-3, 1e-2)))
 
     def produce(self, act: str, engine: Engine, transfer: Transfer) -> None:
         rng = self.rng
@@ -282,6 +296,8 @@ class World:
         one, other = rng.sample(self.engines, 2)
         if name == "slow":
             network.slow = rng.choice((1.0, 100.0))
+        elif name == "slow writes":
+            network.slow_writes = rng.choice((1.0, 100.0, 3000.0))
         elif name == "cut":
             network.cut(one.peers, other.peers)
         elif name == "mend":
@@ -294,7 +310,7 @@ class World:
             self.heal()
 
     def heal(self) -> None:
-        self.network.slow = 1.0
+        self.network.slow = self.network.slow_writes = 1.0
         self.network.mend_all()
         for engine in self.engines:
             engine.peers.thaw()
