@@ -1,8 +1,8 @@
 """What lies below the transports: slots that two processes have mapped, NIXL's agent, a CUDA stream and its handles.
 
 A one-sided write lands part by part, each at a time of its own, out of whatever the source holds by then. A process
-that dies takes the source along: what is under way lands from what was read, or not at all. Whether a write may land
-once the job has ended that asked for it is the network's `late_writes`.
+that dies takes the source along: what is under way lands from what was read, or not at all. How long a write may land
+after the consumer has lost the link is the network's `late_writes`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kv_connector.peer.cuda_ipc import Driver
 from .clock import Event
 
 if TYPE_CHECKING:
-    from .network import Network
+    from .network import End, Network
     from .peers import SimulatedPeers
 
 _MOST_PARTS = 3
@@ -103,6 +103,7 @@ class Write:
     target: SimulatedPeers
     start: int  # of the target
     push: Push
+    there: End | None  # of the link, on the consumer's side
     sources: Ids
     targets: Ids
     sizes: Ids
@@ -121,9 +122,9 @@ class Write:
             return
         if not self.target.accepts(self.start, self.push.grant):
             network.num_late_writes += 1
-            if not network.late_writes:
-                self.is_failed = True
-                return
+        if self.there is not None and network.time.now() >= self.there.quiet_at and not network.late_writes:
+            self.is_failed = True
+            return
         for i in part.tolist():
             source = self.data[i] if self.data is not None else int(self.sources[i])
             ctypes.memmove(int(self.targets[i]), source, int(self.sizes[i]))
@@ -152,7 +153,7 @@ class SimulatedAgent:
 
     def __init__(self, process: SimulatedPeers, name: str) -> None:
         self.name = f"agent of {name}"
-        self.push: Push | None = None
+        self.push: tuple[Push, End | None] | None = None
         self._process = process
         self._network = process.network
         self._notes: dict[str, list[bytes]] = {}
@@ -198,6 +199,7 @@ class SimulatedAgent:
 
     def make_prepped_xfer(self, kind: str, here: Any, mine: Any, there: Any, theirs: Any, note: bytes) -> int:
         assert self.push is not None
+        push, there_end = self.push
         target, start = self._known[there[1]]
         handle = self._handle()
         self._states[handle] = "PROC"
@@ -206,7 +208,8 @@ class SimulatedAgent:
             self._process,
             target,
             start,
-            self.push,
+            push,
+            there_end,
             own[:, 0],
             other[:, 0],
             own[:, 1],
@@ -274,7 +277,7 @@ class Stream:
     """A device's stream, on which this process's copies into other pools run one behind the other."""
 
     def __init__(self, process: SimulatedPeers) -> None:
-        self.push: Push | None = None
+        self.push: tuple[Push, End | None] | None = None
         self._process = process
         self._network = process.network
         self.driver: SimulatedDriver | None = None
@@ -354,8 +357,9 @@ class _StreamWriter:
         self._target, self._start = Allocations.of(stream.process.network).owner(regions[0].address)
 
     def write(self, source_ids: Ids, target_ids: Ids, regions: range) -> None:
-        process, push = self._stream.process, self._stream.push
-        assert push is not None
+        process = self._stream.process
+        assert self._stream.push is not None
+        push, there = self._stream.push
         own = process._transport._pool.regions
         sources = [own[r].address + source_ids * own[r].block_stride for r in regions]
         targets = [self._regions[r].address + target_ids * self._regions[r].block_stride for r in regions]
@@ -365,6 +369,7 @@ class _StreamWriter:
             self._target,
             self._start,
             push,
+            there,
             np.concatenate(sources),
             np.concatenate(targets),
             sizes,

@@ -7,6 +7,7 @@ one another. Whatever arrives waits until the process takes a turn: one that was
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from kv_connector.peer.base import Connected, Lost, Message, PeerCounters, PeerEvent
 from kv_connector.peer.frames import MAX_MESSAGE, FrameReader, encode
 from kv_connector.peer.handshake import Card
+from kv_connector.peer.over_channel import OneSided
 
 from .clock import Event, VirtualTime
 
@@ -25,8 +27,8 @@ class Network:
 
     `slow`             factor on every delay, and `slow_writes` on those of one-sided writes: a device that is busy
     `cut, mend`        nothing of one process reaches another; later all of it does, or the link is lost meanwhile
-    `late_writes`      one-sided writes land when they land, also where the job that asked for them has ended. Off, they
-                       land while it is open or not at all: what the carriers do not guarantee today.
+    `late_writes`      one-sided writes land when they land, however long ago the consumer has lost the link. Off, they
+                       do so for `quiet_seconds` and not after that, as the protocol believes today.
     Processes are frozen, thawed and killed by themselves (`Process`).
     """
 
@@ -39,7 +41,7 @@ class Network:
         self.slow_writes = 1.0
         self.late_writes = late_writes
         self.num_late_writes = 0
-        """Parts of writes that landed, or would have landed, in blocks of a job that had ended."""
+        """Parts of writes that came when the job that had asked for them was over, whether they landed or not."""
         self.channels: dict[int, SimulatedChannel] = {}
         self.processes: list[Process] = []
         self._cuts: dict[tuple[Process, Process], int] = {}  # with the number of the cut
@@ -161,6 +163,8 @@ class End:
         self.is_caller = is_caller
         self.is_open = False
         self.deadline: float | None = None
+        self.quiet_at = math.inf
+        """When nothing is written over this link any more, as the protocol believes."""
         self.pair: _Pair | None = None
         self.unsent: list[dict[str, Any]] = []
         self.on_its_way: deque[dict[str, Any]] = deque()
@@ -230,6 +234,7 @@ class _Pair:
     def closed(self, end: End) -> None:
         """One end is gone, and so is what was on its way to it. The other learns of it behind what was sent."""
         other = end.other
+        end.quiet_at = self._network.time.now() + OneSided.quiet_seconds
         if end.inbox or end.on_its_way:  # it has not read everything: what the other has not read may go, too
             keep = self._network.rng.randint(0, len(other.inbox))
             while len(other.inbox) > keep:

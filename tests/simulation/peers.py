@@ -189,7 +189,9 @@ class SimulatedPeers(Process):
         push_on = self._transport.push
 
         def push(link: int, push: Push) -> None:
-            self._below.push = push
+            assert self._channel is not None
+            end = self._channel.ends.get(link)
+            self._below.push = push, end.other if end is not None and end.pair is not None else None
             push_on(link, push)
 
         self._transport.push = push
