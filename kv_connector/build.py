@@ -103,8 +103,11 @@ def _open_peers(
     )
     transport = open_transport(config, known, engine_id, pool)
     deadline, timeout = config.deadline_ms / 1e3, config.timeout_ms / 1e3
-    prepare = pool.prepare_thread
-    return PeerJobs(transport, engine_id, len(pool.regions), rank, deadline, timeout, prepare_thread=prepare)
+    jobs = PeerJobs(
+        transport, engine_id, len(pool.regions), rank, deadline, timeout, prepare_thread=pool.prepare_thread
+    )
+    jobs.start()
+    return jobs
 
 
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:

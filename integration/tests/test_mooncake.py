@@ -26,7 +26,7 @@ import sys
 from integration.mooncake_master import HOST
 from kv_connector.config import StorageConfig
 from kv_connector.storage.mooncake import MooncakeStorage
-from kv_connector.storage.mooncake_client import MooncakeClient, MooncakeOptions
+from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from tests.storage.storages import IDENTITY, exists, get, key, put
 from tests.storage.mooncake.stores import connected
 

@@ -110,6 +110,16 @@ class Writer(Protocol):
         """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range."""
 
 
+class Clock(Protocol):
+    """What lets time pass, with the names of Python's module `time`, which is one."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back."""
+
+    def sleep(self, seconds: float, /) -> None:
+        """Return when so many seconds have passed."""
+
+
 class Marker(Protocol):
     """A point in a device's work, with the names of torch.cuda.Event."""
 

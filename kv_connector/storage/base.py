@@ -10,7 +10,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
@@ -18,6 +18,9 @@ import numpy as np
 
 KEY_BYTES = 32
 """A key is a SHA-256 digest: it names a block's content and everything that decides its bytes."""
+
+MakeExecutor = Callable[[int, str], Executor]
+"""What runs calls: so many at a time, under this name. Called for each kind of calls."""
 
 T = TypeVar("T")
 logger = logging.getLogger("kv_connector.storage")
@@ -76,14 +79,16 @@ class ThreadedStorage(ABC):
     writes run side by side, so that the disk has work while the last blocks of a batch are awaited.
     """
 
-    def __init__(self, name: str, num_threads: int, num_batches: int = 1) -> None:
+    def __init__(
+        self, name: str, num_threads: int, num_batches: int = 1, executor: MakeExecutor = ThreadPoolExecutor
+    ) -> None:
         self.counters = StorageCounters()
         self.lock = threading.Lock()
         """Guards the counters and whatever the subclass shares between threads."""
-        self.io = ThreadPoolExecutor(num_threads, f"kv-{name}-io")
-        self._looking = ThreadPoolExecutor(1, f"kv-{name}-look")
-        self._reading = ThreadPoolExecutor(num_batches, f"kv-{name}-read")
-        self._writing = ThreadPoolExecutor(num_batches, f"kv-{name}-write")
+        self.io = executor(num_threads, f"kv-{name}-io")
+        self._looking = executor(1, f"kv-{name}-look")
+        self._reading = executor(num_batches, f"kv-{name}-read")
+        self._writing = executor(num_batches, f"kv-{name}-write")
         self._name = name
         self._is_faulty = False
         self._is_closed = False
@@ -167,7 +172,7 @@ class ThreadedStorage(ABC):
         """Something worked: the next fault is told again."""
         self._is_faulty = False
 
-    def _run(self, pool: ThreadPoolExecutor, call: Callable[[], T], otherwise: T, **lost: int) -> Future[T]:
+    def _run(self, pool: Executor, call: Callable[[], T], otherwise: T, **lost: int) -> Future[T]:
         """Make a call on a thread. Where it fails its result is `otherwise`, and `lost` is counted."""
 
         def guarded() -> T:

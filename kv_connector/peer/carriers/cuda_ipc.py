@@ -11,11 +11,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import KVConnectorError
 from ..base import (
+    Clock,
     Connected,
     Lost,
     Marker,
@@ -30,8 +31,9 @@ from ..base import (
     announce,
     check_int,
 )
+from ..wire.channel import SideChannel
 from ..wire.handshake import Card
-from .one_sided import OneSided
+from .one_sided import OneSided, OpenChannel
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -126,15 +128,28 @@ class CudaIpcTransport(OneSided):
     transport = "cuda_ipc"
     poll_seconds = _POLL_SECONDS
 
-    def __init__(self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float) -> None:
+    def __init__(
+        self,
+        pool: PeerPool,
+        card: Card,
+        bind: str,
+        port: int,
+        secret: bytes,
+        seconds: float,
+        open_channel: OpenChannel = SideChannel,
+        clock: Clock = time,
+        driver: Callable[[int], Driver] = Driver,
+    ) -> None:
         """Raises PeerError where the pool has no handles, and ConfigError where the address cannot be used."""
-        self._driver = Driver(pool.device)
+        self._driver = driver(pool.device)
+        self._clock = clock
         exported = [self._driver.export(region.address) for region in pool.regions]
         handles = sorted({handle for handle, _ in exported})
         places = [
             [handles.index(h), offset, r.block_stride] for (h, offset), r in zip(exported, pool.regions, strict=True)
         ]
-        super().__init__(pool, card, {"handles": handles, "regions": places}, bind, port, secret, seconds)
+        extra = {"handles": handles, "regions": places}
+        super().__init__(pool, card, extra, bind, port, secret, seconds, open_channel)
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 
@@ -165,10 +180,10 @@ class CudaIpcTransport(OneSided):
         if self._is_closed:
             return
         self._is_closed = True
-        end = time.monotonic() + _CLOSE_SECONDS
-        while self._writing and time.monotonic() < end:
+        end = self._clock.monotonic() + _CLOSE_SECONDS
+        while self._writing and self._clock.monotonic() < end:
             self._finish_writing()
-            time.sleep(_POLL_SECONDS)
+            self._clock.sleep(_POLL_SECONDS)
         self._channel.close()
         for remote in self._remotes.values():
             remote.is_lost = True

@@ -17,10 +17,24 @@ from typing import Any
 
 import numpy as np
 
-from ..base import Connected, Ids, Lost, PeerError, PeerEvent, PeerPool, Push, Pushed, announce, check_int, check_text
+from ..base import (
+    Clock,
+    Connected,
+    Ids,
+    Lost,
+    PeerError,
+    PeerEvent,
+    PeerPool,
+    Push,
+    Pushed,
+    announce,
+    check_int,
+    check_text,
+)
+from ..wire.channel import SideChannel
 from ..wire.handshake import Card
 from .nixl_agent import DROP_SECONDS, add_remote, encode_metadata, foreign
-from .one_sided import OneSided
+from .one_sided import OneSided, OpenChannel
 
 _POLL_SECONDS = 0.0005
 logger = logging.getLogger("kv_connector.peer")
@@ -52,11 +66,21 @@ class NixlTransport(OneSided):
     poll_seconds = _POLL_SECONDS
 
     def __init__(
-        self, agent: Any, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float
+        self,
+        agent: Any,
+        pool: PeerPool,
+        card: Card,
+        bind: str,
+        port: int,
+        secret: bytes,
+        seconds: float,
+        open_channel: OpenChannel = SideChannel,
+        clock: Clock = time,
     ) -> None:
         """Raises PeerError where NIXL cannot register the pool, and ConfigError where the address cannot be used."""
         self._pool = pool  # what registers it comes before the links
         self._agent = agent
+        self._clock = clock
         self._name = str(agent.name)
         self._memory = "DRAM" if pool.device < 0 else "VRAM"
         self._registered = self._register()
@@ -66,7 +90,7 @@ class NixlTransport(OneSided):
         self._pieces = self._prepare("NIXL_INIT_AGENT", own, pool.num_blocks, pool.device)
         metadata = encode_metadata(self._agent.get_agent_metadata())
         extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
-        super().__init__(pool, card, extra, bind, port, secret, seconds)
+        super().__init__(pool, card, extra, bind, port, secret, seconds, open_channel)
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 
@@ -104,10 +128,10 @@ class NixlTransport(OneSided):
             return
         self._is_closed = True
         self._channel.close()
-        end = time.monotonic() + DROP_SECONDS
-        while self._writing and time.monotonic() < end:
+        end = self._clock.monotonic() + DROP_SECONDS
+        while self._writing and self._clock.monotonic() < end:
             self._finish_writing()
-            time.sleep(_POLL_SECONDS)
+            self._clock.sleep(_POLL_SECONDS)
         for link in list(self._remotes):
             self._forget(link)
         try:
@@ -192,7 +216,7 @@ class NixlTransport(OneSided):
     def _forget(self, link: int) -> None:
         remote = self._remotes.pop(link, None)
         self._forget_grants(link)
-        due = time.monotonic() + DROP_SECONDS
+        due = self._clock.monotonic() + DROP_SECONDS
         for writing in self._writing:
             if writing.link == link:
                 writing.due = due
@@ -213,7 +237,7 @@ class NixlTransport(OneSided):
             except Exception as error:  # noqa: BLE001 - the peer is gone, or the transport failed
                 state = "ERR"
                 self._channel.drop(writing.link, f"NIXL failed: {type(error).__name__}")
-            is_overdue = writing.due is not None and time.monotonic() >= writing.due
+            is_overdue = writing.due is not None and self._clock.monotonic() >= writing.due
             if state == "PROC" and not is_overdue:
                 left.append(writing)
                 continue

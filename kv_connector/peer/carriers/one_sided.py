@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from ..base import Arrived, PeerCounters, PeerError, PeerEvent, PeerPool
 from ..wire.channel import SideChannel
 from ..wire.handshake import Card
+
+
+class Channel(Protocol):
+    """Links by number, as `SideChannel` has them: in order and once, or lost. One thread calls all but `wake`."""
+
+    port: int
+
+    def card_of(self, link: int) -> Card | None:
+        """What the peer of an open link said of itself."""
+
+    def connect(self, host: str, port: int) -> int:
+        """See `PeerTransport.connect`."""
+
+    def send(self, link: int, body: Mapping[str, Any]) -> None:
+        """See `PeerTransport.send`."""
+
+    def drop(self, link: int, reason: str) -> None:
+        """See `PeerTransport.drop`."""
+
+    def poll(self, timeout: float) -> list[PeerEvent]:
+        """Links opened, lost, and messages; waits up to `timeout` seconds for the first."""
+
+    def wake(self) -> None:
+        """See `PeerTransport.wake`."""
+
+    def close(self) -> None:
+        """Close every link."""
+
+
+OpenChannel = Callable[[str, int, bytes, Card, float, PeerCounters], Channel]
+"""Listens at an address and port, as `SideChannel` does with its first six arguments."""
 
 
 class OverChannel(ABC):
@@ -19,13 +50,21 @@ class OverChannel(ABC):
     """How long `poll` waits at most while something is under way that tells nothing by itself."""
 
     def __init__(
-        self, pool: PeerPool, card: Card, extra: Mapping[str, Any], bind: str, port: int, secret: bytes, seconds: float
+        self,
+        pool: PeerPool,
+        card: Card,
+        extra: Mapping[str, Any],
+        bind: str,
+        port: int,
+        secret: bytes,
+        seconds: float,
+        open_channel: OpenChannel = SideChannel,
     ) -> None:
         """`extra` is what the backend tells a peer of itself. Raises ConfigError where the address cannot be used."""
         self.counters = PeerCounters()
         self._pool = pool
         card = Card(card.identity, card.engine_id, card.num_blocks, {"transport": self.transport, **extra})
-        self._channel = SideChannel(bind, port, secret, card, seconds, self.counters)
+        self._channel = open_channel(bind, port, secret, card, seconds, self.counters)
         self._events: list[PeerEvent] = []
         self._is_closed = False
 
@@ -84,10 +123,18 @@ class OneSided(OverChannel):
     quiet_seconds = 1.0
 
     def __init__(
-        self, pool: PeerPool, card: Card, extra: Mapping[str, Any], bind: str, port: int, secret: bytes, seconds: float
+        self,
+        pool: PeerPool,
+        card: Card,
+        extra: Mapping[str, Any],
+        bind: str,
+        port: int,
+        secret: bytes,
+        seconds: float,
+        open_channel: OpenChannel = SideChannel,
     ) -> None:
         """See `OverChannel`."""
-        super().__init__(pool, card, extra, bind, port, secret, seconds)
+        super().__init__(pool, card, extra, bind, port, secret, seconds, open_channel)
         self._num_granted: dict[tuple[int, int], int] = {}
 
     def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
 """Peer jobs of one rank: begun with a step's plan, found to have ended when the step is reported.
 
-Threading model: one thread of its own drives the transport and both parts of the protocol; the thread that launches the
-model leaves words in a queue, wakes it, and never waits for it but in `close`.
+Threading model: one thread of its own, begun by `start`, drives the transport and both parts of the protocol by taking
+one `turn` after the other; the thread that launches the model leaves words in a queue, wakes it, and never waits for it
+but in `close`. Who does not call `start` takes the turns itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ...types import PeerAction, PeerJob
-from ..base import Arrived, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerTransport, Pushed
+from ..base import Arrived, Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerTransport, Pushed
 from .offers import Offers
 from .receives import Receives
 
@@ -47,14 +48,14 @@ class PeerJobs:
         rank: int,
         deadline_seconds: float,
         timeout_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time,
         prepare_thread: Callable[[], None] | None = None,
     ) -> None:
         """Takes the transport over. `deadline_seconds`: without anything arriving, until a receive is given up;
         `timeout_seconds`: for a peer to answer; `prepare_thread`: see `PeerPool`."""
         self._transport = transport
         self._offers = Offers(transport, engine_id, num_regions)
-        self._receives = Receives(transport, num_regions, rank, deadline_seconds, timeout_seconds, clock)
+        self._receives = Receives(transport, num_regions, rank, deadline_seconds, timeout_seconds, clock.monotonic)
         self._words: deque[tuple[Marker | None, Callable[[], None]]] = deque()
         self._gated: list[tuple[Marker, Callable[[], None]]] = []
         self._ended: deque[EndedPeerJob] = deque()
@@ -65,6 +66,11 @@ class PeerJobs:
         self._prepare_thread = prepare_thread
         self._is_closing = False
         self._is_broken = False
+        self._clock = clock
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Take turns on a thread of its own, until `close`."""
         self._thread = threading.Thread(target=self._run, name="kv-peer", daemon=True)
         self._thread.start()
 
@@ -104,7 +110,7 @@ class PeerJobs:
 
     def rest(self) -> None:
         """Wait for a job to end, for a few milliseconds at most, if any is under way."""
-        if self._open:
+        if self._open and self._thread is not None:
             self._has_ended.wait(_REST_SECONDS)
 
     def poll(self) -> list[EndedPeerJob]:
@@ -126,9 +132,21 @@ class PeerJobs:
 
     def close(self) -> None:
         """End every job and close the transport; waits for copies that are on their way. Idempotent."""
-        self._is_closing = True
-        self._transport.wake()
-        self._thread.join(_CLOSE_SECONDS)
+        was_closing, self._is_closing = self._is_closing, True
+        if self._thread is not None:
+            self._transport.wake()
+            self._thread.join(_CLOSE_SECONDS)
+        elif not was_closing:
+            self._close()
+
+    def turn(self, timeout: float = _IDLE_SECONDS) -> None:
+        """Do what was asked for and what peers have said, for up to `timeout` seconds where there is nothing to do. The
+        thread calls, or the caller where there is none. Raises what the transport does; jobs have to be closed then."""
+        self._take_words()
+        for event in self._transport.poll(min(timeout, _MARKER_SECONDS) if self._gated else timeout):
+            self._take(event)
+        self._receives.give_up_overdue()
+        self._report()
 
     def _say(self, behind: Marker | None, word: Callable[[], None]) -> None:
         self._words.append((behind, word))
@@ -159,11 +177,7 @@ class PeerJobs:
             if self._prepare_thread is not None:
                 self._prepare_thread()
             while not self._is_closing:
-                self._take_words()
-                for event in self._transport.poll(_MARKER_SECONDS if self._gated else _IDLE_SECONDS):
-                    self._take(event)
-                self._receives.give_up_overdue()
-                self._report()
+                self.turn()
         except Exception:  # a thread's top: whatever went wrong, jobs fail and the engine goes on without peers.
             logger.exception("the peer thread has ended: nothing is handed over any more")
         finally:
@@ -173,7 +187,7 @@ class PeerJobs:
         try:
             self._transport.close()
             if self._receives.num_open:
-                time.sleep(self._transport.quiet_seconds)  # what peers still write goes to blocks that are ours
+                self._clock.sleep(self._transport.quiet_seconds)  # what peers still write goes to blocks that are ours
         finally:
             self._offers.close()
             self._receives.close()

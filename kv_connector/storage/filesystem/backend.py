@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ..base import ThreadedStorage, address
+from ..base import MakeExecutor, ThreadedStorage, address
 from .folder import Pack, PackFolder, room_bytes
 from .packs import MAX_BLOCKS, PAGE, PackHeader, pack_name
 
@@ -45,10 +46,17 @@ class FilesystemStorage(ThreadedStorage):
     """See `Storage`. `identity`, 32 bytes, names everything that must be equal for bytes to be shared."""
 
     def __init__(
-        self, path: Path, identity: bytes, block_bytes: int, capacity: int, target_bytes: int = PACK_BYTES
+        self,
+        path: Path,
+        identity: bytes,
+        block_bytes: int,
+        capacity: int,
+        target_bytes: int = PACK_BYTES,
+        executor: MakeExecutor = ThreadPoolExecutor,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
         """Open or make the folder; its content is taken in, in the background. `block_bytes` are whole pages; packs of
-        `target_bytes` are written.
+        `target_bytes` are written. `clock` is in nanoseconds, and that of the file system's time stamps.
 
         Raises OSError where the folder cannot be made or written, and ValueError for sizes that cannot be.
         """
@@ -56,8 +64,8 @@ class FilesystemStorage(ThreadedStorage):
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
         if capacity < room_bytes(1, block_bytes):
             raise ValueError(f"capacity={capacity} bytes: one block takes {room_bytes(1, block_bytes)}, give more")
-        super().__init__("filesystem", NUM_THREADS, _NUM_BATCHES)
-        self.folder = PackFolder(path, identity, block_bytes, capacity)
+        super().__init__("filesystem", NUM_THREADS, _NUM_BATCHES, executor)
+        self.folder = PackFolder(path, identity, block_bytes, capacity, clock)
         self.is_direct = _supports_direct(path)
         """Whether the page cache is passed by."""
         self._identity = identity

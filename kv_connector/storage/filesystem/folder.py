@@ -12,11 +12,12 @@ modification time is when it was last used.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -71,12 +72,15 @@ class Reservation:
 class PackFolder:
     """The index of a folder for one identity. Any thread may call."""
 
-    def __init__(self, root: Path, identity: bytes, block_bytes: int, capacity: int) -> None:
+    def __init__(
+        self, root: Path, identity: bytes, block_bytes: int, capacity: int, clock: Callable[[], int] = time.time_ns
+    ) -> None:
         """Makes the folder, for this user only. `capacity` in bytes, over all processes. Raises OSError."""
         self.root = root
         self._identity = identity
         self._block_bytes = block_bytes
         self._capacity = capacity
+        self._clock = clock
         self._lock = threading.RLock()
         self._packs: dict[str, Pack] = {}
         self._names: dict[str, set[str]] = {name: set() for name in _SUB_FOLDERS}  # of packs, by sub-folder
@@ -85,7 +89,7 @@ class PackFolder:
         self._last_ns = 0
         self.used_bytes = 0
         self._make_folders()
-        self._temporaries = Temporaries(root / "tmp")
+        self._temporaries = Temporaries(root / "tmp", clock)
         self._journal = Journal(root / "index")
 
     def path(self, name: str) -> Path:
@@ -123,7 +127,7 @@ class PackFolder:
     def refresh(self) -> None:
         """Take in what lies there and what is gone. Raises OSError where the folder cannot be read."""
         self.catch_up()
-        now = time.time_ns()
+        now = self._clock()
         for name in _SUB_FOLDERS:
             try:
                 changed = os.stat(self.root / name).st_mtime_ns
@@ -190,6 +194,8 @@ class PackFolder:
                 self.refresh()
                 self._journal.replace({pack.name for pack in self.packs()}, self._record)
                 self.catch_up()
+            if not self._journal.is_whole:  # the disk does not hold what was written a moment ago
+                raise OSError(errno.EIO, "the index cannot be read back", str(self.root / "index"))
             if records:
                 self._journal.append(records)
 
@@ -212,7 +218,7 @@ class PackFolder:
     def _now(self) -> int:
         """Nanoseconds that never go back here, whatever the clock does."""
         with self._lock:
-            self._last_ns = max(time.time_ns(), self._last_ns + 1)
+            self._last_ns = max(self._clock(), self._last_ns + 1)
             return self._last_ns
 
     def _list(self, sub_folder: str) -> None:

@@ -6,17 +6,19 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-_ABANDONED_SECONDS = 3600  # nobody writes a file for so long
+_ABANDONED_NS = 3600 * 10**9  # nobody writes a file for so long
 
 
 class Temporaries:
     """A folder of such files, each with its owner's machine and process in its name. One thread at a time may call."""
 
-    def __init__(self, folder: Path) -> None:
-        """The folder is made by the caller."""
+    def __init__(self, folder: Path, clock: Callable[[], int] = time.time_ns) -> None:
+        """The folder is made by the caller. `clock` is in nanoseconds."""
         self.folder = folder
+        self._clock = clock
         self._owner = f"{machine()}-{os.getpid()}"
         self._next = 0
 
@@ -40,7 +42,7 @@ class Temporaries:
             for entry in entries:
                 try:
                     status = entry.stat()
-                    if _is_abandoned(entry.name, status.st_mtime):
+                    if _is_abandoned(entry.name, self._clock() - status.st_mtime_ns):
                         os.unlink(entry.path)
                     else:
                         num_bytes += status.st_size
@@ -64,10 +66,10 @@ def _allocate(descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
-def _is_abandoned(name: str, modified: float) -> bool:
+def _is_abandoned(name: str, age_ns: int) -> bool:
     owner, _, rest = name.partition("-")
     process, _, _ = rest.partition("-")
-    if abs(time.time() - modified) > _ABANDONED_SECONDS:
+    if abs(age_ns) > _ABANDONED_NS:
         return True
     if owner != machine() or not process.isdigit():
         return False  # its owner cannot be asked

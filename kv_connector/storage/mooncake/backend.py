@@ -13,7 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import TypeVar
@@ -124,7 +124,7 @@ class MooncakeStorage(ThreadedStorage):
         self._write_io.shutdown(wait=True)
         self._client.close()
 
-    def _run(self, pool: ThreadPoolExecutor, call: Callable[[], T], otherwise: T, **lost: int) -> Future[T]:
+    def _run(self, pool: Executor, call: Callable[[], T], otherwise: T, **lost: int) -> Future[T]:
         """Refused at once while the breaker is open."""
         if self._client.breaker.allows:
             return super()._run(pool, call, otherwise, **lost)

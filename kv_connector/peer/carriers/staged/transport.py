@@ -18,9 +18,10 @@ from functools import partial
 from typing import Any
 
 from ....errors import ConfigError, KVConnectorError
-from ...base import Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerPool, Push, Pushed, check_int
+from ...base import Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerPool, Push, Pushed, check_int
+from ...wire.channel import SideChannel
 from ...wire.handshake import Card
-from ..one_sided import OverChannel
+from ..one_sided import OpenChannel, OverChannel
 from .carriers import Carrier, Incoming, Outgoing
 from .slot_receiver import SlotReceiver
 from .slot_sender import NUM_SLOTS, SlotSender
@@ -62,10 +63,13 @@ class StagedTransport(OverChannel):
         secret: bytes,
         seconds: float,
         staging_bytes: int,
+        open_channel: OpenChannel = SideChannel,
+        clock: Clock = time,
     ) -> None:
         """Takes the carrier over. Raises ConfigError where the address cannot be used or the staging memory is too
         small."""
         self._carrier = carrier
+        self._clock = clock
         self._slot_bytes = staging_bytes // NUM_SLOTS // 4096 * 4096
         try:
             if self._slot_bytes < max(pool.pieces):
@@ -75,7 +79,7 @@ class StagedTransport(OverChannel):
                     "layer's piece of a block"
                 )
             extra = {**carrier.extra, "slot_bytes": self._slot_bytes}
-            super().__init__(pool, card, extra, bind, port, secret, seconds)
+            super().__init__(pool, card, extra, bind, port, secret, seconds, open_channel)
         except ConfigError:
             carrier.close()
             raise
@@ -118,7 +122,7 @@ class StagedTransport(OverChannel):
             self._forget(link)
         self._close_ended()
         while self._ending:
-            time.sleep(_POLL_SECONDS)
+            self._clock.sleep(_POLL_SECONDS)
             self._close_ended()
         self._carrier.close()
 
@@ -195,7 +199,7 @@ class StagedTransport(OverChannel):
             return
         entry.sender.forget()
         entry.receiver.forget()
-        due = time.monotonic() + _CLOSE_SECONDS
+        due = self._clock.monotonic() + _CLOSE_SECONDS
         if entry.sender.way is not None:
             self._ending.append(_Ending(entry.sender.way, entry.sender.markers, due))
         if entry.receiver.way is not None:
@@ -205,7 +209,7 @@ class StagedTransport(OverChannel):
         ending, self._ending = self._ending, []
         for entry in ending:
             entry.markers = [marker for marker in entry.markers if not _has_ended(marker)]
-            if entry.markers and time.monotonic() < entry.due:
+            if entry.markers and self._clock.monotonic() < entry.due:
                 self._ending.append(entry)
             else:
                 self._copier.unlock(entry.way.ring)

@@ -1,0 +1,202 @@
+"""A rank's process with the real peer protocol and a real transport, on a simulated network.
+
+    staged      `StagedTransport`: the receiver copies out of slots that both sides have mapped
+    nixl        `NixlTransport`: its agent writes into the consumer's pool, parts of writes land in any order
+    cuda_ipc    `CudaIpcTransport`: copies of one stream, one behind the other, into the consumer's pool
+
+What each does at `grant`, `revoke` and when a link is lost is its own code. Simulated is what lies below them: the side
+channel, NIXL's agent, the driver's handles and the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
+from kv_connector.peer.wire.handshake import Card
+from kv_connector.peer.protocol.jobs import PeerJobs
+from kv_connector.peer.carriers.nixl import NixlTransport
+from kv_connector.peer.carriers.staged.transport import StagedTransport
+
+from kv_connector.peer.base import Ids, PeerIdentity, PeerPool, Push
+
+from .carriers import Allocations, SharedSlots, SimulatedAgent, SimulatedDriver, Stream
+from .network import Network, Process, SimulatedChannel
+
+CARRIERS = ("staged", "nixl", "cuda_ipc")
+_GATED_SECONDS = 1e-3
+_IDLE_SECONDS = 0.25
+
+
+class _Staged(StagedTransport):
+    """With the slots below, instead of shared memory or NIXL."""
+
+    transport = "simulated slots"
+
+
+class VirtualClock:
+    """See `peer.base.Clock`. Who sleeps lets everybody else go on."""
+
+    def __init__(self, network: Network) -> None:
+        self._time = network.time
+
+    def monotonic(self) -> float:
+        return self._time.now()
+
+    def sleep(self, seconds: float, /) -> None:
+        self._time.run_until(self._time.now() + seconds)
+
+
+class SimulatedPeers(Process):
+    """One rank's process: `open_peers` is what a worker half is built with; `jobs.port` is where others reach it.
+
+    A process that was closed or killed may open again: then it is another start of the engine, with another id.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        carrier: str = "staged",
+        model: str = "model",
+        rank: int = 0,
+        tp_size: int = 1,
+        deadline_seconds: float = 10.0,
+        timeout_seconds: float = 5.0,
+        staging_bytes: int = 8 * 8192,
+        secret: bytes = b"secret",
+    ) -> None:
+        super().__init__(network, name)
+        self.carrier = carrier
+        self.jobs: PeerJobs | None = None
+        self.engine_id = ""
+        self.on_write: Callable[[Ids], None] = lambda block_ids: None
+        """Told of blocks of this pool that another's copies have written to, as they land."""
+        self._identity = partial(PeerIdentity, model, "float32", "NHD", 16, tp_size, 1, rank)
+        self._rank = rank
+        self._seconds = deadline_seconds, timeout_seconds
+        self._staging_bytes = staging_bytes
+        self._secret = secret
+        self._num_starts = 0
+        self._transport: Any = None
+        self._channel: SimulatedChannel | None = None
+        self._below: Any = None  # slots, agent or stream: what the transport uses
+
+    def open_peers(self, pool: PeerPool) -> PeerJobs:
+        """The real jobs over the real transport, in a new process; turns are taken in virtual time."""
+        assert self.jobs is None, f"{self.name} runs already: kill or close it first"
+        self._num_starts += 1
+        self.is_alive, self.is_frozen = True, False
+        self.engine_id = f"{self.name} start {self._num_starts}"
+        card = Card(self._identity(pool.pieces), self.engine_id, pool.num_blocks)
+        deadline, timeout = self._seconds
+        clock = VirtualClock(self.network)
+        where = card, "", 0, self._secret, timeout
+        if self.carrier == "staged":
+            self._below = SharedSlots(self.network)
+            self._transport = _Staged(self._below, pool, *where, self._staging_bytes, self._open_channel, clock)
+        elif self.carrier == "nixl":
+            self._below = SimulatedAgent(self, self.engine_id)
+            self._transport = NixlTransport(self._below, pool, *where, self._open_channel, clock)
+        else:
+            self._below = Stream(self)
+            pool = replace(pool, device=0, writer=self._below.writer, mark=self._below.mark)
+            driver = SimulatedDriver(Allocations.of(self.network), self, pool)
+            self._below.driver = driver
+            self._transport = CudaIpcTransport(pool, *where, self._open_channel, clock, lambda device: driver)
+        if self.carrier != "staged":
+            self._name_pushes()
+        self.jobs = PeerJobs(self._transport, self.engine_id, len(pool.regions), self._rank, deadline, timeout, clock)
+        return self.jobs
+
+    def turn(self) -> None:
+        """See `Process.turn`. Whatever it raises is a fault: production would go on without peers."""
+        jobs = self.jobs
+        if jobs is None:
+            return
+        jobs.turn(0.0)
+        assert self._channel is not None
+        if self._transport._events:
+            self.wake()
+        elif jobs._gated:
+            self.wake(_GATED_SECONDS)
+        elif jobs._receives.num_open or self._transport._is_busy() or not self._channel.is_quiet:
+            self.wake(_IDLE_SECONDS)  # for what tells nothing by itself: deadlines
+
+    def close(self) -> None:
+        """As the worker half does; then the process is gone. Virtual time may pass."""
+        if self.jobs is not None:
+            jobs, self.is_alive = self.jobs, False
+            jobs.close()
+            assert not self._below.left_behind, f"{self.name} has left {self._below.left_behind}"
+            self._below.abandon()  # what a close does not wait for any longer goes with the process
+            self._gone()
+
+    def kill(self) -> None:
+        """The process is gone at once, and so is its memory. The kernel closes its links; what it has handed to devices
+        and networks may still land, or not."""
+        if self.jobs is not None:
+            assert self._channel is not None
+            self.is_alive = False
+            self._channel.close()
+            self._below.abandon()
+            self._gone()
+
+    def accepts(self, start: int, grant: int) -> bool:
+        """Whether what was granted in a start of this process is still being received."""
+        return self.jobs is not None and self._num_starts == start and grant in self.jobs._receives
+
+    @property
+    def start(self) -> int:
+        """Which start this is."""
+        return self._num_starts
+
+    def check_at_rest(self) -> None:
+        """No job is open, nothing is offered, wanted or granted, no copy is under way and nothing waits to be said."""
+        jobs = self.jobs
+        if jobs is None:
+            return
+        offers, receives, transport = jobs._offers, jobs._receives, self._transport
+        left: dict[str, object] = {
+            "jobs": jobs._open,
+            "words": [*jobs._words, *jobs._gated, *jobs._waiting, *jobs._called_off],
+            "offers": offers._offers,
+            "sends": [*offers._by_job, *offers._by_push],
+            "stops": offers._stops,
+            "wants": offers._early,
+            "receives": receives._jobs,
+            "events": transport._events,
+            "lost links": [link for link in receives._open_links if link not in transport._channel.ends],
+        }
+        if self.carrier == "staged":
+            left["grants"] = [entry.receiver._grants for entry in transport._links.values() if entry.receiver._grants]
+            left["slots"] = [*transport._ending, *(e for e in transport._links.values() if e.sender.is_busy)]
+        else:
+            left["grants"] = transport._num_granted
+            left["writes"] = transport._writing
+        left = {what: entry for what, entry in left.items() if entry}
+        assert not left, f"{self.name} is not at rest: {left}"
+        assert transport._channel.is_quiet, f"{self.name} has links under way"
+
+    def _open_channel(self, *arguments: Any) -> SimulatedChannel:
+        self._channel = SimulatedChannel(self, *arguments)
+        return self._channel
+
+    def _name_pushes(self) -> None:
+        """What lies below is told which push the next write belongs to."""
+        push_on = self._transport.push
+
+        def push(link: int, push: Push) -> None:
+            assert self._channel is not None
+            end = self._channel.ends.get(link)
+            self._below.push = push, end.other if end is not None and end.pair is not None else None
+            push_on(link, push)
+
+        self._transport.push = push
+
+    def _gone(self) -> None:
+        self.is_alive = False
+        self.jobs = self._transport = self._below = None
