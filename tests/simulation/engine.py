@@ -168,32 +168,45 @@ class Engine:
 
     # What operators do.
 
+    def reset_connector(self) -> None:
+        """As `reset_prefix_cache(reset_connector=True)` while requests run: the engine refuses, the connector is asked all
+        the same. Nothing else changes."""
+        self._count_reset()
+        self.half.reset_cache()
+        self.wake()
+
     def update_weights(self) -> None:
-        """Reset every cache, then go on with other weights; tried again until the caches say that they are reset."""
-        self._wants.append(self._try_update_weights)
+        """Reset every cache, then go on with other weights. Tried as it stands, then with admissions paused, until the
+        caches say that they are reset."""
+        if not self._try_update_weights():
+            self._wants.append(self._try_update_weights)
         self.wake()
 
     def _try_update_weights(self) -> bool:
         scheduler = self.scheduler
         self._count_reset()
         if not self.config.keeps_running_on_reset:
-            scheduler.preempt_all()
-            if not self.pool.reset():
-                self.met["reset refused by the engine"] += 1
-                return False
-            if self.half.reset_cache() is False:
-                self.met["reset refused by the connector"] += 1
-                return False
+            if not scheduler.holding and not scheduler.dying:
+                scheduler.preempt_all()
+            is_reset = self.pool.reset()
+            self.met["reset refused by the engine"] += not is_reset
         else:
-            if self.half.reset_cache() is False:
-                self.met["reset refused by the connector"] += 1
-                return False
+            is_reset = True
+        if is_reset and self.half.reset_cache() is False:
+            self.met["reset refused by the connector"] += 1
+            is_reset = False
+        scheduler.is_paused = not is_reset
+        if not is_reset:
+            return False
+        if self.config.keeps_running_on_reset:
             self.pool.reset(even_if_held=True)
             for request in scheduler.requests:
                 request.is_private = request.holds_blocks
         self.met["weights updated"] += 1
         self.world.epochs[self.index] += 1
         scheduler.epoch = self.world.epochs[self.index]
+        for request in scheduler.requests:
+            request.progressed_in = scheduler.step
         return True
 
     def _count_reset(self) -> None:
@@ -207,6 +220,8 @@ class Engine:
         """Finish what is there, reset, lose the device's memory, and wake some time later."""
 
         def try_to_sleep() -> bool:
+            if self.is_asleep:
+                return False
             self.scheduler.is_paused = True
             if self.scheduler.running or self.scheduler.holding or self.scheduler.dying or self._in_flight:
                 return False

@@ -30,6 +30,7 @@ KINDS = {
     "freeze": 2,
     "stall": 2,
     "weights": 3,
+    "reset": 2,
     "sleep": 1,
     "kill": 0.5,
     "resize": 2,
@@ -180,6 +181,9 @@ class Users:
 
     def _weights(self, engine: Engine, action: Action) -> None:
         engine.update_weights()
+
+    def _reset(self, engine: Engine, action: Action) -> None:
+        engine.reset_connector()
 
     def _sleep(self, engine: Engine, action: Action, seconds: float) -> None:
         engine.sleep(seconds)
