@@ -17,7 +17,7 @@ from kv_connector.worker import WorkerHalf
 
 from . import model
 from .checks import JobBook, Violation
-from .device import Device, Stream, on, path_maker
+from .device import Device, SimulatedEvent, Stream, on, path_maker
 from .requests import Item, RankResult, Step
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Rank:
         self._rows = self.kv.reshape(num_tensors, -1)
         self._inbox: deque[Step] = deque()
         self._is_busy = False
+        self._last_result: SimulatedEvent | None = None  # of the last step that waited for the device
         self._host_born = world.time.now()
         with on(self.device):
             self.worker = self._make_worker()
@@ -127,11 +128,19 @@ class Rank:
         self.book.reported(self.index, result.report, invalid)
         if step.items:
             after = None if config.pipeline else step.sampled[self.index]
-            self.device.compute.put(lambda: self.engine.rank_done(step, self.index, result), after)
+            self._report(step, result, after)
             if config.num_drafts:
                 self.device.compute.put(lambda: self._write_again(step))
-        else:
+        elif self._last_result is None or self._last_result.done:
             self.engine.rank_done(step, self.index, result)
+        else:
+            self._report(step, result, self._last_result)
+
+    def _report(self, step: Step, result: RankResult, after: SimulatedEvent | None) -> None:
+        """The result leaves when the device has come so far, behind those of earlier steps."""
+        compute = self.device.compute
+        compute.put(lambda: self.engine.rank_done(step, self.index, result), after)
+        self._last_result = compute.record()
 
     # The model.
 
