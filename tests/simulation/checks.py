@@ -6,7 +6,7 @@ looks at each byte that moves: nothing is copied for a job that has ended, and n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,10 +31,11 @@ class Violation(Exception):  # noqa: N818 - it names what was found
 class _OpenJob:
     job: CopyJob | StorageJob | PeerJob
     step: int
-    landed: set[int] = field(default_factory=set)  # ranks on which bytes have moved
+    landed: set[tuple[int, int]] = field(default_factory=set)  # ranks and device blocks whose bytes have moved
     reported: set[int] = field(default_factory=set)  # ranks whose report says that it has ended
     taken_in: set[int] = field(default_factory=set)  # ranks whose report the scheduler half has
     has_failed: bool = False
+    is_pinned: bool = True
 
 
 class JobBook:
@@ -97,20 +98,26 @@ class JobBook:
                 way = "into" if is_load else "from"
                 raise Violation("lease", f"rank {rank} copies {way} device block {block} for no job under way")
             for entry in entries:
-                entry.landed.add(rank)
+                entry.landed.add((rank, block))
 
     def written(self, rank: int, block: int, step: int) -> None:
         """The model writes to the block on this rank, in this step, now. What is pinned no more is guarded by a fence."""
-        if self._pool.pins[block] == 0:
-            return
         for entry in self._loads.get(block, ()):
-            if rank in entry.landed and not entry.has_failed:
+            if entry.is_pinned and (rank, block) in entry.landed and not entry.has_failed:
                 text = f"step {step} writes on rank {rank} to device block {block}, which job {entry.job.job_id} has filled"
                 raise Violation("lease", text)
         for entry in self._saves.get(block, ()):
-            if rank not in entry.landed and rank not in entry.reported and step > entry.step:
+            is_waiting = (rank, block) not in entry.landed and rank not in entry.reported
+            if entry.is_pinned and is_waiting and step > entry.step:
                 text = f"step {step} writes on rank {rank} to device block {block}, which job {entry.job.job_id} will save"
                 raise Violation("lease", text)
+
+    def freed(self, blocks: Sequence[int]) -> None:
+        """The connector gives up its hold of these blocks: of a job that is under way it may, where the engine is idle."""
+        for entry in self._loads.get(blocks[0], []) + self._saves.get(blocks[0], []) if blocks else ():
+            if entry.is_pinned and self._device_blocks(entry.job) == list(blocks):
+                entry.is_pinned = False
+                return
 
     def has_loads(self) -> bool:
         return bool(self._loads)

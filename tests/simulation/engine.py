@@ -58,7 +58,7 @@ class Engine:
             identity=self.identity,
             engine_id=self.engine_id,
         )
-        self.half.bind_block_pool(ConnectorView(self.pool))
+        self.half.bind_block_pool(ConnectorView(self.pool, self.book.freed))
         self.scheduler = SchedulerModel(config, self.pool, self.half, self.met)
         self.scheduler.epoch = world.epochs[index]
         self.scheduler.on_finished = lambda request: world.finished(self, request)

@@ -8,7 +8,7 @@ connector is given of it; what that has pinned is counted apart, so that checks 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kv_connector.index import group_key
 from kv_connector.types import BlockHash
@@ -125,8 +125,9 @@ class BlockPool:
 class ConnectorView:
     """See `kv_connector.base.DeviceBlocks`."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, on_freed: Callable[[Sequence[int]], None]) -> None:
         self._pool = pool
+        self._on_freed = on_freed
 
     def touch(self, block_ids: Sequence[int]) -> None:
         for block in block_ids:
@@ -134,6 +135,7 @@ class ConnectorView:
         self._pool.touch(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
+        self._on_freed(block_ids)
         for block in block_ids:
             if self._pool.pins[block] == 0:
                 raise Violation("pool", f"the connector frees device block {block}, which it has not pinned")
