@@ -1,0 +1,139 @@
+"""What an engine of a simulated world is like; all of it is drawn from the seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from kv_connector.config import Config, LoadChoice, WritePolicy
+from kv_connector.index import BlockGroup
+
+HOST_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Choices that engines really make, and how fast the parts of this one are."""
+
+    asynchronous: bool = False  # plans one step ahead of outputs
+    num_drafts: int = 0
+    acceptance: float = 0.5  # of a draft
+    num_ranks: int = 1
+    pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
+    reports_apart: bool = False  # each rank's report is taken in as it comes, else those of a step together
+    windows: tuple[int | None, ...] = (None,)  # of each block group, in tokens
+    num_layers: int = 2  # of each group
+    block_size: int = 4
+    num_device_blocks: int = 64  # the null block among them
+    num_host_blocks: int = 64
+    max_step_tokens: int = 32
+    max_running: int = 4
+    defers_frees: bool = True  # blocks of an ended request return when the steps that may write to them are processed
+    loads_after_forward: bool = True  # background loads are started behind the forward pass
+    binds_first: bool = False  # the plan is bound before `handle_preemptions`
+    full_graphs: bool = False  # no hooks of layers
+    splits_layers: bool = False  # other streams run between a forward pass's layers
+    keeps_running_on_reset: bool = False
+    names_newest: bool = False  # of two requests with one id, the newer is taken to be the received one
+    truncates: bool = True  # a request whose load failed keeps the valid part of its blocks
+    fails_by_request: bool = True
+    takes_events: bool = True
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    load_choice: LoadChoice = LoadChoice.AUTO
+    save_bandwidth: int = 0
+    max_load_stall_ms: int = 2
+    write_back_lookahead: int = 8
+    layer_group_bytes: int = 0
+    host_ready_seconds: float = 0.0
+    host_seconds: float = 1e-3  # of a rank's process, for a step
+    stalls: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {"compute": 2e-3, "load": 2e-3, "save": 2e-3})
+
+    @property
+    def depth(self) -> int:
+        """Steps under way at most."""
+        return max(2, self.num_ranks if self.pipeline else 2) if self.asynchronous else 1
+
+    @property
+    def window_blocks(self) -> tuple[int | None, ...]:
+        """Blocks that a prefix's last ones must hold, by group."""
+        return tuple(None if w is None else -(-(w - 1) // self.block_size) for w in self.windows)
+
+    @property
+    def groups(self) -> tuple[BlockGroup, ...]:
+        return tuple(BlockGroup(window) for window in self.window_blocks)
+
+    def connector(self, **parts: Any) -> Config:
+        """The connector's settings; `parts` are those of storage and peers."""
+        return Config(
+            host_memory=self.num_host_blocks * HOST_BLOCK_BYTES * self.num_ranks,
+            write_policy=self.write_policy,
+            load_choice=self.load_choice,
+            save_bandwidth=self.save_bandwidth,
+            max_load_stall_ms=self.max_load_stall_ms,
+            write_back_lookahead=self.write_back_lookahead,
+            layer_group_bytes=self.layer_group_bytes,
+            calibration="off",
+            **parts,
+        )
+
+    def quiet(self) -> EngineConfig:
+        """Without chance in how long things take: for the last part of a world, and for shrunk histories."""
+        return replace(self, stalls=0.0)
+
+    def describe(self) -> str:
+        """What differs from the defaults."""
+        default, mine = asdict(EngineConfig()), asdict(self)
+        return " ".join(f"{key}={value}" for key, value in mine.items() if value != default[key])
+
+
+def draw(rng: random.Random) -> EngineConfig:
+    """One engine."""
+    asynchronous = rng.random() < 0.6
+    num_ranks = rng.choice([1, 1, 1, 2, 2, 3, 4])
+    block_size = rng.choice([2, 4, 4])
+    windows: tuple[int | None, ...] = (None,)
+    if rng.random() < 0.25:
+        windows = (None, rng.choice([3, 5, 8, 12]))
+    pipeline = asynchronous and num_ranks > 1 and rng.random() < 0.4
+    rate = rng.choice([0, 0, 0, 1 << 20, 8 << 20])
+    return EngineConfig(
+        asynchronous=asynchronous,
+        num_drafts=rng.choice([0, 0, 1, 3, 4]),
+        acceptance=rng.choice([0.0, 0.3, 0.7, 0.95]),
+        num_ranks=num_ranks,
+        pipeline=pipeline,
+        reports_apart=num_ranks > 1 and rng.random() < 0.5,
+        windows=windows,
+        num_layers=rng.choice([1, 2, 2]),
+        block_size=block_size,
+        num_device_blocks=rng.choice([24, 32, 48, 80, 160]) * len(windows) * 4 // block_size,
+        num_host_blocks=rng.choice([6, 16, 48, 160, 400]) * len(windows),
+        max_step_tokens=rng.choice([8, 16, 48, 200]),
+        max_running=rng.choice([1, 2, 4, 8]),
+        defers_frees=rng.random() < 0.5,
+        loads_after_forward=rng.random() < 0.5,
+        binds_first=rng.random() < 0.2,
+        full_graphs=rng.random() < 0.3,
+        splits_layers=rng.random() < 0.3,
+        keeps_running_on_reset=rng.random() < 0.3,
+        names_newest=rng.random() < 0.5,
+        truncates=rng.random() < 0.5,
+        fails_by_request=rng.random() < 0.7,
+        takes_events=rng.random() < 0.9,
+        write_policy=rng.choice(list(WritePolicy)),
+        load_choice=rng.choice([LoadChoice.AUTO, LoadChoice.AUTO, LoadChoice.SYNC, LoadChoice.ASYNC]),
+        save_bandwidth=rate,
+        max_load_stall_ms=rng.choice([0, 2]),
+        write_back_lookahead=rng.choice([1, 8, 64]),
+        layer_group_bytes=rng.choice([0, 1, 64]),
+        host_ready_seconds=rng.choice([0.0, 0.0, 0.2]),
+        host_seconds=rng.choice([2e-4, 1e-3, 3e-3]),
+        stalls=rng.choice([0.0, 0.0, 0.002, 0.02]),
+        seconds={
+            "compute": rng.choice([2e-4, 1e-3, 4e-3]),
+            "load": rng.choice([2e-4, 2e-3, 2e-2]),
+            "save": rng.choice([2e-4, 2e-3, 2e-2]),
+        },
+    )

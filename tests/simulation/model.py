@@ -1,0 +1,169 @@
+"""The model of a simulated engine: digests of 8 bytes, so that every byte of a cache shows in the next token.
+
+    row of layer l at position p    mix(h_l[p] + a constant of the layer), which is what lies in the KV cache
+    h_(l+1)[p]                      mix(h_l[p] + sum over the rows q that p attends to of row[q] * C[q])
+    token behind p                  mix(sum over ranks of the last h[p])
+
+C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the rank and the
+`epoch` of the weights: after an update of the weights no row of before fits any more. Layers of a windowed group attend to
+the last `window` positions only. `Oracle` computes the same without any cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint64]
+
+VOCABULARY = 997
+MOST_TOKENS = 1 << 12
+_MASK = (1 << 64) - 1
+_M1, _M2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+_A, _B, _D = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_SHIFT = np.uint64(33)
+_NM1, _NM2 = np.uint64(_M1), np.uint64(_M2)
+
+
+def mix(words: Words) -> Words:
+    """A bijection of 64 bits that spreads every bit (the finaliser of MurmurHash 3)."""
+    words = (words ^ (words >> _SHIFT)) * _NM1
+    words = (words ^ (words >> _SHIFT)) * _NM2
+    return words ^ (words >> _SHIFT)
+
+
+def mix_one(word: int) -> int:
+    """`mix` of one number."""
+    word &= _MASK
+    word = ((word ^ (word >> 33)) * _M1) & _MASK
+    word = ((word ^ (word >> 33)) * _M2) & _MASK
+    return word ^ (word >> 33)
+
+
+COEFFICIENTS: Words = mix(np.arange(MOST_TOKENS, dtype=np.uint64) + np.uint64(_A)) | np.uint64(1)
+_COEFFICIENTS_LIST: list[int] = COEFFICIENTS.tolist()
+_POSITIONS: Words = np.arange(MOST_TOKENS, dtype=np.uint64) * np.uint64(_B)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """`layer_groups[l]` is the block group of layer l; `windows[g]` the tokens that a group's layers attend to, or None."""
+
+    layer_groups: tuple[int, ...] = (0, 0)
+    windows: tuple[int | None, ...] = (None,)
+    num_ranks: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_groups)
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Of each layer the cache tensor it lies in: the i-th layers of all groups share one, as in vLLM."""
+        return tuple(self.layer_groups[:index].count(group) for index, group in enumerate(self.layer_groups))
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[self.layer_groups[layer]]
+
+
+def _salt(epoch: int, rank: int) -> int:
+    return mix_one(epoch * _D + rank * _A + 1)
+
+
+def embed(tokens: Sequence[int], start: int, epoch: int, rank: int) -> Words:
+    """h_0 of these tokens, the first of them at position `start`."""
+    words = np.array(tokens, dtype=np.uint64) * np.uint64(_D) + _POSITIONS[start : start + len(tokens)]
+    return mix(words + np.uint64(_salt(epoch, rank)))
+
+
+def rows_of(h: Words, layer: int) -> Words:
+    """What the layer writes to the cache."""
+    return mix(h + np.uint64(mix_one(layer + 17)))
+
+
+def attend(h: Words, rows: Words, first: int, start: int, window: int | None) -> Words:
+    """h of the next layer at `start` and behind; `rows` are those from position `first` on, up to the last h's."""
+    products = rows * COEFFICIENTS[first : first + len(rows)]
+    if len(h) == 1:
+        return mix(h + products.sum(dtype=np.uint64))
+    sums = np.cumsum(products, dtype=np.uint64)
+    behind = sums[start - first :]
+    if window is not None:
+        lows = np.arange(start, start + len(h)) - window - first  # the last position that is not attended to
+        behind = behind - np.where(lows >= 0, sums[np.maximum(lows, 0)], np.uint64(0))
+    return mix(h + behind)
+
+
+def first_row(start: int, window: int | None) -> int:
+    """The first position that the token at `start` attends to."""
+    return 0 if window is None else max(0, start - window + 1)
+
+
+def token_of(words: int) -> int:
+    """The token that the sum over ranks of the last h says."""
+    return mix_one(words) % VOCABULARY
+
+
+class Oracle:
+    """What a sequence is continued with, computed without a cache. It holds the sequence up to its last known token."""
+
+    def __init__(self, shape: ModelShape, epoch: int, tokens: Sequence[int]) -> None:
+        self.shape = shape
+        self.epoch = epoch
+        self.tokens = list(tokens)
+        self._sums = [[0] * shape.num_layers for _ in range(shape.num_ranks)]
+        self._products: list[list[list[int]]] = [[[] for _ in range(shape.num_layers)] for _ in range(shape.num_ranks)]
+        self._salts = [_salt(epoch, rank) for rank in range(shape.num_ranks)]
+        self._known: list[int] = []  # tokens behind the sequence that were computed ahead
+        self._num_ahead = len(self.tokens) - 1
+        self._prefill()
+
+    def peek(self, count: int) -> list[int]:
+        """The next tokens."""
+        while len(self._known) < count:
+            self._extend()
+        return self._known[:count]
+
+    def next(self) -> int:
+        """The next token, which belongs to the sequence from now on."""
+        token = self.peek(1)[0]
+        del self._known[0]
+        self.tokens.append(token)
+        return token
+
+    def _prefill(self) -> None:
+        """All but the last token at once."""
+        start, tokens = 0, self.tokens[:-1]
+        for rank in range(self.shape.num_ranks if tokens else 0):
+            h = embed(tokens, start, self.epoch, rank)
+            for layer in range(self.shape.num_layers):
+                rows = rows_of(h, layer)
+                products = rows * COEFFICIENTS[: len(rows)]
+                window = self.shape.window(layer)
+                self._products[rank][layer] = products.tolist()
+                kept = products if window is None else products[max(0, len(products) - window) :]
+                self._sums[rank][layer] = int(kept.sum(dtype=np.uint64))
+                h = attend(h, rows, 0, 0, window)
+        self._num_ahead = len(tokens)
+
+    def _extend(self) -> None:
+        """Compute the token behind the last one."""
+        position = self._num_ahead
+        token = self.tokens[position] if position < len(self.tokens) else self._known[position - len(self.tokens)]
+        total = 0
+        for rank in range(self.shape.num_ranks):
+            h = mix_one(token * _D + position * _B + self._salts[rank])
+            for layer in range(self.shape.num_layers):
+                row = mix_one(h + mix_one(layer + 17))
+                product = row * _COEFFICIENTS_LIST[position] & _MASK
+                products, window = self._products[rank][layer], self.shape.window(layer)
+                products.append(product)
+                left = products[position - window] if window is not None and position >= window else 0
+                self._sums[rank][layer] = (self._sums[rank][layer] + product - left) & _MASK
+                h = mix_one(h + self._sums[rank][layer])
+            total += h
+        self._num_ahead += 1
+        self._known.append(token_of(total))

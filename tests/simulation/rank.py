@@ -1,0 +1,230 @@
+"""One rank of a simulated engine: its process, which takes steps in order, and the model that runs on its device.
+
+The process runs ahead of the device: it calls the worker half, puts the forward pass on the compute stream, and reports.
+The report travels with the step's tokens, so it leaves when the device has come so far. A frozen process takes no step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kv_connector.worker import WorkerHalf
+
+from . import model
+from .checks import JobBook, Violation
+from .device import Device, SimulatedEvent, Stream, on, path_maker
+from .requests import Item, RankResult, Step
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Rank:
+    """`engine` is told of what its steps came to."""
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        config, world = engine.config, engine.world
+        self.engine = engine
+        self.index = index
+        self.is_frozen = False
+        self.book: JobBook = engine.book
+        name = f"engine{engine.index}.{engine.incarnation}/rank{index}"
+        self.device = Device(world.time, world.time.stream(name), name, config.seconds)
+        self.device.stalls = config.stalls
+        self.device.on_copy = lambda copy: self.book.copied(index, copy)
+        self.shape = engine.shape
+        num_tensors = max(self.shape.tensors) + 1
+        words = (num_tensors, config.num_device_blocks, config.block_size)
+        self.kv = np.full(words, 0xAAAAAAAAAAAAAAAA, dtype=np.uint64)
+        self._rows = self.kv.reshape(num_tensors, -1)
+        self._inbox: deque[Step] = deque()
+        self._is_busy = False
+        self._last_result: SimulatedEvent | None = None  # of the last step that waited for the device
+        self._host_born = world.time.now()
+        with on(self.device):
+            self.worker = self._make_worker()
+
+    def _make_worker(self) -> WorkerHalf:
+        config = self.engine.config
+        worker = WorkerHalf(
+            self.engine.connector_config,
+            self.index,
+            config.num_ranks,
+            path_maker(self.device, self._num_ready_blocks),
+            fails_by_request=config.fails_by_request,
+            open_storage=self.engine.world.open_storage(self.engine, self.index),
+            open_peers=self.engine.world.open_peers(self.engine, self.index),
+        )
+        tensors = [torch.from_numpy(tensor.view(np.int64)) for tensor in self.kv]
+        names = {f"layers.{layer}": tensors[tensor] for layer, tensor in enumerate(self.shape.tensors)}
+        worker.register_kv_caches(names, config.num_device_blocks)
+        return worker
+
+    def _num_ready_blocks(self) -> int:
+        """Host memory is page-locked piece by piece after the start."""
+        config = self.engine.config
+        if not config.host_ready_seconds:
+            return config.num_host_blocks
+        share = (self.engine.world.time.now() - self._host_born) / (config.host_ready_seconds * (1 + self.index))
+        return int(config.num_host_blocks * min(1.0, share))
+
+    # The process.
+
+    def receive(self, step: Step) -> None:
+        """The step's plan has come."""
+        self._inbox.append(step)
+        self._pump()
+
+    def freeze(self) -> None:
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        self._pump()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._inbox and not self._is_busy and self.device.is_idle
+
+    def _pump(self) -> None:
+        if self._inbox and not self._is_busy and not self.is_frozen:
+            self._is_busy = True
+            delay = self.device.delay(self.engine.config.host_seconds)
+            self.engine.world.time.call_after(delay, self._run, f"{self.device.name}/process")
+
+    def _run(self) -> None:
+        self._is_busy = False
+        if self.engine.is_dead or self.is_frozen:
+            return
+        self._execute(self._inbox.popleft())
+        self._pump()
+
+    def _execute(self, step: Step) -> None:
+        """A step, in the order of calls that `kv_connector.base` states."""
+        config, worker, plan = self.engine.config, self.worker, step.plan
+        if config.binds_first:
+            worker.bind_connector_metadata(plan)
+            worker.handle_preemptions(plan)
+        else:
+            worker.handle_preemptions(plan)
+            worker.bind_connector_metadata(plan)
+        is_late = config.loads_after_forward and not plan.loads
+        if not is_late:
+            worker.start_load_kv(full_graph=config.full_graphs or not step.items)
+        if step.items:
+            self._launch(step)
+        if is_late:
+            worker.start_load_kv()
+        worker.wait_for_save()
+        received, failed = worker.get_finished()
+        invalid = worker.get_block_ids_with_load_errors()
+        result = RankResult(worker.build_connector_worker_meta(), received, failed, invalid)
+        worker.clear_connector_metadata()
+        self.book.reported(self.index, result.report, invalid)
+        if step.items:
+            after = None if config.pipeline else step.sampled[self.index]
+            self._report(step, result, after)
+            if config.num_drafts:
+                self.device.compute.put(lambda: self._write_again(step))
+        elif self._last_result is None or self._last_result.done:
+            self.engine.rank_done(step, self.index, result)
+        else:
+            self._report(step, result, self._last_result)
+
+    def _report(self, step: Step, result: RankResult, after: SimulatedEvent | None) -> None:
+        """The result leaves when the device has come so far, behind those of earlier steps."""
+        compute = self.device.compute
+        compute.put(lambda: self.engine.rank_done(step, self.index, result), after)
+        self._last_result = compute.record()
+
+    # The model.
+
+    def _launch(self, step: Step) -> None:
+        """Put the forward pass on the compute stream; with the hooks of each layer, or one graph for all of them."""
+        compute, num_layers, config = self.device.compute, self.shape.num_layers, self.engine.config
+        self._wait_for_inputs(step, compute)
+        pending: list[Callable[[], None]] = []
+
+        def flush() -> None:
+            if pending:
+                works = tuple(pending)
+                pending.clear()
+                compute.put(lambda: [work() for work in works] and None)
+
+        for layer in range(num_layers):
+            pending.append(lambda layer=layer: self._write(step, layer))
+            if not config.full_graphs:
+                if config.splits_layers or step.plan.loads:
+                    flush()
+                self.worker.wait_for_layer_load(f"layers.{layer}")
+            pending.append(lambda layer=layer: self._read(step, layer))
+            if not config.full_graphs:
+                if config.splits_layers:
+                    flush()
+                self.worker.save_kv_layer(f"layers.{layer}")
+        pending.append(lambda: self._finish(step))
+        flush()
+
+    def _wait_for_inputs(self, step: Step, compute: Stream) -> None:
+        """Ranks that share every layer keep step with one another; stages of a pipeline run apart."""
+        if not self.engine.config.pipeline:
+            if step.previous is not None:
+                step.previous[self.index].wait(compute)
+            return
+        if self.index:
+            step.stages[self.index - 1].wait(compute)
+        for item in step.items:
+            if item.sampled_before is not None:
+                item.sampled_before[self.index].wait(compute)
+
+    def _write(self, step: Step, layer: int) -> None:
+        group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
+        for item in step.items:
+            if layer == 0:
+                item.resolve()
+                item.h[self.index] = model.embed(item.inputs, item.start, item.device.epoch, self.index)
+                self._check_write(step, item)
+            h = item.h[self.index]
+            assert h is not None
+            written = item.rows[self.index] = model.rows_of(h, layer)
+            rows[item.slots[group][item.start : item.end]] = written
+
+    def _read(self, step: Step, layer: int) -> None:
+        group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
+        window = self.shape.window(layer)
+        for item in step.items:
+            h = item.h[self.index]
+            assert h is not None
+            first = model.first_row(item.start, window)
+            read = rows[item.slots[group][first : item.end]]
+            item.h[self.index] = model.attend(h, read, first, item.start, window)
+
+    def _finish(self, step: Step) -> None:
+        step.stages[self.index].come()
+        step.num_computing -= 1
+        if not step.num_computing:
+            for item in step.items:
+                item.sample(self.engine.sampler)
+            for event in step.sampled:
+                event.come()
+
+    def _write_again(self, step: Step) -> None:
+        """A drafter goes on writing to a step's rows after the step's own tokens are out."""
+        layer = self.shape.num_layers - 1
+        group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
+        for item in step.items:
+            self._check_write(step, item)
+            rows[item.slots[group][item.start : item.end]] = item.rows[self.index]
+
+    def _check_write(self, step: Step, item: Item) -> None:
+        size = self.engine.config.block_size
+        for table in item.tables:
+            for block in table[item.start // size : -(-item.end // size)]:
+                if not 0 < block < self.engine.config.num_device_blocks:
+                    raise Violation("engine", f"step {step.number} writes to block {block} of {item.request.request_id}")
+                self.book.written(self.index, block, step.number)

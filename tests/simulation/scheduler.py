@@ -1,0 +1,573 @@
+"""The scheduler of a simulated engine, after vLLM 0.32's `Scheduler`, `AsyncScheduler` and `KVCacheManager`.
+
+What it owns: requests, their block tables and the pool. What it is told: outputs of steps, in order, possibly a step or two
+late. Names follow vLLM's; comments say where an engine may choose otherwise (`EngineConfig`). It drives the connector through
+`kv_connector.base` alone, with the calls in vLLM's order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from kv_connector.base import KVConnectorScheduler, ScheduledRequest, SchedulerOutput
+from kv_connector.types import NO_BLOCK, BlockHash, StepPlan, StepReport
+
+from .checks import Violation
+from .config import EngineConfig
+from .model import Oracle
+from .pool import NULL_BLOCK, BlockPool
+from .requests import DeviceSequence, Item, RankResult, SimulatedRequest, Status, Step, slots_of
+
+
+class SchedulerModel:
+    """One engine's scheduler. `half` is the code under test; `met` counts compositions."""
+
+    def __init__(self, config: EngineConfig, pool: BlockPool, half: KVConnectorScheduler, met: Counter[str]) -> None:
+        self.config = config
+        self.pool = pool
+        self.half = half
+        self.met = met
+        self.step = 0
+        self.running: list[SimulatedRequest] = []
+        self.waiting: deque[SimulatedRequest] = deque()
+        self.holding: deque[SimulatedRequest] = deque()  # waiting, with blocks
+        self.dying: dict[str, list[SimulatedRequest]] = {}  # aborted while an asynchronous load is under way
+        self.is_paused = False
+        self.on_finished: Callable[[SimulatedRequest], None] = lambda request: None
+        self.epoch = 0
+        self._received: set[str] = set()
+        self._failed_receiving: set[str] = set()
+        self._preempted: set[str] = set()
+        self._prefilling: dict[SimulatedRequest, None] = {}
+        self._planned_sequence = 0
+        self._processed_sequence = 0
+        self._deferred: deque[tuple[int, list[int]]] = deque()
+
+    # What users and operators do.
+
+    def add(self, request: SimulatedRequest) -> None:
+        request.progressed_in = self.step
+        self.waiting.append(request)
+        self.half.on_new_request(request)
+
+    def abort(self, request: SimulatedRequest) -> None:
+        """Drop it in whatever phase it is."""
+        if request.is_finished:
+            return
+        is_loading = request.status is Status.LOADING and request.request_id not in self._received
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+        else:
+            (self.holding if request in self.holding else self.waiting).remove(request)
+        if request.status is Status.LOADING:
+            self._received.discard(request.request_id)
+            self._failed_receiving.discard(request.request_id)
+        request.is_aborted = True
+        self._end(request, holds_on=is_loading)
+
+    def preempt_all(self) -> None:
+        """As `reset_prefix_cache(reset_running_requests=True)` begins."""
+        while self.running:
+            self._preempt(self.running.pop(), drops_stale=True)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        admits = self.waiting and not self.is_paused
+        return bool(self.running or admits or self.holding or self.dying) or self.half.has_pending_push_work()
+
+    @property
+    def requests(self) -> list[SimulatedRequest]:
+        """All that are not over."""
+        return [*self.running, *self.holding, *self.waiting]
+
+    # A step.
+
+    def schedule(self) -> tuple[StepPlan, list[Item]]:
+        """What the next step computes, and the connector's plan for it."""
+        self.step += 1
+        budget, items = self.config.max_step_tokens, {}
+        new_blocks: dict[SimulatedRequest, list[list[int]]] = {}
+        budget, has_preempted = self._schedule_running(budget, items, new_blocks)
+        if not has_preempted:
+            self._schedule_waiting(budget, items, new_blocks)
+        scheduled = [
+            ScheduledRequest(
+                request.request_id,
+                item.num_computed,
+                item.num_scheduled,
+                [told(blocks) for blocks in new_blocks[request]] if request in new_blocks else (),
+            )
+            for request, item in items.items()
+        ]
+        preempted, self._preempted = self._preempted, set()
+        plan = self.half.build_connector_meta(SchedulerOutput(scheduled, preempted))
+        for request, item in items.items():
+            self._advance(request, item)
+        if items:
+            self._planned_sequence += 1
+        self._count(plan, items, preempted)
+        return plan, list(items.values())
+
+    def _schedule_running(
+        self, budget: int, items: dict[SimulatedRequest, Item], new: dict[SimulatedRequest, list[list[int]]]
+    ) -> tuple[int, bool]:
+        index, has_preempted = 0, False
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            placeholders, computed = request.num_placeholders, request.num_computed_tokens
+            most = request.num_prompt_tokens + request.max_tokens
+            is_sure_to_end = placeholders > 0 and computed + 2 - placeholders >= most
+            count = min(request.num_tokens + request.num_drafts + placeholders - computed, budget)
+            if is_sure_to_end or count <= 0:
+                index += 1
+                continue
+            blocks = None
+            while (blocks := self._allocate(request, count, self.config.num_drafts)) is None:
+                if self.half.has_pending_block_frees():
+                    self.met["waited for pinned blocks"] += 1
+                    break
+                victim = self.running[-1]
+                if not self._can_free(victim):
+                    break
+                self.running.pop()
+                self._preempt(victim, drops_stale=False)
+                has_preempted = True
+                if victim is request:
+                    break
+            if blocks is None:
+                break
+            new[request] = blocks
+            items[request] = self._item(request, count)
+            budget -= count
+            index += 1
+        return budget, has_preempted
+
+    def _schedule_waiting(
+        self, budget: int, items: dict[SimulatedRequest, Item], new: dict[SimulatedRequest, list[list[int]]]
+    ) -> None:
+        skipped: deque[SimulatedRequest] = deque()
+        skipped_holding: deque[SimulatedRequest] = deque()
+
+        def skip(queue: deque[SimulatedRequest]) -> None:
+            request = queue.popleft()
+            (skipped_holding if request.holds_blocks else skipped).append(request)
+
+        while budget > 0:
+            queue = self.holding if self.holding or self.is_paused else self.waiting
+            if not queue or len(self.running) >= self.config.max_running:
+                break
+            request = queue[0]
+            if request.status is Status.LOADING:
+                if request.request_id not in self._received:
+                    skip(queue)
+                    continue
+                self._promote(request)
+            if request.num_stale and not request.drops_stale:
+                skip(queue)
+                continue
+            hit: list[list[int]] | None = None
+            num_local = num_external = 0
+            is_async = False
+            if request.num_computed_tokens == 0:
+                self._renew(request)
+                hit, num_local = self._find_hit(request)
+                matched, is_async = self.half.get_num_new_matched_tokens(request, num_local)
+                if matched is None:
+                    self.met["asked to wait"] += 1
+                    skip(queue)
+                    continue
+                num_external = matched
+                if is_async and not matched:
+                    raise Violation("check", f"an asynchronous load of nothing for {request.request_id}")
+            computed = (request.num_computed_tokens or num_local) + num_external
+            count = 0 if is_async else min(request.num_tokens - computed, budget)
+            if not is_async and count <= 0:
+                raise Violation("check", f"{request.request_id}: {computed} of {request.num_tokens} tokens are cached")
+            reserved = self._reserved() if is_async else 0
+            ahead = 0 if is_async else self.config.num_drafts
+            if self._admit(request, count, ahead, hit, num_local, num_external, is_async, reserved) is None:
+                break
+            num_before = num_local if hit is not None else request.num_computed_tokens
+            self.half.update_state_after_alloc(request, [told(t) for t in request.tables], num_before, num_external)
+            request.num_computed_tokens = computed
+            request.progressed_in = self.step
+            if is_async:
+                request.status = Status.LOADING
+                self._prefilling[request] = None
+                skip(queue)
+                continue
+            queue.popleft()
+            self.running.append(request)
+            request.status = Status.RUNNING
+            self._place(request)
+            items[request] = self._item(request, count)
+            new[request] = [[] for _ in request.tables]  # the connector has been told the whole table
+            budget -= count
+            if computed + count < request.num_tokens:
+                self._prefilling[request] = None
+        self.holding.extendleft(reversed(skipped_holding))
+        self.waiting.extendleft(reversed(skipped))
+
+    def _renew(self, request: SimulatedRequest) -> None:
+        """It starts from its first token, with the weights of today."""
+        request.is_private = False
+        if request.oracle.epoch != self.epoch:
+            request.oracle = Oracle(request.oracle.shape, self.epoch, request.tokens)
+
+    def _place(self, request: SimulatedRequest) -> None:
+        """The device begins with what is known of it."""
+        request.device = DeviceSequence(list(request.tokens), request.oracle, request.oracle.epoch)
+        request.num_rejected = request.num_drafts = 0
+
+    def _item(self, request: SimulatedRequest, count: int) -> Item:
+        computed, device = request.num_computed_tokens, request.device
+        assert device is not None
+        num_drafts = 0
+        if request.num_drafts:
+            num_drafts = max(0, count + computed - request.num_tokens - request.num_placeholders)
+        request.num_drafts = 0
+        ranks = self.config.num_ranks
+        tables = [list(table) for table in request.tables]
+        slots = [slots_of(table, self.config.block_size, computed + count) for table in tables]
+        samples = computed + count >= request.num_tokens + request.num_placeholders
+        known = request.num_rejected
+        item = Item(request, device, computed, count, num_drafts, samples, known, tables, slots)
+        item.h, item.rows = [None] * ranks, [None] * ranks
+        return item
+
+    def _advance(self, request: SimulatedRequest, item: Item) -> None:
+        """As `_update_after_schedule`."""
+        request.num_computed_tokens += item.num_scheduled
+        request.num_in_flight += item.num_scheduled
+        request.last_sequence = self._planned_sequence
+        request.progressed_in = self.step
+        request.is_prefill_chunk = not item.samples
+        if item.samples:
+            self._prefilling.pop(request, None)
+            if self.config.asynchronous:
+                request.num_placeholders += 1 + item.num_drafts
+                request.num_drafts = self.config.num_drafts
+
+    # Outputs.
+
+    def update(self, step: Step, results: Sequence[RankResult], received: set[str], failed: set[str]) -> None:
+        """Take in what a step came to; steps come in order. `received`: loads that have ended on all ranks."""
+        if step.items:
+            self._processed_sequence += 1
+            self._drain_deferred()
+        for request in self.holding:
+            if request.request_id in failed and request.status is Status.LOADING:
+                self._fail_receiving(request)
+        invalid = set().union(*(result.invalid for result in results))
+        affected = self._handle_invalid(invalid, step) if invalid else set()
+        for item in step.items:
+            self._take_output(item, item.request in affected)
+        if not self.config.reports_apart:
+            self.take_reports([result.report for result in results])
+        for request_id in received:
+            self._take_received(request_id)
+        if self.config.takes_events:
+            list(self.half.take_events())
+
+    def take_reports(self, reports: Sequence[StepReport]) -> None:
+        """Give them to the connector."""
+        self.half.update_connector_output(reports)
+
+    def _take_output(self, item: Item, is_affected: bool) -> None:
+        request, generated = item.request, item.generated
+        request.num_in_flight -= item.num_scheduled
+        is_stale = request.num_stale > 0
+        if is_stale:
+            request.num_stale -= item.num_scheduled
+        if is_affected or request.is_finished or (is_stale and request.drops_stale):
+            self.met["output dropped"] += 1
+            return
+        if item.num_drafts and generated:
+            num_rejected = item.num_drafts - (len(generated) - 1)
+            if not is_stale:
+                request.num_computed_tokens -= num_rejected
+                request.num_rejected += num_rejected
+                if self.config.asynchronous:
+                    request.num_placeholders -= num_rejected
+        if not generated:
+            return
+        request.progressed_in = self.step
+        num_taken, is_over = self._take_tokens(request, generated)
+        if not is_stale and self.config.asynchronous:
+            request.num_placeholders -= num_taken
+        if request.status is Status.RUNNING:
+            self._name_blocks(request, request.num_computed_tokens - request.num_placeholders)
+            if not self.config.asynchronous:
+                request.num_drafts = self.config.num_drafts
+        if is_over:
+            if request.status is Status.RUNNING:
+                self.running.remove(request)
+            else:
+                (self.holding if request in self.holding else self.waiting).remove(request)
+            self._end(request)
+
+    def _take_tokens(self, request: SimulatedRequest, generated: Sequence[int]) -> tuple[int, bool]:
+        for count, token in enumerate(generated, start=1):
+            expected = request.oracle.next()
+            if token != expected:
+                text = f"{request.request_id} (request {request.number}): token {request.num_tokens} is {token}, not {expected}"
+                raise Violation("token", text)
+            request.tokens.append(token)
+            num_outputs = request.num_tokens - request.num_prompt_tokens
+            if num_outputs >= request.max_tokens or token % 101 == 0:
+                request.hasher.update(request.tokens)
+                return count, True
+        request.hasher.update(request.tokens)
+        return len(generated), False
+
+    def _end(self, request: SimulatedRequest, holds_on: bool = False) -> None:
+        request.status = Status.FINISHED
+        self._prefilling.pop(request, None)
+        _, request.handed = self.half.request_finished(request)
+        if holds_on:
+            self.dying.setdefault(request.request_id, []).append(request)
+        else:
+            self._free(request)
+        self.on_finished(request)
+
+    # Loads of other engines' blocks, the host's and storage's.
+
+    def _take_received(self, request_id: str) -> None:
+        live = [r for r in self.holding if r.request_id == request_id and r.status is Status.LOADING]
+        dying = self.dying.get(request_id, [])
+        if live and (not dying or self.config.names_newest):
+            self._received.add(request_id)
+        elif dying:
+            self._free(dying.pop(0))
+            if not dying:
+                del self.dying[request_id]
+        else:
+            raise Violation("job", f"request {request_id} is said to be received, and waits for nothing")
+
+    def _fail_receiving(self, request: SimulatedRequest) -> None:
+        request.num_computed_tokens = 0
+        self._failed_receiving.add(request.request_id)
+
+    def _promote(self, request: SimulatedRequest) -> None:
+        """Its asynchronous load has ended."""
+        request_id = request.request_id
+        self._received.discard(request_id)
+        if request_id in self._failed_receiving:
+            self.met["asynchronous load failed"] += 1
+            self._failed_receiving.discard(request_id)
+            self._free(request)
+            request.num_computed_tokens = 0
+        else:
+            self.met["asynchronous load"] += 1
+            self._name_blocks(request, request.num_computed_tokens)
+            if request.num_computed_tokens == request.num_tokens:
+                request.num_computed_tokens -= 1
+        request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
+
+    def _handle_invalid(self, invalid: set[int], step: Step) -> set[SimulatedRequest]:
+        """Blocks that a load has not filled: who holds them computes again, and nothing of this step or behind it counts."""
+        self.met["load of the step failed"] += 1
+        affected = set()
+        size = self.config.block_size
+        for request in self.holding:
+            if request.status is Status.LOADING and any(invalid.intersection(table) for table in request.tables):
+                self._fail_receiving(request)
+        for request in list(self.running):
+            first = min((t.index(b) for t in request.tables for b in invalid.intersection(t)), default=None)
+            if first is None:
+                continue
+            affected.add(request)
+            for group, table in enumerate(request.tables):
+                for block in table[first:]:
+                    if block != NULL_BLOCK:
+                        self.pool.forget(block)
+                request.num_named[group] = min(request.num_named[group], first)
+            is_alone = all(self.pool.refs[b] - self.pool.pins[b] == 1 for t in request.tables for b in t[first:] if b)
+            if self.config.truncates and is_alone and len(request.tables) == 1 and not self.config.asynchronous:
+                self.met["truncated behind a failed load"] += 1
+                request.num_computed_tokens = first * size
+                self._place(request)
+            else:
+                self.running.remove(request)
+                self._preempt(request, drops_stale=True, is_waiting_first=True)
+        return affected
+
+    # Blocks.
+
+    def _find_hit(self, request: SimulatedRequest) -> tuple[list[list[int]], int]:
+        """The longest prefix that every group has, at least one token less than all; its blocks, by group."""
+        hashes: Sequence[BlockHash] = request.block_hashes[: (request.num_tokens - 1) // self.config.block_size]
+        if request.is_private:
+            hashes = []
+        end = len(hashes)
+        windows = self.config.window_blocks
+        found: list[list[int | None]] = []
+        for group, window in enumerate(windows):
+            blocks: list[int | None] = []
+            for block_hash in hashes[:end]:
+                block = self.pool.find(block_hash, group)
+                if block is None and window is None:
+                    break
+                blocks.append(block)
+            end = min(end, len(blocks))
+            found.append(blocks)
+        for _ in range(end + 1):
+            fitted = end
+            for group, window in enumerate(windows):
+                if window is not None:
+                    missing = [i for i in range(max(0, fitted - window), fitted) if found[group][i] is None]
+                    while missing:
+                        fitted = missing[-1]
+                        missing = [i for i in range(max(0, fitted - window), fitted) if found[group][i] is None]
+            if fitted == end:
+                break
+            end = fitted
+        hit = []
+        for group, window in enumerate(windows):
+            first = 0 if window is None else max(0, end - window)
+            hit.append([NULL_BLOCK] * first + [block for block in found[group][first:end] if block is not None])
+        return hit, end * self.config.block_size
+
+    def _admit(
+        self,
+        request: SimulatedRequest,
+        count: int,
+        ahead: int,
+        hit: list[list[int]] | None,
+        num_local: int,
+        num_external: int,
+        is_async: bool,
+        reserved: int,
+    ) -> list[list[int]] | None:
+        """As `allocate_slots` for a waiting request: all of it must fit."""
+        size = self.config.block_size
+        total = (request.num_computed_tokens or num_local) + num_external
+        fresh = hit is not None
+        tables = hit if hit is not None else request.tables
+        whole = max(request.num_tokens, total + count + ahead)
+        need = num_idle = 0
+        kept: list[list[int]] = []
+        for group, table in enumerate(tables):
+            skipped = self._num_skipped(group, total) if fresh else 0
+            kept.append([NULL_BLOCK if i < skipped else block for i, block in enumerate(table)])
+            num_idle += sum(self.pool.refs[block] == 0 for block in kept[-1] if block) if fresh else 0
+            need += max(0, -(-whole // size) - max(len(table), skipped))
+        if need + num_idle > self.pool.num_free - reserved:
+            return None
+        if fresh:
+            for table in kept:
+                self.pool.touch(table)
+            request.tables = kept
+            request.num_named = [len(table) for table in kept]
+        new = []
+        for group, table in enumerate(request.tables):
+            target = -(-(total + count + ahead) // size)
+            skipped = self._num_skipped(group, total) if fresh else 0
+            nulls = max(0, min(skipped, target) - len(table))
+            blocks = [NULL_BLOCK] * nulls + self.pool.allocate(max(0, target - len(table) - nulls))
+            table += blocks
+            new.append(blocks)
+        if not is_async:
+            self._name_blocks(request, min(total + count, request.num_tokens))
+        return new
+
+    def _allocate(self, request: SimulatedRequest, count: int, ahead: int) -> list[list[int]] | None:
+        """As `allocate_slots` for a running request; None where there is no room."""
+        self._drop_skipped(request)
+        target = -(-(request.num_computed_tokens + count + ahead) // self.config.block_size)
+        needs = [max(0, target - len(table)) for table in request.tables]
+        if sum(needs) > self.pool.num_free:
+            return None
+        new = [self.pool.allocate(need) for need in needs]
+        for table, blocks in zip(request.tables, new, strict=True):
+            table += blocks
+        self._name_blocks(request, min(request.num_computed_tokens + count, request.num_tokens))
+        return new
+
+    def _num_skipped(self, group: int, num_tokens: int) -> int:
+        """Leading blocks that lie in front of the window of the next token."""
+        window = self.config.windows[group]
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.config.block_size
+
+    def _drop_skipped(self, request: SimulatedRequest) -> None:
+        """Blocks that slid out of the window of every step that is not processed."""
+        for group, table in enumerate(request.tables):
+            skipped = self._num_skipped(group, max(0, request.num_computed_tokens - request.num_in_flight))
+            freed = []
+            for index in range(min(skipped, len(table)) - 1, -1, -1):
+                if table[index] == NULL_BLOCK:
+                    break
+                freed.append(table[index])
+                table[index] = NULL_BLOCK
+            self.pool.free(freed)
+
+    def _name_blocks(self, request: SimulatedRequest, num_tokens: int) -> None:
+        full = min(num_tokens // self.config.block_size, len(request.block_hashes))
+        if request.is_private:
+            return
+        for group, table in enumerate(request.tables):
+            for index in range(request.num_named[group], full):
+                if table[index] != NULL_BLOCK:
+                    self.pool.name(table[index], request.block_hashes[index], group)
+            request.num_named[group] = max(full, request.num_named[group])
+
+    def _reserved(self) -> int:
+        """Blocks that prefills under way will still take."""
+        size = self.config.block_size
+        return sum(
+            max(0, -(-(request.num_tokens + self.config.num_drafts) // size) - len(table))
+            for request in self._prefilling
+            for table in request.tables
+        )
+
+    def _preempt(self, request: SimulatedRequest, drops_stale: bool, is_waiting_first: bool = False) -> None:
+        self.met["preempted"] += 1
+        if request.num_in_flight:
+            self.met["preempted with a step under way"] += 1
+        self._free(request)
+        self._prefilling.pop(request, None)
+        request.status = Status.PREEMPTED
+        request.num_computed_tokens = request.num_drafts = request.num_placeholders = 0
+        request.drops_stale = drops_stale or (request.drops_stale and request.num_stale > 0)
+        request.num_stale = request.num_in_flight
+        request.num_preemptions += 1
+        request.progressed_in = self.step
+        self.waiting.appendleft(request)
+        self._preempted.add(request.request_id)
+
+    def _can_free(self, request: SimulatedRequest) -> bool:
+        return not self.config.defers_frees or request.last_sequence < self._processed_sequence
+
+    def _free(self, request: SimulatedRequest) -> None:
+        """Its blocks return to the pool, later where a step under way may write to them and the engine waits for that."""
+        blocks = [block for table in request.tables for block in reversed(table) if block != NULL_BLOCK]
+        request.tables = []
+        request.num_named = []
+        if self._can_free(request):
+            self.pool.free(blocks)
+        elif blocks:
+            self._deferred.append((self._planned_sequence, blocks))
+
+    def _drain_deferred(self) -> None:
+        while self._deferred and self._deferred[0][0] <= self._processed_sequence:
+            self.pool.free(self._deferred.popleft()[1])
+
+    def _count(self, plan: StepPlan, items: dict[SimulatedRequest, Item], preempted: set[str]) -> None:
+        """What this step's plan composes."""
+        met = self.met
+        met["sync loads"] += len(plan.loads)
+        met["async loads"] += len(plan.background_loads)
+        met["guarded loads"] += sum(job.num_guarded > 0 for job in plan.background_loads)
+        met["announced loads"] += len(plan.announced_loads)
+        met["awaited loads"] += len(plan.awaited_loads)
+        met["saves"] += len(plan.saves)
+        met["fences"] += plan.fence
+        if any(item.num_drafts for item in items.values()):
+            met["drafts planned ahead" if self.config.asynchronous else "drafts"] += 1
+
+
+def told(table: Sequence[int]) -> list[int]:
+    """A block table in the connector's words."""
+    return [NO_BLOCK if block == NULL_BLOCK else block for block in table]

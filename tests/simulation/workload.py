@@ -1,0 +1,216 @@
+"""What users, operators and bad luck do to a world: a list of actions with their times, drawn from the seed.
+
+Each action is plain data and stands alone: one that refers to what another would have made does nothing where that one is
+missing. So a history that fails can be shortened by leaving actions out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kv_connector.index import BlockHasher
+from kv_connector.types import Direction
+
+from .config import EngineConfig
+from .model import VOCABULARY
+from .requests import SimulatedRequest
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .world import World
+
+KINDS = {
+    "arrive": 60,
+    "abort": 8,
+    "again": 6,
+    "fail": 5,
+    "freeze": 2,
+    "stall": 2,
+    "weights": 3,
+    "reset": 2,
+    "sleep": 1,
+    "kill": 0.5,
+    "resize": 2,
+    "pin": 1,
+    "unpin": 1,
+}
+"""How often each kind of action occurs, in proportion."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """`number` is its place in the history that was drawn; `what` are the choices of its kind."""
+
+    number: int
+    time: float
+    kind: str
+    engine: int
+    what: dict[str, Any]
+
+    def __str__(self) -> str:
+        what = " ".join(f"{key}={value}" for key, value in self.what.items())
+        return f"#{self.number} at {self.time * 1e3:.1f} ms: {self.kind} engine {self.engine} {what}".rstrip()
+
+
+def draw(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Action]:
+    """The history of a world with these engines."""
+    count = rng.choice([30, 80, 160])
+    gap = rng.choice([1e-3, 4e-3, 15e-3])
+    kinds = dict(KINDS)
+    for kind in list(kinds)[1:]:
+        kinds[kind] *= rng.choice([0, 1, 1, 4])
+    most_new = rng.choice([2, 8, 24])
+    time, actions = 0.0, []
+    for number in range(count):
+        time += rng.expovariate(1 / gap) if rng.random() < 0.7 else 0.0
+        kind = rng.choices(list(kinds), list(kinds.values()))[0] if number > 2 else "arrive"
+        engine = rng.randrange(len(configs))
+        actions.append(Action(number, time, kind, engine, _choices(rng, kind, configs[engine], most_new, number)))
+    return actions
+
+
+def _choices(rng: random.Random, kind: str, config: EngineConfig, most_new: int, number: int) -> dict[str, Any]:
+    if kind in ("arrive", "again"):
+        what: dict[str, Any] = {
+            "document": rng.randrange(3),
+            "share": rng.choice([0.0, 0.2, 0.5, 0.8, 1.0]),
+            "new": rng.randrange(1, 9),
+            "outputs": rng.randrange(1, most_new + 1),
+        }
+        if kind == "again" or rng.random() < 0.25:
+            what["of"] = rng.randrange(max(1, number))  # goes on with, or takes the id of, that request
+        return what
+    if kind == "abort":
+        return {"back": rng.randrange(6)}
+    if kind == "fail":
+        way = rng.choice([Direction.LOAD, Direction.LOAD, Direction.SAVE])
+        return {"rank": rng.randrange(config.num_ranks), "way": way, "after": rng.randrange(4)}
+    if kind == "freeze":
+        return {"rank": rng.randrange(config.num_ranks), "seconds": rng.choice([0.01, 0.05, 0.3])}
+    if kind == "stall":
+        return {"rank": rng.randrange(config.num_ranks), "share": rng.choice([0.0, 0.02, 0.1])}
+    if kind == "sleep":
+        return {"seconds": rng.choice([0.0, 0.02])}
+    if kind == "resize":
+        return {"share": rng.choice([0.0, 0.1, 0.5, 1.0, None])}
+    if kind in ("pin", "unpin"):
+        return {"document": rng.randrange(3), "share": rng.choice([0.2, 0.5])}
+    return {}
+
+
+class Users:
+    """Applies actions to a world. It knows every request by the number of the action that made it."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self._world = world
+        most = min(engine.most_tokens() for engine in world.engines)
+        self._most = most
+        length = min(most - 12, rng.choice([24, 60, 120]))
+        self._documents = [[rng.randrange(VOCABULARY) for _ in range(max(4, length))] for _ in range(3)]
+        self._rng_seed = rng.random()
+        self.requests: dict[int, tuple[Engine, SimulatedRequest]] = {}
+        self._pinned: dict[tuple[int, int, float], int] = {}
+
+    def apply(self, action: Action) -> None:
+        """Do it, now."""
+        engine = self._world.engines[action.engine]
+        if engine.is_dead:
+            return
+        self._world.met[f"action {action.kind}"] += 1
+        getattr(self, f"_{action.kind}")(engine, action, **action.what)
+
+    def _prompt(self, number: int, document: int, share: float, new: int) -> list[int]:
+        rng = random.Random(f"{self._rng_seed}/{number}")
+        text = self._documents[document]
+        return text[: int(share * len(text))] + [rng.randrange(VOCABULARY) for _ in range(new)]
+
+    def _start(self, engine: Engine, number: int, request_id: str, prompt: list[int], outputs: int) -> None:
+        outputs = min(outputs, self._most - len(prompt))
+        if outputs < 1:
+            return
+        request = engine.make_request(request_id, number, prompt, outputs)
+        self.requests[number] = engine, request
+        engine.add(request)
+
+    def _arrive(
+        self, engine: Engine, action: Action, document: int, share: float, new: int, outputs: int, of: int | None = None
+    ) -> None:
+        prompt = self._prompt(action.number, document, share, new)
+        if of in self.requests:
+            _, before = self.requests[of]
+            prompt = list(before.tokens) + prompt[-new:]
+        self._start(engine, action.number, f"r{action.number}", prompt, outputs)
+
+    def _again(
+        self, engine: Engine, action: Action, document: int, share: float, new: int, outputs: int, of: int
+    ) -> None:
+        """Abort a request, the last that waits for a load if there is one, and send another one under its id."""
+        live = [r for r in engine.scheduler.requests if not r.is_finished]
+        loading = [r for r in live if r.status.value == "loading"]
+        if not live:
+            return
+        request = (loading or live)[-1]
+        met = self._world.met
+        met["same id again"] += 1
+        met["same id again while its load is under way"] += bool(loading)
+        engine.abort(request)
+        prompt = self._prompt(action.number, document, share, new)
+        self._start(engine, action.number, request.request_id, prompt, outputs)
+
+    def _abort(self, engine: Engine, action: Action, back: int) -> None:
+        live = engine.scheduler.requests
+        if live:
+            request = live[-1 - back % len(live)]
+            self._world.met[f"aborted while {request.status.value}"] += 1
+            self._world.met["aborted with a step under way"] += request.num_in_flight > 0
+            engine.abort(request)
+
+    def _fail(self, engine: Engine, action: Action, rank: int, way: Direction, after: int) -> None:
+        engine.ranks[rank].device.faults[way] = after
+
+    def _freeze(self, engine: Engine, action: Action, rank: int, seconds: float) -> None:
+        process = engine.ranks[rank]
+        process.freeze()
+        self._world.time.call_after(seconds, process.thaw, "thaw")
+
+    def _stall(self, engine: Engine, action: Action, rank: int, share: float) -> None:
+        engine.ranks[rank].device.stalls = share
+
+    def _weights(self, engine: Engine, action: Action) -> None:
+        engine.update_weights()
+
+    def _reset(self, engine: Engine, action: Action) -> None:
+        engine.reset_connector()
+
+    def _sleep(self, engine: Engine, action: Action, seconds: float) -> None:
+        engine.sleep(seconds)
+
+    def _kill(self, engine: Engine, action: Action) -> None:
+        """Its clients send again what was not finished."""
+        lost = engine.kill()
+        again = self._world.restart(engine)
+        for request in lost:
+            prompt = request.tokens[: request.num_prompt_tokens]
+            self._start(again, request.number, request.request_id, prompt, request.max_tokens)
+
+    def _resize(self, engine: Engine, action: Action, share: float | None) -> None:
+        engine.half.resize_host(None if share is None else int(share * engine.config.num_host_blocks))
+        engine.wake()
+
+    def _pin(self, engine: Engine, action: Action, document: int, share: float) -> None:
+        key = (action.engine, document, share)
+        if key not in self._pinned:
+            self._pinned[key] = engine.incarnation
+            engine.half.pin_prefix(self._hashes(engine, document, share))
+
+    def _unpin(self, engine: Engine, action: Action, document: int, share: float) -> None:
+        if self._pinned.pop((action.engine, document, share), None) == engine.incarnation:
+            engine.half.unpin_prefix(self._hashes(engine, document, share))
+
+    def _hashes(self, engine: Engine, document: int, share: float) -> list[Any]:
+        text = self._documents[document]
+        hasher = BlockHasher(engine.config.block_size, engine.root)
+        return hasher.update(text[: int(share * len(text))])
