@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from kv_connector.peer.carriers.cuda_ipc import Driver
 
 from kv_connector.peer import ring
 from kv_connector.peer.base import Ids, Marker, PeerError, PeerPool, PoolRegion, Push
+from kv_connector.peer.carriers.cuda_ipc import Driver
 
 from .clock import Event
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .pool import BlockPool
 
 
-class Violation(Exception):  # noqa: N818 - it names what was found
+class Violation(Exception):
     """`kind`: what claim it breaks ("token", "stuck", "leak", "lease", "job", "pool", "check", "crash")."""
 
     def __init__(self, kind: str, text: str) -> None:
@@ -109,7 +109,9 @@ class JobBook:
         for entry in self._saves.get(block, ()):
             is_waiting = (rank, block) not in entry.landed and rank not in entry.reported
             if entry.is_pinned and is_waiting and step > entry.step:
-                text = f"step {step} writes on rank {rank} to device block {block}, which job {entry.job.job_id} will save"
+                text = (
+                    f"step {step} writes on rank {rank} to device block {block}, which job {entry.job.job_id} will save"
+                )
                 raise Violation("lease", text)
 
     def freed(self, blocks: Sequence[int]) -> None:

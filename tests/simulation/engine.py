@@ -268,7 +268,10 @@ class Engine:
         self.pool.check()
         self.half.check()
         for request in self.scheduler.requests:
-            if self.scheduler.step - request.progressed_in > MOST_STEPS_WITHOUT_PROGRESS and not self.scheduler.is_paused:
+            if (
+                self.scheduler.step - request.progressed_in > MOST_STEPS_WITHOUT_PROGRESS
+                and not self.scheduler.is_paused
+            ):
                 raise Violation("stuck", f"{request.request_id} is {request.status.value}: {self.describe(request)}")
 
     @property
@@ -280,12 +283,14 @@ class Engine:
         if self.is_dead:
             return
         stats = self.half.get_kv_connector_stats()
-        leaks = {name: stats[name] for name in ("jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes")}
+        leaks = {
+            name: stats[name] for name in ("jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes")
+        }
         leaks["pinned device blocks"] = sum(map(bool, self.pool.pins))
         leaks["held device blocks"] = self.pool.num_blocks - 1 - self.pool.num_free
         leaks["open jobs"] = len(self.book.open)
         if any(leaks.values()):
-            raise Violation("leak", f"{self.engine_id} at rest holds {({k: v for k, v in leaks.items() if v})}")
+            raise Violation("leak", f"{self.engine_id} at rest holds { ({k: v for k, v in leaks.items() if v}) }")
 
     def describe(self, request: SimulatedRequest) -> str:
         """Where it stands, for the message of a failure."""

@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kv_connector.peer.base import Connected, Lost, Message, PeerCounters, PeerEvent
+from kv_connector.peer.carriers.one_sided import OneSided
 from kv_connector.peer.wire.frames import MAX_MESSAGE, FrameReader, encode
 from kv_connector.peer.wire.handshake import Card
-from kv_connector.peer.carriers.one_sided import OneSided
-
-from kv_connector.peer.base import Connected, Lost, Message, PeerCounters, PeerEvent
 
 from .clock import Event, VirtualTime
 

@@ -15,13 +15,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kv_connector.peer.base import Ids, PeerIdentity, PeerPool, Push
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
-from kv_connector.peer.wire.handshake import Card
-from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.staged.transport import StagedTransport
-
-from kv_connector.peer.base import Ids, PeerIdentity, PeerPool, Push
+from kv_connector.peer.protocol.jobs import PeerJobs
+from kv_connector.peer.wire.handshake import Card
 
 from .carriers import Allocations, SharedSlots, SimulatedAgent, SimulatedDriver, Stream
 from .network import Network, Process, SimulatedChannel

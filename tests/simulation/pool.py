@@ -119,7 +119,9 @@ class BlockPool:
             raise Violation("pool", f"free blocks are {sorted(self._free)}, blocks that nobody holds {sorted(free)}")
         for block, pins in enumerate(self.pins):
             if not 0 <= pins <= self.refs[block]:
-                raise Violation("pool", f"device block {block} is pinned {pins} times and held {self.refs[block]} times")
+                raise Violation(
+                    "pool", f"device block {block} is pinned {pins} times and held {self.refs[block]} times"
+                )
 
 
 class ConnectorView:

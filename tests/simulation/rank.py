@@ -226,5 +226,7 @@ class Rank:
         for table in item.tables:
             for block in table[item.start // size : -(-item.end // size)]:
                 if not 0 < block < self.engine.config.num_device_blocks:
-                    raise Violation("engine", f"step {step.number} writes to block {block} of {item.request.request_id}")
+                    raise Violation(
+                        "engine", f"step {step.number} writes to block {block} of {item.request.request_id}"
+                    )
                 self.book.written(self.index, block, step.number)

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+
 from kv_connector.storage.filesystem.folder import room_bytes
 from kv_connector.storage.filesystem.survey import damaged_blocks, survey, temporary_files
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from kv_connector.peer.protocol.jobs import PeerJobs
 
 from kv_connector.peer.base import PeerPool, PoolRegion
+from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.types import PeerAction, PeerJob
 
 from .clock import VirtualTime
