@@ -37,13 +37,17 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventLog:
-    """Events since the last `take`, bounded: a log that nobody reads turns into one `AllBlocksCleared`."""
+    """Events since the last `take`, bounded: a log that nobody reads turns into one `AllBlocksCleared`. Without
+    `is_read` nothing is kept at all."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_read: bool = True) -> None:
+        self._is_read = is_read
         self._events: deque[CacheEvent] = deque()
 
     def add(self, event: CacheEvent) -> None:
         """Append one event."""
+        if not self._is_read:
+            return
         if len(self._events) >= _MAX_PENDING:
             self._events.clear()
             self._events.append(AllBlocksCleared(event.tier))

@@ -244,7 +244,7 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
     run_state_machine_as_test(
         HalvesMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=80,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

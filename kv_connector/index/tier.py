@@ -211,12 +211,15 @@ class CacheTier:
     def reset(self) -> None:
         """Forget every copy. Blocks in use stay with their users until released.
 
-        As fast as arrays are written. `removed` gets nothing: who resets a tier knows that all of it is gone.
+        As fast as arrays are written, but for `removed`, where it is kept: that takes a look at every hash.
         """
         num_rows = min(len(self._state), len(self._refs))  # blocks behind them have not been used since a reset
         states = np.frombuffer(self._state, np.uint8)[:num_rows]
         is_copy = (states != BlockState.ABSENT) & (states != _DELETING)
         is_used = np.frombuffer(self._refs, np.intc)[:num_rows] > 0
+        if self._log_removed:
+            resident = np.frombuffer(self._node, np.intc)[:num_rows][states == _RESIDENT]
+            self.removed += map(self.tree.hash_of, resident.tolist())
         idle = advance(self.tier, _RESIDENT, Event.EVICT)
         deleting = [advance(self.tier, state, Event.DELETE) for state in np.unique(states[is_copy & is_used]).tolist()]
         assert set(deleting) <= {_DELETING}, "a copy in use is deleted and nothing else"

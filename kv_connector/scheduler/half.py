@@ -43,7 +43,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
     `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `Lookup`.
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
-    `fails_by_block`: see `LoadPlanner`. An engine that keeps its own device blocks in our index passes its `tree`, so
+    `fails_by_block`: see `LoadPlanner`. `publishes_events`: somebody reads `take_events`. An engine that keeps its own device blocks in our index passes its `tree`, so
     that one tree knows every tier. `clock` gives seconds that never go back; it orders evictions and times loads.
     `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
     and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
@@ -60,16 +60,18 @@ class SchedulerHalf(KVConnectorScheduler):
         drop_last_block: bool = False,
         unpins_when_idle: bool = True,
         fails_by_block: bool = True,
+        publishes_events: bool = True,
         identity: CacheIdentity | None = None,
         engine_id: str = "",
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
-        self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=True)  # grows as ranks report memory that is ready
+        # It grows as ranks report memory that is ready.
+        self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=publishes_events)
         self.metrics = CacheMetrics()
         self._grouped = GroupedTree(self.tree, groups)
         self._pool = DevicePool()
         self._ledger = JobLedger(world_size, self._pool, self.host, clock)
-        self._events = EventLog()
+        self._events = EventLog(publishes_events)
         self._shared = shared = Shared(
             self._grouped, self.host, self._pool, self._ledger, self.metrics, self._events, clock, block_size
         )

@@ -44,6 +44,7 @@ class SchedulerRole:
             unpins_when_idle=shape.unpins_when_idle,
             identity=shape.identity,
             engine_id=shape.engine_id,
+            publishes_events=shape.publishes_events,
             # Block ids do not say which group lost them: with several groups vLLM ends the engine over any.
             fails_by_block=len(shape.groups) == 1 or not TELLS_FAILED_REQUESTS,
         )

@@ -271,6 +271,7 @@ def test_the_thread_opts_out_of_captures_before_it_calls_anything() -> None:
     transport = Watched(LoopbackNet(), pool.pool, card_of(pool))
     prepare = lambda: called.append(("prepare", threading.current_thread().name))  # noqa: E731 - a word to the thread
     jobs = PeerJobs(transport, ENGINE, len(PIECES), 0, DEADLINE, 1.0, prepare_thread=prepare)
+    jobs.start()
     jobs.close()
     assert called[0] == ("prepare", "kv-peer")
     assert called.count(called[0]) == 1

@@ -155,8 +155,6 @@ def test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request(choice:
     planner = LoadPlanner(Config(load_choice=choice), CacheMetrics(), lambda: 10.0, fails_by_block=False)
     assert planner.choose("r1", 10, 160, 1, others_running=False, first_blocks=(0,)) is LoadMode.ASYNC
     planner.estimate.observe_load(10**6, 1.0)
-    ids = np.arange(10)
-    planner.reserve(ids.tolist())
-    planner.begin(CopyJob(1, Direction.LOAD, ids, ids, "r1"))
+    planner.begin(planner.reserve(range(10)), 1)
     assert planner.announce(1) == ((), ()), "it would end in 10 us"
     assert planner.choose("r2", 10, 160, 1, others_running=True, first_blocks=(0,)) is LoadMode.RIDE
