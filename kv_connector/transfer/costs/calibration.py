@@ -28,11 +28,11 @@ from ...triton_kernels.copy_pieces import (
 )
 from ...types import Direction
 from ..cuda.allocations import device_tensor
+from ..cuda.copier import driver_copier
 from ..cuda.streams import make_lane
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
 from ..memory.numa import SYSFS, pci_address
-from ..paths.runs import driver_copier
 from .curves import BUILT_IN, Curve, DirectionCosts, LinkCosts, decode
 
 logger = logging.getLogger("kv_connector.transfer")

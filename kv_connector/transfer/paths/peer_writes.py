@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..cuda.copier import driver_copier
+from ..cuda.driver import Copier
 from ..cuda.streams import Lane, make_lane
 from ..memory.layout import CacheLayout
-from .runs import Copier, Int64s, Segments, driver_copier, merge_runs
+from .base import Int64s
+from .runs import Segments, merge_runs
 
 if TYPE_CHECKING:
     from ...triton_kernels.copy_pieces import RegionTable

@@ -18,21 +18,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
 from ...types import Direction
 from ..costs.curves import EDGE_BYTES
 from ..cuda.allocations import device_tensor
+from ..cuda.copier import driver_copier
+from ..cuda.driver import Copier
 from ..cuda.streams import Event, make_lane, make_stream
 from ..cuda.uploads import IdUploads, RegionTables, UploadedIds
 from ..memory.host_pool import HostPool
 from ..memory.layout import PIECE_ALIGN, CacheLayout
-from .base import BlockCopy
-from .runs import Copier, driver_copier, merge_runs
-
-Int64s = NDArray[np.int64]
+from .base import BlockCopy, Int64s
+from .runs import merge_runs
 
 NUM_BUFFERS = 3
 """Buffers a direction. Beside a busy model one is packed at each end of its kernels, 1.4 ms apart for large products,

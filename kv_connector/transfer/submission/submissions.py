@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...types import CopyJob, Direction
 from ..cuda.streams import Event
+from ..paths.base import Int64s
 
 logger = logging.getLogger("kv_connector.transfer")
 
@@ -40,8 +40,8 @@ class BlockPairs:
     The last `num_guarded` pairs are copied behind `after`.
     """
 
-    device_ids: NDArray[np.int64]
-    host_ids: NDArray[np.int64]
+    device_ids: Int64s
+    host_ids: Int64s
     num_guarded: int = 0
     after: Event | None = None
 
@@ -66,7 +66,7 @@ class BlockPairs:
             part = slice(start, min(start + most, len(self)))
             yield BlockPairs(device_ids[part], host_ids[part], max(0, part.stop - max(start, free)), self.after)
 
-    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], Event | None]]:
+    def in_order(self) -> Iterator[tuple[Int64s, Int64s, Event | None]]:
         """What is not empty of the two parts."""
         free = len(self.device_ids) - self.num_guarded
         if not self.num_guarded:

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_connector.errors import TransferError
+from kv_connector.transfer.cuda.copier import driver_copier
 from kv_connector.transfer.cuda.streams import make_lane
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths import peer_writes as remote
 from kv_connector.transfer.paths.peer_writes import RemoteWriters
-from kv_connector.transfer.paths.runs import driver_copier
 from tests.copies import copy_now
 from tests.engines import ManualLane
 
