@@ -14,7 +14,7 @@ from ..peer.base import PeerPool, PoolRegion
 from ..peer.protocol.jobs import EndedPeerJob, PeerJobs
 from ..transfer.cuda.copier import driver_copier
 from ..transfer.cuda.driver import prepare_thread
-from ..transfer.cuda.streams import Event, Lane, make_lane
+from ..transfer.cuda.streams import Event, Lane, Priority, make_lane
 from ..transfer.memory.layout import CacheLayout
 from ..types import PeerAction, PeerJob, StepPlan
 
@@ -44,7 +44,7 @@ class StepPeers:
         """Raises ConfigError where the links cannot be opened."""
         self._layout = layout
         self._group_bytes = config.layer_group_bytes or _GROUP_BYTES
-        self._lane = make_lane(layout.device, priority=0, timing=False)
+        self._lane = make_lane(layout.device, Priority.PEER, timing=False)
         self._jobs = open_peers(pool_of(layout, self._lane))
         self._sends: list[int] = []  # of this step, that are not wholly ready
         self._stops: list[int] = []  # of layer groups, in regions, that are to come

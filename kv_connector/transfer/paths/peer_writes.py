@@ -15,7 +15,7 @@ import torch
 
 from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
-from ..cuda.streams import Lane, make_lane
+from ..cuda.streams import Lane, Priority, make_lane
 from ..memory.layout import CacheLayout
 from .base import Int64s
 from .runs import Segments, merge_runs
@@ -70,7 +70,7 @@ class RemoteWriters:
 
         self.layout = layout
         self.lane = lane
-        self.beside = [make_lane(layout.device, priority=0, timing=False) for _ in range(DMA_STREAMS - 1)]
+        self.beside = [make_lane(layout.device, Priority.PEER, timing=False) for _ in range(DMA_STREAMS - 1)]
         self.copier = copier if copier is not None else driver_copier()
         self.ids = IdUploads(layout.device, sides=2, in_order=True)
 
