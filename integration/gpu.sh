@@ -23,7 +23,7 @@ step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importl
   --disable-warnings tests integration/tests
 if command -v compute-sanitizer > /dev/null; then
   step compute-sanitizer --tool memcheck --error-exitcode 1 python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" \
-    --import-mode=importlib -m gpu -p no:cacheprovider --disable-warnings tests/test_kernels.py
+    --import-mode=importlib -m gpu -p no:cacheprovider --disable-warnings tests/triton_kernels/test_copy_pieces.py
 fi
 step python3 -P -m integration.bench.copies --json "$out/copies.json"
 step python3 -P -m integration.bench.submitting --json "$out/submitting.json"

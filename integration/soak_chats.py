@@ -166,13 +166,13 @@ class WatchedPath:
 
     def __init__(self, half: WorkerHalf, rng: random.Random, args: argparse.Namespace) -> None:
         assert half._engine is not None and half._layout is not None and half._host is not None
-        self._half, self._inner = half, half._engine._lines[Direction.SAVE].paths[0]
+        self._half, self._inner = half, half._engine._queues[Direction.SAVE].paths[0]
         self._layout, self._host = half._layout, half._host.tensor
         self._rng, self._args = rng, args
         self._loaded: list[BlockCopy] = []  # in this step
         self.seen: Counter[str] = Counter()
-        for line in half._engine._lines.values():
-            line.paths = (self, *line.paths[1:])
+        for queue in half._engine._queues.values():
+            queue.paths = (self, *queue.paths[1:])
 
     def copy(self, copy: BlockCopy) -> None:
         """As `CopyPath.copy`."""

@@ -119,7 +119,7 @@ class LateSubmitter:
 
 def submit_all(engine: TransferEngine) -> None:
     """Have everything on the device's streams, whatever the thread has done."""
-    while any(line.advance() for line in engine._lines.values()):
+    while any(queue.advance() for queue in engine._queues.values()):
         pass
 
 

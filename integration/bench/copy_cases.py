@@ -13,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from kv_connector.config import Config, PathName
+from kv_connector.transfer.cuda.copier import DriverCopier
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.choice import make_path
-from kv_connector.transfer.paths.runs import DriverCopier, RunsPath
+from kv_connector.transfer.paths.runs import RunsPath
 from kv_connector.types import CopyJob, Direction
 
 Int64s = NDArray[np.int64]

@@ -31,7 +31,7 @@ from integration.report import Report
 from kv_connector.build import open_transport
 from kv_connector.config import PeerConfig
 from kv_connector.peer.base import Arrived, Connected, PeerIdentity, PeerTransport, Push
-from kv_connector.transfer.cuda.streams import make_lane
+from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.worker.peers import pool_of
 
@@ -120,7 +120,7 @@ def _open(
     layout = CacheLayout.from_tensors(
         {str(i): t for i, t in enumerate(tensors)}, num_blocks, {str(i): 0 for i in range(regions)}
     )
-    pool = pool_of(layout, make_lane(layout.device, priority=0, timing=False))
+    pool = pool_of(layout, make_lane(layout.device, Priority.PEER, timing=False))
     config = PeerConfig(kind=kind, secret="known to both of the benchmark", staging_memory=256 << 20)
     identity = PeerIdentity("bench", "uint8", "", 16, 1, 1, 0, pool.pieces)
     return open_transport(config, identity, secrets.token_hex(4), pool), tensors

@@ -21,7 +21,8 @@ from integration.bench.copies import size
 from integration.bench.copy_cases import Case, large_copy_ms, make_case, synchronize
 from integration.report import Report, hardware
 from kv_connector.config import Config
-from kv_connector.transfer.costs.curves import LinkCosts, link_costs
+from kv_connector.transfer.costs.curves import LinkCosts
+from kv_connector.transfer.costs.known import link_costs
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.paths.base import BlockCopy
 from kv_connector.transfer.paths.choice import make_path

@@ -54,7 +54,7 @@ def test_an_announced_load_that_is_late_is_waited_for_on_the_device(
     submit = TransferEngine.submit_background_load
 
     def late(self: TransferEngine, jobs: Sequence[CopyJob], after: Event) -> frozenset[int]:
-        with torch.cuda.stream(self._lines[Direction.LOAD].lane.stream):
+        with torch.cuda.stream(self._queues[Direction.LOAD].lane.stream):
             torch.cuda._sleep(60_000_000)
         return submit(self, jobs, after)
 

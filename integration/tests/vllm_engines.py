@@ -289,9 +289,9 @@ class _BreakablePath:
 
 
 def _break_loads(worker: Any, broken: bool) -> None:
-    line = _half()._engine._lines[Direction.LOAD]
-    path = line.paths[0]
+    queue = _half()._engine._queues[Direction.LOAD]
+    path = queue.paths[0]
     if not isinstance(path, _BreakablePath):
         path = _BreakablePath(path)
     path.broken = broken
-    line.paths = (path,)
+    queue.paths = (path,)

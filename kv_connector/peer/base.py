@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import KVConnectorError
+from ..transfer.cuda.driver import Copier
 
 VERSION = 1
 """Of the messages between peers; both sides must speak the same."""
@@ -96,15 +97,8 @@ class PoolRegion:
     piece_bytes: int
 
 
-class Copier(Protocol):
-    """Enqueues copies between addresses of this process, on the device (`transfer.dma.DriverCopier`)."""
-
-    def __call__(self, targets: Ids, sources: Ids, sizes: Ids, pinned: bool, stream: int | None) -> None:
-        """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]`, all int64 of shape (num_copies,)."""
-
-
 class Writer(Protocol):
-    """Enqueues writes of blocks of this pool into one other pool (`transfer.remote.RemoteWriter`)."""
+    """Enqueues writes of blocks of this pool into one other pool (`transfer.paths.peer_writes.RemoteWriter`)."""
 
     def write(self, source_ids: Ids, target_ids: Ids, regions: range) -> None:
         """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range."""

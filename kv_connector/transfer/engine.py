@@ -8,10 +8,11 @@
 Loads run in groups of layers, one event each: the compute stream waits for a layer's group, the host for nothing. A
 load in the background moves whole blocks, the longest pieces there are, as a save does; a long one is cut into slices
 of blocks, whose events say how far it is.
-Threading model: one thread, the one that launches the model, makes every call; progress is `poll`. It hands the driver
-no more than the first group of a load that a step waits for. All else is put in line and submitted by another thread
-(`lines.py`), or by this one where it must be on the device's streams before it goes on: a layer or a step waits for it,
-a fence, `drain` or `close` does. On the CPU everything is copied on submission, by the caller.
+Threading model: the model-runner thread, the one that launches the model, makes every call; progress is `poll`. It
+hands the driver no more than the first group of a load that a step waits for. All else is queued and submitted by
+another thread (`submission/queue.py`), or by this one where it must be on the device's streams before it goes on: a
+layer or a step waits for it, a fence, `drain` or `close` does. On the CPU everything is copied on submission, by the
+caller.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from ..config import Config
 from ..errors import ConfigError, TransferError
 from ..types import CopyJob, Direction, LoadTiming
 from .costs.curves import BUILT_IN, LinkCosts
-from .cuda.streams import Event, make_lane
+from .cuda.streams import Event, Priority, make_lane
 from .memory.host_pool import HostPool
 from .memory.layout import CacheLayout, last_group
 from .paths.base import CopyPath
 from .paths.choice import make_path
 from .submission.open_jobs import OpenJobs, ids_of
-from .submission.queue import Line, Submitter, make_submitter
+from .submission.queue import SubmissionQueue, Submitter, make_submitter
 from .submission.submissions import BlockPairs, Completion, Part, Submission
 from .submission.timing import LoadTrace, LoadTraces
 
@@ -71,15 +72,15 @@ class TransferEngine:
         self._group_bytes = config.layer_group_bytes or costs.group_bytes
         # Rows that DMA still moves, for groups that come early, and those that it moves well.
         self._row_bytes = min(costs.rows_at(0.8), self._group_bytes), costs.rows_at(0.92)
-        lanes = [make_lane(layout.device, priority, timing=True) for priority in (-1, 0)]
+        lanes = [make_lane(layout.device, priority, timing=True) for priority in (Priority.LOAD, Priority.SAVE)]
         load_paths = (path,) if fallback is None else (path, fallback)
-        self._lines = {
-            Direction.LOAD: Line(lanes[0], load_paths, layout.bytes_of),
-            Direction.SAVE: Line(lanes[1], (path,), layout.bytes_of),
+        self._queues = {
+            Direction.LOAD: SubmissionQueue(lanes[0], load_paths, layout.bytes_of),
+            Direction.SAVE: SubmissionQueue(lanes[1], (path,), layout.bytes_of),
         }
-        self._submitter = make_submitter(tuple(self._lines.values()), layout.device)
+        self._submitter = make_submitter(tuple(self._queues.values()), layout.device)
         # Who drops the engine without `close` must not take staging memory away from copies that still run.
-        weakref.finalize(self, _end_copies, self._submitter, tuple(self._lines.values()))
+        weakref.finalize(self, _end_copies, self._submitter, tuple(self._queues.values()))
         self._in_flight: list[Submission] = []
         self._load: Submission | None = None
         self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
@@ -98,11 +99,11 @@ class TransferEngine:
         failed, moving, device_ids, host_ids = self._jobs.take_in(Direction.LOAD, jobs)
         if not moving:
             return failed
-        line = self._lines[Direction.LOAD]
+        queue = self._queues[Direction.LOAD]
         groups = self._layout.layer_groups(len(host_ids), self._group_bytes, *self._row_bytes)
-        pairs, position = BlockPairs(device_ids, host_ids), line.lane.position()
+        pairs, position = BlockPairs(device_ids, host_ids), queue.lane.position()
         self._load = load = self._begin(Direction.LOAD, moving, pairs, position, groups)
-        line.put_first(load)
+        queue.put_first(load)
         if load.end is None:
             self._submitter.wake()
         if self._traces is not None and load.start is not None and not load.is_lost:
@@ -111,10 +112,10 @@ class TransferEngine:
 
     def mark(self) -> Event:
         """The current stream's position, for background loads that need not wait for what is enqueued behind it."""
-        return self._lines[Direction.LOAD].lane.mark()
+        return self._queues[Direction.LOAD].lane.mark()
 
     def submit_background_load(self, jobs: Sequence[CopyJob], after: Event) -> frozenset[int]:
-        """Put loads in line, one behind the other; whoever needs the blocks waits for `poll` to return the job, or
+        """Queue loads, one behind the other; whoever needs the blocks waits for `poll` to return the job, or
         calls `wait_jobs`.
 
         They wait for nothing, but for each job's guarded blocks, which come behind `after`, a result of `mark`.
@@ -125,7 +126,7 @@ class TransferEngine:
         for job in moving:
             own = slice(start, start + job.num_blocks)
             pairs = BlockPairs(device_ids[own], host_ids[own], job.num_guarded, after)
-            self._lines[Direction.LOAD].put(self._begin(Direction.LOAD, [job], pairs))
+            self._queues[Direction.LOAD].put(self._begin(Direction.LOAD, [job], pairs))
             start = own.stop
         self._submitter.wake()
         return failed
@@ -146,14 +147,14 @@ class TransferEngine:
 
     def fence(self) -> None:
         """Make the current stream and later loads wait for every copy under way; the host goes on."""
-        streams = self._current(), self._lines[Direction.LOAD].lane.stream
+        streams = self._current(), self._queues[Direction.LOAD].lane.stream
         for submission in self._in_flight:
             end = self._end_of(submission)
             for stream in streams:
                 end.wait(stream)
 
     def submit_save(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
-        """Put a step's saves in line, merged, after the current stream's position; call it after the forward pass.
+        """Queue a step's saves, merged, after the current stream's position; call it after the forward pass.
 
         The link moves both ways at once, each at 0.91 of its rate alone (H200, 2026-11-21): waiting for the loads under
         way would cost a save their whole time to win them 9 %. Their kernels have a higher stream priority, and
@@ -161,15 +162,15 @@ class TransferEngine:
         """
         failed, moving, device_ids, host_ids = self._jobs.take_in(Direction.SAVE, jobs)
         if moving:
-            line = self._lines[Direction.SAVE]
-            line.put(self._begin(Direction.SAVE, moving, BlockPairs(device_ids, host_ids), line.lane.position()))
+            queue = self._queues[Direction.SAVE]
+            queue.put(self._begin(Direction.SAVE, moving, BlockPairs(device_ids, host_ids), queue.lane.position()))
             self._submitter.wake()
         return failed
 
     def catch_up(self) -> None:
         """Submit a part of each direction's copies that has made no progress since the last call. Once a step."""
-        for line in self._lines.values():
-            line.catch_up()
+        for queue in self._queues.values():
+            queue.catch_up()
 
     def wait_layer(self, layer_name: str) -> frozenset[int]:
         """Make the current stream wait until the layer's bytes of the last load are there; the host goes on.
@@ -217,7 +218,7 @@ class TransferEngine:
             self._synchronize()
             self._jobs.close()
             self._submitter.close()
-            for path in self._lines[Direction.LOAD].paths:  # those of saves are among them
+            for path in self._queues[Direction.LOAD].paths:  # those of saves are among them
                 path.close()
 
     def _begin(
@@ -228,7 +229,7 @@ class TransferEngine:
         position: Event | None = None,
         groups: tuple[range, ...] = (),
     ) -> Submission:
-        """In flight from here on, and the caller puts it in line: in `groups` of layers, or else in slices."""
+        """In flight from here on, and the caller queues it: in `groups` of layers, or else in slices."""
         num_bytes = len(pairs) * self._layout.piece_bytes
         parts: Iterator[Part] = ((group, pairs) for group in groups)
         if not groups:
@@ -240,16 +241,16 @@ class TransferEngine:
 
     def _current(self) -> Any:
         """The current stream, which torch finds sooner where the device is named."""
-        return self._lines[Direction.LOAD].lane.current()
+        return self._queues[Direction.LOAD].lane.current()
 
     def _end_of(self, submission: Submission) -> Event:
-        self._lines[submission.direction].finish(submission)
-        assert submission.end is not None, "a submission in flight is in line until it is submitted"
+        self._queues[submission.direction].finish(submission)
+        assert submission.end is not None, "a submission in flight is queued until it is submitted"
         return submission.end
 
     def _wait_group(self, load: Submission, group: int) -> frozenset[int]:
-        line = self._lines[Direction.LOAD]
-        while len(load.events) <= group and load.end is None and line.advance():
+        queue = self._queues[Direction.LOAD]
+        while len(load.events) <= group and load.end is None and queue.advance():
             pass
         if load.is_lost:
             return self._take_lost_load()
@@ -281,7 +282,7 @@ class TransferEngine:
             self._load = None  # all of it is there: no layer has to wait any more
         is_traced = self._traces is not None and self._traces.end(events)
         if submission.ok and start is not None and not is_traced:
-            self._lines[submission.direction].lane.recycle([start, *events])
+            self._queues[submission.direction].lane.recycle([start, *events])
 
     def _synchronize(self) -> None:
         for submission in list(self._in_flight):
@@ -294,11 +295,11 @@ class TransferEngine:
             self._retire(submission)
 
 
-def _end_copies(submitter: Submitter, lines: Sequence[Line]) -> None:
+def _end_copies(submitter: Submitter, queues: Sequence[SubmissionQueue]) -> None:
     """Submit nothing more, and wait for what was: the finalizer of an engine, on whichever thread lets go of it."""
     submitter.close()
-    for line in lines:
+    for queue in queues:
         try:
-            line.lane.wait_idle()
+            queue.lane.wait_idle()
         except TransferError as error:  # the device is lost, and with it what ran there
             logger.warning("copies of an engine that nobody holds any more: %s", error)

@@ -17,7 +17,8 @@ from ..errors import KVConnectorError
 from ..peer.protocol.jobs import EndedPeerJob
 from ..storage.base import Storage
 from ..storage.jobs import StorageJobs
-from ..transfer.costs.curves import LinkCosts, link_costs
+from ..transfer.costs.curves import LinkCosts
+from ..transfer.costs.known import link_costs
 from ..transfer.engine import TransferEngine
 from ..transfer.memory.host_pool import HostPool
 from ..transfer.memory.layout import CacheLayout

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config import Config
-from ..peer.base import Ids, PeerPool, PoolRegion
+from ..peer.base import PeerPool, PoolRegion
 from ..peer.protocol.jobs import EndedPeerJob, PeerJobs
+from ..transfer.cuda.copier import driver_copier
 from ..transfer.cuda.driver import prepare_thread
-from ..transfer.cuda.streams import Event, Lane, make_lane
+from ..transfer.cuda.streams import Event, Lane, Priority, make_lane
 from ..transfer.memory.layout import CacheLayout
-from ..transfer.paths.runs import driver_copier
 from ..types import PeerAction, PeerJob, StepPlan
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class StepPeers:
         """Raises ConfigError where the links cannot be opened."""
         self._layout = layout
         self._group_bytes = config.layer_group_bytes or _GROUP_BYTES
-        self._lane = make_lane(layout.device, priority=0, timing=False)
+        self._lane = make_lane(layout.device, Priority.PEER, timing=False)
         self._jobs = open_peers(pool_of(layout, self._lane))
         self._sends: list[int] = []  # of this step, that are not wholly ready
         self._stops: list[int] = []  # of layer groups, in regions, that are to come
@@ -161,16 +161,10 @@ def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
         layout.num_blocks,
         regions,
         device=layout.device.index or 0,
-        copy=_copy,
+        copy=driver_copier(),
         writer=writer,
         mark=lambda: lane.mark(lane.stream),
         prepare_thread=partial(prepare_thread, layout.device.index or 0),
         stream=lane.handle,
         keeps=layout,
     )
-
-
-def _copy(targets: Ids, sources: Ids, sizes: Ids, pinned: bool, stream: int | None) -> None:
-    """See `peer.base.Copier`. The driver reads the arrays before it returns."""
-    to, by, lengths = (np.ascontiguousarray(array, dtype=np.int64) for array in (targets, sources, sizes))
-    driver_copier()(to.ctypes.data, by.ctypes.data, lengths.ctypes.data, len(lengths), pinned, stream)

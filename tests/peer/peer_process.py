@@ -14,7 +14,7 @@ import torch
 from kv_connector.build import open_transport
 from kv_connector.config import PeerConfig, PeerRoute
 from kv_connector.peer.base import PeerTransport
-from kv_connector.transfer.cuda.streams import make_lane
+from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.worker.peers import pool_of
 from tests.peer.peers import IDENTITY, PIECES, SECONDS, SECRET, STAGING, Backend, Pool, Side
@@ -31,7 +31,7 @@ class DevicePool(Pool):
         tensors = {str(i): memory[:, :piece] for i, (memory, piece) in enumerate(zip(base, PIECES, strict=True))}
         self.tensors = list(tensors.values())
         layout = CacheLayout.from_tensors(tensors, num_blocks, dict.fromkeys(tensors, 0))
-        self.pool = pool_of(layout, make_lane(layout.device, priority=0, timing=False))
+        self.pool = pool_of(layout, make_lane(layout.device, Priority.PEER, timing=False))
 
     def block(self, block_id: int) -> bytes:
         """All bytes of a block."""

@@ -85,7 +85,7 @@ def test_an_announced_load_is_received_at_once_and_there_for_the_step_that_await
     for tensor in caches.values():
         tensor[3] = 0
     if device.type == "cuda":
-        busy(worker._transfer._lines[Direction.LOAD].lane.stream)
+        busy(worker._transfer._queues[Direction.LOAD].lane.stream)
     loads = (background(2, [3], [5]), background(3, [2], [10**6]))
     step(worker, StepPlan(2, background_loads=loads, announced_loads=(2, 3)))
     assert worker.get_finished() == ({"r2", "r3"}, {"r3"}), "one failed on submission: there is nothing to announce"
@@ -115,7 +115,7 @@ def test_guarded_blocks_are_filled_behind_what_the_stream_holds_and_others_at_on
         tensor[3] = 99  # a step under way writes to a block that the load is given
     step(worker, StepPlan(2, background_loads=(background(3, [2, 3], [5, 6], num_guarded=1),)))
     if device.type == "cuda":
-        load_stream = worker._transfer._lines[Direction.LOAD].lane.stream
+        load_stream = worker._transfer._queues[Direction.LOAD].lane.stream
         submit_all(worker._transfer)
         assert not load_stream.query(), "it waits for the step"
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -187,8 +187,8 @@ def late_worker(monkeypatch: pytest.MonkeyPatch) -> WorkerHalf:
     """What can be submitted later is, and only the first layer of a load comes through."""
     monkeypatch.setattr(engine_module, "make_submitter", lambda *_: LateSubmitter())
     worker, _ = make_worker(torch.device("cpu"))
-    for line in worker._transfer._lines.values():
-        line.paths = (LinkDown(line.paths[0], 1),)
+    for queue in worker._transfer._queues.values():
+        queue.paths = (LinkDown(queue.paths[0], 1),)
     for name in ("layers.0", "layers.1", "layers.2"):
         worker.wait_for_layer_load(name)  # hooks that were seen are trusted
     return worker
@@ -210,9 +210,9 @@ def test_a_load_that_fails_late_is_a_load_that_failed(late_worker: WorkerHalf, h
 
 
 def test_a_step_that_awaits_a_load_that_failed_saves_nothing(late_worker: WorkerHalf) -> None:
-    late_worker._transfer._lines[Direction.LOAD].paths[0].num_loads = 0  # type: ignore[attr-defined]
+    late_worker._transfer._queues[Direction.LOAD].paths[0].num_loads = 0  # type: ignore[attr-defined]
     step(late_worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
-    assert late_worker.get_finished() == ({"r1"}, set()), "it is in line, and known to nobody as failed"
+    assert late_worker.get_finished() == ({"r1"}, set()), "it is queued, and known to nobody as failed"
     step(late_worker, StepPlan(2, saves=(job(2, Direction.SAVE, 0, 0),), awaited_loads=(1,)))
     assert late_worker.get_block_ids_with_load_errors() == {1}
     assert finish(late_worker) == ((), (1, 2), set())

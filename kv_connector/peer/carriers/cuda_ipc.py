@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...errors import KVConnectorError
+from ...errors import KVConnectorError, TransferError
+from ...transfer.cuda.driver import check, libcuda, primary_context
 from ..base import (
     Clock,
     Connected,
@@ -52,14 +53,10 @@ class Driver:
     def __init__(self, device: int) -> None:
         """Raises PeerError where there is no driver or no such device."""
         try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise PeerError(f"the CUDA driver cannot be loaded: {error}") from error
+            self._cuda, self._context = libcuda(), primary_context(device)
+        except TransferError as error:
+            raise PeerError(str(error)) from error
         self._cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
-        handle, self._context = ctypes.c_int(), ctypes.c_void_p()
-        self._check(self._cuda.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
-        code = self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), handle)
-        self._check(code, "cuDevicePrimaryCtxRetain")
 
     def use(self) -> None:
         """Make the context current on this thread."""
@@ -97,10 +94,7 @@ class Driver:
         self._cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address))
 
     def _check(self, code: int, call: str) -> None:
-        if code:
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
-            raise PeerError(f"{call} failed with CUDA error {code}: {(text.value or b'unknown').decode()}")
+        check(code, call, PeerError)
 
 
 @dataclass(slots=True)

@@ -28,11 +28,11 @@ from ...triton_kernels.copy_pieces import (
 )
 from ...types import Direction
 from ..cuda.allocations import device_tensor
-from ..cuda.streams import make_lane
+from ..cuda.copier import driver_copier
+from ..cuda.streams import Priority, make_lane
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
 from ..memory.numa import SYSFS, pci_address
-from ..paths.runs import driver_copier
 from .curves import BUILT_IN, Curve, DirectionCosts, LinkCosts, decode
 
 logger = logging.getLogger("kv_connector.transfer")
@@ -40,7 +40,7 @@ logger = logging.getLogger("kv_connector.transfer")
 VERSION = 2
 """Counted up with every change of what is measured or of the paths: results of an older one are not used."""
 SEGMENT_LENGTHS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
-"""Segments that DMA is measured with; short ones are bounded by the launching thread."""
+"""Segments that DMA is measured with; short ones are bounded by the thread that submits them."""
 REGIONS = 16  # pieces of a block that kernels are measured with
 NUM_BYTES = 32 << 20
 """Of host memory and of scratch memory that copies are measured on."""
@@ -123,7 +123,7 @@ class _Bench:
         self._device = device
         self._host = host.tensor.view(-1)[:NUM_BYTES]
         self._scratch = device_tensor((2, NUM_BYTES), torch.uint8, device)
-        self.lane = make_lane(device, priority=0, timing=True)
+        self.lane = make_lane(device, Priority.MEASURE, timing=True)
         self._stream = self.lane.stream
         self._random = np.random.default_rng(0)
 

@@ -11,16 +11,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...config import Config, PathName
+from ...config import PathName
 from ...errors import ConfigError
 from ...types import Direction
-
-if TYPE_CHECKING:
-    from ..memory.host_pool import HostPool
-    from ..memory.layout import CacheLayout
 
 EDGE_BYTES = 8 << 20
 """Of the staged path's chunk that nothing runs beside, the first of a save and the last of a load."""
@@ -134,23 +129,6 @@ def decode(text: str, name: str) -> LinkCosts:
         return LinkCosts(_direction(found["load"]), _direction(found["save"]), str(found["source"])[:200])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{name} is no result of `kv-connector calibrate`: {error!r}; measure anew") from error
-
-
-def link_costs(layout: CacheLayout, host: HostPool, config: Config) -> LinkCosts:
-    """What `config.calibration` says: measured, now or at an earlier start, built in, or from a file.
-
-    Measuring writes to the first blocks of `host`: for start-up. Raises ConfigError for a file that cannot be read.
-    """
-    if config.calibration not in ("auto", "off"):
-        try:
-            return decode(Path(config.calibration).read_text(), config.calibration)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"calibration={config.calibration!r} cannot be read: {error}") from error
-    if config.calibration == "off" or layout.device.type != "cuda" or not host.is_pinned:
-        return BUILT_IN
-    from .calibration import remembered_costs  # only this needs Triton
-
-    return remembered_costs(layout, host)
 
 
 def _direction(found: Mapping[str, Any]) -> DirectionCosts:

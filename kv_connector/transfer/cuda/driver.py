@@ -1,4 +1,4 @@
-"""libcuda, loaded once, and the calls of it that belong to no copy. Imports neither torch nor NumPy.
+"""libcuda, loaded once, and those of its calls that others build on. Imports neither torch nor NumPy.
 
 Through ctypes: `libcuda` lets go of Python's lock during a call; `quick_libcuda` keeps it, for calls that take less
 than getting it back.
@@ -10,12 +10,23 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from ...errors import TransferError
+from ...errors import KVConnectorError, TransferError
 
 _CAPTURE_MODE_RELAXED = 2
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
+
+
+class Copier(Protocol):
+    """Enqueues copies between addresses of this process (`copier.DriverCopier`)."""
+
+    def __call__(self, targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
+        """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]`, each given by the address of `count` int64 values.
+
+        The arrays are read before it returns. Addresses, because asking NumPy for one takes longer than all else here.
+        `pinned` says that the host side is page-locked; `stream` is the driver's handle, None the current stream's.
+        """
 
 
 @cache
@@ -30,12 +41,12 @@ def quick_libcuda() -> ctypes.PyDLL:
     return _load(ctypes.PyDLL)
 
 
-def check(code: int, call: str) -> None:
-    """Raise TransferError, with the driver's words, unless `code` is 0."""
+def check(code: int, call: str, error: type[KVConnectorError] = TransferError) -> None:
+    """Raise `error`, with the driver's words, unless `code` is 0."""
     if code != 0:
         text = ctypes.c_char_p()
         libcuda().cuGetErrorString(ctypes.c_int(code), ctypes.byref(text))
-        raise TransferError(f"{call} failed with CUDA error {code}: {(text.value or b'unknown').decode()}")
+        raise error(f"{call} failed with CUDA error {code}: {(text.value or b'unknown').decode()}")
 
 
 def prepare_thread(device: int) -> None:

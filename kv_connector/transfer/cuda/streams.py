@@ -11,6 +11,7 @@ import logging
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,21 @@ import torch
 from ...errors import TransferError
 from .allocations import index_of
 from .driver import check, on_device
+
+
+class Priority(IntEnum):
+    """Of every stream that copies use: a lower number goes first where multiprocessors are short. The model's is 0.
+
+    A packing kernel is short, and the link waits for it; loads go before saves.
+    """
+
+    PACK_LOAD = -2
+    PACK_SAVE = -1
+    LOAD = -1
+    SAVE = 0
+    PEER = 0
+    MEASURE = 0
+
 
 _NON_BLOCKING = 1
 logger = logging.getLogger("kv_connector.transfer")
@@ -77,12 +93,12 @@ class Lane(Events, Protocol):
         where the device is lost."""
 
 
-def make_lane(device: torch.device, priority: int, timing: bool) -> Lane:
-    """A lane for copies on `device`. A lower `priority` number runs first; `timing` makes events that can be timed."""
+def make_lane(device: torch.device, priority: Priority, timing: bool) -> Lane:
+    """A lane for copies on `device`; `timing` makes events that can be timed."""
     return CudaLane(device, priority, timing) if device.type == "cuda" else HostLane()
 
 
-def make_stream(device: torch.device, priority: int) -> Any:
+def make_stream(device: torch.device, priority: Priority) -> Any:
     """A stream that nobody else has, as torch knows them; None on the CPU. Raises TransferError.
 
     By the driver: torch hands out the same 32 of a priority in turn, to everybody in the process, so that ours would
@@ -192,7 +208,7 @@ class CudaLane(CudaEvents):
 
     is_synchronous = False
 
-    def __init__(self, device: torch.device, priority: int, timing: bool) -> None:
+    def __init__(self, device: torch.device, priority: Priority, timing: bool) -> None:
         super().__init__(device, timing)
         self.stream: Any = make_stream(device, priority)
         self.handle: int = self.stream.cuda_stream

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ...triton_kernels.copy_pieces import RegionTable
 from ..memory.layout import CacheLayout, Region
-from ..paths.runs import driver_copier
 from .allocations import device_tensor, page_locked_int64
+from .copier import driver_copier
 from .streams import Event, Events, make_events
 
 SLAB_IDS = 1 << 17

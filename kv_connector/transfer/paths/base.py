@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from ...types import Direction
 
+Int64s = NDArray[np.int64]
+
 
 class BlockCopy(NamedTuple):
     """These consecutive regions of device block `device_ids[i]`, to or from host block `host_ids[i]`.
@@ -21,8 +23,8 @@ class BlockCopy(NamedTuple):
 
     direction: Direction
     regions: range
-    device_ids: NDArray[np.int64]
-    host_ids: NDArray[np.int64]
+    device_ids: Int64s
+    host_ids: Int64s
     stream: Any = None
     urgent: bool = False
 

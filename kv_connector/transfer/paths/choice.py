@@ -1,49 +1,14 @@
-"""Which path a copy takes, and the one of machines without a GPU."""
+"""Which path a copy takes."""
 
 from __future__ import annotations
 
-import torch
-
 from ...config import Config, PathName
-from ...errors import TransferError
-from ...types import Direction
 from ..costs.curves import BUILT_IN, LinkCosts
 from ..memory.host_pool import HostPool
-from ..memory.layout import CacheLayout, Region
+from ..memory.layout import CacheLayout
 from .base import BlockCopy, CopyPath
 from .runs import RunsPath
-
-
-class TorchPath:
-    """Copies at once with torch, on a machine without a GPU."""
-
-    def __init__(self, layout: CacheLayout, host: HostPool) -> None:
-        if layout.device.type != "cpu":
-            raise TransferError(f"the torch path copies on the CPU; the cache lies on {layout.device}")
-        with torch.inference_mode(False):  # views made in that mode cannot be written outside of it
-            self._views = [_matching_views(region, host.tensor) for region in layout.regions]
-
-    def copy(self, copy: BlockCopy) -> None:
-        """See `CopyPath.copy`."""
-        device_index, host_index = (torch.tensor(ids, device="cpu") for ids in (copy.device_ids, copy.host_ids))
-        for device_view, host_view in self._views[copy.regions.start : copy.regions.stop]:
-            if copy.direction is Direction.LOAD:
-                device_view.index_copy_(0, device_index, host_view.index_select(0, host_index))
-            else:
-                host_view.index_copy_(0, host_index, device_view.index_select(0, device_index))
-
-    def close(self) -> None:
-        """Drop the views."""
-        self._views = []
-
-
-def _matching_views(region: Region, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The region and its column of the host pool, as int64 words where both allow it: an eighth of the elements."""
-    column = host[:, region.offset : region.offset + region.piece_bytes]
-    start = region.view.storage_offset()
-    if all(value % 8 == 0 for value in (start, region.piece_bytes, region.block_stride, host.stride(0))):
-        return region.view.view(torch.int64), column.view(torch.int64)
-    return region.view, column
+from .torch import TorchPath
 
 
 class AutoPath:

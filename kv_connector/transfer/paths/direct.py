@@ -58,7 +58,7 @@ class DirectPath:
 
     def _compile(self, layout: CacheLayout) -> None:
         """Compile both kernels, on bytes that stay what they are, whether or not they were measured: the first copy of
-        service would hold up all that is in line behind it."""
+        service would hold up all that is queued behind it."""
         row = device_tensor((1, self._host.block_bytes), torch.uint8, layout.device)
         ids = device_tensor((1,), torch.int64, layout.device).zero_()
         for _ in range(2):  # the second call is the one that service makes

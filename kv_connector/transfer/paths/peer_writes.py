@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..cuda.streams import Lane, make_lane
+from ..cuda.copier import driver_copier
+from ..cuda.driver import Copier
+from ..cuda.streams import Lane, Priority, make_lane
 from ..memory.layout import CacheLayout
-from .runs import Copier, Int64s, Segments, driver_copier, merge_runs
+from .base import Int64s
+from .runs import Segments, merge_runs
 
 if TYPE_CHECKING:
     from ...triton_kernels.copy_pieces import RegionTable
@@ -67,7 +70,7 @@ class RemoteWriters:
 
         self.layout = layout
         self.lane = lane
-        self.beside = [make_lane(layout.device, priority=0, timing=False) for _ in range(DMA_STREAMS - 1)]
+        self.beside = [make_lane(layout.device, Priority.PEER, timing=False) for _ in range(DMA_STREAMS - 1)]
         self.copier = copier if copier is not None else driver_copier()
         self.ids = IdUploads(layout.device, sides=2, in_order=True)
 

@@ -18,21 +18,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
 from ...types import Direction
 from ..costs.curves import EDGE_BYTES
 from ..cuda.allocations import device_tensor
-from ..cuda.streams import Event, make_lane, make_stream
+from ..cuda.copier import driver_copier
+from ..cuda.driver import Copier
+from ..cuda.streams import Event, Priority, make_lane, make_stream
 from ..cuda.uploads import IdUploads, RegionTables, UploadedIds
 from ..memory.host_pool import HostPool
 from ..memory.layout import PIECE_ALIGN, CacheLayout
-from .base import BlockCopy
-from .runs import Copier, driver_copier, merge_runs
-
-Int64s = NDArray[np.int64]
+from .base import BlockCopy, Int64s
+from .runs import merge_runs
 
 NUM_BUFFERS = 3
 """Buffers a direction. Beside a busy model one is packed at each end of its kernels, 1.4 ms apart for large products,
@@ -40,14 +39,13 @@ and what lies in the others has to keep the link busy until then: of 128 MiB, 2.
 two not quite. More are more chunks to submit."""
 _JOINED_BYTES = 256 << 10
 """Neighbouring rows below this are copied as one; DMA hardly gains beyond, and joining takes the thread's time."""
-# Above the model's 0: a packing kernel is short and the link waits for it. Loads first.
-_PRIORITIES = {Direction.LOAD: -2, Direction.SAVE: -1}
+_PRIORITIES = {Direction.LOAD: Priority.PACK_LOAD, Direction.SAVE: Priority.PACK_SAVE}
 
 
 class _Buffer:
     """Staging memory with the stream of its kernels; `free` is the end of its last use."""
 
-    def __init__(self, memory: torch.Tensor, priority: int) -> None:
+    def __init__(self, memory: torch.Tensor, priority: Priority) -> None:
         self.memory = memory
         self.stream = make_stream(memory.device, priority)
         self.free: Event | None = None
@@ -56,7 +54,7 @@ class _Buffer:
 class _Ring:
     """One direction's staging buffers, and the lane that copies from or to them."""
 
-    def __init__(self, device: torch.device, num_bytes: int, priority: int) -> None:
+    def __init__(self, device: torch.device, num_bytes: int, priority: Priority) -> None:
         self.lane = make_lane(device, priority, timing=False)
         self.buffer_bytes = num_bytes // NUM_BUFFERS // PIECE_ALIGN * PIECE_ALIGN
         memory = device_tensor((NUM_BUFFERS, self.buffer_bytes), torch.uint8, device)
@@ -99,10 +97,10 @@ class _Ring:
 class _Part:
     """Consecutive regions whose row fits into a buffer of one direction; `start` is where they begin in a host block.
 
-    All that is the same for every chunk is made once, so that a chunk costs the launching thread little more than its
-    launch and its call of the driver: `rows[b]` are the rows of buffer b, uint8 of shape (most_rows, row_bytes), and
-    `addresses[b]` and `sizes` those of their stretches without padding, usually one a row: padding is never copied, it
-    would carry what the buffer held before to the host. `pointers` are where those arrays lie, the sizes' last.
+    All that is the same for every chunk is made once, so that a chunk costs the thread that submits it little more than
+    its launch and its call of the driver: `rows[b]` are the rows of buffer b, uint8 of shape (most_rows, row_bytes),
+    and `addresses[b]` and `sizes` those of their stretches without padding, usually one a row: padding is never copied,
+    it would carry what the buffer held before to the host. `pointers` are where those arrays lie, the sizes' last.
     """
 
     table: RegionTable

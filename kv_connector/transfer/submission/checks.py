@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ...errors import InvalidBlockError
 from ...types import CopyJob, Direction
+from ..paths.base import Int64s
 
 logger = logging.getLogger("kv_connector.transfer")
 
-Int64s = NDArray[np.int64]
 _NO_IDS = np.zeros(0, dtype=np.int64)
 
 

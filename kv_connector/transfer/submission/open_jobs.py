@@ -10,7 +10,8 @@ from ...errors import InvalidBlockError
 from ...types import CopyJob, Direction
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
-from .checks import Int64s, merged_ids, right_jobs
+from ..paths.base import Int64s
+from .checks import merged_ids, right_jobs
 from .submissions import Completion
 
 logger = logging.getLogger("kv_connector.transfer")

@@ -1,19 +1,19 @@
-"""Where copies wait until they are submitted: a line for each direction, and the thread that works them off.
+"""Submission queues: where copies of a direction wait until they are submitted, and the thread that empties them.
 
-    launching thread   -- submit_save: position, put --> line --> parts in turn --> driver
-                       -- submit_load: position, first group ------------------------^
-                                                          ^
-    submitting thread  -- advance, advance, ... ----------+
+    model-runner thread  -- submit_save: position, put --> queue --> parts in turn --> driver
+                         -- submit_load: position, first group -------------------------^
+                                                             ^
+    submitting thread    -- advance, advance, ... -----------+
 
-Submitting is what takes long: microseconds for each chunk, milliseconds for a gigabyte. So whoever launches the model
-leaves copies in a line and goes on. A line hands them to the driver part by part, first in first out, but for the loads
-that a step waits for, which go to the front; its lock says who does so now, and owns the direction's stream, the paths'
-side of it and what a submission is filled with. Loads go before saves.
+Submitting is what takes long: microseconds for each chunk, milliseconds for a gigabyte. So the model-runner thread, the
+one that launches the model, leaves copies in a queue and goes on. A queue hands them to the driver part by part, first
+in first out, but for the loads that a step waits for, which go to the front; its lock says who does so now, and owns
+the direction's stream, the paths' side of it and what a submission is filled with. Loads go before saves.
 
 The thread only helps. Whoever needs a copy submitted, because the model waits for it or a fence does, submits it: it
 waits for one part at most that the thread is at, and whatever the thread does, nobody waits in vain. Python's lock can
-keep the thread from running for long; so once a step the launching thread submits a part of what has made no progress
-since the last step, which keeps up with the link.
+keep the thread from running for long; so once a step the model-runner thread submits a part of what has made no
+progress since the last step, which keeps up with the link.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .submissions import BlockPairs, Submission
 logger = logging.getLogger("kv_connector.transfer")
 
 
-class Line:
+class SubmissionQueue:
     """One direction's copies that are still to be submitted. Any thread may call."""
 
     def __init__(self, lane: Lane, paths: Sequence[CopyPath], bytes_of: Callable[[range], int]) -> None:
@@ -59,8 +59,8 @@ class Line:
             self._advance(submission)
 
     def advance(self) -> bool:
-        """Submit the next part of the first in line; False where there is none. A copy that fails is over, and nothing
-        is raised."""
+        """Submit the next part of the first in the queue; False where there is none. A copy that fails is over, and
+        nothing is raised."""
         with self._lock:
             if not self._waiting:
                 return False
@@ -85,7 +85,7 @@ class Line:
         self._seen = seen
 
     def _advance(self, submission: Submission) -> None:
-        """The caller has the lock, and this is the first in line."""
+        """The caller has the lock, and this is the first in the queue."""
         try:
             with self.lane.on_device():
                 self.lane.follow(submission.position)
@@ -133,36 +133,36 @@ class Line:
 
 
 class Submitter(Protocol):
-    """Whoever works lines off."""
+    """Whoever empties queues."""
 
     def wake(self) -> None:
-        """There is something in a line. Called by the thread that launches the model; never blocks."""
+        """There is something in a queue. Called by the model-runner thread; never blocks."""
 
     def close(self) -> None:
-        """Leave the lines alone from now on. Idempotent."""
+        """Leave the queues alone from now on. Idempotent."""
 
 
 class SubmittingNow:
-    """Works lines off at once, on the calling thread: for the CPU, where submitting is copying."""
+    """Empties queues at once, on the calling thread: for the CPU, where submitting is copying."""
 
-    def __init__(self, lines: Sequence[Line]) -> None:
-        """In the order of `lines`."""
-        self._lines = lines
+    def __init__(self, queues: Sequence[SubmissionQueue]) -> None:
+        """In the order of `queues`."""
+        self._queues = queues
 
     def wake(self) -> None:
-        """See `Submitter.wake`; every line is empty on return."""
-        _work_off(self._lines)
+        """See `Submitter.wake`; every queue is empty on return."""
+        _empty(self._queues)
 
     def close(self) -> None:
         """See `Submitter.close`."""
 
 
 class SubmittingThread:
-    """Works lines off on a daemon thread of its own, which sleeps while they are empty."""
+    """Empties queues on a daemon thread of its own, which sleeps while they are empty."""
 
-    def __init__(self, lines: Sequence[Line], device: torch.device) -> None:
-        """What is in the first of `lines` goes first, part by part."""
-        self._lines = lines
+    def __init__(self, queues: Sequence[SubmissionQueue], device: torch.device) -> None:
+        """What is in the first of `queues` goes first, part by part."""
+        self._queues = queues
         self._device = device
         self._wake = threading.Event()
         self._is_closed = False
@@ -186,20 +186,20 @@ class SubmittingThread:
             while not self._is_closed:
                 self._wake.wait()
                 self._wake.clear()
-                _work_off(self._lines, lambda: self._is_closed)
-            for line in self._lines:  # paths may go with this thread, and with them what copies use
-                line.lane.wait_idle()
-        except Exception as error:  # noqa: BLE001 - a thread's top: the launching thread submits what it leaves.
-            logger.warning("copies are submitted by the launching thread from now on: %s", error)
+                _empty(self._queues, lambda: self._is_closed)
+            for queue in self._queues:  # paths may go with this thread, and with them what copies use
+                queue.lane.wait_idle()
+        except Exception as error:  # noqa: BLE001 - a thread's top: the model-runner thread submits what it leaves.
+            logger.warning("copies are submitted by the model-runner thread from now on: %s", error)
 
 
-def make_submitter(lines: Sequence[Line], device: torch.device) -> Submitter:
-    """For lines of copies to and from `device`, the more urgent first."""
-    return SubmittingThread(lines, device) if device.type == "cuda" else SubmittingNow(lines)
+def make_submitter(queues: Sequence[SubmissionQueue], device: torch.device) -> Submitter:
+    """For queues of copies to and from `device`, the more urgent first."""
+    return SubmittingThread(queues, device) if device.type == "cuda" else SubmittingNow(queues)
 
 
-def _work_off(lines: Sequence[Line], is_over: Callable[[], bool] = lambda: False) -> None:
-    while not is_over() and any(line.advance() for line in lines):
+def _empty(queues: Sequence[SubmissionQueue], is_over: Callable[[], bool] = lambda: False) -> None:
+    while not is_over() and any(queue.advance() for queue in queues):
         pass
 
 

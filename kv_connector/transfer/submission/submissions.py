@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...types import CopyJob, Direction
 from ..cuda.streams import Event
+from ..paths.base import Int64s
 
 logger = logging.getLogger("kv_connector.transfer")
 
@@ -40,8 +40,8 @@ class BlockPairs:
     The last `num_guarded` pairs are copied behind `after`.
     """
 
-    device_ids: NDArray[np.int64]
-    host_ids: NDArray[np.int64]
+    device_ids: Int64s
+    host_ids: Int64s
     num_guarded: int = 0
     after: Event | None = None
 
@@ -66,7 +66,7 @@ class BlockPairs:
             part = slice(start, min(start + most, len(self)))
             yield BlockPairs(device_ids[part], host_ids[part], max(0, part.stop - max(start, free)), self.after)
 
-    def in_order(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], Event | None]]:
+    def in_order(self) -> Iterator[tuple[Int64s, Int64s, Event | None]]:
         """What is not empty of the two parts."""
         free = len(self.device_ids) - self.num_guarded
         if not self.num_guarded:
@@ -87,8 +87,8 @@ class Submission:
 
         waiting (no `start`) -> begun -> submitted (it has an `end`) -> ended (`has_ended`)
 
-    Its line brings it as far as submitted (`lines.Line`, which alone writes to what is marked so), on whichever thread;
-    the engine looks at it on the one that launches the model. `events[i]` follows part i, which is group i where there
+    Its queue brings it as far as submitted (`SubmissionQueue`, which alone writes to what is marked so), on whichever
+    thread; the engine looks at it on the model-runner thread. `events[i]` follows part i, which is group i where there
     are several, and has `part_bytes[i]` bytes; `end` follows everything that was enqueued. Of `num_bytes` in all.
     """
 
@@ -96,14 +96,14 @@ class Submission:
     jobs: Sequence[CopyJob]
     groups: tuple[range, ...]
     num_bytes: int
-    parts: Iterator[Part]  # line: those not enqueued yet
-    position: Event | None = None  # line: of the stream that all of it comes behind, until it has begun
-    start: Event | None = None  # line
-    events: list[Event] = field(default_factory=list)  # line
-    part_bytes: list[int] = field(default_factory=list)  # line
-    num_paths_failed: int = 0  # line
-    end: Event | None = None  # line
-    ok: bool = True  # line, until it is submitted
+    parts: Iterator[Part]  # queue: those not enqueued yet
+    position: Event | None = None  # queue: of the stream that all of it comes behind, until it has begun
+    start: Event | None = None  # queue
+    events: list[Event] = field(default_factory=list)  # queue
+    part_bytes: list[int] = field(default_factory=list)  # queue
+    num_paths_failed: int = 0  # queue
+    end: Event | None = None  # queue
+    ok: bool = True  # queue, until it is submitted
     num_arrived: int = 0  # leading parts that are known to have completed
 
     def add_part(self, num_bytes: int, event: Event) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 
@@ -13,6 +11,7 @@ from kv_connector.build import open_transport
 from kv_connector.config import PeerConfig, PeerRoute, parse_size
 from kv_connector.errors import ConfigError
 from kv_connector.peer.base import PeerTransport
+from tests.copies import copy_now
 from tests.peer.peers import IDENTITY, PIECES, Arrived, Lost, Pool, Pushed, Side, link_up, needs_nixl, push_all, until
 
 KINDS = ["shared_memory", pytest.param("nixl", marks=needs_nixl)]
@@ -32,12 +31,7 @@ class LateMarker:
 def foreign(pool: Pool) -> Pool:
     """A pool that is said to lie on a device, as an engine's would that no transport can reach: the memory has neither
     handles nor a registration, and its own copier moves it."""
-
-    def copy(targets: Any, sources: Any, sizes: Any, pinned: bool, stream: int | None) -> None:
-        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-            ctypes.memmove(target, source, size)
-
-    pool.pool = replace(pool.pool, device=0, copy=copy, mark=LateMarker)
+    pool.pool = replace(pool.pool, device=0, copy=copy_now, mark=LateMarker)
     return pool
 
 

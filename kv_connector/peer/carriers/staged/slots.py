@@ -141,7 +141,8 @@ class DeviceSlots:
         if self._driver is not None:
             self._driver.use()
         try:
-            self._pool.copy(targets, sources, sizes, ring.address in self._locked, self._pool.stream)
+            arrays = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
+            self._pool.copy(*arrays, len(sizes), ring.address in self._locked, self._pool.stream)
         except Exception:
             self._wait(self._pool.mark())  # a part of it may be under way, and who is told may reuse both sides at once
             raise

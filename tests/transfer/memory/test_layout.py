@@ -14,7 +14,7 @@ from kv_connector.errors import LayoutError
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import BLOCK_ALIGN, FIRST_GROUP_BYTES, PIECE_ALIGN, CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy
-from kv_connector.transfer.paths.choice import TorchPath
+from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.types import Direction
 
 POISON = 0x5A

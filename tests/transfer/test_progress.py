@@ -66,9 +66,9 @@ def test_long_copies_of_whole_blocks_tell_how_far_they_are(
     lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout, _ = make_engine()
-    seen = SeenPath(engine._lines[SAVE].paths[0])
-    for line in engine._lines.values():
-        line.paths = (seen,)
+    seen = SeenPath(engine._queues[SAVE].paths[0])
+    for queue in engine._queues.values():
+        queue.paths = (seen,)
     monkeypatch.setattr(submissions, "SLICE_BYTES", 3 * layout.piece_bytes + 1)
     load, save = lanes
     before = [region.view.clone() for region in layout.regions]

@@ -19,7 +19,7 @@ from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.transfer.costs import calibration
 from kv_connector.transfer.costs.curves import BUILT_IN
 from kv_connector.transfer.cuda.driver import prepare_thread
-from kv_connector.transfer.cuda.streams import make_lane
+from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
@@ -120,7 +120,7 @@ def test_links_and_measurements_take_no_memory_that_the_engine_may_discard() -> 
     layout, other = filled(bf16_apart, CUDA), filled(bf16_apart, CUDA)
     host = HostPool(2 * calibration.NUM_BYTES // 4096, 4096, device=CUDA)
     host.wait_ready()
-    lane = make_lane(CUDA, priority=0, timing=False)
+    lane = make_lane(CUDA, Priority.PEER, timing=False)
     before = num_allocations()
     with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
         calibration.measure(CUDA, host, (4096,))
@@ -152,7 +152,7 @@ def test_memory_of_the_drivers_goes_with_its_last_view() -> None:
 
 @pytest.mark.gpu
 def test_streams_are_nobody_elses() -> None:
-    lanes = [make_lane(CUDA, priority, timing=False) for priority in (0, -1, -2) for _ in range(40)]
+    lanes = [make_lane(CUDA, priority, timing=False) for priority in Priority for _ in range(40)]
     ours = {lane.handle for lane in lanes}
     torchs = {torch.cuda.Stream(CUDA, priority=priority).cuda_stream for priority in (0, -1, -2) for _ in range(40)}
     assert len(ours) == len(lanes)
@@ -251,7 +251,7 @@ def test_a_graph_can_be_captured_while_links_come_and_go(by_kernel: bool, monkey
     def link() -> None:
         prepare_thread(0)
         for turn in range(3):
-            lane = make_lane(CUDA, priority=0, timing=False)
+            lane = make_lane(CUDA, Priority.PEER, timing=False)
             writer = RemoteWriters(layout, lane).writer(*peer_of(other))
             writer.write(ids(turn, 8), ids(5 + turn, 3), EVERYTHING)
             end = lane.mark(lane.stream)

@@ -14,10 +14,11 @@ from kv_connector.errors import ConfigError, TransferError
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.paths import staged as staging
 from kv_connector.transfer.paths.base import BlockCopy
-from kv_connector.transfer.paths.choice import TorchPath, make_path
+from kv_connector.transfer.paths.choice import make_path
 from kv_connector.transfer.paths.direct import DirectPath
 from kv_connector.transfer.paths.runs import RunsPath, merge_runs
 from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
+from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.types import Direction
 from tests.copies import (
     CACHES,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError
-from kv_connector.transfer.costs.curves import BUILT_IN, Curve, LinkCosts, decode, link_costs
+from kv_connector.transfer.costs.curves import BUILT_IN, Curve, LinkCosts, decode
+from kv_connector.transfer.costs.known import link_costs
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.types import Direction

@@ -285,7 +285,7 @@ def test_a_timing_is_of_the_stream_that_waits_and_no_other_devices(lanes: list[M
 def test_an_engine_that_is_dropped_ends_its_copies_before_their_memory_goes(lanes: list[ManualLane]) -> None:
     engine, _, _ = make_engine()
     engine.submit_save([job(1, SAVE, [0, 1], [0, 1])])
-    path = weakref.ref(engine._lines[SAVE].paths[0])
+    path = weakref.ref(engine._queues[SAVE].paths[0])
     seen = []
     for lane in lanes:
         lane.wait_idle = lambda lane=lane: seen.append((lane, path() is not None))  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Copies that wait in line: whoever submits them, and whenever, each job ends once, and nobody waits in vain."""
+"""Copies that are queued: whoever submits them, and whenever, each job ends once, and nobody waits in vain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
-from kv_connector.transfer.submission import queue as lines
+from kv_connector.transfer.submission import queue as queue_module
 from kv_connector.transfer.submission import submissions
 from kv_connector.transfer.submission.queue import SubmittingThread
 from kv_connector.types import CopyJob, Direction
@@ -52,13 +52,13 @@ class WatchedPath:
 
 
 def watch(engine: TransferEngine) -> WatchedPath:
-    watched = WatchedPath(engine._lines[SAVE].paths[0])
-    for line in engine._lines.values():
-        line.paths = (watched,)
+    watched = WatchedPath(engine._queues[SAVE].paths[0])
+    for queue in engine._queues.values():
+        queue.paths = (watched,)
     return watched
 
 
-class LinesMachine(RuleBasedStateMachine):
+class QueuesMachine(RuleBasedStateMachine):
     """An engine whose submitting thread runs when the rules say so, a part at a time; no two jobs share a block."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class LinesMachine(RuleBasedStateMachine):
 
     @rule(direction=st.sampled_from(Direction))
     def thread_submits(self, direction: Direction) -> None:
-        self.engine._lines[direction].advance()
+        self.engine._queues[direction].advance()
 
     @rule()
     def fail_next(self) -> None:
@@ -173,7 +173,7 @@ class LinesMachine(RuleBasedStateMachine):
     @rule()
     def fence(self) -> None:
         self.engine.fence()
-        assert not any(line.advance() for line in self.engine._lines.values()), "nothing is left in line"
+        assert not any(queue.advance() for queue in self.engine._queues.values()), "nothing is left in a queue"
         waited = self.made[0].waits + self.made[1].waits
         for stream in (None, self.made[0].stream):
             assert all((s.end, stream) in waited for s in self.engine._in_flight)
@@ -187,7 +187,7 @@ class LinesMachine(RuleBasedStateMachine):
             assert not before[way] or self._in_line(way) < before[way], "a part was submitted"
 
     def _in_line(self, direction: Direction) -> int:
-        waiting = self.engine._lines[direction]._waiting
+        waiting = self.engine._queues[direction]._waiting
         return sum(s.num_bytes - sum(s.part_bytes) for s in waiting)
 
     @precondition(lambda self: any(not event.done for lane in self.made for event in lane.marks))
@@ -215,8 +215,8 @@ class LinesMachine(RuleBasedStateMachine):
             assert pending <= sum(s.num_bytes for s in self.engine._in_flight if s.direction is way)
 
 
-TestLines = LinesMachine.TestCase
-TestLines.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestQueues = QueuesMachine.TestCase
+TestQueues.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 @pytest.fixture
@@ -224,8 +224,8 @@ def threaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines have a submitting thread, also on the CPU."""
     if torch.cuda.is_available():
         return
-    monkeypatch.setattr(lines, "prepare_thread", lambda index: None)
-    monkeypatch.setattr(lines, "index_of", lambda device: 0)
+    monkeypatch.setattr(queue_module, "prepare_thread", lambda index: None)
+    monkeypatch.setattr(queue_module, "index_of", lambda device: 0)
     monkeypatch.setattr(engine_module, "make_submitter", SubmittingThread)
 
 
@@ -281,7 +281,7 @@ def test_without_its_thread_an_engine_submits_itself(
     def refuse(device: int) -> None:
         raise TransferError("no such device")
 
-    monkeypatch.setattr(lines, "prepare_thread", refuse)
+    monkeypatch.setattr(queue_module, "prepare_thread", refuse)
     engine, _, pool = make_engine()
     engine.submit_save([job(1, SAVE, [0], [0]), job(2, SAVE, [1], [1])])
     assert engine.poll() == []
@@ -292,7 +292,7 @@ def test_without_its_thread_an_engine_submits_itself(
     engine.submit_save([job(3, SAVE, [0], [2])])
     engine.close()
     assert ends(engine.poll()) == [(3, True)]
-    assert "by the launching thread from now on: no such device" in caplog.text
+    assert "by the model-runner thread from now on: no such device" in caplog.text
     pool.close()
 
 
@@ -305,7 +305,7 @@ def test_a_thread_that_gets_on_is_left_alone(lanes: list[ManualLane], monkeypatc
     counts = []
     for _ in range(3):
         engine.catch_up()
-        engine._lines[SAVE].advance()
+        engine._queues[SAVE].advance()
         counts.append(len(watched.urgent))
     engine.catch_up()
     engine.catch_up()
@@ -349,7 +349,7 @@ def test_whatever_raises_fails_the_job_and_no_thread(
     engine._submitter = LateSubmitter()
     monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
     engine.submit_save([job(1, SAVE, [0, 1], [0, 1])])
-    assert engine._lines[SAVE].advance()
+    assert engine._queues[SAVE].advance()
 
     def refuse(*_: object) -> None:
         raise RuntimeError("device lost")
@@ -357,7 +357,7 @@ def test_whatever_raises_fails_the_job_and_no_thread(
     monkeypatch.setattr(lanes[1], "follow", refuse)
     if is_lost:
         monkeypatch.setattr(lanes[1], "mark", refuse)
-    assert engine._lines[SAVE].advance()
+    assert engine._queues[SAVE].advance()
     if not is_lost:
         assert engine.poll() == [], "the first slice may be under way"
         lanes[1].marks[-1].done = True

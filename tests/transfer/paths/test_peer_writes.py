@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_connector.errors import TransferError
-from kv_connector.transfer.cuda.streams import make_lane
+from kv_connector.transfer.cuda.copier import driver_copier
+from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths import peer_writes as remote
 from kv_connector.transfer.paths.peer_writes import RemoteWriters
-from kv_connector.transfer.paths.runs import driver_copier
 from tests.copies import copy_now
 from tests.engines import ManualLane
 
@@ -142,7 +142,7 @@ def test_named_blocks_and_regions_arrive_and_nothing_else_changes(
         expected[region][target_ids] = own[str(region)][source_ids]
     bases = np.array([region.data_ptr for region in there.regions], dtype=np.int64)
     strides = np.array([region.block_stride for region in there.regions], dtype=np.int64)
-    lane = make_lane(device, priority=0, timing=False)
+    lane = make_lane(device, Priority.PEER, timing=False)
     copier = copy_now if device.type == "cpu" else driver_copier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "LEAST_DMA_BYTES", 1 << 20 if by_kernel else 0)
