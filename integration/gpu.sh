@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: tests marked `gpu`, kernels under the sanitizer, the demo, the benchmarks.
 #
-#   integration/gpu.sh [OUT_DIR]      results, traces and pictures go to OUT_DIR (default: build/gpu)
+#   integration/gpu.sh [OUT_DIR]            results, traces and pictures go to OUT_DIR (default: build/gpu)
+#   integration/gpu.sh OUT_DIR tests        the tests alone
 #
 # It needs a Python with torch, triton, numpy, pytest and hypothesis, and installs nothing: the package is copied to a
 # temporary folder, kernels in place. The demo runs where transformers and the model's package are there too.
@@ -25,6 +26,7 @@ if command -v compute-sanitizer > /dev/null; then
   step compute-sanitizer --tool memcheck --error-exitcode 1 python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" \
     --import-mode=importlib -m gpu -p no:cacheprovider --disable-warnings tests/triton_kernels/test_copy_pieces.py
 fi
+[ "${2:-all}" = all ] || exit "$failed"
 step python3 -P -m integration.bench.copies --json "$out/copies.json"
 step python3 -P -m integration.bench.submitting --json "$out/submitting.json"
 step python3 -P -m integration.bench.host_pool --json "$out/host_pool.json"

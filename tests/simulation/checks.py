@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kv_connector.types import CopyJob, Direction, PeerJob, StepPlan, StepReport, StorageJob
 
 if TYPE_CHECKING:
-    from kv_connector.transfer.copy_path import BlockCopy
+    from kv_connector.transfer.paths.base import BlockCopy
 
     from .pool import BlockPool
 

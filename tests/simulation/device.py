@@ -15,15 +15,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from kv_connector.transfer.copy_path import BlockCopy, CopyPath
-from kv_connector.transfer.host_pool import HostPool
-from kv_connector.transfer.layout import CacheLayout
+from kv_connector.transfer.paths.base import BlockCopy, CopyPath
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
 
 from kv_connector.config import Config
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as transfer_engine
-from kv_connector.transfer.costs import LinkCosts
-from kv_connector.transfer.paths import TorchPath
+from kv_connector.transfer.costs.curves import LinkCosts
+from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.types import Direction
 
 from .checks import Violation
