@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kv_connector.peer import ring
+from kv_connector.peer.carriers.staged import ring
 from kv_connector.peer.base import Ids, Marker, PeerError, PeerPool, PoolRegion, Push
 from kv_connector.peer.carriers.cuda_ipc import Driver
 

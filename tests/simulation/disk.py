@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from kv_connector.storage import filesystem, folder, journal, packs, survey, temporaries
+from kv_connector.storage.filesystem import backend, folder, journal, packs, survey, temporaries
 from kv_connector.storage.base import StorageCounters
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 
@@ -80,8 +80,8 @@ class Disk:
     def installed(self) -> Iterator[None]:
         """Within, the backend's modules use this disk instead of the machine's."""
         names: list[tuple[Any, str, object]] = [(SimulatedPath, "installed", self.files)]
-        names += [(module, "os", self.files) for module in (filesystem, folder, journal, packs, survey, temporaries)]
-        names += [(module, "fcntl", _Fcntl(self.files)) for module in (filesystem, folder)]
+        names += [(module, "os", self.files) for module in (backend, folder, journal, packs, survey, temporaries)]
+        names += [(module, "fcntl", _Fcntl(self.files)) for module in (backend, folder)]
         names += [(temporaries, "socket", SimpleNamespace(gethostname=lambda: "machine"))]
         names += [(module, "open", self.files.open_file) for module in (journal, packs, survey)]
         with ExitStack() as stack:
@@ -210,7 +210,7 @@ class SimulatedStorage:
         identity: bytes,
         capacity: int,
         folder: str = "/storage",
-        target_bytes: int = filesystem.PACK_BYTES,
+        target_bytes: int = backend.PACK_BYTES,
         clock_ahead: float = 0.0,
     ) -> None:
         self.disk = disk

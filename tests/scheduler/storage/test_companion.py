@@ -8,9 +8,10 @@ import pytest
 
 from kv_connector.config import Config
 from kv_connector.errors import ConfigError
-from kv_connector.index import BlockGroup
+from kv_connector.events import BlockStored
+from kv_connector.index import BlockGroup, BlockPool
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.types import StepReport, StorageAction, StorageJob
+from kv_connector.types import StepReport, StorageAction, StorageJob, Tier
 from tests.scheduler.test_half import Asked, ForeignBlocks, admit, run, save
 
 PROMPT = list(range(41))  # ten blocks, and a token to compute
@@ -375,3 +376,92 @@ def test_settings_that_cannot_be_are_named(storage: object, words: str) -> None:
         Config.from_mapping({"host_memory": "1GiB", "storage": storage})
     with pytest.raises(ConfigError, match="storage needs host_memory"):
         Config.from_mapping({"storage": {"path": "x", "capacity": 1}})
+
+
+def test_one_answer_that_is_lost_hangs_neither_its_request_nor_those_with_its_prefix() -> None:
+    """Storage answers everybody else, so that it does not seem to hang."""
+    half, _, ticks = make_half()
+    unlucky = Asked("unlucky", PROMPT)
+    fetch(half, unlucky)
+    for number in range(60):
+        ticks.now += 1.0
+        other = Asked(f"other-{number}", [5000 + 50 * number + i for i in range(41)])
+        report(half, [arrive(half, other)], found=0)
+        half.request_finished(other)
+    assert matched(half, unlucky) == 0
+    assert matched(half, Asked("newcomer", PROMPT)) is None, "it is looked up anew"
+    (job,) = step(half)
+    assert job.action is StorageAction.LOOK_UP
+    half.check()
+
+
+def test_a_fetch_that_was_called_off_is_asked_for_again_by_who_rides_on_it() -> None:
+    half, _, ticks = make_half(prefetch="timeout", timeout_ms=200)
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    jobs = fetch(half, first)
+    ticks.now += 1
+    admit(half, first)
+    assert run(half, first).cancelled_storage == tuple(job.job_id for job in jobs)
+    half.on_new_request(second)
+    report(half, failed=jobs)
+    (job,) = step(half)
+    assert (job.action, len(job.split_keys())) == (StorageAction.LOOK_UP, 10)
+
+
+def test_a_fetch_that_is_wanted_again_before_ranks_were_told_is_not_called_off() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", PROMPT)
+    jobs = fetch(half, first)
+    half.request_finished(first)
+    half.on_new_request(second)
+    assert run(half).cancelled_storage == ()
+    report(half, jobs)
+    assert matched(half, second) == 40
+
+
+def test_routers_hear_of_fetched_blocks() -> None:
+    half, _, _ = make_half()
+    request = Asked("a", PROMPT)
+    report(half, fetch(half, request))
+    assert list(half.take_events()) == [BlockStored(tuple(request.block_hashes), Tier.HOST)]
+
+
+@pytest.mark.parametrize("backup", ["on_save", "at_finish"])
+def test_storage_that_never_answers_keeps_a_share_of_the_host_and_no_more(backup: str) -> None:
+    half, _, ticks = make_half(backup=backup, prefetch="best_effort")
+    for number in range(12):
+        request = Asked(f"r{number}", [1000 * number + i for i in range(41)])
+        admit(half, request)
+        plan = run(half, request)
+        half.update_connector_output(
+            [StepReport(plan.step, 0, tuple(job.job_id for job in plan.saves), num_host_blocks=100)]
+        )
+        half.request_finished(request)
+        run(half)
+        ticks.now += 60.0
+    assert half.host.num_available >= 75
+    half.reset_cache()
+    assert half.host.num_available >= 75
+    half.check()
+
+
+def test_a_reset_lets_go_of_what_waits_to_be_written() -> None:
+    half, _, _ = make_half(num_host_blocks=4000, backup="on_save", prefetch="best_effort")
+    request = Asked("a", list(range(4 * 900 + 1)))
+    half._pool.bind(_many())
+    admit(half, request)
+    plan = run(half, request)
+    half.update_connector_output([StepReport(plan.step, 0, tuple(j.job_id for j in plan.saves), num_host_blocks=4000)])
+    jobs = step(half)
+    assert [job.num_blocks for job in jobs] == [256, 256]
+    half.reset_cache()
+    assert half.host.num_available == 4000 - 512
+    report(half, jobs)
+    assert half.host.num_available == 4000
+
+
+def _many() -> ForeignBlocks:
+    blocks = ForeignBlocks()
+    blocks.pool = BlockPool(1000)
+    blocks.pool.allocate(1000)
+    return blocks

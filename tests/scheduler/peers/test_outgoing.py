@@ -1,0 +1,142 @@
+"""What is offered to other engines, and when it is let go of: preemption, resets, steps that rest on a failed load."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from integration.mini_engine.request import EngineRequest
+from integration.mini_engine.scheduler import Scheduler, Step
+from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import PeerAction, StepPlan, StepReport
+from tests.scheduler.peers import test_companion
+from tests.scheduler.peers.test_companion import DECODE, Engine, prompt_of
+from tests.scheduler.test_half import Asked, ForeignBlocks, make_half, save
+
+
+@dataclass
+class Prompted(Asked):
+    """A request that another engine is to continue."""
+
+    kv_transfer_params: dict[str, Any] = field(default_factory=lambda: dict(DECODE))
+
+
+def producer(**settings: object) -> tuple[SchedulerHalf, ForeignBlocks]:
+    return make_half(peer={"secret": "x" * 20, "role": "producer"}, **settings)
+
+
+def step(half: SchedulerHalf, *items: tuple[str, int, int], preempted: tuple[str, ...] = ()) -> StepPlan:
+    scheduled = [ScheduledRequest(*item) for item in items]
+    return half.build_connector_meta(SchedulerOutput(scheduled, preempted))
+
+
+def sends(plan: StepPlan) -> list[tuple[int, list[int], bool]]:
+    """(first block, device blocks, whether the names come with it) of each."""
+    return [(j.first, j.device_ids.tolist(), bool(j.names)) for j in plan.peer if j.action is PeerAction.SEND]
+
+
+def report(half: SchedulerHalf, plan: StepPlan, *failed: int) -> None:
+    """All jobs of the plan end, those named by position among its peer jobs as failed."""
+    bad = tuple(plan.peer[position].job_id for position in failed)
+    good = [job.job_id for job in (*plan.loads, *plan.saves, *plan.peer) if job.job_id not in bad]
+    half.update_connector_output([StepReport(plan.step, 0, tuple(good), bad, num_host_blocks=10)])
+
+
+class Chunked(Scheduler):
+    """As vLLM's long_prefill_token_threshold: no request takes more than eight tokens of a step."""
+
+    def _schedule_running(self, request: EngineRequest, budget: int, step: Step) -> int:
+        return super()._schedule_running(request, min(budget, 8), step)
+
+    def _admit(self, request: EngineRequest, budget: int, step: Step) -> int | None:
+        return super()._admit(request, min(budget, 8), step)
+
+
+def test_two_prompts_that_do_not_fit_side_by_side_are_both_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has 40 blocks, of 60. What is offered of the one that is preempted is let go of: else both stand still. Nobody
+    asks for the first, so that its blocks are held until their deadline."""
+    monkeypatch.setattr(test_companion, "Scheduler", Chunked)
+    seconds = itertools.count()
+    engine = Engine(num_blocks=60, write_policy="write_through", clock=lambda: float(next(seconds)))
+    first, second = (engine.add(prompt_of(160, seed), 1, DECODE) for seed in (1, 2))
+    for _ in range(200):
+        engine.engine.step()
+    assert first.is_finished and second.is_finished
+    assert engine.engine.scheduler.num_preemptions > 0
+    engine.engine.shutdown()
+
+
+def test_a_preempted_prompt_is_offered_anew_with_its_names() -> None:
+    half, blocks = producer()
+    request = Prompted("r", list(range(20)))
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, 0)
+    before = step(half, ("r", 0, 12))
+    assert sends(before) == [(0, [0, 1, 2], True)]
+    lost = step(half, preempted=("r",))
+    assert lost.withdrawn == ("r",)
+    report(half, before, 0)
+    half.update_state_after_alloc(request, [[10, 11, 12, 13, 14]], 0, 0)
+    after = step(half, ("r", 0, 20))
+    assert sends(after) == [(0, [10, 11, 12, 13], True)]
+    _, params = half.request_finished(request)
+    assert params is not None
+    report(half, after)
+    assert blocks.pins() == {}
+
+
+@pytest.mark.parametrize("offered", [0, 12])
+def test_a_reset_withdraws_what_is_offered_and_what_would_be(offered: int) -> None:
+    """Also of a request that was admitted and has offered nothing yet; no block stays pinned for it."""
+    half, blocks = producer(write_policy="write_back")
+    request = Prompted("r", list(range(20)))
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, 0)
+    plans = [step(half, ("r", 0, offered))] if offered else []
+    half.reset_cache()
+    plans.append(step(half, ("r", offered, 20 - offered)))
+    assert plans[-1].withdrawn == ("r",)
+    assert not sends(plans[-1])
+    assert half.request_finished(request) == (False, None)
+    for plan in plans:
+        report(half, plan, *range(len(plan.peer)))
+    assert blocks.pins() == {}
+
+
+def test_what_was_loaded_before_a_reset_is_not_offered_behind_it() -> None:
+    half, _ = producer(load_choice="async", write_policy="write_through")
+    save(half, Asked("warm", list(range(20))), first_block=40)
+    request = Prompted("r", list(range(20)))
+    matched, _ = half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, matched)
+    (load,) = step(half).background_loads
+    half.reset_cache()
+    half.update_connector_output([StepReport(half._step, 0, (load.job_id,), num_host_blocks=10)])
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], matched, 0)
+    assert not sends(step(half, ("r", matched, 20 - matched)))
+
+
+def test_a_send_behind_a_load_that_failed_withdraws_the_whole_prompt() -> None:
+    """One rank's load fails in the step in front. Its own send fails with it; another rank's has been pushed."""
+    half, _ = producer(world_size=2, load_choice="sync", write_policy="write_through")
+    warm = Asked("warm", list(range(9)))
+    half.update_state_after_alloc(warm, [[40, 41, 42]], 0, 0)
+    plan = step(half, ("warm", 0, 9))
+    for rank in (0, 1):
+        jobs = tuple(job.job_id for job in plan.saves)
+        half.update_connector_output([StepReport(plan.step, rank, jobs, num_host_blocks=10)])
+    half.request_finished(warm)
+    request = Prompted("r", list(range(20)))
+    matched, _ = half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, matched)
+    loading = step(half, ("r", 8, 4))
+    behind = step(half, ("r", 12, 8))
+    assert behind.reported_step < loading.step, "planned before the engine could know"
+    load, send = loading.loads[0].job_id, behind.peer[0].job_id
+    half.update_connector_output([StepReport(loading.step, 0, failed=(load,), num_host_blocks=10)])
+    half.update_connector_output([StepReport(loading.step, 1, (load,), num_host_blocks=10)])
+    for rank in (0, 1):
+        half.update_connector_output([StepReport(behind.step, rank, (send,), num_host_blocks=10)])
+    assert step(half).withdrawn == ("r",), "no rank may be asked for the rest"

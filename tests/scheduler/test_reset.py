@@ -1,0 +1,55 @@
+"""After a reset nothing that was computed before is matched, whatever was under way."""
+
+from __future__ import annotations
+
+from kv_connector.types import StepReport
+from tests.scheduler.test_half import Asked, admit, make_half, report, run, save
+
+
+def test_what_a_live_request_computed_before_a_reset_is_not_saved_after_it() -> None:
+    """Its blocks were waiting for room, which comes after the reset: with new weights they would be matched as old."""
+    half, _ = make_half(num_host_blocks=3)
+    other = Asked("other", list(range(50, 62)))
+    admit(half, other, 30)
+    plan_of_other = run(half, other)
+    request = Asked("old", list(range(12)))
+    admit(half, request)
+    assert run(half, request).saves == (), "the host is leased"
+    assert half.reset_cache()
+    report(half, plan_of_other)
+    half.request_finished(other)
+    request.tokens.append(12)
+    assert run(half, request, computed=12).saves == ()
+    request.tokens += [13, 14, 15, 16]
+    assert run(half, request, computed=13).saves == (), "what it computes rests on the old blocks"
+    half.request_finished(request)
+    again = Asked("again", list(range(12)))
+    admit(half, again, 60)
+    report(half, run(half, again))
+    assert half.get_num_new_matched_tokens(Asked("hit", list(range(13))), 0) == (12, False), "new blocks are cached"
+    half.check()
+
+
+def test_a_request_that_begins_anew_after_a_reset_is_saved() -> None:
+    half, _ = make_half()
+    request = Asked("a", list(range(12)))
+    admit(half, request)
+    report(half, run(half, request))
+    half.reset_cache()
+    half.update_state_after_alloc(request, [[20, 21, 22]], 0, 0)
+    assert [job.device_ids.tolist() for job in run(half, request).saves] == [[20, 21, 22]]
+
+
+def test_a_reset_is_not_done_while_a_load_brings_what_was_cached() -> None:
+    """The engine caches on the device what the load brings; when the request is scheduled, it is not saved either."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    request = Asked("hit", list(range(9)))
+    assert admit(half, request) == 8
+    (load,) = run(half).background_loads
+    assert not half.reset_cache()
+    half.update_connector_output([StepReport(half._step, 0, (load.job_id,), num_host_blocks=10)])
+    half.update_state_after_alloc(request, [[0, 1, 2]], 8, 0)
+    assert run(half, request, computed=8).saves == ()
+    assert half.reset_cache()
+    assert half.get_num_new_matched_tokens(Asked("new", list(range(9))), 0) == (0, False)

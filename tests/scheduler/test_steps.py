@@ -1,0 +1,74 @@
+"""Blocks that steps in flight still write to, after the engine has given them to somebody else."""
+
+from __future__ import annotations
+
+from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import CopyJob, StepReport
+from tests.scheduler.test_half import Asked, admit, make_half, report, run, save
+
+
+def background_load(half: SchedulerHalf, device_ids: list[int]) -> CopyJob:
+    """The load of a request that is given these blocks, and hits a saved prefix of two."""
+    hit = Asked("hit", list(range(9)))
+    matched, is_async = half.get_num_new_matched_tokens(hit, 0)
+    assert (matched, is_async) == (8, True)
+    half.update_state_after_alloc(hit, [device_ids], 0, 8)
+    (job,) = half.build_connector_meta(SchedulerOutput()).background_loads
+    return job
+
+
+def schedule(half: SchedulerHalf, request: Asked, computed: int, count: int, new: list[int]) -> int:
+    item = ScheduledRequest(request.request_id, computed, count, [new])
+    return half.build_connector_meta(SchedulerOutput([item])).step
+
+
+def reported(half: SchedulerHalf, step: int) -> None:
+    half.update_connector_output([StepReport(step, 0, num_host_blocks=50)])
+
+
+def test_where_drafts_may_be_rejected_the_block_of_the_last_known_token_is_guarded() -> None:
+    """An engine that plans ahead with four drafts believes all of them accepted: it plans a step from position 7 on,
+    which writes from position 3 on, in the first block. The request ends before that step has run."""
+    half, _ = make_half(num_host_blocks=50, load_choice="async")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    request = Asked("drafts", [100])
+    half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, [[0]], 0, 0)
+    schedule(half, request, 0, 1, [1])
+    reported(half, schedule(half, request, 1, 5, [2]) - 1)
+    request.tokens.append(1)
+    reported(half, schedule(half, request, 6, 5, [3]) - 1)
+    request.tokens.append(2)
+    reported(half, schedule(half, request, 7, 5, []) - 1)
+    half.request_finished(request)
+    job = background_load(half, [0, 50, 51])
+    assert job.device_ids.tolist() == [50, 0], "the block that is free is filled at once"
+    assert job.num_guarded == 1
+
+
+def test_a_step_is_in_flight_until_every_rank_has_reported_the_next() -> None:
+    half, _ = make_half(num_host_blocks=50, world_size=2, load_choice="async")
+    warm = Asked("warm", list(range(9)))
+    admit(half, warm, 40)
+    plan = run(half, warm)
+    for rank in (0, 1):
+        report(half, plan, rank=rank)
+    half.request_finished(warm)
+    request = Asked("writes", list(range(100, 120)))
+    admit(half, request)
+    run(half, request)
+    half.update_connector_output([StepReport(run(half).step, 0, num_host_blocks=50)])
+    half.request_finished(request)
+    assert background_load(half, [0, 1, 2]).num_guarded == 2, "rank 1 may still compute the step"
+
+
+def test_blocks_of_a_request_that_was_preempted_in_silence_are_guarded() -> None:
+    """An engine that resets its running requests admits them again without a word about their old blocks."""
+    half, _ = make_half(num_host_blocks=50, load_choice="async")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    request = Asked("again", list(range(100, 109)))
+    admit(half, request)
+    run(half, request)
+    half.update_state_after_alloc(request, [[20, 21, 22]], 0, 0)
+    assert background_load(half, [0, 1, 2]).num_guarded == 2

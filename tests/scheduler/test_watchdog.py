@@ -1,0 +1,44 @@
+"""A rank that never reports a copy: it is said once, and requests are computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.watchdog import OVERDUE_SECONDS
+from kv_connector.types import CopyJob
+from tests.scheduler.test_half import Asked, Clock, admit, make_half, report, run, save
+
+
+def hung_load(half: SchedulerHalf) -> CopyJob:
+    """A load in the background that nobody reports for longer than any copy takes."""
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    admit(half, Asked("waits", list(range(9))))
+    (load,) = run(half).background_loads
+    clock = half._shared.clock
+    assert isinstance(clock, Clock)
+    clock.now += OVERDUE_SECONDS + 1
+    return load
+
+
+def test_while_a_copy_hangs_requests_are_computed_and_nothing_is_saved(caplog: pytest.LogCaptureFixture) -> None:
+    half, _ = make_half(load_choice="async")
+    rider = Asked("rider", list(range(9)))
+    load = hung_load(half)
+    for _ in range(3):
+        run(half)
+        assert half.get_num_new_matched_tokens(rider, 0) == (0, False)
+    half.update_state_after_alloc(rider, [[10, 11, 12]], 0, 0)
+    assert run(half, rider).saves == ()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"job {load.job_id}" in said and "rank(s) 0" in said
+
+
+def test_when_it_is_reported_hits_are_loaded_again() -> None:
+    half, _ = make_half(load_choice="async")
+    load = hung_load(half)
+    plan = run(half)
+    assert half.get_num_new_matched_tokens(Asked("a", list(range(9))), 0) == (0, False)
+    report(half, plan.__class__(plan.step, loads=(load,)))
+    run(half)
+    assert half.get_num_new_matched_tokens(Asked("b", list(range(9))), 0) == (8, True)
