@@ -57,8 +57,8 @@ class Chunked(Scheduler):
 
 
 def test_two_prompts_that_do_not_fit_side_by_side_are_both_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has 40 blocks, of 60. What is offered of the one that is preempted is let go of: else both stand still. Nobody
-    asks for the first, so that its blocks are held until their deadline."""
+    """Each has 40 blocks, of 60. What is offered of the one that is preempted is let go of: else both stand still.
+    Nobody asks for the first, so that its blocks are held until their deadline."""
     monkeypatch.setattr(test_companion, "Scheduler", Chunked)
     seconds = itertools.count()
     engine = Engine(num_blocks=60, write_policy="write_through", clock=lambda: float(next(seconds)))
