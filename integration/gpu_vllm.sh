@@ -16,7 +16,7 @@ run() {
     tail -n 15 "$out/$name.log"
 }
 
-run tests 400 python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -p no:cacheprovider \
+run tests 700 python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -p no:cacheprovider \
     --disable-warnings -W ignore integration/tests/test_vllm_gpu.py
 for mode in graphs eager; do
     flag=$([ "$mode" = eager ] && echo --eager)

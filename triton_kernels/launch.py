@@ -11,6 +11,7 @@ import ctypes
 import re
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from triton import knobs
@@ -46,8 +47,7 @@ def launch_of(kernel: Any, constants: tuple[Any, ...]) -> Launch:
 
     if not _has_known_parameters(kernel):
         return by_triton
-    driver = ctypes.PyDLL("libcuda.so.1")  # keeps Python's lock: the call takes a few microseconds
-    enqueue = driver.cuLaunchKernel
+    enqueue = _driver().cuLaunchKernel
     enqueue.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     function, shared = kernel.function, kernel.metadata.shared
     threads = 32 * kernel.metadata.num_warps
@@ -66,6 +66,12 @@ def is_observed() -> bool:
     """Whether somebody wants to hear of launches, such as a profiler: Triton's own launcher tells."""
     hook = knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))
+
+
+@cache
+def _driver() -> ctypes.PyDLL:
+    """Keeps Python's lock during calls: a launch takes a few microseconds."""
+    return ctypes.PyDLL("libcuda.so.1")
 
 
 def _has_known_parameters(kernel: Any) -> bool:

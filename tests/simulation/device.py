@@ -34,7 +34,7 @@ GARBAGE = 0xEE
 
 
 class SimulatedEvent:
-    """A point of a stream; see `transfer.streams.Event`."""
+    """A point of a stream; see `transfer.cuda.streams.Event`."""
 
     __slots__ = ("done", "_device", "_time", "_followers")
 
@@ -172,7 +172,7 @@ class Device:
 
 
 class SimulatedLane:
-    """See `transfer.streams.Lane`."""
+    """See `transfer.cuda.streams.Lane`."""
 
     is_synchronous = False
     handle = 0
@@ -193,6 +193,9 @@ class SimulatedLane:
     def follow(self, position: SimulatedEvent | None) -> None:
         if position is not None:
             position.wait(self.stream)
+
+    def wait_idle(self) -> None:
+        """Only who drops an engine without closing it waits so: here its device has gone with it."""
 
     def mark(self, stream: Stream | None = None) -> SimulatedEvent:
         return (stream if stream is not None else self._device.compute).record()

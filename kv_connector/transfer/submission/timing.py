@@ -65,11 +65,11 @@ class LoadTraces:
         taken = []
         while self._traces and self._is_complete(self._traces[0]):
             trace = self._traces.popleft()
-            exposed = [trace.waits.get(group) for group in range(len(trace.groups))]
+            stalls = [trace.waits.get(group) for group in range(len(trace.groups))]
             taken.append(
                 LoadTiming(
                     load_ms=trace.start.elapsed_time(trace.groups[-1]),
-                    exposed_wait_ms=tuple(0.0 if pair is None else pair[0].elapsed_time(pair[1]) for pair in exposed),
+                    exposed_wait_ms=tuple(0.0 if pair is None else pair[0].elapsed_time(pair[1]) for pair in stalls),
                 )
             )
             self._recycle(trace)
