@@ -21,6 +21,7 @@ from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from integration.bench.flat_pool import FlatBlock, FlatPool
 from integration.report import Report, hardware
 from kv_connector.index import CacheTier, Event, PrefixTree
 from kv_connector.types import BlockHash, Tier
@@ -99,6 +100,32 @@ class VllmIndex:
         self._room.append(self._pool.get_new_blocks(CHAIN))
 
 
+class FlatIndex:
+    """What `VllmIndex` does on a model of vLLM's block pool, where vllm is not installed."""
+
+    name = "flat_pool"
+
+    def __init__(self, capacity: int) -> None:
+        self._pool = FlatPool(capacity)
+        self._room: list[list[FlatBlock]] = []
+
+    def insert(self, hashes: Sequence[BlockHash]) -> None:
+        blocks = self._room.pop() if self._room else self._pool.get_new_blocks(len(hashes))
+        self._pool.cache_full_blocks(hashes, blocks, 16)
+        self._pool.free_blocks(reversed(blocks))
+
+    def match(self, hashes: Sequence[BlockHash]) -> int:
+        found = 0
+        for block_hash in hashes:
+            if not self._pool.get_cached_block(block_hash, [0]):
+                break
+            found += 1
+        return found
+
+    def evict(self) -> None:
+        self._room.append(self._pool.get_new_blocks(CHAIN))
+
+
 def chain(number: int) -> list[BlockHash]:
     """The hashes of chain `number`."""
     return [BlockHash(hashlib.sha256(f"{number}/{index}".encode()).digest()) for index in range(CHAIN)]
@@ -145,7 +172,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=60)
     options = parser.parse_args()
-    report, sides = Report("index"), [OurIndex, *_vllm()]
+    report, sides = Report("index"), [OurIndex, *vllm_index()]
     print(f"{hardware()['cpu']}, {hardware()['cores']} cores; ns per block, median of {options.repeats} repeats")
     print(f"{'cached blocks':>13}  {'':13}" + "".join(f"{name:>24}" for name in OPERATIONS))
     keys = [(side, size) for size in SIZES for side in sides]
@@ -192,7 +219,7 @@ def claim(report: Report, costs: dict[tuple[str, int], dict[str, float]], sides:
         print(f"        vLLM's {operation} takes {min(ratios):.2f} to {max(ratios):.2f} times as long")
 
 
-def _vllm() -> list[type[Any]]:
+def vllm_index() -> list[type[Any]]:
     try:
         import vllm.v1.core.block_pool  # noqa: F401
     except ImportError:

@@ -275,7 +275,7 @@ class CacheTier:
         left = num_blocks
         while left and (node := queue.pop(older_than)) is not None:
             due, due_node = queue.head()
-            time = used[node]
+            limit, time = min(due, older_than), used[node]
             while True:  # up its prefix, the usual case without a detour through the queue
                 victims.append(node)
                 left -= 1
@@ -290,7 +290,7 @@ class CacheTier:
                 block_id = block[parent]
                 if num_kids or block_id == NONE or refs[block_id] or (keeps_pinned and pins[parent]):
                     break
-                if not left or time >= older_than or time > due or (time == due and parent > due_node):
+                if not left or (time >= limit and (time >= older_than or (time, parent) > (due, due_node))):
                     queue.push(parent)
                     break
                 node = parent

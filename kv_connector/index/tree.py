@@ -230,22 +230,27 @@ class PrefixTree:
         num_excess = min(self._num_remembered - self.max_remembered, 2 * num_nodes + _FORGOTTEN_AT_ONCE)
         if num_excess <= 0:
             return
-        leaving, is_leaving, parents, gone = self._leaving, self._is_leaving, self.parent, []
-        copies, holds = self._copies, self._holds
+        leaving, is_leaving, parents, index, known = (
+            self._leaving, self._is_leaving, self.parent, self._index, self._hash
+        )  # fmt: skip
+        copies, holds, free, num_free = self._copies, self._holds, self._free, len(self._free)
         while num_excess and leaving:
             node = leaving.popleft()
             is_leaving[node] = 0
+            left: int = holds[node]
             # A head has waited for its tail, which leaves first, and is at least as old.
-            while not copies[node] and not holds[node] and not is_leaving[node]:
+            while not left and not copies[node] and not is_leaving[node]:
                 if not num_excess:
                     is_leaving[node] = 1
                     leaving.appendleft(node)
                     break
-                gone.append(node)
                 num_excess -= 1
+                del index[known[node]]  # type: ignore[arg-type]  # only the root and free rows have no hash
+                known[node] = None
+                free.append(node)
                 node = parents[node]
-                holds[node] -= 1
-        self._remove(gone)
+                left = holds[node] = holds[node] - 1
+        self._num_remembered -= len(free) - num_free
 
     def _add(self, parent: int, hashes: Sequence[BlockHash], now: float) -> list[int]:
         """Nodes of blocks that are not known and follow one another, the first of them `parent`."""
@@ -271,15 +276,6 @@ class PrefixTree:
         self._num_remembered += len(nodes)
         assert len(index) + len(self._free) == len(known) - 1, "a block has two parents"
         return nodes
-
-    def _remove(self, nodes: list[int]) -> None:
-        """Forget these nodes, which their parents have been told."""
-        index, known = self._index, self._hash
-        for node in nodes:
-            del index[known[node]]  # type: ignore[arg-type]  # only the root and free rows have no hash
-            known[node] = None
-        self._num_remembered -= len(nodes)
-        self._free += nodes
 
     def _grow(self, least: int) -> None:
         """Add `least` free rows or more; the lowest is taken first, so that a prefix lies in ascending rows."""
