@@ -100,6 +100,7 @@ class Engine:
             self.world.time.call_after(5e-3, self.wake, f"{self.engine_id}/idle")
 
     def _dispatch(self) -> None:
+        num_preempted = self.met["preempted"]
         plan, items = self.scheduler.schedule()
         self.num_steps += 1
         self.world.count_step(self)
@@ -116,6 +117,8 @@ class Engine:
         if items:
             self._last_sampled = sampled
         self._in_flight.append(step)
+        has_drafts = any(item.num_drafts for item in items)
+        self.world.users.planned(self, plan, self.met["preempted"] > num_preempted, has_drafts)
         for rank in self.ranks:
             rank.receive(step)
         self.check()
