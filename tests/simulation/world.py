@@ -35,7 +35,9 @@ class Outcome:
     met: Counter[str]
     violation: Violation | None = None
     trace: str = ""
+    time: float = 0.0  # virtual, of its end
     actions: list[Action] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)
 
 
 class World:
@@ -136,7 +138,7 @@ def simulate(seed: int, keep: frozenset[int] | None = None) -> Outcome:
     with seams(), quiet_logs():
         world = World(seed)
         actions = [action for action in world.actions if keep is None or action.number in keep]
-        outcome = Outcome(seed, 0, 0, world.met, actions=actions)
+        outcome = Outcome(seed, 0, 0, world.met, actions=actions, engines=[c.describe() for c in world.configs])
         try:
             world.run(actions)
         except Violation as violation:
@@ -147,6 +149,7 @@ def simulate(seed: int, keep: frozenset[int] | None = None) -> Outcome:
             text = f"{type(error).__name__} in {last.name} ({last.filename.rsplit('/', 1)[-1]}): {error}"
             outcome.violation = Violation("crash", text)
             outcome.trace = traceback.format_exc()
+        outcome.time = world.time.now()
         outcome.num_steps, outcome.num_requests = world.num_steps, world.num_finished
         return outcome
 
