@@ -121,7 +121,7 @@ class Engine:
         self.world.users.planned(self, plan, self.met["preempted"] > num_preempted, has_drafts)
         for rank in self.ranks:
             rank.receive(step)
-        self.check()
+        self.check(has_changed=not plan.is_empty)
 
     def rank_done(self, step: Step, rank: int, result: RankResult) -> None:
         """A rank's outputs of a step have come."""
@@ -147,7 +147,7 @@ class Engine:
         failed = received & self._failed
         self._failed -= received
         self.scheduler.update(step, results, received, failed)
-        self.check()
+        self.check(has_changed=any(result.report.done or result.report.failed for result in results))
 
     # What users do.
 
@@ -266,10 +266,11 @@ class Engine:
 
     # Checks.
 
-    def check(self) -> None:
-        """What must hold after every step."""
+    def check(self, has_changed: bool = True) -> None:
+        """What must hold after every step; the tree is looked through where a job began or ended."""
         self.pool.check()
-        self.half.check()
+        if has_changed:
+            self.half.check()
         for request in self.scheduler.requests:
             if self.scheduler.step - request.progressed_in > MOST_STEPS_WITHOUT_PROGRESS and not self.scheduler.is_paused:
                 raise Violation("stuck", f"{request.request_id} is {request.status.value}: {self.describe(request)}")
