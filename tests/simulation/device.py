@@ -1,9 +1,10 @@
 """The device of one rank: streams of work that runs late, in any order that streams and events allow.
 
-A stream is a queue of operations. Its head runs at a virtual time of its own once it may: one that waits for an event may
-when the event has come. Nothing else orders two streams, so what code under test forgets to order will sooner or later
-run the wrong way round. `SimulatedLane`, `SimulatedSubmitter` and `LatePath` are what the transfer engine is given in place of
-CUDA's streams, its thread and the copies at once: they are seams of `transfer/`, and nothing of its own logic is replaced.
+A stream is a queue of operations. Its head runs at a virtual time of its own once it may: one that waits for an event
+may when the event has come. Nothing else orders two streams, so what code under test forgets to order will sooner or
+later run the wrong way round. `SimulatedLane`, `SimulatedSubmitter` and `LatePath` are what the transfer engine is
+given in place of CUDA's streams, its thread and the copies at once: they are seams of `transfer/`, and nothing of its
+own logic is replaced.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Stream:
 
 
 class Device:
-    """Streams of one rank. `delay(seconds)` draws how long something takes; `on_copy` is told of each copy as it runs."""
+    """Streams of one rank. `delay(seconds)` draws how long something takes; `on_copy` is told of a copy as it runs."""
 
     def __init__(self, time: VirtualTime, rng: random.Random, name: str, seconds: dict[str, float]) -> None:
         """`seconds`: what an operation takes about, by stream ("compute", "load", "save")."""
@@ -264,7 +265,7 @@ _ready_blocks: dict[int, Callable[[], int]] = {}
 
 @contextmanager
 def seams() -> Iterator[None]:
-    """Inside, transfer engines that are made under `on(device)` run on that device, and host pools may become ready late."""
+    """Inside, transfer engines that are made under `on(device)` run on it, and host pools may become ready late."""
 
     def make_lane(*_: object, **__: object) -> SimulatedLane:
         device = _current[-1]

@@ -1,8 +1,8 @@
 """One simulated engine: its core loop, the halves of the connector, its ranks, and what operators do to it.
 
-The loop is vLLM's `step_with_batch_queue`: it plans as long as fewer steps are under way than its depth, else it waits for
-the oldest one's outputs. A step without requests goes the same way, so that what runs beside it can be reported. All else
-(arrivals, aborts, resets) comes between two turns of the loop, with steps under way.
+The loop is vLLM's `step_with_batch_queue`: it plans as long as fewer steps are under way than its depth, else it waits
+for the oldest one's outputs. A step without requests goes the same way, so that what runs beside it can be reported.
+All else (arrivals, aborts, resets) comes between two turns of the loop, with steps under way.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class Engine:
     # What operators do.
 
     def reset_connector(self) -> None:
-        """As `reset_prefix_cache(reset_connector=True)` while requests run: the engine refuses, the connector is asked all
-        the same. Nothing else changes."""
+        """As `reset_prefix_cache(reset_connector=True)` while requests run: the engine refuses, the connector is
+        asked all the same. Nothing else changes."""
         self._count_reset()
         self.half.reset_cache()
         self.wake()
@@ -271,8 +271,8 @@ class Engine:
         self.pool.check()
         if has_changed:
             self.half.check()
-        for request in self.scheduler.requests:
-            if self.scheduler.step - request.progressed_in > MOST_STEPS_WITHOUT_PROGRESS and not self.scheduler.is_paused:
+        for request in () if self.scheduler.is_paused else self.scheduler.requests:
+            if self.scheduler.step - request.progressed_in > MOST_STEPS_WITHOUT_PROGRESS:
                 raise Violation("stuck", f"{request.request_id} is {request.status.value}: {self.describe(request)}")
 
     @property
@@ -284,7 +284,8 @@ class Engine:
         if self.is_dead:
             return
         stats = self.half.get_kv_connector_stats()
-        leaks = {name: stats[name] for name in ("jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes")}
+        names = "jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes"
+        leaks = {name: stats[name] for name in names}
         leaks["pinned device blocks"] = sum(map(bool, self.pool.pins))
         leaks["held device blocks"] = self.pool.num_blocks - 1 - self.pool.num_free
         leaks["open jobs"] = len(self.book.open)
@@ -295,8 +296,8 @@ class Engine:
         """Where it stands, for the message of a failure."""
         return (
             f"step {self.scheduler.step}, {request.num_tokens} tokens, {request.num_computed_tokens} computed, "
-            f"{request.num_in_flight} in flight, {request.num_preemptions} preemptions; {self.pool.num_free} blocks free, "
-            f"{sum(map(bool, self.pool.pins))} pinned; jobs under way {sorted(self.book.open)}"
+            f"{request.num_in_flight} in flight, {request.num_preemptions} preemptions; "
+            f"{self.pool.num_free} blocks free, {sum(map(bool, self.pool.pins))} pinned; jobs under way {sorted(self.book.open)}"
         )
 
     def shutdown(self) -> None:

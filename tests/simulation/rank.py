@@ -1,7 +1,8 @@
 """One rank of a simulated engine: its process, which takes steps in order, and the model that runs on its device.
 
-The process runs ahead of the device: it calls the worker half, puts the forward pass on the compute stream, and reports.
-The report travels with the step's tokens, so it leaves when the device has come so far. A frozen process takes no step.
+The process runs ahead of the device: it calls the worker half, puts the forward pass on the compute stream, and
+reports. The report travels with the step's tokens, so it leaves when the device has come so far. A frozen process takes
+no step.
 """
 
 from __future__ import annotations
@@ -226,5 +227,6 @@ class Rank:
         for table in item.tables:
             for block in table[item.start // size : -(-item.end // size)]:
                 if not 0 < block < self.engine.config.num_device_blocks:
-                    raise Violation("engine", f"step {step.number} writes to block {block} of {item.request.request_id}")
+                    name = item.request.request_id
+                    raise Violation("engine", f"step {step.number} writes to block {block} of {name}")
                 self.book.written(self.index, block, step.number)

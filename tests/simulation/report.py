@@ -70,8 +70,8 @@ def result(outcomes: Sequence[Outcome], arguments: dict[str, Any], met: Counter[
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "arguments": arguments,
-        "hardware": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "software": {"python": platform.python_version(), "torch": torch.__version__},
+        "hardware": hardware(),
+        "software": software(),
         "rows": [
             {"seeds": len(outcomes), "steps": steps, "requests": sum(outcome.num_requests for outcome in outcomes)},
             {"met": dict(sorted(met.items()))},
@@ -85,6 +85,16 @@ def claim(value: float, goal: float, unit: str, better: str) -> dict[str, Any]:
     """One claim of a result."""
     holds = value <= goal if better == "lower" else value >= goal
     return {"value": value, "goal": goal, "unit": unit, "better": better, "holds": holds}
+
+
+def hardware() -> dict[str, Any]:
+    """What it ran on."""
+    return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+
+
+def software() -> dict[str, Any]:
+    """What it ran with."""
+    return {"python": platform.python_version(), "torch": torch.__version__}
 
 
 def commit() -> str:

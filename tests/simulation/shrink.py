@@ -1,4 +1,6 @@
-"""The shortest history that still fails: actions are left out, half of them at a time and then one by one (delta debugging)."""
+"""The shortest history that still fails: actions are left out, half of them at a time and then one by one (delta
+debugging).
+"""
 
 from __future__ import annotations
 

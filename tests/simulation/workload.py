@@ -1,7 +1,7 @@
 """What users, operators and bad luck do to a world: a list of actions with their times, drawn from the seed.
 
-Each action is plain data and stands alone: one that refers to what another would have made does nothing where that one is
-missing. So a history that fails can be shortened by leaving actions out.
+Each action is plain data and stands alone: one that refers to what another would have made does nothing where that one
+is missing. So a history that fails can be shortened by leaving actions out.
 """
 
 from __future__ import annotations
