@@ -28,8 +28,10 @@ from .scheduler import SchedulerModel
 if TYPE_CHECKING:
     from .world import World
 
-MOST_STEPS_WITHOUT_PROGRESS = 3000
-"""A request that is neither scheduled nor admitted nor given a token in so many steps of its engine is stuck."""
+MOST_STEPS_WITHOUT_PROGRESS = 1000
+MOST_SECONDS_WITHOUT_PROGRESS = 30.0
+"""A request that is neither scheduled nor admitted nor given a token in so many steps of its engine, and so long, is
+stuck."""
 
 
 class Engine:
@@ -71,6 +73,7 @@ class Engine:
         self._received: Counter[str] = Counter()
         self._failed: set[str] = set()
         self._wants: list[Callable[[], bool]] = []  # what operators try until it is done
+        self._step_times = [world.time.now()]  # by step
         self.num_steps = 0
 
     # The core loop.
@@ -103,6 +106,7 @@ class Engine:
         num_preempted = self.met["preempted"]
         plan, items = self.scheduler.schedule()
         self.num_steps += 1
+        self._step_times.append(self.world.time.now())
         self.world.count_step(self)
         self.book.planned(plan)
         ranks = self.config.num_ranks
@@ -146,7 +150,8 @@ class Engine:
             del self._received[name]
         failed = received & self._failed
         self._failed -= received
-        self.scheduler.update(step, results, received, failed)
+        later = [item for other in self._in_flight for item in other.items]
+        self.scheduler.update(step, results, received, failed, later)
         self.check(has_changed=any(result.report.done or result.report.failed for result in results))
 
     # What users do.
@@ -272,7 +277,10 @@ class Engine:
         if has_changed:
             self.half.check()
         for request in () if self.scheduler.is_paused else self.scheduler.requests:
-            if self.scheduler.step - request.progressed_in > MOST_STEPS_WITHOUT_PROGRESS:
+            num_steps = self.scheduler.step - request.progressed_in
+            if num_steps <= MOST_STEPS_WITHOUT_PROGRESS:
+                continue
+            if self.world.time.now() - self._step_times[request.progressed_in] > MOST_SECONDS_WITHOUT_PROGRESS:
                 raise Violation("stuck", f"{request.request_id} is {request.status.value}: {self.describe(request)}")
 
     @property
@@ -296,8 +304,8 @@ class Engine:
         """Where it stands, for the message of a failure."""
         return (
             f"step {self.scheduler.step}, {request.num_tokens} tokens, {request.num_computed_tokens} computed, "
-            f"{request.num_in_flight} in flight, {request.num_preemptions} preemptions; "
-            f"{self.pool.num_free} blocks free, {sum(map(bool, self.pool.pins))} pinned; jobs under way {sorted(self.book.open)}"
+            f"{request.num_in_flight} in flight, {request.num_preemptions} preemptions; {self.pool.num_free} blocks "
+            f"free, {sum(map(bool, self.pool.pins))} pinned; jobs under way {sorted(self.book.open)}"
         )
 
     def shutdown(self) -> None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+IDLE_SECONDS = 3e-3
+"""What a step without requests takes at least: a process rests a moment where nothing is to be computed."""
+
+
 class Rank:
     """`engine` is told of what its steps came to."""
 
@@ -95,7 +99,8 @@ class Rank:
     def _pump(self) -> None:
         if self._inbox and not self._is_busy and not self.is_frozen:
             self._is_busy = True
-            delay = self.device.delay(self.engine.config.host_seconds)
+            seconds = self.engine.config.host_seconds
+            delay = self.device.delay(seconds if self._inbox[0].items else max(seconds, IDLE_SECONDS))
             self.engine.world.time.call_after(delay, self._run, f"{self.device.name}/process")
 
     def _run(self) -> None:

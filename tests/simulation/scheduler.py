@@ -252,8 +252,11 @@ class SchedulerModel:
 
     # Outputs.
 
-    def update(self, step: Step, results: Sequence[RankResult], received: set[str], failed: set[str]) -> None:
-        """Take in what a step came to; steps come in order. `received`: loads that have ended on all ranks."""
+    def update(
+        self, step: Step, results: Sequence[RankResult], received: set[str], failed: set[str], later: Sequence[Item]
+    ) -> None:
+        """Take in what a step came to; steps come in order. `received`: loads that have ended on all ranks, `failed`
+        those of them that failed on one. `later`: what is under way behind this step."""
         if step.items:
             self._processed_sequence += 1
             self._drain_deferred()
@@ -261,7 +264,7 @@ class SchedulerModel:
             if request.request_id in failed and request.status is Status.LOADING:
                 self._fail_receiving(request)
         invalid = set().union(*(result.invalid for result in results))
-        affected = self._handle_invalid(invalid, step) if invalid else set()
+        affected = self._handle_invalid(invalid, [*step.items, *later]) if invalid else set()
         for item in step.items:
             self._take_output(item, item.request in affected)
         if not self.config.reports_apart:
@@ -366,11 +369,17 @@ class SchedulerModel:
                 request.num_computed_tokens -= 1
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
 
-    def _handle_invalid(self, invalid: set[int], step: Step) -> set[SimulatedRequest]:
+    def _handle_invalid(self, invalid: set[int], under_way: Sequence[Item]) -> set[SimulatedRequest]:
         """Blocks that a load has not filled: who holds them computes again, and no output of this step counts."""
         self.met["load of the step failed"] += 1
         affected = set()
         size = self.config.block_size
+        for item in under_way:  # of requests that were aborted meanwhile, too, which vLLM overlooks
+            first = min((t.index(b) for t in item.tables for b in invalid.intersection(t)), default=None)
+            for block in () if first is None else [block for table in item.tables for block in table[first:]]:
+                self.pool.forget(block)
+        for block in invalid:
+            self.pool.forget(block)
         for request in [*self.holding, *self.running]:
             first = min((t.index(b) for t in request.tables for b in invalid.intersection(t)), default=None)
             if first is None:

@@ -20,9 +20,9 @@ from .engine import Engine
 from .requests import SimulatedRequest
 from .workload import Action
 
-MOST_STEPS_TO_REST = 6000
-"""Steps that an engine may take after faults are off until nothing is under way any more."""
-MOST_SECONDS_TO_REST = 600.0
+MOST_STEPS_TO_REST = 3000
+MOST_SECONDS_TO_REST = 60.0
+"""Steps of all engines, and seconds, from when faults are off until nothing is under way any more."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class World:
     def _rest(self, since: float) -> None:
         before = self.num_steps
         while not all(engine.is_at_rest for engine in self.engines):
-            is_over = self.num_steps - before > MOST_STEPS_TO_REST or self.time.now() - since > MOST_SECONDS_TO_REST
+            is_over = self.num_steps - before > MOST_STEPS_TO_REST and self.time.now() - since > MOST_SECONDS_TO_REST
             if is_over or not self.time.run_next():
                 raise Violation("stuck", "; ".join(self._why_not_at_rest()))
         self.time.run_until(self.time.now() + 1.0)  # what was left behind may still do harm
