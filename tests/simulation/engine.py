@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 MOST_STEPS_WITHOUT_PROGRESS = 1000
 MOST_SECONDS_WITHOUT_PROGRESS = 30.0
-"""A request that is neither scheduled nor admitted nor given a token in so many steps of its engine, and so long, is
-stuck."""
+"""Where no request is scheduled, admitted or given a token in so many steps of its engine, and so long, they are stuck;
+so is one that waits twenty times as long while others go on."""
 
 
 class Engine:
@@ -276,11 +276,17 @@ class Engine:
         self.pool.check()
         if has_changed:
             self.half.check()
-        for request in () if self.scheduler.is_paused else self.scheduler.requests:
-            num_steps = self.scheduler.step - request.progressed_in
-            if num_steps <= MOST_STEPS_WITHOUT_PROGRESS:
-                continue
-            if self.world.time.now() - self._step_times[request.progressed_in] > MOST_SECONDS_WITHOUT_PROGRESS:
+        requests = self.scheduler.requests
+        if not requests or self.scheduler.is_paused:
+            return
+        now = self.world.time.now()
+        for since, most in (
+            (max(request.progressed_in for request in requests), 1),
+            (min(request.progressed_in for request in requests), 20),
+        ):
+            is_long = now - self._step_times[since] > most * MOST_SECONDS_WITHOUT_PROGRESS
+            if is_long and self.scheduler.step - since > most * MOST_STEPS_WITHOUT_PROGRESS:
+                request = next(request for request in requests if request.progressed_in == since)
                 raise Violation("stuck", f"{request.request_id} is {request.status.value}: {self.describe(request)}")
 
     @property
