@@ -13,7 +13,7 @@ foreign, stale or half-written byte is a wrong token.
 Who owns what, and in which states it is:
 
 - a request (`requests.SimulatedRequest`) is WAITING, LOADING, RUNNING, PREEMPTED or FINISHED; the scheduler model alone
-  changes it. What the device knows of it is a `DeviceSequence` for each admission, to which its tokens in flight belong.
+  changes it. What the device knows of it is a `DeviceSequence` for each admission, to which tokens in flight belong.
 - a device block is free, held by requests, pinned by the connector, or both; `BlockPool` counts them apart.
 - a step is planned, launched on each rank, computed, reported by each rank, processed. Between the first and the last
   of these an engine that plans ahead plans others, and users abort what it computes.
