@@ -53,7 +53,7 @@ class EngineConfig:
     @property
     def depth(self) -> int:
         """Steps under way at most."""
-        return max(2, self.num_ranks if self.pipeline else 2) if self.asynchronous else 1
+        return (self.num_ranks + 1 if self.pipeline else 2) if self.asynchronous else 1
 
     @property
     def window_blocks(self) -> tuple[int | None, ...]:

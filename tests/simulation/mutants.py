@@ -1,7 +1,8 @@
 """Faults put back on purpose: does the simulator, or a test, notice?
 
 A mutant is a small textual patch with the command that must fail once it is applied. Each is applied to a copy of the
-tree of its own and taken to its command; one that passes has survived, and says that something is not looked at.
+tree of its own and taken to its command; one that passes has survived, and says that something is not looked at. A command
+that fails without the mutant, too, proves nothing: it is unsound.
 
 `make mutants ARGS="--only NAME --json FILE"`; with no `--only` all of them. Exits 1 where one survives.
 """
@@ -103,6 +104,15 @@ MUTANTS: tuple[Mutant, ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Run:
+    """Whether the command failed, in how many seconds, and what it said."""
+
+    failed: bool
+    seconds: float
+    said: str
+
+
 def apply(mutant: Mutant, tree: Path) -> None:
     """Patch a copy of the tree. Raises ValueError where a patch does not fit exactly once."""
     for patch in mutant.patches:
@@ -113,8 +123,8 @@ def apply(mutant: Mutant, tree: Path) -> None:
         path.write_text(text.replace(patch.old, patch.new))
 
 
-def run(mutant: Mutant, python: str) -> tuple[bool, float, str]:
-    """Whether it is caught, in how many seconds, and the first line that says so."""
+def run(command: Sequence[str], mutant: Mutant | None = None) -> Run:
+    """The command in a copy of the tree, with the mutant or as it is."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = Path(folder)
         for name in COPIED:
@@ -123,12 +133,13 @@ def run(mutant: Mutant, python: str) -> tuple[bool, float, str]:
                 shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
             elif source.exists():
                 shutil.copy(source, tree / name)
-        apply(mutant, tree)
+        if mutant is not None:
+            apply(mutant, tree)
         environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         began = time.monotonic()
         try:
             ended = subprocess.run(
-                [python, *mutant.command],
+                [sys.executable, *command],
                 cwd=tree,
                 env=environment,
                 capture_output=True,
@@ -137,17 +148,19 @@ def run(mutant: Mutant, python: str) -> tuple[bool, float, str]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return False, time.monotonic() - began, "no answer in time"
+            return Run(False, time.monotonic() - began, "no answer in time")
         lines = [line for line in ended.stdout.splitlines() if line.strip()]
         said = next((line for line in lines if line.startswith(("seed ", "FAILED", "E "))), "")
         # A run that could not even begin has caught nothing.
-        is_caught = ended.returncode == 1 and bool(said)
-        return is_caught, time.monotonic() - began, said or (ended.stderr or "passes").strip().splitlines()[-1]
+        has_failed = ended.returncode == 1 and bool(said)
+        said = said or (ended.stderr.strip() or "passes").splitlines()[-1]
+        return Run(has_failed, time.monotonic() - began, said)
 
 
 def main(mutants: Sequence[Mutant] = MUTANTS) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="name of a mutant; may be given again")
+    parser.add_argument("--unchecked", action="store_true", help="take for granted that commands pass without mutants")
     parser.add_argument("--list", action="store_true", help="print names and titles")
     parser.add_argument("--json", type=Path, help="write the result there")
     arguments = parser.parse_args()
@@ -156,11 +169,16 @@ def main(mutants: Sequence[Mutant] = MUTANTS) -> int:
         return 0
     chosen = [mutant for mutant in mutants if not arguments.only or mutant.name in arguments.only]
     rows = []
+    sound: dict[tuple[str, ...], Run] = {}
     for mutant in chosen:
-        is_caught, seconds, said = run(mutant, sys.executable)
-        rows.append({"name": mutant.name, "title": mutant.title, "caught": is_caught, "seconds": round(seconds, 1)})
-        print(f"{'caught' if is_caught else 'SURVIVED':9} {seconds:6.1f} s  {mutant.name}: {mutant.title}")
-        print(f"{'':20}{said[:160]}", flush=True)
+        if not arguments.unchecked and mutant.command not in sound:
+            sound[mutant.command] = run(mutant.command)
+        found, before = run(mutant.command, mutant), sound.get(mutant.command)
+        is_caught = found.failed and not (before is not None and before.failed)
+        verdict = "caught" if is_caught else "UNSOUND" if found.failed else "SURVIVED"
+        rows.append({"name": mutant.name, "title": mutant.title, "caught": is_caught, "seconds": found.seconds})
+        print(f"{verdict:9} {found.seconds:6.1f} s  {mutant.name}: {mutant.title}")
+        print(f"{'':20}{found.said[:160]}", flush=True)
     num_caught = sum(bool(row["caught"]) for row in rows)
     print(f"{num_caught} of {len(rows)} caught")
     if arguments.json is not None:

@@ -41,17 +41,16 @@ class Outcome:
 
 
 class World:
-    """`parts` plug in what lies between engines: see `connector_parts`, `open_storage`, `open_peers`, `part_events`."""
+    """Subclasses plug in what lies between engines: see `connector_parts`, `open_storage` and `open_peers`."""
 
-    def __init__(self, seed: int, most_steps: int = 1 << 60) -> None:
+    def __init__(self, seed: int, num_engines: int = 1) -> None:
         self.seed = seed
         self.time = VirtualTime(seed)
         self.met: Counter[str] = Counter()
         self.num_steps = 0
         self.num_finished = 0
-        self._most_steps = most_steps
         rng = random.Random(f"{seed}/world")
-        self.configs = [configs.draw(rng) for _ in range(1)]
+        self.configs = [configs.draw(rng) for _ in range(num_engines)]
         self.epochs = [1 for _ in self.configs]
         self.engines = [Engine(self, index, config) for index, config in enumerate(self.configs)]
         self.actions = workload.draw(rng, self.configs)
