@@ -1,8 +1,8 @@
 """Faults put back on purpose: does the simulator, or a test, notice?
 
 A mutant is a small textual patch with the command that must fail once it is applied. Each is applied to a copy of the
-tree of its own and taken to its command; one that passes has survived, and says that something is not looked at. A command
-that fails without the mutant, too, proves nothing: it is unsound.
+tree of its own and taken to its command; one that passes has survived, and says that something is not looked at. A
+command that fails without the mutant, too, proves nothing: it is unsound.
 
 `make mutants ARGS="--only NAME --json FILE"`; with no `--only` all of them. Exits 1 where one survives.
 """
