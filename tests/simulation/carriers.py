@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from kv_connector.peer.carriers.staged import ring
 from kv_connector.peer.base import Ids, Marker, PeerError, PeerPool, PoolRegion, Push
 from kv_connector.peer.carriers.cuda_ipc import Driver
+from kv_connector.peer.carriers.staged import ring
 
 from .clock import Event
 

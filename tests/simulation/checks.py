@@ -1,7 +1,8 @@
 """What must hold in a simulated world, and the exception that says what did not.
 
-`JobBook` follows every job of an engine from its plan to the last rank's report, by what crosses the two halves alone, and
-looks at each byte that moves: nothing is copied for a job that has ended, and nothing that is leased is written by others.
+`JobBook` follows every job of an engine from its plan to the last rank's report, by what crosses the two halves alone,
+and looks at each byte that moves: nothing is copied for a job that has ended, and nothing that is leased is written by
+others.
 """
 
 from __future__ import annotations
@@ -101,21 +102,18 @@ class JobBook:
                 entry.landed.add((rank, block))
 
     def written(self, rank: int, block: int, step: int) -> None:
-        """The model writes to the block on this rank, in this step, now. What is pinned no more is guarded by a fence."""
+        """The model writes to the block on this rank, in this step, now. A fence guards what is pinned no more."""
+        what = f"step {step} writes on rank {rank} to device block {block}"
         for entry in self._loads.get(block, ()):
             if entry.is_pinned and (rank, block) in entry.landed and not entry.has_failed:
-                text = f"step {step} writes on rank {rank} to device block {block}, which job {entry.job.job_id} has filled"
-                raise Violation("lease", text)
+                raise Violation("lease", f"{what}, which job {entry.job.job_id} has filled")
         for entry in self._saves.get(block, ()):
             is_waiting = (rank, block) not in entry.landed and rank not in entry.reported
             if entry.is_pinned and is_waiting and step > entry.step:
-                text = (
-                    f"step {step} writes on rank {rank} to device block {block}, which job {entry.job.job_id} will save"
-                )
-                raise Violation("lease", text)
+                raise Violation("lease", f"{what}, which job {entry.job.job_id} will save")
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """The connector gives up its hold of these blocks: of a job that is under way it may, where the engine is idle."""
+        """The connector gives up its hold of these blocks; of a job under way it may, where the engine is idle."""
         for entry in self._loads.get(blocks[0], []) + self._saves.get(blocks[0], []) if blocks else ():
             if entry.is_pinned and self._device_blocks(entry.job) == list(blocks):
                 entry.is_pinned = False

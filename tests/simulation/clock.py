@@ -1,9 +1,9 @@
 """Virtual time: one queue of events and one source of chance for a whole world.
 
 Nothing in a simulation sleeps, reads a clock of the machine or starts a thread. Whatever takes time (a step, a copy, a
-message, a write to disk) is an event due at a virtual time; events of the same time run in an order drawn from the seed, so
-that no order between two owners is relied upon. What must stay in order (one stream, one connection) is chained by its owner:
-it asks for the next event only when the one before it has run.
+message, a write to disk) is an event due at a virtual time; events of the same time run in an order drawn from the
+seed, so that no order between two owners is relied upon. What must stay in order (one stream, one connection) is
+chained by its owner: it asks for the next event only when the one before it has run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Event:
 class VirtualTime:
     """The clock, the queue and the chance of one world. Seconds are virtual; the same seed gives the same run.
 
-    `rng` is for what happens inside of the world. A part that draws often, or not in every configuration, takes a source of
-    its own from `stream(name)`, so that what it draws does not shift what everybody else draws.
+    `rng` is for what happens inside of the world. A part that draws often, or not in every configuration, takes a
+    source of its own from `stream(name)`, so that what it draws does not shift what everybody else draws.
     """
 
     def __init__(self, seed: int) -> None:
@@ -108,8 +108,5 @@ class VirtualTime:
 
     def pending_labels(self) -> list[str]:
         """What is due, soonest first; for the message of a failure."""
-        return [
-            f"{time:.6f} {event.label}"
-            for time, _, _, event in sorted(self._events, key=lambda e: e[:3])
-            if event.is_pending
-        ]
+        events = sorted(self._events, key=lambda entry: entry[:3])
+        return [f"{time:.6f} {event.label}" for time, _, _, event in events if event.is_pending]

@@ -53,7 +53,7 @@ class EngineConfig:
     @property
     def depth(self) -> int:
         """Steps under way at most."""
-        return max(2, self.num_ranks if self.pipeline else 2) if self.asynchronous else 1
+        return (self.num_ranks + 1 if self.pipeline else 2) if self.asynchronous else 1
 
     @property
     def window_blocks(self) -> tuple[int | None, ...]:
@@ -108,8 +108,8 @@ def draw(rng: random.Random) -> EngineConfig:
         windows=windows,
         num_layers=rng.choice([1, 2, 2]),
         block_size=block_size,
-        num_device_blocks=rng.choice([24, 32, 48, 80, 160]) * len(windows) * 4 // block_size,
-        num_host_blocks=rng.choice([6, 16, 48, 160, 400]) * len(windows),
+        num_device_blocks=rng.choice([16, 24, 32, 48, 96]) * len(windows) * 4 // block_size,
+        num_host_blocks=rng.choice([6, 24, 80, 200, 400]) * len(windows),
         max_step_tokens=rng.choice([8, 16, 48, 200]),
         max_running=rng.choice([1, 2, 4, 8]),
         defers_frees=rng.random() < 0.5,
@@ -123,7 +123,7 @@ def draw(rng: random.Random) -> EngineConfig:
         fails_by_request=rng.random() < 0.7,
         takes_events=rng.random() < 0.9,
         write_policy=rng.choice(list(WritePolicy)),
-        load_choice=rng.choice([LoadChoice.AUTO, LoadChoice.AUTO, LoadChoice.SYNC, LoadChoice.ASYNC]),
+        load_choice=rng.choice([LoadChoice.AUTO, LoadChoice.AUTO, LoadChoice.SYNC, LoadChoice.ASYNC, LoadChoice.ASYNC]),
         save_bandwidth=rate,
         max_load_stall_ms=rng.choice([0, 2]),
         write_back_lookahead=rng.choice([1, 8, 64]),
@@ -133,7 +133,7 @@ def draw(rng: random.Random) -> EngineConfig:
         stalls=rng.choice([0.0, 0.0, 0.002, 0.02]),
         seconds={
             "compute": rng.choice([2e-4, 1e-3, 4e-3]),
-            "load": rng.choice([2e-4, 2e-3, 2e-2]),
+            "load": rng.choice([2e-4, 2e-3, 2e-2, 5e-2]),
             "save": rng.choice([2e-4, 2e-3, 2e-2]),
         },
     )

@@ -1,9 +1,10 @@
 """The device of one rank: streams of work that runs late, in any order that streams and events allow.
 
-A stream is a queue of operations. Its head runs at a virtual time of its own once it may: one that waits for an event may
-when the event has come. Nothing else orders two streams, so what code under test forgets to order will sooner or later
-run the wrong way round. `SimulatedLane`, `SimulatedSubmitter` and `LatePath` are what the transfer engine is given in place of
-CUDA's streams, its thread and the copies at once: they are seams of `transfer/`, and nothing of its own logic is replaced.
+A stream is a queue of operations. Its head runs at a virtual time of its own once it may: one that waits for an event
+may when the event has come. Nothing else orders two streams, so what code under test forgets to order will sooner or
+later run the wrong way round. `SimulatedLane`, `SimulatedSubmitter` and `LatePath` are what the transfer engine is
+given in place of CUDA's streams, its thread and the copies at once: they are seams of `transfer/`, and nothing of its
+own logic is replaced.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from kv_connector.transfer.paths.base import BlockCopy, CopyPath
-from kv_connector.transfer.memory.host_pool import HostPool
-from kv_connector.transfer.memory.layout import CacheLayout
 
 from kv_connector.config import Config
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as transfer_engine
 from kv_connector.transfer.costs.curves import LinkCosts
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.types import Direction
 
@@ -34,7 +35,7 @@ GARBAGE = 0xEE
 
 
 class SimulatedEvent:
-    """A point of a stream; see `transfer.cuda.streams.Event`."""
+    """A point of a stream; see `transfer.streams.Event`."""
 
     __slots__ = ("done", "_device", "_time", "_followers")
 
@@ -133,7 +134,7 @@ class Stream:
 
 
 class Device:
-    """Streams of one rank. `delay(seconds)` draws how long something takes; `on_copy` is told of each copy as it runs."""
+    """Streams of one rank. `delay(seconds)` draws how long something takes; `on_copy` is told of a copy as it runs."""
 
     def __init__(self, time: VirtualTime, rng: random.Random, name: str, seconds: dict[str, float]) -> None:
         """`seconds`: what an operation takes about, by stream ("compute", "load", "save")."""
@@ -172,7 +173,7 @@ class Device:
 
 
 class SimulatedLane:
-    """See `transfer.cuda.streams.Lane`."""
+    """See `transfer.streams.Lane`."""
 
     is_synchronous = False
     handle = 0
@@ -193,9 +194,6 @@ class SimulatedLane:
     def follow(self, position: SimulatedEvent | None) -> None:
         if position is not None:
             position.wait(self.stream)
-
-    def wait_idle(self) -> None:
-        """Only who drops an engine without closing it waits so: here its device has gone with it."""
 
     def mark(self, stream: Stream | None = None) -> SimulatedEvent:
         return (stream if stream is not None else self._device.compute).record()
@@ -267,7 +265,7 @@ _ready_blocks: dict[int, Callable[[], int]] = {}
 
 @contextmanager
 def seams() -> Iterator[None]:
-    """Inside, transfer engines that are made under `on(device)` run on that device, and host pools may become ready late."""
+    """Inside, transfer engines that are made under `on(device)` run on it, and host pools may become ready late."""
 
     def make_lane(*_: object, **__: object) -> SimulatedLane:
         device = _current[-1]

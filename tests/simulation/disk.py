@@ -21,8 +21,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from kv_connector.storage.filesystem import backend, folder, journal, packs, survey, temporaries
 from kv_connector.storage.base import StorageCounters
+from kv_connector.storage.filesystem import backend, folder, journal, packs, survey, temporaries
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 
 from .clock import Event, VirtualTime

@@ -1,8 +1,8 @@
 """One simulated engine: its core loop, the halves of the connector, its ranks, and what operators do to it.
 
-The loop is vLLM's `step_with_batch_queue`: it plans as long as fewer steps are under way than its depth, else it waits for
-the oldest one's outputs. A step without requests goes the same way, so that what runs beside it can be reported. All else
-(arrivals, aborts, resets) comes between two turns of the loop, with steps under way.
+The loop is vLLM's `step_with_batch_queue`: it plans as long as fewer steps are under way than its depth, else it waits
+for the oldest one's outputs. A step without requests goes the same way, so that what runs beside it can be reported.
+All else (arrivals, aborts, resets) comes between two turns of the loop, with steps under way.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from .scheduler import SchedulerModel
 if TYPE_CHECKING:
     from .world import World
 
-MOST_STEPS_WITHOUT_PROGRESS = 3000
-"""A request that is neither scheduled nor admitted nor given a token in so many steps of its engine is stuck."""
+MOST_STEPS_WITHOUT_PROGRESS = 1000
+MOST_SECONDS_WITHOUT_PROGRESS = 30.0
+"""Where no request is scheduled, admitted or given a token in so many steps of its engine, and so long, they are stuck;
+so is one that waits twenty times as long while others go on."""
 
 
 class Engine:
@@ -71,6 +73,7 @@ class Engine:
         self._received: Counter[str] = Counter()
         self._failed: set[str] = set()
         self._wants: list[Callable[[], bool]] = []  # what operators try until it is done
+        self._step_times = [world.time.now()]  # by step
         self.num_steps = 0
 
     # The core loop.
@@ -100,8 +103,10 @@ class Engine:
             self.world.time.call_after(5e-3, self.wake, f"{self.engine_id}/idle")
 
     def _dispatch(self) -> None:
+        num_preempted = self.met["preempted"]
         plan, items = self.scheduler.schedule()
         self.num_steps += 1
+        self._step_times.append(self.world.time.now())
         self.world.count_step(self)
         self.book.planned(plan)
         ranks = self.config.num_ranks
@@ -116,9 +121,11 @@ class Engine:
         if items:
             self._last_sampled = sampled
         self._in_flight.append(step)
+        has_drafts = any(item.num_drafts for item in items)
+        self.world.users.planned(self, plan, self.met["preempted"] > num_preempted, has_drafts)
         for rank in self.ranks:
             rank.receive(step)
-        self.check()
+        self.check(has_changed=not plan.is_empty)
 
     def rank_done(self, step: Step, rank: int, result: RankResult) -> None:
         """A rank's outputs of a step have come."""
@@ -143,8 +150,9 @@ class Engine:
             del self._received[name]
         failed = received & self._failed
         self._failed -= received
-        self.scheduler.update(step, results, received, failed)
-        self.check()
+        later = [item for other in self._in_flight for item in other.items]
+        self.scheduler.update(step, results, received, failed, later)
+        self.check(has_changed=any(result.report.done or result.report.failed for result in results))
 
     # What users do.
 
@@ -169,8 +177,8 @@ class Engine:
     # What operators do.
 
     def reset_connector(self) -> None:
-        """As `reset_prefix_cache(reset_connector=True)` while requests run: the engine refuses, the connector is asked all
-        the same. Nothing else changes."""
+        """As `reset_prefix_cache(reset_connector=True)` while requests run: the engine refuses, the connector is
+        asked all the same. Nothing else changes."""
         self._count_reset()
         self.half.reset_cache()
         self.wake()
@@ -263,15 +271,22 @@ class Engine:
 
     # Checks.
 
-    def check(self) -> None:
-        """What must hold after every step."""
+    def check(self, has_changed: bool = True) -> None:
+        """What must hold after every step; the tree is looked through where a job began or ended."""
         self.pool.check()
-        self.half.check()
-        for request in self.scheduler.requests:
-            if (
-                self.scheduler.step - request.progressed_in > MOST_STEPS_WITHOUT_PROGRESS
-                and not self.scheduler.is_paused
-            ):
+        if has_changed:
+            self.half.check()
+        requests = self.scheduler.requests
+        if not requests or self.scheduler.is_paused:
+            return
+        now = self.world.time.now()
+        for since, most in (
+            (max(request.progressed_in for request in requests), 1),
+            (min(request.progressed_in for request in requests), 20),
+        ):
+            is_long = now - self._step_times[since] > most * MOST_SECONDS_WITHOUT_PROGRESS
+            if is_long and self.scheduler.step - since > most * MOST_STEPS_WITHOUT_PROGRESS:
+                request = next(request for request in requests if request.progressed_in == since)
                 raise Violation("stuck", f"{request.request_id} is {request.status.value}: {self.describe(request)}")
 
     @property
@@ -283,9 +298,8 @@ class Engine:
         if self.is_dead:
             return
         stats = self.half.get_kv_connector_stats()
-        leaks = {
-            name: stats[name] for name in ("jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes")
-        }
+        names = "jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes"
+        leaks = {name: stats[name] for name in names}
         leaks["pinned device blocks"] = sum(map(bool, self.pool.pins))
         leaks["held device blocks"] = self.pool.num_blocks - 1 - self.pool.num_free
         leaks["open jobs"] = len(self.book.open)
@@ -296,8 +310,8 @@ class Engine:
         """Where it stands, for the message of a failure."""
         return (
             f"step {self.scheduler.step}, {request.num_tokens} tokens, {request.num_computed_tokens} computed, "
-            f"{request.num_in_flight} in flight, {request.num_preemptions} preemptions; {self.pool.num_free} blocks free, "
-            f"{sum(map(bool, self.pool.pins))} pinned; jobs under way {sorted(self.book.open)}"
+            f"{request.num_in_flight} in flight, {request.num_preemptions} preemptions; {self.pool.num_free} blocks "
+            f"free, {sum(map(bool, self.pool.pins))} pinned; jobs under way {sorted(self.book.open)}"
         )
 
     def shutdown(self) -> None:

@@ -5,8 +5,8 @@
     token behind p                  mix(sum over ranks of the last h[p])
 
 C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the rank and the
-`epoch` of the weights: after an update of the weights no row of before fits any more. Layers of a windowed group attend to
-the last `window` positions only. `Oracle` computes the same without any cache.
+`epoch` of the weights: after an update of the weights no row of before fits any more. Layers of a windowed group attend
+to the last `window` positions only. `Oracle` computes the same without any cache.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _POSITIONS: Words = np.arange(MOST_TOKENS, dtype=np.uint64) * np.uint64(_B)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """`layer_groups[l]` is the block group of layer l; `windows[g]` the tokens that a group's layers attend to, or None."""
+    """`layer_groups[l]` is the block group of layer l; `windows[g]` the tokens that a group's layers see, or None."""
 
     layer_groups: tuple[int, ...] = (0, 0)
     windows: tuple[int | None, ...] = (None,)

@@ -1,8 +1,10 @@
-"""The device blocks of a simulated engine, after vLLM's `BlockPool`: one flat pool, reference counts, a queue of free blocks.
+"""The device blocks of a simulated engine, after vLLM's `BlockPool`: one flat pool, reference counts, a queue of free
+blocks.
 
-Block 0 stands for no block. A block keeps its name (its hash) when it is freed, and is matched until it is handed out again;
-blocks without a name are handed out first, those with one in the order in which they were freed. `ConnectorView` is what the
-connector is given of it; what that has pinned is counted apart, so that checks can tell a lease from a request's own hold.
+Block 0 stands for no block. A block keeps its name (its hash) when it is freed, and is matched until it is handed out
+again; blocks without a name are handed out first, those with one in the order in which they were freed. `ConnectorView`
+is what the connector is given of it; what that has pinned is counted apart, so that checks can tell a lease from a
+request's own hold.
 """
 
 from __future__ import annotations
@@ -119,9 +121,7 @@ class BlockPool:
             raise Violation("pool", f"free blocks are {sorted(self._free)}, blocks that nobody holds {sorted(free)}")
         for block, pins in enumerate(self.pins):
             if not 0 <= pins <= self.refs[block]:
-                raise Violation(
-                    "pool", f"device block {block} is pinned {pins} times and held {self.refs[block]} times"
-                )
+                raise Violation("pool", f"device block {block} is pinned {pins} and held {self.refs[block]} times")
 
 
 class ConnectorView:

@@ -1,7 +1,8 @@
 """One rank of a simulated engine: its process, which takes steps in order, and the model that runs on its device.
 
-The process runs ahead of the device: it calls the worker half, puts the forward pass on the compute stream, and reports.
-The report travels with the step's tokens, so it leaves when the device has come so far. A frozen process takes no step.
+The process runs ahead of the device: it calls the worker half, puts the forward pass on the compute stream, and
+reports. The report travels with the step's tokens, so it leaves when the device has come so far. A frozen process takes
+no step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from .requests import Item, RankResult, Step
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+IDLE_SECONDS = 3e-3
+"""What a step without requests takes at least: a process rests a moment where nothing is to be computed."""
 
 
 class Rank:
@@ -94,7 +99,8 @@ class Rank:
     def _pump(self) -> None:
         if self._inbox and not self._is_busy and not self.is_frozen:
             self._is_busy = True
-            delay = self.device.delay(self.engine.config.host_seconds)
+            seconds = self.engine.config.host_seconds
+            delay = self.device.delay(seconds if self._inbox[0].items else max(seconds, IDLE_SECONDS))
             self.engine.world.time.call_after(delay, self._run, f"{self.device.name}/process")
 
     def _run(self) -> None:
@@ -226,7 +232,6 @@ class Rank:
         for table in item.tables:
             for block in table[item.start // size : -(-item.end // size)]:
                 if not 0 < block < self.engine.config.num_device_blocks:
-                    raise Violation(
-                        "engine", f"step {step.number} writes to block {block} of {item.request.request_id}"
-                    )
+                    name = item.request.request_id
+                    raise Violation("engine", f"step {step.number} writes to block {block} of {name}")
                 self.book.written(self.index, block, step.number)

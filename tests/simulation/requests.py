@@ -1,7 +1,7 @@
 """What crosses a simulated engine: requests, the steps that compute them, and what the device knows of a sequence.
 
-The scheduler's side of an engine that plans ahead is optimistic: `num_computed_tokens` has every token and draft in flight.
-The device's side knows what was accepted; a step's real start is found when it runs (`Item.resolve`).
+The scheduler's side of an engine that plans ahead is optimistic: `num_computed_tokens` has every token and draft in
+flight. The device's side knows what was accepted; a step's real start is found when it runs (`Item.resolve`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The scheduler of a simulated engine, after vLLM 0.32's `Scheduler`, `AsyncScheduler` and `KVCacheManager`.
 
-What it owns: requests, their block tables and the pool. What it is told: outputs of steps, in order, possibly a step or two
-late. Names follow vLLM's; comments say where an engine may choose otherwise (`EngineConfig`). It drives the connector through
-`kv_connector.base` alone, with the calls in vLLM's order.
+What it owns: requests, their block tables and the pool. What it is told: outputs of steps, in order, possibly a step or
+two late. Names follow vLLM's; comments say where an engine may choose otherwise (`EngineConfig`). It drives the
+connector through `kv_connector.base` alone, with the calls in vLLM's order.
 """
 
 from __future__ import annotations
@@ -252,8 +252,11 @@ class SchedulerModel:
 
     # Outputs.
 
-    def update(self, step: Step, results: Sequence[RankResult], received: set[str], failed: set[str]) -> None:
-        """Take in what a step came to; steps come in order. `received`: loads that have ended on all ranks."""
+    def update(
+        self, step: Step, results: Sequence[RankResult], received: set[str], failed: set[str], later: Sequence[Item]
+    ) -> None:
+        """Take in what a step came to; steps come in order. `received`: loads that have ended on all ranks, `failed`
+        those of them that failed on one. `later`: what is under way behind this step."""
         if step.items:
             self._processed_sequence += 1
             self._drain_deferred()
@@ -261,7 +264,7 @@ class SchedulerModel:
             if request.request_id in failed and request.status is Status.LOADING:
                 self._fail_receiving(request)
         invalid = set().union(*(result.invalid for result in results))
-        affected = self._handle_invalid(invalid, step) if invalid else set()
+        affected = self._handle_invalid(invalid, [*step.items, *later]) if invalid else set()
         for item in step.items:
             self._take_output(item, item.request in affected)
         if not self.config.reports_apart:
@@ -312,8 +315,8 @@ class SchedulerModel:
         for count, token in enumerate(generated, start=1):
             expected = request.oracle.next()
             if token != expected:
-                text = f"{request.request_id} (request {request.number}): token {request.num_tokens} is {token}, not {expected}"
-                raise Violation("token", text)
+                name = f"{request.request_id} (request {request.number})"
+                raise Violation("token", f"{name}: token {request.num_tokens} is {token}, not {expected}")
             request.tokens.append(token)
             num_outputs = request.num_tokens - request.num_prompt_tokens
             if num_outputs >= request.max_tokens or token % 101 == 0:
@@ -366,17 +369,23 @@ class SchedulerModel:
                 request.num_computed_tokens -= 1
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
 
-    def _handle_invalid(self, invalid: set[int], step: Step) -> set[SimulatedRequest]:
-        """Blocks that a load has not filled: who holds them computes again, and nothing of this step or behind it counts."""
+    def _handle_invalid(self, invalid: set[int], under_way: Sequence[Item]) -> set[SimulatedRequest]:
+        """Blocks that a load has not filled: who holds them computes again, and no output of this step counts."""
         self.met["load of the step failed"] += 1
         affected = set()
         size = self.config.block_size
-        for request in self.holding:
-            if request.status is Status.LOADING and any(invalid.intersection(table) for table in request.tables):
-                self._fail_receiving(request)
-        for request in list(self.running):
+        for item in under_way:  # of requests that were aborted meanwhile, too, which vLLM overlooks
+            first = min((t.index(b) for t in item.tables for b in invalid.intersection(t)), default=None)
+            for block in () if first is None else [block for table in item.tables for block in table[first:]]:
+                self.pool.forget(block)
+        for block in invalid:
+            self.pool.forget(block)
+        for request in [*self.holding, *self.running]:
             first = min((t.index(b) for t in request.tables for b in invalid.intersection(t)), default=None)
             if first is None:
+                continue
+            if request.status is Status.LOADING:
+                self._fail_receiving(request)
                 continue
             affected.add(request)
             for group, table in enumerate(request.tables):
@@ -384,6 +393,14 @@ class SchedulerModel:
                     if block != NULL_BLOCK:
                         self.pool.forget(block)
                 request.num_named[group] = min(request.num_named[group], first)
+            if request.status is not Status.RUNNING:
+                # vLLM overlooks those: received, and waiting for room (see `_promote`).
+                self.met["asynchronous load failed behind its announcement"] += 1
+                self.holding.remove(request)
+                self._free(request)
+                request.num_computed_tokens = 0
+                self.waiting.appendleft(request)
+                continue
             is_alone = all(self.pool.refs[b] - self.pool.pins[b] == 1 for t in request.tables for b in t[first:] if b)
             if self.config.truncates and is_alone and len(request.tables) == 1 and not self.config.asynchronous:
                 self.met["truncated behind a failed load"] += 1
@@ -391,7 +408,7 @@ class SchedulerModel:
                 self._place(request)
             else:
                 self.running.remove(request)
-                self._preempt(request, drops_stale=True, is_waiting_first=True)
+                self._preempt(request, drops_stale=True)
         return affected
 
     # Blocks.
@@ -522,7 +539,7 @@ class SchedulerModel:
             for table in request.tables
         )
 
-    def _preempt(self, request: SimulatedRequest, drops_stale: bool, is_waiting_first: bool = False) -> None:
+    def _preempt(self, request: SimulatedRequest, drops_stale: bool) -> None:
         self.met["preempted"] += 1
         if request.num_in_flight:
             self.met["preempted with a step under way"] += 1
@@ -541,7 +558,7 @@ class SchedulerModel:
         return not self.config.defers_frees or request.last_sequence < self._processed_sequence
 
     def _free(self, request: SimulatedRequest) -> None:
-        """Its blocks return to the pool, later where a step under way may write to them and the engine waits for that."""
+        """Its blocks return to the pool; later, if the engine waits for steps under way that may write to them."""
         blocks = [block for table in request.tables for block in reversed(table) if block != NULL_BLOCK]
         request.tables = []
         request.num_named = []

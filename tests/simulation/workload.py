@@ -1,7 +1,7 @@
 """What users, operators and bad luck do to a world: a list of actions with their times, drawn from the seed.
 
-Each action is plain data and stands alone: one that refers to what another would have made does nothing where that one is
-missing. So a history that fails can be shortened by leaving actions out.
+Each action is plain data and stands alone: one that refers to what another would have made does nothing where that one
+is missing. So a history that fails can be shortened by leaving actions out.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kv_connector.index import BlockHasher
-from kv_connector.types import Direction
+from kv_connector.types import Direction, StepPlan
 
 from .config import EngineConfig
 from .model import VOCABULARY
@@ -24,20 +25,32 @@ if TYPE_CHECKING:
 
 KINDS = {
     "arrive": 60,
-    "abort": 8,
-    "again": 6,
-    "fail": 5,
-    "freeze": 2,
-    "stall": 2,
-    "weights": 3,
-    "reset": 2,
-    "sleep": 1,
-    "kill": 0.5,
-    "resize": 2,
-    "pin": 1,
-    "unpin": 1,
+    "abort": 3,
+    "again": 2,
+    "fail": 3,
+    "freeze": 1,
+    "stall": 1,
+    "weights": 0.5,
+    "reset": 0.5,
+    "sleep": 0.3,
+    "kill": 0.2,
+    "resize": 1,
+    "pin": 0.5,
+    "unpin": 0.5,
+    "trap": 8,
 }
 """How often each kind of action occurs, in proportion."""
+TRAPS = {
+    "loading": ("again", "abort", "again", "weights", "reset", "kill", "sleep", "freeze", "resize"),
+    "load": ("abort", "weights", "reset", "fail", "freeze", "again"),
+    "save": ("abort", "weights", "reset", "kill", "fail", "sleep", "resize"),
+    "preempted": ("abort", "weights", "again", "freeze"),
+    "drafts": ("abort", "again", "weights"),
+}
+"""What a trap waits for in a plan, and what may be done when it comes."""
+
+
+NUM_DOCUMENTS = 5
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,7 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Action]:
 def _choices(rng: random.Random, kind: str, config: EngineConfig, most_new: int, number: int) -> dict[str, Any]:
     if kind in ("arrive", "again"):
         what: dict[str, Any] = {
-            "document": rng.randrange(3),
+            "document": rng.randrange(NUM_DOCUMENTS),
             "share": rng.choice([0.0, 0.2, 0.5, 0.8, 1.0]),
             "new": rng.randrange(1, 9),
             "outputs": rng.randrange(1, most_new + 1),
@@ -85,6 +98,11 @@ def _choices(rng: random.Random, kind: str, config: EngineConfig, most_new: int,
         return what
     if kind == "abort":
         return {"back": rng.randrange(6)}
+    if kind == "trap":
+        when = rng.choice(list(TRAPS))
+        do = rng.choice(TRAPS[when])
+        what = {"when": when, "do": do, "delay": rng.choice([0.0, 1e-4, 1e-3, 5e-3])}
+        return what | _choices(rng, do, config, most_new, number)
     if kind == "fail":
         way = rng.choice([Direction.LOAD, Direction.LOAD, Direction.SAVE])
         return {"rank": rng.randrange(config.num_ranks), "way": way, "after": rng.randrange(4)}
@@ -95,9 +113,9 @@ def _choices(rng: random.Random, kind: str, config: EngineConfig, most_new: int,
     if kind == "sleep":
         return {"seconds": rng.choice([0.0, 0.02])}
     if kind == "resize":
-        return {"share": rng.choice([0.0, 0.1, 0.5, 1.0, None])}
+        return {"share": rng.choice([0.0, 0.1, 0.5, None, None, None])}
     if kind in ("pin", "unpin"):
-        return {"document": rng.randrange(3), "share": rng.choice([0.2, 0.5])}
+        return {"document": rng.randrange(NUM_DOCUMENTS), "share": rng.choice([0.2, 0.5])}
     return {}
 
 
@@ -108,10 +126,11 @@ class Users:
         self._world = world
         most = min(engine.most_tokens() for engine in world.engines)
         self._most = most
-        length = min(most - 12, rng.choice([24, 60, 120]))
-        self._documents = [[rng.randrange(VOCABULARY) for _ in range(max(4, length))] for _ in range(3)]
+        length = min(most - 12, rng.choice([16, 40, 80, 160]))
+        self._documents = [[rng.randrange(VOCABULARY) for _ in range(max(4, length))] for _ in range(NUM_DOCUMENTS)]
         self._rng_seed = rng.random()
         self.requests: dict[int, tuple[Engine, SimulatedRequest]] = {}
+        self._traps: list[tuple[Engine, Action]] = []
         self._pinned: dict[tuple[int, int, float], int] = {}
 
     def apply(self, action: Action) -> None:
@@ -120,7 +139,38 @@ class Users:
         if engine.is_dead:
             return
         self._world.met[f"action {action.kind}"] += 1
-        getattr(self, f"_{action.kind}")(engine, action, **action.what)
+        self._do(engine, action, action.kind, action.what)
+
+    def planned(self, engine: Engine, plan: StepPlan, has_preempted: bool, has_drafts: bool) -> None:
+        """A plan was made: traps that wait for what is in it are sprung."""
+        if not self._traps:
+            return
+        seen = {
+            "loading": bool(plan.background_loads),
+            "load": bool(plan.loads),
+            "save": bool(plan.saves),
+            "preempted": has_preempted,
+            "drafts": has_drafts,
+        }
+        for entry in [entry for entry in self._traps if entry[0] is engine and seen[entry[1].what["when"]]]:
+            self._traps.remove(entry)
+            action = entry[1]
+            what = {key: value for key, value in action.what.items() if key not in ("when", "do", "delay")}
+            kind = action.what["do"]
+            self._world.met[f"trap {action.what['when']}: {kind}"] += 1
+            delay = action.what["delay"]
+            call = partial(self._spring, engine, action, kind, what)
+            self._world.time.call_after(delay, call, str(action))
+
+    def _spring(self, engine: Engine, action: Action, kind: str, what: dict[str, Any]) -> None:
+        if not engine.is_dead:
+            self._do(engine, action, kind, what)
+
+    def _do(self, engine: Engine, action: Action, kind: str, what: dict[str, Any]) -> None:
+        getattr(self, f"_{kind}")(engine, action, **what)
+
+    def _trap(self, engine: Engine, action: Action, **what: Any) -> None:
+        self._traps.append((engine, action))
 
     def _prompt(self, number: int, document: int, share: float, new: int) -> list[int]:
         rng = random.Random(f"{self._rng_seed}/{number}")
@@ -163,7 +213,7 @@ class Users:
     def _abort(self, engine: Engine, action: Action, back: int) -> None:
         live = engine.scheduler.requests
         if live:
-            request = live[-1 - back % len(live)]
+            request = live[back % len(live)]  # those that hold blocks come first
             self._world.met[f"aborted while {request.status.value}"] += 1
             self._world.met["aborted with a step under way"] += request.num_in_flight > 0
             engine.abort(request)

@@ -20,9 +20,9 @@ from .engine import Engine
 from .requests import SimulatedRequest
 from .workload import Action
 
-MOST_STEPS_TO_REST = 6000
-"""Steps that an engine may take after faults are off until nothing is under way any more."""
+MOST_STEPS_TO_REST = 20_000
 MOST_SECONDS_TO_REST = 600.0
+"""Steps of all engines, and seconds, from when faults are off until nothing is under way any more."""
 
 
 @dataclass
@@ -35,21 +35,22 @@ class Outcome:
     met: Counter[str]
     violation: Violation | None = None
     trace: str = ""
+    time: float = 0.0  # virtual, of its end
     actions: list[Action] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)
 
 
 class World:
-    """`parts` plug in what lies between engines: see `connector_parts`, `open_storage`, `open_peers`, `part_events`."""
+    """Subclasses plug in what lies between engines: see `connector_parts`, `open_storage` and `open_peers`."""
 
-    def __init__(self, seed: int, most_steps: int = 1 << 60) -> None:
+    def __init__(self, seed: int, num_engines: int = 1) -> None:
         self.seed = seed
         self.time = VirtualTime(seed)
         self.met: Counter[str] = Counter()
         self.num_steps = 0
         self.num_finished = 0
-        self._most_steps = most_steps
         rng = random.Random(f"{seed}/world")
-        self.configs = [configs.draw(rng) for _ in range(1)]
+        self.configs = [configs.draw(rng) for _ in range(num_engines)]
         self.epochs = [1 for _ in self.configs]
         self.engines = [Engine(self, index, config) for index, config in enumerate(self.configs)]
         self.actions = workload.draw(rng, self.configs)
@@ -105,7 +106,7 @@ class World:
     def _rest(self, since: float) -> None:
         before = self.num_steps
         while not all(engine.is_at_rest for engine in self.engines):
-            is_over = self.num_steps - before > MOST_STEPS_TO_REST or self.time.now() - since > MOST_SECONDS_TO_REST
+            is_over = self.num_steps - before > MOST_STEPS_TO_REST and self.time.now() - since > MOST_SECONDS_TO_REST
             if is_over or not self.time.run_next():
                 raise Violation("stuck", "; ".join(self._why_not_at_rest()))
         self.time.run_until(self.time.now() + 1.0)  # what was left behind may still do harm
@@ -136,7 +137,7 @@ def simulate(seed: int, keep: frozenset[int] | None = None) -> Outcome:
     with seams(), quiet_logs():
         world = World(seed)
         actions = [action for action in world.actions if keep is None or action.number in keep]
-        outcome = Outcome(seed, 0, 0, world.met, actions=actions)
+        outcome = Outcome(seed, 0, 0, world.met, actions=actions, engines=[c.describe() for c in world.configs])
         try:
             world.run(actions)
         except Violation as violation:
@@ -147,6 +148,7 @@ def simulate(seed: int, keep: frozenset[int] | None = None) -> Outcome:
             text = f"{type(error).__name__} in {last.name} ({last.filename.rsplit('/', 1)[-1]}): {error}"
             outcome.violation = Violation("crash", text)
             outcome.trace = traceback.format_exc()
+        outcome.time = world.time.now()
         outcome.num_steps, outcome.num_requests = world.num_steps, world.num_finished
         return outcome
 

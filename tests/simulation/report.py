@@ -1,0 +1,109 @@
+"""The result of a run, in the form that every benchmark's has: claims, rows, and how often each composition was met."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .world import Outcome
+
+FLOORS = {
+    "drafts planned ahead": 2000,
+    "sync loads": 1000,
+    "async loads": 1000,
+    "guarded loads": 500,
+    "announced loads": 500,
+    "awaited loads": 500,
+    "saves": 10000,
+    "fences": 1000,
+    "preempted": 1000,
+    "preempted with a step under way": 500,
+    "waited for pinned blocks": 500,
+    "aborted with a step under way": 300,
+    "aborted while loading": 20,
+    "aborted while running": 300,
+    "aborted while preempted": 20,
+    "same id again": 500,
+    "same id again while its load is under way": 50,
+    "reset with loads under way": 100,
+    "reset with saves under way": 500,
+    "reset with steps under way": 500,
+    "weights updated": 300,
+    "slept": 100,
+    "engine killed": 100,
+    "load of the step failed": 50,
+    "truncated behind a failed load": 10,
+    "asynchronous load failed": 20,
+    "worlds asynchronous with drafts": 100,
+    "worlds with ranks": 100,
+    "worlds with pipelines": 30,
+    "worlds with windows": 50,
+    "worlds with write_back": 50,
+    "worlds with write_through": 50,
+    "worlds with write_through_selective": 50,
+}
+"""How often each must be met in a million steps: what never occurs proves nothing. Fewer steps, so much less."""
+_KINDS = {"token": "wrong_tokens", "stuck": "stuck_requests", "leak": "leaks"}
+
+
+def result(outcomes: Sequence[Outcome], arguments: dict[str, Any], met: Counter[str]) -> dict[str, Any]:
+    """One object for `simulation.json`."""
+    steps = sum(outcome.num_steps for outcome in outcomes)
+    failed = Counter(outcome.violation.kind for outcome in outcomes if outcome.violation is not None)
+    claims = {name: claim(failed[kind], 0, "worlds", "lower") for kind, name in _KINDS.items()}
+    others = sum(count for kind, count in failed.items() if kind not in _KINDS)
+    claims["broken_invariants"] = claim(others, 0, "worlds", "lower")
+    claims["steps"] = claim(steps, arguments["steps"], "steps", "higher")
+    for name, floor in FLOORS.items():
+        claims[f"met: {name}"] = claim(met[name], max(1, floor * arguments["steps"] // 1_000_000), "times", "higher")
+    return {
+        "name": "simulation",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "arguments": arguments,
+        "hardware": hardware(),
+        "software": software(),
+        "rows": [
+            {"seeds": len(outcomes), "steps": steps, "requests": sum(outcome.num_requests for outcome in outcomes)},
+            {"met": dict(sorted(met.items()))},
+            *({"seed": o.seed, "violation": str(o.violation)} for o in outcomes if o.violation is not None),
+        ],
+        "claims": claims,
+    }
+
+
+def claim(value: float, goal: float, unit: str, better: str) -> dict[str, Any]:
+    """One claim of a result."""
+    holds = value <= goal if better == "lower" else value >= goal
+    return {"value": value, "goal": goal, "unit": unit, "better": better, "holds": holds}
+
+
+def hardware() -> dict[str, Any]:
+    """What it ran on."""
+    return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+
+
+def software() -> dict[str, Any]:
+    """What it ran with."""
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def commit() -> str:
+    """Of the checkout; empty where there is none."""
+    root = Path(__file__).parents[2]
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """As every result is written."""
+    path.write_text(json.dumps(found, indent=1) + "\n")
