@@ -43,8 +43,9 @@ class SchedulerHalf(KVConnectorScheduler):
 
     `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `Lookup`.
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
-    `fails_by_block`: see `LoadPlanner`. `publishes_events`: somebody reads `take_events`. An engine that keeps its own device blocks in our index passes its `tree`, so
-    that one tree knows every tier. `clock` gives seconds that never go back; it orders evictions and times loads.
+    `fails_by_block`: see `LoadPlanner`. `publishes_events`: somebody reads `take_events`. An engine that keeps its own
+    device blocks in our index passes its `tree`, so that one tree knows every tier. `clock` gives seconds that never go
+    back; it orders evictions and times loads.
     `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
     and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
     """

@@ -35,7 +35,7 @@ GARBAGE = 0xEE
 
 
 class SimulatedEvent:
-    """A point of a stream; see `transfer.streams.Event`."""
+    """A point of a stream; see `transfer.cuda.streams.Event`."""
 
     __slots__ = ("done", "_device", "_time", "_followers")
 
@@ -173,7 +173,7 @@ class Device:
 
 
 class SimulatedLane:
-    """See `transfer.streams.Lane`."""
+    """See `transfer.cuda.streams.Lane`."""
 
     is_synchronous = False
     handle = 0
@@ -200,6 +200,9 @@ class SimulatedLane:
 
     def recycle(self, events: list[Any]) -> None:
         """Events are not used again."""
+
+    def wait_idle(self) -> None:
+        """Only who drops an engine without closing it waits so: here its device has gone with it."""
 
 
 class SimulatedSubmitter:
