@@ -74,6 +74,8 @@ class WorkerHalf(KVConnectorWorker):
         self._lost: dict[str, set[int]] = {}  # by request: blocks of those jobs that failed
         self._handed: list[EndedPeerJob] = []  # peer jobs to be reported
         self._load_failed = False  # in this step
+        self.has_failed_in_step = False  # of the load errors told last, some are of blocks that a step was to read
+        self._failed_in_step = False  # the same, of those to be told
         self._invalid_blocks: set[int] = set()
         self._completed: list[Completion] = []
         self._received: set[str] = set()  # requests whose background load ended, or was announced
@@ -193,6 +195,7 @@ class WorkerHalf(KVConnectorWorker):
     def get_block_ids_with_load_errors(self) -> set[int]:
         self._poll()
         invalid, self._invalid_blocks = self._invalid_blocks, set()
+        self.has_failed_in_step, self._failed_in_step = self._failed_in_step, False
         return invalid
 
     def build_connector_worker_meta(self) -> StepReport:
@@ -293,6 +296,7 @@ class WorkerHalf(KVConnectorWorker):
                 self._end_request(job.request_id, is_awaited)
         elif not ok:
             self._invalid_blocks.update(job.device_ids.tolist())
+            self._failed_in_step = True
 
     def _end_request(self, request_id: str, is_awaited: bool) -> None:
         """The last job that the request waits for has ended; not `is_awaited`: it was announced, and may have run."""
@@ -305,3 +309,4 @@ class WorkerHalf(KVConnectorWorker):
             self._failed_receiving.add(request_id)
         else:
             self._invalid_blocks.update(lost)
+            self._failed_in_step |= not is_awaited

@@ -18,7 +18,6 @@ from integration.tests.vllm_engines import (
     check_loaded_bytes_and_tokens,
     prompts,
     running,
-    schedule_ahead,
     transfer_config,
     vllm_version,
 )
@@ -173,23 +172,3 @@ def test_preempted_requests_come_back_from_the_host(folder: Path) -> None:
         engine.check_all_free()
     assert answers == expected
     assert stats["sync_loads"] + stats["async_loads"] > 0
-
-
-@pytest.mark.skipif(vllm_version().startswith("0.20"), reason="its runner plans ahead on GPUs only")
-@pytest.mark.parametrize(("model", "choice"), [("dense", "sync"), ("dense", "async"), ("windows", "sync")])
-def test_an_engine_that_plans_ahead_gives_the_same_tokens(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, model: str, choice: str
-) -> None:
-    """As engines on GPUs do: blocks are reused, loaded and saved while the step before is still under way."""
-    asked = prompts(8, 300)
-    config = transfer_config({"write_policy": "write_through", "load_choice": choice})
-    with running(folder, model, num_blocks=300, kv_transfer_config=config) as engine:
-        expected = engine.generate(asked, 24)
-    schedule_ahead(monkeypatch)
-    with running(folder, model, num_blocks=120 if model == "windows" else 40, kv_transfer_config=config) as engine:
-        assert engine.core.batch_queue_size == 2
-        rounds = [engine.generate(asked, 24) for _ in range(3)]
-        stats = engine.stats()
-        engine.check_all_free()
-    assert all(answers == expected for answers in rounds)
-    assert stats["host_hit_tokens"] > 8 * 4 * BLOCK_SIZE

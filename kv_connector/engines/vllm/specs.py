@@ -34,6 +34,7 @@ class EngineShape:
 
     `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
+    `recomputes_ahead`: it plans a step before it knows how the last one ended, and is to compute what was not loaded.
     `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
     """
 
@@ -46,6 +47,7 @@ class EngineShape:
     group_ids: tuple[int, ...]
     group_kinds: tuple[Mapping[str, Any], ...]
     publishes_events: bool
+    recomputes_ahead: bool
     drop_last_block: bool
     unpins_when_idle: bool
     identity: CacheIdentity
@@ -102,6 +104,8 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         group_ids=tuple(index for index, _ in groups),
         group_kinds=tuple(_event_kind(kv_cache_config.kv_cache_groups[index].kv_cache_spec) for index, _ in groups),
         publishes_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
+        recomputes_ahead=bool(vllm_config.scheduler_config.async_scheduling)
+        and getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
         drop_last_block=speculative is not None and _drops_last_block(speculative),
         # Freshly allocated blocks are zeroed before a connector can order anything in front of that.
         unpins_when_idle=not getattr(kv_cache_config, "needs_kv_cache_zeroing", False),
