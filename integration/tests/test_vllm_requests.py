@@ -10,15 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
 from integration.models import tiny
-from integration.tests.vllm_engines import (
-    BLOCK_SIZE,
-    VllmEngine,
-    prompts,
-    running,
-    schedule_ahead,
-    transfer_config,
-    vllm_version,
-)
+from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
 
 
 @pytest.fixture(scope="module")
@@ -87,42 +79,6 @@ def test_running_requests_survive_a_reset_in_their_middle(roomy: VllmEngine) -> 
             answers[output.request_id.split("-")[1]] = list(output.outputs[0].token_ids)
     assert [answers[str(index)] for index in range(3)] == expected
     roomy.check_all_free()
-
-
-@pytest.mark.skipif(vllm_version().startswith("0.20"), reason="its runner plans ahead on GPUs only")
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_resets_while_steps_and_saves_are_under_way(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """In front of every step of a busy engine that plans ahead: no reset is refused, no token changes."""
-    from vllm import SamplingParams
-
-    schedule_ahead(monkeypatch)
-    folder = tmp_path_factory.getbasetemp() / "models"
-    config = transfer_config({"write_policy": policy})
-    asked = prompts(6, seed=24)
-    with running(folder, num_blocks=100, kv_transfer_config=config) as engine:
-        assert engine.core.batch_queue_size == 2
-        expected = engine.alone(asked, 12)
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-        for index, prompt in enumerate(asked):
-            engine.llm.llm_engine.add_request(f"{index}", {"prompt_token_ids": prompt}, params)
-        answers: dict[str, list[int]] = {}
-        num_pinned = 0
-        for step in range(600):
-            if not engine.llm.llm_engine.has_unfinished_requests():
-                break
-            if step % 7 in (2, 3):
-                num_pinned += engine.half.has_pending_block_frees()
-                forgets_host = step % 2 == 0
-                assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=forgets_host)
-            for output in engine.llm.llm_engine.step():
-                answers[output.request_id.split("-")[0]] = list(output.outputs[0].token_ids)
-        assert num_pinned, "no reset met a save under way"
-        assert [answers[str(index)] for index in range(6)] == expected
-        assert engine.llm.reset_prefix_cache()
-        assert engine.alone(asked, 12) == expected, "what was saved around the resets"
-        engine.check_all_free()
 
 
 def test_adapters_keep_their_caches_apart(tmp_path: Path) -> None:

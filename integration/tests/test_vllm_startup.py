@@ -10,8 +10,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+import torch
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
 from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, running, transfer_config, vllm_version
-from kv_connector.engines.vllm.specs import refuse_unsupported
+from kv_connector.engines.vllm.specs import read_shape, refuse_unsupported, to_block_group
 from kv_connector.errors import ConfigError
 
 
@@ -54,6 +58,39 @@ def test_ways_of_being_parallel_that_are_not_served(name: str) -> None:
     )
     with pytest.raises(ConfigError, match=f"{name}=2 is not supported"):
         refuse_unsupported(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("RSWASpec", {"rswa_window": 64}, "drops blocks from the middle of a request"),
+        ("SinkFullAttentionSpec", {"sink_len": 32}, "only full attention"),
+        ("HiddenStateCacheSpec", {}, "holds hidden states"),
+        ("SlidingWindowMLASpec", {"sliding_window": 64}, "only full attention"),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, "only full attention"),
+    ],
+)
+def test_kinds_of_attention_that_are_not_served(name: str, options: dict[str, Any], words: str) -> None:
+    """Alone and beside plain attention in one group; some of them are derived from what is served."""
+    spec_class = getattr(kv_cache_interface, name, None)
+    if spec_class is None:
+        pytest.skip("this vLLM does not have it")
+    common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    spec, plain = spec_class(**common, **options), kv_cache_interface.FullAttentionSpec(**common)
+    assert to_block_group(KVCacheGroupSpec(["a"], plain)).window_blocks is None
+    both = UniformTypeKVCacheSpecs(block_size=BLOCK_SIZE, kv_cache_specs={"a": plain, "b": spec})
+    for group in (KVCacheGroupSpec(["b"], spec), KVCacheGroupSpec(["a", "b"], both)):
+        with pytest.raises(ConfigError, match=f"{name} is not supported: .*{words}"):
+            to_block_group(group)
+
+
+def test_an_engine_without_a_kv_cache_is_told_to_leave_the_connector_out() -> None:
+    """The encoder of a multimodal model that was given the settings of the others; vLLM caches no prefixes there."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=False)
+    )
+    with pytest.raises(ConfigError, match="start it without --kv-transfer-config"):
+        read_shape(config, SimpleNamespace(kv_cache_groups=[]))
 
 
 def test_the_short_name_alone_is_enough(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class Arrivals:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._invalid_blocks: set[int] = set()
+        self._has_failed_in_step = False
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -66,6 +67,7 @@ class Arrivals:
         device_ids = () if ok else job.device_ids.tolist()
         if job.request_id is None:
             self._invalid_blocks.update(device_ids)
+            self._has_failed_in_step |= not ok
             return not ok
         wait = self._waits[job.request_id, job.admission]
         wait.job_ids.discard(job_id)
@@ -81,9 +83,10 @@ class Arrivals:
         self._received, self._failed = set(), set()
         return finished
 
-    def take_invalid_blocks(self) -> set[int]:
-        """Device blocks that hold what nobody may use, since the last call."""
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
+    def take_invalid_blocks(self) -> tuple[set[int], bool]:
+        """Device blocks that hold what nobody may use, since the last call, and whether steps were to read some."""
+        invalid = self._invalid_blocks, self._has_failed_in_step
+        self._invalid_blocks, self._has_failed_in_step = set(), False
         return invalid
 
     def open_jobs(self) -> Collection[int]:
@@ -97,3 +100,4 @@ class Arrivals:
                 self._failed.add(wait.request_id)
                 return
         self._invalid_blocks |= wait.lost
+        self._has_failed_in_step |= wait.is_announced and bool(wait.lost)

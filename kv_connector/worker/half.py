@@ -73,6 +73,7 @@ class WorkerHalf(KVConnectorWorker):
         self._arrivals = Arrivals(fails_by_request)
         self._handed: list[EndedPeerJob] = []  # peer jobs to be reported
         self._distrusted_step = -1  # the last in which a load failed that steps may have computed on
+        self.has_failed_in_step = False  # of the load errors told last, some are of blocks that a step was to read
         self._completed: list[Completion] = []
         self._mark: Event | None = None  # where background loads may start
         self._saves_pending = False
@@ -184,7 +185,8 @@ class WorkerHalf(KVConnectorWorker):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         self._poll()
-        return self._arrivals.take_invalid_blocks()
+        block_ids, self.has_failed_in_step = self._arrivals.take_invalid_blocks()
+        return block_ids
 
     def build_connector_worker_meta(self) -> StepReport:
         self._poll()

@@ -158,6 +158,19 @@ def test_the_host_tier_can_be_off(device: torch.device) -> None:
         worker.wait_for_save()
 
 
+def test_all_ranks_together_take_the_host_memory_of_the_engine() -> None:
+    """Eight ranks pin what was asked for once, not eight times."""
+    caches = {"layers.0": torch.zeros(NUM_BLOCKS, 1024, dtype=torch.int32)}
+    taken = []
+    for rank in range(8):
+        worker = WorkerHalf(Config(host_memory="1MiB", pin_memory=False), rank, world_size=8)
+        worker.register_kv_caches(caches, NUM_BLOCKS)
+        report = worker.build_connector_worker_meta()
+        taken.append(report.num_host_blocks * report.block_bytes)
+        worker.shutdown()
+    assert taken == [1 << 17] * 8
+
+
 def test_what_cannot_work_is_refused_at_registration() -> None:
     with pytest.raises(ConfigError, match=r"host_memory=100 bytes for this rank is less than one block of 4096"):
         make_worker(torch.device("cpu"), host_memory=100)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+_SERVED = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec", "SlidingWindowSpec")
+"""Specs by their exact class: one derived from these may keep its blocks in another way."""
+_REFUSED = {
+    "MambaSpec": "the state of a recurrent layer exists at one token only, and a prefix of it cannot be cut to blocks",
+    "RSWASpec": "it drops blocks from the middle of a request",
+    "HiddenStateCacheSpec": "it holds hidden states, which are another connector's to take",
+}
+"""What is known of some others."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
@@ -25,6 +34,7 @@ class EngineShape:
 
     `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
+    `recomputes_ahead`: it plans a step before it knows how the last one ended, and is to compute what was not loaded.
     `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
     """
 
@@ -37,6 +47,7 @@ class EngineShape:
     group_ids: tuple[int, ...]
     group_kinds: tuple[Mapping[str, Any], ...]
     publishes_events: bool
+    recomputes_ahead: bool
     drop_last_block: bool
     unpins_when_idle: bool
     identity: CacheIdentity
@@ -72,8 +83,13 @@ def _with_role(config: Config, kv_role: str) -> Config:
 def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineShape:
     """The engine's shape. Raises ConfigError, naming the reason and what would help, for what is not served."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if not kv_cache_config.kv_cache_groups:
+        raise ConfigError(
+            "this engine has no KV cache (it may be the encoder of a multimodal model): there is nothing to keep; "
+            "start it without --kv-transfer-config"
+        )
     refuse_unsupported(vllm_config)
-    groups = [(index, _block_group(group)) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
+    groups = [(index, to_block_group(group)) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
     block_size = _block_size(kv_cache_config)
     groups.sort(key=lambda entry: entry[1].window_blocks is not None)
     speculative = vllm_config.speculative_config
@@ -88,6 +104,8 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         group_ids=tuple(index for index, _ in groups),
         group_kinds=tuple(_event_kind(kv_cache_config.kv_cache_groups[index].kv_cache_spec) for index, _ in groups),
         publishes_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
+        recomputes_ahead=bool(vllm_config.scheduler_config.async_scheduling)
+        and getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
         drop_last_block=speculative is not None and _drops_last_block(speculative),
         # Freshly allocated blocks are zeroed before a connector can order anything in front of that.
         unpins_when_idle=not getattr(kv_cache_config, "needs_kv_cache_zeroing", False),
@@ -135,8 +153,6 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 def _block_size(kv_cache_config: KVCacheConfig) -> int:
     sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
-    if not sizes:
-        raise ConfigError("the model has no KV cache: there is nothing to keep, leave the connector out")
     if len(sizes) > 1:
         raise ConfigError(
             f"block sizes {sizes} in one model are not supported: layers with states of different sizes get them; "
@@ -148,30 +164,29 @@ def _block_size(kv_cache_config: KVCacheConfig) -> int:
     return int(sizes[0])
 
 
-def _block_group(group: Any) -> BlockGroup:
+def to_block_group(group: Any) -> BlockGroup:
+    """Our words for a group of vLLM's. Raises ConfigError, with the reason, for one that is not served."""
     specs = list(layer_specs(group.kv_cache_spec))
     layer = group.layer_names[0] if group.layer_names else "?"
-    reason = _refusal(group, specs)
-    if reason:
-        raise ConfigError(f"layer {layer!r}: {type(specs[0]).__name__} is not supported: {reason}")
+    for spec in specs:
+        reason = _refusal(group, spec)
+        if reason:
+            raise ConfigError(f"layer {layer!r}: {type(spec).__name__} is not supported: {reason}")
     if isinstance(specs[0], kv_cache_interface.SlidingWindowSpec):
         kept = max(spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) for spec in specs)
         return BlockGroup(window_blocks=-(-kept // specs[0].block_size))
     return BlockGroup()
 
 
-def _refusal(group: Any, specs: Sequence[Any]) -> str:
-    if any(isinstance(spec, kv_cache_interface.MambaSpec) for spec in specs):
-        return "the state of a recurrent layer exists at one token only, and a prefix of it cannot be cut to blocks"
+def _refusal(group: Any, spec: Any) -> str:
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         return "its blocks are not in the device's pool"
-    if not all(getattr(spec, "prefix_cacheable", True) for spec in specs):
+    if not getattr(spec, "prefix_cacheable", True):
         return "vLLM itself does not cache prefixes of it"
-    if any(getattr(spec, "prefix_replay_tokens", 0) for spec in specs):
+    if getattr(spec, "prefix_replay_tokens", 0):
         return "it computes the end of every hit again"
-    cached = (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindowSpec)
-    if not all(isinstance(spec, cached) for spec in specs):
-        return "only full attention, MLA and sliding windows are"
+    if not any(type(spec) is getattr(kv_cache_interface, name, None) for name in _SERVED):
+        return _REFUSED.get(type(spec).__name__, "only full attention, MLA and sliding windows of plain attention are")
     return ""
 
 
