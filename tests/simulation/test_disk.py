@@ -108,7 +108,14 @@ class Process:
 
     def begin(self, what: str, future: Future[Any], keys: list[bytes], ids: list[int]) -> None:
         self.open[future] = what
-        future.add_done_callback(lambda future: self.ended(what, future, keys, ids))
+
+        def ended(future: Future[Any]) -> None:
+            try:
+                self.ended(what, future, keys, ids)
+            except AssertionError as error:  # which a future would only log
+                self.machine.failures.append(error)
+
+        future.add_done_callback(ended)
 
     def ended(self, what: str, future: Future[Any], keys: list[bytes], ids: list[int]) -> None:
         """Blocks are looked at now, and used for something else from now on."""
@@ -126,7 +133,7 @@ class Process:
             for key, index, good in zip(keys, ids, future.result(), strict=True):
                 seen[f"{what} {'ok' if good else 'not ok'}"] += 1
                 if what == "read" and good:
-                    self.machine.check(key, bytes(self.block(index)))
+                    self.machine.check_block(key, bytes(self.block(index)))
         for index in ids:
             self.block(index)[:] = b"\xee" * BLOCK
         self.free += ids
@@ -147,13 +154,14 @@ class Machine:
         self.seen: Counter[str] = Counter()
         self.written: dict[bytes, set[int]] = {}
         self.turns = 0
+        self.failures: list[AssertionError] = []
         self.processes: list[Process] = []
 
     def turn(self) -> int:
         self.turns += not self.reproducible
         return self.turns
 
-    def check(self, key: bytes, block: bytes) -> None:
+    def check_block(self, key: bytes, block: bytes) -> None:
         assert any(block == content(key, turn) for turn in self.written.get(key, ())), "bytes that were never written"
 
     def step(self) -> None:
@@ -188,7 +196,7 @@ class Machine:
             process.kill()
         elif act == "close" and not self.disk.is_silent:
             process.simulated.close()
-        self.check_capacity()
+        self.check()
 
     def fault(self, name: str) -> None:
         disk, rng = self.disk, self.rng
@@ -222,7 +230,9 @@ class Machine:
         else:
             disk.heal()
 
-    def check_capacity(self) -> None:
+    def check(self) -> None:
+        for failure in self.failures:
+            raise failure
         if self.is_lenient and (self.seen["lose"] or self.seen["errors"]):
             return  # see `test_packs_that_could_not_be_deleted_count`
         used = self.disk.files.used_bytes
@@ -248,7 +258,7 @@ class Machine:
             if not self.disk.num_corrupted:
                 assert not process.simulated.counters.corrupt_blocks, "good blocks were called damaged"
             process.simulated.close()
-        self.check_capacity()
+        self.check()
 
     def write_and_read(self, process: Process) -> bool:
         keys = [key_of(i) for i in range(PACK)]
