@@ -249,7 +249,8 @@ class Machine:
                 assert len(process.free) == POOL
             else:
                 process.start()
-        self.time.run_until(self.time.now() + 60)
+        # Half-written files that their owner could not delete take room for an hour.
+        self.time.run_until(self.time.now() + 4000)
         self.disk.check_at_rest()
         for process in self.processes:
             # What is gone behind its back is known once it was missed, and by the other process later.
