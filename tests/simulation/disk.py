@@ -41,7 +41,8 @@ class Disk:
     `slow`          factor on every wait for it
     `freeze, thaw`  it answers nobody; `thaw` lets it go on with what waits, in any order
     `is_full`       nothing grows
-    `error_rate`    share of calls that fail with EIO; a read that fails has moved its bytes
+    `error_rate`    share of calls that fail with EIO, of those in `error_calls` where any are; a read that fails has
+                    moved its bytes
     `corrupt_rate`  share of writes of which a bit is flipped
     `short_rate`    share of reads and writes that move less than they were asked to, which is no fault
     `flip, cut_files, delete_files, wipe`   what lies there is damaged or taken away, now
@@ -63,6 +64,7 @@ class Disk:
         self.slow = 1.0
         self.is_full = False
         self.error_rate = 0.0
+        self.error_calls: tuple[str, ...] = ()
         self.corrupt_rate = 0.0
         self.short_rate = 0.0
         self.num_corrupted = 0
@@ -176,7 +178,8 @@ class Disk:
             raise WouldHang(f"{call} of {path} by a thread that may not wait for the disk")
         if self.is_lost:
             raise fail(errno.ENOENT if call in ("open", "stat") else errno.EIO, path)
-        if self.error_rate and self.rng.random() < self.error_rate:
+        is_meant = not self.error_calls or call in self.error_calls
+        if self.error_rate and is_meant and self.rng.random() < self.error_rate:
             raise fail(errno.EIO, path)
 
     def _after_write(self, file: File, start: int, stop: int) -> None:

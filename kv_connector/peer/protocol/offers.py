@@ -80,7 +80,7 @@ class Offers:
         self._num_regions = num_regions
         self._offers: dict[str, _Offer] = {}
         self._by_job: dict[int, _Offer] = {}
-        self._by_push: dict[int, tuple[_Offer, _Sending]] = {}
+        self._by_push: dict[int, tuple[_Offer, _Sending, _Want]] = {}
         self._early: dict[str, _Want] = {}
         self._early_nones: dict[str, int] = {}  # hand-overs that are not wanted, and whose link said so
         self._stops: list[_Stop] = []
@@ -162,7 +162,7 @@ class Offers:
 
     def pushed(self, event: Pushed) -> None:
         """A push has ended."""
-        offer, sending = self._by_push.pop(event.number)
+        offer, sending, _ = self._by_push.pop(event.number)
         sending.pushes.discard(event.number)
         if not event.ok and offer.want is not None:
             self._refuse(offer.want, "a push failed")
@@ -227,12 +227,14 @@ class Offers:
 
     def _hear_stop(self, link: int, grant: int) -> None:
         self._early = {k: w for k, w in self._early.items() if (w.link, w.grant) != (link, grant)}
-        stop = _Stop(link, grant, set())
+        # Also those of an offer that is not held any more, or not wanted: they still write to the grant's blocks.
+        under_way = [
+            number for number, (_, _, want) in self._by_push.items() if (want.link, want.grant) == (link, grant)
+        ]
+        self._stops.append(_Stop(link, grant, set(under_way)))
         for offer in list(self._offers.values()):
             if offer.want is not None and (offer.want.link, offer.want.grant) == (link, grant):
-                stop.pushes |= {number for number, (other, _) in self._by_push.items() if other is offer}
                 self._unwanted(offer)
-        self._stops.append(stop)
         self._tell_stopped()
 
     def _tell_stopped(self) -> None:
@@ -261,7 +263,7 @@ class Offers:
             number, regions = next(self._numbers), range(sending.pushed, sending.ready)
             sending.pushed = sending.ready
             sending.pushes.add(number)
-            self._by_push[number] = offer, sending
+            self._by_push[number] = offer, sending, want
             source_ids = sending.job.device_ids[first - sending.job.first : stop - sending.job.first]
             target_ids = want.block_ids[first - want.first : stop - want.first]
             self._transport.push(

@@ -200,8 +200,9 @@ class PackFolder:
                 self._journal.append(records)
 
     def abandon(self, temporary: Path) -> None:
-        """The file will not be whole."""
-        temporary.unlink(missing_ok=True)
+        """The file will not be whole. Where it cannot be deleted it counts until its process is gone."""
+        with suppress(OSError):
+            temporary.unlink()
 
     def forget(self, name: str) -> None:
         """Somebody has deleted a pack."""

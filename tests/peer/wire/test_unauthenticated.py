@@ -186,6 +186,31 @@ def test_a_proof_cannot_be_used_again(listener: Side) -> None:
         sock.close()
 
 
+def test_a_listener_does_not_take_its_own_proof_for_the_callers(listener: Side) -> None:
+    """A stranger sends back what it was sent: each side proves that it knows the secret under its own name."""
+    raw = Raw(listener)
+    for body in Handshake(b"", card_of(Pool()), is_caller=True).begin():
+        raw.say(body)
+    challenge = raw.hear()
+    assert challenge is not None
+    raw.say({"t": "proof", "proof": challenge["proof"], "card": card_of(Pool()).encode()})
+    assert raw.hear() is None, "a stranger has got in"
+    assert "secret" in listener.of(Lost)[0].reason
+    raw.sock.close()
+
+
+def test_a_caller_does_not_take_its_own_proof_for_the_listeners() -> None:
+    """Nor does a caller, whoever it has called: here somebody who calls it in turn, with the same nonce."""
+    caller = Handshake(SECRET, card_of(Pool()), is_caller=True)
+    honest = Handshake(SECRET, card_of(Pool()), is_caller=False)
+    (challenge,) = honest.take(caller.begin()[0])
+    (proof,) = Handshake.take(caller, challenge)
+    again = Handshake(SECRET, card_of(Pool()), is_caller=True)
+    again._nonce = caller._nonce
+    with pytest.raises(PeerError, match="secret"):
+        again.take(challenge | {"proof": proof["proof"]})
+
+
 def test_a_known_peer_of_another_model_is_told_why(listener: Side) -> None:
     raw = Raw(listener)
     answer = raw.shake_hands(card_of(Pool(), model="another"))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import random
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kv_connector.storage.filesystem import backend, folder, temporaries
+from kv_connector.storage.filesystem import backend, folder, journal, temporaries
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.folder import PackFolder
 from kv_connector.storage.filesystem.packs import MAX_BLOCKS, PackError, PackHeader, pack_bytes, pack_name
@@ -54,6 +56,32 @@ def test_a_restart_finds_everything(tmp_path: Path) -> None:
     assert exists(second, keys_of("a")) == PER_PACK
     assert all(get(second, keys_of("b", 3) + keys_of("a")))
     second.close()
+
+
+def test_nobody_else_makes_room_or_publishes_meanwhile(
+    store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that share a folder take turns: two that counted the same free bytes would both fill them."""
+    kept_out = []
+
+    def locked(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            with open(store.folder.root / "lock", "rb") as neighbour:
+                try:
+                    fcntl.flock(neighbour, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    kept_out.append(what)
+            return call(*arguments)
+
+        return wrapped
+
+    store.recovered.result(SECONDS)
+    monkeypatch.setattr(temporaries.Temporaries, "new", locked("makes room", temporaries.Temporaries.new))
+    monkeypatch.setattr(journal.Journal, "append", locked("publishes", journal.Journal.append))
+    assert all(put(store, keys_of("a")))
+    assert kept_out == ["makes room", "publishes"]
+    with open(store.folder.root / "lock", "rb") as neighbour:
+        fcntl.flock(neighbour, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and leave nothing locked
 
 
 def test_small_blocks_share_a_file_and_large_ones_have_their_own(tmp_path: Path) -> None:
