@@ -16,7 +16,8 @@ from kv_connector.build import _open_peers
 from kv_connector.config import Config, PathName, PeerConfig
 from kv_connector.index import CacheIdentity
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
-from kv_connector.transfer.costs.curves import BUILT_IN, calibration
+from kv_connector.transfer.costs import calibration
+from kv_connector.transfer.costs.curves import BUILT_IN
 from kv_connector.transfer.cuda.driver import prepare_thread
 from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.engine import TransferEngine

@@ -129,7 +129,7 @@ def costs_of(config: Config) -> LinkCosts:
 @pytest.mark.gpu
 def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured is plausible, the next start reads it, and a spoiled file is measured anew."""
-    from kv_connector.transfer.costs.curves import calibration
+    from kv_connector.transfer.costs import calibration
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda", torch.cuda.current_device())
