@@ -143,6 +143,16 @@ class _BackgroundLoad:
     is_awaited: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Ride:
+    """What a look-up has found of a request that waits for another's load; `host_id` is of its first block."""
+
+    host_id: int
+    num_blocks: int
+    num_hit_tokens: int
+    num_new_tokens: int
+
+
 class LoadPlanner:
     """Chooses how each hit is loaded, and follows the loads in the background. The scheduler half owns their leases."""
 
@@ -152,6 +162,7 @@ class LoadPlanner:
         self._metrics = metrics
         self._clock = clock
         self._asked: dict[str, LoadMode] = {}  # what waiting requests were answered last
+        self._riding: dict[str, _Ride] = {}  # those of them that wait for another's load
         self._ends: dict[int, float | None] = {}  # host blocks that background loads read, and when those will end
         self._background: dict[int, _BackgroundLoad] = {}  # by job, in the order of the link
         self._busy_until = 0.0  # the link, with loads in the background
@@ -174,9 +185,21 @@ class LoadPlanner:
     ) -> LoadMode:
         """How this hit comes to the device. `first_blocks`: host blocks of its first block, by group."""
         mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, others_running, first_blocks)
+        self._riding.pop(request_id, None)
+        if mode is LoadMode.RIDE:
+            self._riding[request_id] = _Ride(first_blocks[0], num_blocks, num_hit_tokens, num_new_tokens)
         before, self._asked[request_id] = self._asked.get(request_id), mode
         self._metrics.ridden_loads += mode is LoadMode.RIDE and before is not mode
         return mode
+
+    def still_rides(self, request_id: str, num_tokens: int) -> bool:
+        """Whether a request, `num_tokens` of which are not computed, waits on: what it was found to wait for when it
+        was looked up goes on, and computing is not sooner. Every waiting request is asked in every step."""
+        ride = self._riding.get(request_id)
+        if ride is None or ride.num_hit_tokens + ride.num_new_tokens != num_tokens:
+            return False
+        known = ride.num_blocks, ride.num_hit_tokens, ride.num_new_tokens
+        return ride.host_id in self._ends and self._choose(*known, True, (ride.host_id,)) is LoadMode.RIDE
 
     def recompute_seconds(self, num_tokens: int) -> float | None:
         """How long computing so many tokens would take; None where that is unknown, or does not matter because every
@@ -186,10 +209,12 @@ class LoadPlanner:
     def withdraw(self, request_id: str) -> None:
         """The request has nothing to load any more."""
         self._asked.pop(request_id, None)
+        self._riding.pop(request_id, None)
 
     def admit(self, request_id: str) -> LoadMode | None:
         """The request is admitted on the last choice; None where there was none."""
         mode = self._asked.pop(request_id, None)
+        self._riding.pop(request_id, None)
         if mode is not None:
             self.estimate.admitted(mode)
         return mode

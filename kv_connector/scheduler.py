@@ -148,6 +148,8 @@ class SchedulerHalf(KVConnectorScheduler):
             self.on_new_request(request)  # not every engine tells, and one that was preempted comes again
             if self._storage.prefetches.is_awaited(request.request_id):
                 return None, False
+        if self._loads.still_rides(request.request_id, request.num_tokens - num_computed_tokens):
+            return None, False
         num_blocks = self._num_loadable(request, num_computed_tokens)
         num_remote = self._num_remote(request, num_computed_tokens, num_blocks)
         if num_remote:

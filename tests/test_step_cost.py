@@ -186,3 +186,26 @@ def test_a_reset_costs_as_much_however_much_is_cached() -> None:
         host.check()
         host.tree.check()
     assert efforts[0] == efforts[1]
+
+
+def test_a_request_that_waits_for_anothers_load_is_looked_up_once() -> None:
+    """It is asked in every step until that load has ended, and is a device hit then."""
+    efforts = []
+    for length in (20, 400):
+        engine = Engine(length, capacity=length, load_choice="async")
+        hashes = store(engine.half.host, "shared", length)
+        first, second = (Prompt(name, hashes, length * SIZE + 1) for name in ("first", "second"))
+        assert engine.half.get_num_new_matched_tokens(first, 0) == (length * SIZE, True)
+        engine.half.update_state_after_alloc(first, [list(range(length + 1))], 0, length * SIZE)
+        plan = engine.half.build_connector_meta(SchedulerOutput(()))
+        assert engine.half.get_num_new_matched_tokens(second, 0) == (None, False)
+
+        def ask(engine: Engine = engine, second: Prompt = second) -> None:
+            assert engine.half.get_num_new_matched_tokens(second, 0) == (None, False)
+
+        efforts.append(count_instructions(ask))
+        (job,) = plan.background_loads
+        engine.half.update_connector_output([StepReport(plan.step, 0, (job.job_id,), num_host_blocks=length)])
+        assert engine.half.get_num_new_matched_tokens(second, length * SIZE) == (0, False)
+        assert engine.half.metrics.ridden_loads == 1
+    assert efforts[0] == efforts[1]
