@@ -214,7 +214,7 @@ class Engine:
         if self.config.keeps_running_on_reset:
             self.pool.reset(even_if_held=True)
             for request in scheduler.requests:
-                request.is_private = request.holds_blocks
+                request.is_private = request.has_started
         self.met["weights updated"] += 1
         self.world.epochs[self.index] += 1
         scheduler.epoch = self.world.epochs[self.index]
