@@ -63,7 +63,8 @@ class PoolBlocks:
             return self._reset()
         pinned = [block for block in self._pool.blocks if block.ref_cnt > 0 and not block.is_null]
         pins = [block for block in pinned for _ in range(block.ref_cnt)]
-        self._pool.free_blocks(pins)
+        while held := [block for block in pinned if block.ref_cnt > 0]:
+            self._pool.free_blocks(held)  # vLLM before 0.25 queues a block twice that is named twice in one call
         try:
             return self._reset()
         finally:
