@@ -28,7 +28,7 @@ class BlockPool:
         self.capacity = capacity
         self.num_live = 0
         self.ref_counts = array("i")  # by id, for every id below _fresh; _FREE where the id is not live
-        self._free: list[int] = []  # ids below both _fresh and capacity that are not live
+        self._free = array("i")  # ids below both _fresh and capacity that are not live
         self._fresh = 0  # ids from here on have never been used
 
     @property
@@ -44,7 +44,7 @@ class BlockPool:
             return None
         from_free = min(num_blocks, len(self._free))
         split = len(self._free) - from_free
-        ids = self._free[split:]
+        ids = self._free[split:].tolist()
         del self._free[split:]
         for block_id in ids:
             self.ref_counts[block_id] = 1
@@ -118,7 +118,8 @@ class BlockPool:
         live = np.flatnonzero(counts != _FREE)
         self.num_live = len(live)
         self._fresh = int(live[-1]) + 1 if len(live) else 0
-        self._free = np.flatnonzero(counts[: min(self._fresh, self.capacity)] == _FREE).tolist()
+        free = np.flatnonzero(counts[: min(self._fresh, self.capacity)] == _FREE)
+        self._free = array("i", free.astype(np.intc).tobytes())
         del counts  # an array that is looked at keeps its size
         del self.ref_counts[self._fresh :]
 
@@ -130,7 +131,7 @@ class BlockPool:
         if capacity < 0:
             raise InvalidBlockError(f"a pool of {capacity} blocks is impossible: give 0 or more")
         if capacity < self.capacity:
-            self._free = [block_id for block_id in self._free if block_id < capacity]
+            self._free = array("i", [block_id for block_id in self._free if block_id < capacity])
         else:
             returning = range(self.capacity, min(capacity, self._fresh))
             self._free.extend(block_id for block_id in returning if self.ref_counts[block_id] == _FREE)

@@ -221,9 +221,10 @@ class CacheTier:
             resident = np.frombuffer(self._node, np.intc)[:num_rows][states == _RESIDENT]
             self.removed += map(self.tree.hash_of, resident.tolist())
         idle = advance(self.tier, _RESIDENT, Event.EVICT)
-        deleting = [advance(self.tier, state, Event.DELETE) for state in np.unique(states[is_copy & is_used]).tolist()]
-        assert set(deleting) <= {_DELETING}, "a copy in use is deleted and nothing else"
-        states[is_copy] = np.where(is_used[is_copy], _DELETING, idle)
+        for state in np.flatnonzero(np.bincount(states[is_copy & is_used])).tolist():
+            assert advance(self.tier, state, Event.DELETE) == _DELETING, "a copy in use is deleted and nothing else"
+        states[is_copy & ~is_used] = idle
+        states[is_copy & is_used] = _DELETING
         self.tree.remove_all_copies(self.tier)
         self.pool.free_idle()
         self._queue.clear()
@@ -290,7 +291,7 @@ class CacheTier:
                 block_id = block[parent]
                 if num_kids or block_id == NONE or refs[block_id] or (keeps_pinned and pins[parent]):
                     break
-                if not left or (time >= limit and (time >= older_than or (time, parent) > (due, due_node))):
+                if not left or (time >= limit and (time >= older_than or (time, parent) >= (due, due_node))):
                     queue.push(parent)
                     break
                 node = parent

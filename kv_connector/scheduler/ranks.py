@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..index import CacheTier
+from ..index import LEAST_REMEMBERED, CacheTier
 from ..types import StepReport
 
 
@@ -30,6 +30,8 @@ class RankStates:
             capacity = min(capacity, self._limit)
         if capacity != self._host.pool.capacity:
             self._host.resize(capacity)
+            # As many blocks are known that are gone: who comes back later than that is new to the write policy.
+            self._host.tree.max_remembered = max(LEAST_REMEMBERED, capacity)
 
     @property
     def reported_step(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,6 +27,7 @@ class TierMachine(RuleBasedStateMachine):
         self.used: list[tuple[Tier, list[int]]] = []  # blocks with a reference that a "request" holds
         self.writing: list[tuple[Tier, list[int]]] = []  # copies being written
         self.pinned: list[list[int]] = []
+        self.private: list[tuple[Tier, list[int]]] = []  # blocks that hold no copy yet
 
     tiers_ = st.sampled_from([Tier.DEVICE, Tier.HOST])
     paths = st.lists(st.integers(1, 3), min_size=1, max_size=4)
@@ -51,6 +54,39 @@ class TierMachine(RuleBasedStateMachine):
         self.tree.settle(nodes)
         if ids:
             self.writing.append((tier, ids))
+
+    @rule(tier=tiers_, names=paths, count=st.integers(0, 4), at_once=st.booleans())
+    def make_room_behind(self, tier: Tier, names: list[int], count: int, at_once: bool) -> None:
+        """Older prefixes go for blocks behind a path, and nothing of the path does."""
+        self.now += not at_once  # within a step time stands still
+        target, hashes = self.tiers[tier], path(*names)
+        expected = self._naive_victims(target, count - target.pool.num_free, True, hashes, self.now)
+        assert expected is not None
+        room = min(count, target.pool.num_free + len(expected))
+        assert target.has_room_behind(hashes, self.now) == (
+            bool(target.pool.num_free or self._naive_victims(target, 1, True, hashes, self.now))
+        )
+        num_evicted = target.num_evicted
+        ids = target.allocate_behind(count, hashes, self.now)
+        assert (len(ids), target.num_evicted - num_evicted) == (room, len(expected))
+        assert not [h for h in expected if (node := self.tree.get(h)) is not None and target.node_state(node) != 0]
+        self.private.append((tier, ids))
+
+    @precondition(lambda self: self.private)
+    @rule()
+    def give_back(self) -> None:
+        tier, ids = self.private.pop()
+        self.tiers[tier].release(ids)
+
+    @rule(names=paths)
+    def use_the_end(self, names: list[int]) -> None:
+        """Who uses a block uses what is in front of it, too."""
+        self.now += 1
+        self.tree.touch(self.tree.match(path(*names))[-1:], self.now)
+
+    @rule(limit=st.integers(0, 6))
+    def remember(self, limit: int) -> None:
+        self.tree.max_remembered = limit
 
     @precondition(lambda self: self.writing)
     @rule(index=st.integers(0, 9), outcome=st.sampled_from(["fill", "fail", "abort"]))
@@ -111,17 +147,27 @@ class TierMachine(RuleBasedStateMachine):
         for tier in self.tiers.values():
             tier.check()
 
-    def _naive_victims(self, tier: CacheTier, count: int, partial: bool = False) -> list[BlockHash] | None:
+    def _naive_victims(
+        self,
+        tier: CacheTier,
+        count: int,
+        partial: bool = False,
+        kept: Sequence[BlockHash] = (),
+        older_than: float = float("inf"),
+    ) -> list[BlockHash] | None:
         """Oldest evictable leaf, again and again; None where there are too few of them."""
         gone: list[int] = []
         nodes = [n for n in self.tree.nodes() if tier.node_state(n) is not BlockState.ABSENT]
+        used = {n: self._used(n, nodes) for n in nodes}
         while len(gone) < count:
             left = [n for n in nodes if n not in gone]
             parents = {self.tree.parent[n] for n in left}
             leaves = [
-                (self.tree.used[n], n)
+                (used[n], n)
                 for n in left
                 if n not in parents
+                and used[n] < older_than
+                and self.tree.hash_of(n) not in kept
                 and tier.node_state(n) is BlockState.RESIDENT
                 and tier.pool.refs(tier.blocks_of([n])[0]) == 0
                 and (tier.tier is Tier.DEVICE or not self.tree.pins[n])
@@ -130,6 +176,11 @@ class TierMachine(RuleBasedStateMachine):
                 return [self.tree.hash_of(n) for n in gone] if partial else None
             gone.append(min(leaves)[1])
         return [self.tree.hash_of(n) for n in gone]
+
+    def _used(self, node: int, nodes: Sequence[int]) -> float:
+        """When a block or one behind it was used last."""
+        behind = [self._used(child, nodes) for child in nodes if self.tree.parent[child] == node]
+        return max([self.tree.used[node], *behind])
 
 
 TierMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, derandomize=True)
@@ -165,6 +216,45 @@ def test_a_newer_block_never_makes_room_for_an_older_one() -> None:
     assert host.allocate(2, older_than=5) is None
     assert len(host.allocate_up_to(2, older_than=5)) == 1
     assert (resident(host, path(1)), resident(host, path(2))) == (0, 1)
+
+
+def test_a_block_is_kept_for_its_own_time_however_old_what_was_behind_it_is() -> None:
+    host = CacheTier(PrefixTree(), Tier.HOST, 2)
+    nodes = store(host, path(1, 2), now=1)
+    host.tree.touch(nodes[:1], 5)
+    assert len(host.allocate_up_to(2, older_than=3)) == 1
+    assert resident(host, path(1, 2)) == 1
+
+
+@pytest.mark.parametrize("way", ["evicted", "discarded"])
+def test_a_prefix_is_as_recent_as_its_end(way: str) -> None:
+    """A request that decodes touches the block that it fills, and not the thousands in front of it."""
+    host = CacheTier(PrefixTree(), Tier.HOST, 6)
+    nodes = store(host, path(1, 2, 3), now=1)
+    others = host.blocks_of(store(host, path(4, 5, 6), now=2))
+    host.tree.touch(nodes[-1:], 3)
+    host.acquire(others)
+    if way == "evicted":
+        assert host.allocate(1) is not None
+    else:
+        host.discard(host.blocks_of(nodes[-1:]))
+    host.release(others)
+    assert [h[-1] for _, h in host.next_reused(6)] == [6, 5, 4, 2, 1]
+
+
+def test_room_is_not_made_out_of_what_it_is_made_for() -> None:
+    """Not of the path's end, not of what lies in front of a gap in it, and not of a part that others share."""
+    host = CacheTier(PrefixTree(), Tier.HOST, 5)
+    nodes = store(host, path(1, 2, 3, 4), now=1)
+    store(host, path(1, 2, 9), now=1)
+    host.discard(host.blocks_of(nodes[2:3]))
+    assert host.allocate(1) is not None, "the gap"
+    assert len(host.allocate_behind(3, path(1, 2, 3, 4, 5), 2.0)) == 1
+    assert resident(host, path(1, 2, 9)) == 2
+    assert host.node_state(nodes[3]) is BlockState.RESIDENT
+    assert not host.has_room_behind(path(1, 2, 3, 4, 5), 3.0)
+    assert host.has_room_behind(path(7, 8), 4.0)
+    host.check()
 
 
 def test_a_pinned_prefix_outlives_any_pressure_on_the_host() -> None:
@@ -215,6 +305,62 @@ def test_what_was_forgotten_by_every_tier_is_remembered_for_a_while() -> None:
     tree.check()
 
 
+def test_how_much_is_remembered_may_change_at_any_time() -> None:
+    """A host that grows asks for as many as it holds: what returns after as many others is still known."""
+    tree = PrefixTree(max_remembered=4)
+    host = CacheTier(tree, Tier.HOST, 2)
+    for name in range(100):
+        store(host, path(name), now=float(name))
+    assert len(tree) == 6
+    tree.max_remembered = 50
+    for name in range(100, 200):
+        store(host, path(name), now=float(name))
+    assert len(tree) == 52
+    assert tree.match(path(150)) and not tree.match(path(147))
+    tree.max_remembered = 3
+    store(host, path(200))
+    assert len(tree) == 5
+    tree.check()
+
+
+def test_a_limit_that_falls_far_is_reached_over_many_calls() -> None:
+    tree = PrefixTree(max_remembered=5000)
+    tree.settle(tree.insert_path([BlockHash(index.to_bytes(2, "big")) for index in range(5000)], 0.0))
+    tree.max_remembered = 0
+    seen = []
+    while len(tree):
+        before = len(tree)
+        tree.settle(())
+        seen.append(before - len(tree))
+        tree.check()
+    assert max(seen) < 200
+
+
+def test_blocks_in_use_outlive_a_reset_and_are_free_when_they_are_let_go() -> None:
+    host = CacheTier(PrefixTree(), Tier.HOST, 8)
+    read = host.blocks_of(store(host, path(1, 2), now=1))
+    store(host, path(3, 4, 5))
+    host.acquire(read)
+    written = host.allocate(1)
+    private = host.allocate(1)
+    assert written is not None and private is not None
+    host.attach(written, host.tree.insert_path(path(6), 1.0), Event.SWAP_OUT)
+    host.reset()
+    host.check()
+    assert [host.state(b) for b in (*read, *written, *private)] == [BlockState.DELETING] * 3 + [BlockState.ABSENT]
+    assert (host.num_copies, host.pool.num_free) == (0, 4)
+    assert resident(host, path(1, 2)) == resident(host, path(3)) == 0
+    store(host, path(1, 2), now=2)
+    assert host.allocate(5) is None, "four are in use"
+    assert host.fill(written) == [], "what was written meanwhile is not wanted"
+    for ids in (read, written, private):
+        host.release(ids)
+        host.check()
+    assert host.allocate(8) is not None
+    host.check()
+    host.tree.check()
+
+
 @pytest.mark.parametrize("log_removed", [False, True])
 def test_removals_are_logged_for_an_owner_that_asked_and_pile_up_for_no_other(log_removed: bool) -> None:
     tier = CacheTier(PrefixTree(), Tier.HOST, 2, log_removed)
@@ -222,4 +368,20 @@ def test_removals_are_logged_for_an_owner_that_asked_and_pile_up_for_no_other(lo
         store(tier, path(name), now=float(name))
     assert sorted(tier.removed) == ([path(name)[0] for name in range(1, 4)] if log_removed else [])
     tier.reset()
-    assert len(tier.removed) == (3 if log_removed else 0), "who resets knows that everything is gone"
+    assert sorted(tier.removed) == ([path(name)[0] for name in range(1, 6)] if log_removed else [])
+
+
+def test_a_parent_that_still_waits_as_the_leaf_it_was_is_evicted_once() -> None:
+    """Its child lies in a lower row, so that it comes up first while time stands still, and takes the parent along."""
+    tree = PrefixTree(max_remembered=0)
+    tier = CacheTier(tree, Tier.HOST, 3)
+    (lowest,) = store(tier, path(9), now=1.0)
+    (parent,) = store(tier, path(1), now=2.0)
+    tier.discard(tier.blocks_of([lowest]))
+    _, child = store(tier, path(1, 2), now=2.0)
+    assert child < parent, "the row of what was forgotten is used again"
+    store(tier, path(3), now=3.0)
+    ids = tier.allocate(3)
+    assert ids is not None and len(set(ids)) == 3
+    tier.check()
+    tree.check()

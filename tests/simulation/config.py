@@ -122,8 +122,8 @@ def draw(rng: random.Random) -> EngineConfig:
         truncates=rng.random() < 0.5,
         fails_by_request=rng.random() < 0.7,
         takes_events=rng.random() < 0.9,
-        write_policy=rng.choice(list(WritePolicy)),
-        load_choice=rng.choice([LoadChoice.AUTO, LoadChoice.AUTO, LoadChoice.SYNC, LoadChoice.ASYNC, LoadChoice.ASYNC]),
+        write_policy=rng.choice([WritePolicy.WRITE_THROUGH, *WritePolicy]),
+        load_choice=rng.choice([LoadChoice.AUTO, LoadChoice.SYNC, LoadChoice.ASYNC, LoadChoice.ASYNC]),
         save_bandwidth=rate,
         max_load_stall_ms=rng.choice([0, 2]),
         write_back_lookahead=rng.choice([1, 8, 64]),
@@ -133,7 +133,7 @@ def draw(rng: random.Random) -> EngineConfig:
         stalls=rng.choice([0.0, 0.0, 0.002, 0.02]),
         seconds={
             "compute": rng.choice([2e-4, 1e-3, 4e-3]),
-            "load": rng.choice([2e-4, 2e-3, 2e-2, 5e-2]),
+            "load": rng.choice([2e-4, 2e-3, 1e-2, 3e-2, 6e-2]),
             "save": rng.choice([2e-4, 2e-3, 2e-2]),
         },
     )

@@ -27,7 +27,7 @@ KINDS = {
     "arrive": 60,
     "abort": 3,
     "again": 2,
-    "fail": 3,
+    "fail": 5,
     "freeze": 1,
     "stall": 1,
     "weights": 0.5,
@@ -37,11 +37,12 @@ KINDS = {
     "resize": 1,
     "pin": 0.5,
     "unpin": 0.5,
-    "trap": 8,
+    "trap": 12,
 }
 """How often each kind of action occurs, in proportion."""
 TRAPS = {
-    "loading": ("again", "abort", "again", "weights", "reset", "kill", "sleep", "freeze", "resize"),
+    "loading": ("again", "again", "again", "abort", "abort", "weights", "reset", "kill", "sleep", "freeze", "resize"),
+    "announced": ("again", "again", "abort", "weights", "freeze", "fail"),
     "load": ("abort", "weights", "reset", "fail", "freeze", "again"),
     "save": ("abort", "weights", "reset", "kill", "fail", "sleep", "resize"),
     "preempted": ("abort", "weights", "again", "freeze"),
@@ -50,7 +51,8 @@ TRAPS = {
 """What a trap waits for in a plan, and what may be done when it comes."""
 
 
-NUM_DOCUMENTS = 5
+NUM_DOCUMENTS = 8
+_DOCUMENTS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 5, 6, 7)  # some are asked for often
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,12 @@ class Action:
 
 def draw(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Action]:
     """The history of a world with these engines."""
-    count = rng.choice([30, 80, 160])
+    count = rng.choice([40, 120, 240])
     gap = rng.choice([1e-3, 4e-3, 15e-3])
     kinds = dict(KINDS)
     for kind in list(kinds)[1:]:
         kinds[kind] *= rng.choice([0, 1, 1, 4])
-    most_new = rng.choice([2, 8, 24])
+    most_new = rng.choice([1, 2, 8, 16])
     time, actions = 0.0, []
     for number in range(count):
         time += rng.expovariate(1 / gap) if rng.random() < 0.7 else 0.0
@@ -88,8 +90,8 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Action]:
 def _choices(rng: random.Random, kind: str, config: EngineConfig, most_new: int, number: int) -> dict[str, Any]:
     if kind in ("arrive", "again"):
         what: dict[str, Any] = {
-            "document": rng.randrange(NUM_DOCUMENTS),
-            "share": rng.choice([0.0, 0.2, 0.5, 0.8, 1.0]),
+            "document": rng.choice(_DOCUMENTS),
+            "share": rng.choice([0.0, 0.2, 0.5, 0.8, 1.0] if kind == "arrive" else [0.5, 0.8, 1.0]),
             "new": rng.randrange(1, 9),
             "outputs": rng.randrange(1, most_new + 1),
         }
@@ -99,13 +101,13 @@ def _choices(rng: random.Random, kind: str, config: EngineConfig, most_new: int,
     if kind == "abort":
         return {"back": rng.randrange(6)}
     if kind == "trap":
-        when = rng.choice(list(TRAPS))
+        when = rng.choices(list(TRAPS), (4, 2, 2, 1, 1, 1))[0]
         do = rng.choice(TRAPS[when])
         what = {"when": when, "do": do, "delay": rng.choice([0.0, 1e-4, 1e-3, 5e-3])}
         return what | _choices(rng, do, config, most_new, number)
     if kind == "fail":
         way = rng.choice([Direction.LOAD, Direction.LOAD, Direction.SAVE])
-        return {"rank": rng.randrange(config.num_ranks), "way": way, "after": rng.randrange(4)}
+        return {"rank": rng.randrange(config.num_ranks), "way": way, "after": rng.choice([0, 0, 1, 3])}
     if kind == "freeze":
         return {"rank": rng.randrange(config.num_ranks), "seconds": rng.choice([0.01, 0.05, 0.3])}
     if kind == "stall":
@@ -115,7 +117,7 @@ def _choices(rng: random.Random, kind: str, config: EngineConfig, most_new: int,
     if kind == "resize":
         return {"share": rng.choice([0.0, 0.1, 0.5, None, None, None])}
     if kind in ("pin", "unpin"):
-        return {"document": rng.randrange(NUM_DOCUMENTS), "share": rng.choice([0.2, 0.5])}
+        return {"document": rng.choice(_DOCUMENTS), "share": rng.choice([0.2, 0.5])}
     return {}
 
 
@@ -147,6 +149,7 @@ class Users:
             return
         seen = {
             "loading": bool(plan.background_loads),
+            "announced": bool(plan.announced_loads),
             "load": bool(plan.loads),
             "save": bool(plan.saves),
             "preempted": has_preempted,

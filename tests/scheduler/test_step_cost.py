@@ -1,0 +1,212 @@
+"""No step does work in proportion to all requests times their blocks: what short prompts cost, long ones cost too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.config import Config
+from kv_connector.index import CacheTier, Event, PrefixTree
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import BlockHash, StepReport, Tier
+from tests.effort import count_instructions
+from tests.scheduler.test_half import Clock
+
+SIZE = 4
+NUM_REQUESTS = 8
+
+
+@dataclass
+class Prompt:
+    """A request whose hashes are made up."""
+
+    request_id: str
+    block_hashes: list[BlockHash]
+    num_tokens: int
+
+
+class Device:
+    """As many device blocks as anybody wants; the test says which are reused next."""
+
+    def __init__(self) -> None:
+        self.order: list[tuple[int, BlockHash]] = []
+        self.num_looked_at = 0
+
+    def touch(self, block_ids: Sequence[int]) -> None: ...
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None: ...
+
+    def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
+        self.num_looked_at = limit
+        return self.order[:limit]
+
+
+class Engine:
+    """A scheduler half whose copies end at once, with requests of `length` blocks that decode."""
+
+    def __init__(self, length: int, capacity: int, **settings: object) -> None:
+        self.device, self.length, self.capacity = Device(), length, capacity
+        given = {"host_memory": 1, "write_policy": "write_through", "load_choice": "sync", **settings}
+        self.half = SchedulerHalf(Config.from_mapping(given), SIZE, clock=Clock())
+        self.half.bind_block_pool(self.device)
+        self.half.update_connector_output([StepReport(0, 0, num_host_blocks=capacity)])
+        self.running: list[Prompt] = []
+
+    def admit(self, name: str) -> Prompt:
+        hashes = [BlockHash(f"{name}/{index:04}".encode()) for index in range(self.length)]
+        prompt = Prompt(name, hashes, self.length * SIZE + 1)
+        self.half.update_state_after_alloc(prompt, [list(range(self.length + 1))], 0, 0)
+        return prompt
+
+    def start(self, count: int = NUM_REQUESTS) -> None:
+        for index in range(count):
+            prompt = self.admit(str(index))
+            self.step([ScheduledRequest(prompt.request_id, 0, prompt.num_tokens)])
+            self.running.append(prompt)
+
+    def decode(self) -> None:
+        """Each request fills a block."""
+        for prompt in self.running:
+            prompt.block_hashes.append(BlockHash(f"{prompt.request_id}/{len(prompt.block_hashes):04}".encode()))
+            prompt.num_tokens += SIZE
+        self.step([ScheduledRequest(p.request_id, p.num_tokens - SIZE, SIZE, [[0]]) for p in self.running])
+
+    def step(self, items: Sequence[ScheduledRequest] = ()) -> int:
+        """Returns the blocks that it saved."""
+        plan = self.half.build_connector_meta(SchedulerOutput(items))
+        jobs = tuple(job.job_id for job in plan.saves)
+        self.half.update_connector_output([StepReport(plan.step, 0, jobs, num_host_blocks=self.capacity)])
+        self.half.check()
+        return sum(job.num_blocks for job in plan.saves)
+
+
+def full(length: int) -> Engine:
+    """What decodes saves a block each, and an old one goes for it."""
+    engine = Engine(length, capacity=NUM_REQUESTS * length + 64)
+    store(engine.half.host, "old", 64)
+    engine.start()
+    assert engine.half.host.pool.num_free == 0
+    return engine
+
+
+def pinned(length: int) -> Engine:
+    """No block can be saved: what the host holds is pinned."""
+    engine = Engine(length, capacity=4)
+    engine.half.pin_prefix(store(engine.half.host, "pinned", 4))
+    engine.start()
+    return engine
+
+
+def leased(length: int) -> Engine:
+    """Of a host that copies under way use but for a block, a block is saved in every step."""
+    engine = Engine(length, capacity=4)
+    assert engine.half.host.allocate(3)
+    engine.start()
+    return engine
+
+
+def store(host: CacheTier, name: str, count: int) -> list[BlockHash]:
+    hashes = [BlockHash(f"{name}/{index:04}".encode()) for index in range(count)]
+    ids = host.allocate(count)
+    assert ids is not None
+    host.attach(ids, host.tree.insert_path(hashes, 0.0), Event.SWAP_OUT)
+    host.fill(ids)
+    host.release(ids)
+    return hashes
+
+
+@pytest.mark.parametrize("make", [full, pinned, leased])
+def test_long_prompts_cost_a_decoding_step_no_more_than_short_ones(make: Callable[[int], Engine]) -> None:
+    efforts = []
+    for length in (20, 400):
+        engine = make(length)
+        engine.half.check = lambda: None  # type: ignore[method-assign]  # looks at everything, as no step may
+        engine.decode()
+        efforts.append(min(count_instructions(engine.decode) for _ in range(3)))
+    assert efforts[1] < 1.3 * efforts[0]
+
+
+def test_a_burst_under_write_back_is_forgotten_after_a_while() -> None:
+    """It looks ahead twice as far as the burst needed at first, and as far as it is told in the end."""
+    engine = Engine(400, capacity=100, write_policy="write_back", write_back_lookahead=20)
+    engine.step()
+    assert engine.device.num_looked_at == 20
+    engine.admit("burst")
+    engine.step()
+    assert engine.device.num_looked_at == 2 * 401
+    seen = []
+    for _ in range(40):
+        engine.step()
+        seen.append(engine.device.num_looked_at)
+    assert seen == sorted(seen, reverse=True)
+    assert seen[4] >= 401, "steps that follow soon take as much again at most"
+    assert seen[-1] == 20
+
+
+def test_blocks_that_a_prompt_fills_step_by_step_are_watched_for_as_long_as_that_takes() -> None:
+    """Whatever a burst has needed, a step takes what the step before it took."""
+    engine = Engine(4000, capacity=100, write_policy="write_back", write_back_lookahead=1)
+    prompt = engine.admit("long")
+    for computed in range(0, 4000 * SIZE, 50 * SIZE):
+        engine.step([ScheduledRequest(prompt.request_id, computed, 50 * SIZE)])
+        assert engine.device.num_looked_at >= 100
+
+
+def test_a_block_that_the_device_has_twice_is_saved_before_reuse_once() -> None:
+    engine = Engine(2, capacity=10, write_policy="write_back")
+    prompt = engine.admit("a")
+    engine.step([ScheduledRequest("a", 0, prompt.num_tokens)])
+    engine.half.request_finished(prompt)
+    engine.device.order = [(5, prompt.block_hashes[0]), (6, prompt.block_hashes[0]), (7, prompt.block_hashes[1])]
+    assert engine.step() == 2
+
+
+def test_write_back_evicts_nothing_that_was_used_after_the_block_that_is_saved() -> None:
+    engine = Engine(2, capacity=2, write_policy="write_back")
+    old, new = engine.admit("old"), engine.admit("new")
+    for prompt in (old, new):
+        engine.step([ScheduledRequest(prompt.request_id, 0, prompt.num_tokens)])
+        engine.half.request_finished(prompt)
+    engine.device.order = [(1, new.block_hashes[1]), (0, new.block_hashes[0])]
+    assert engine.step() == 2
+    engine.device.order = [(3, old.block_hashes[1]), (2, old.block_hashes[0])]
+    assert engine.step() == 0, "the host keeps what was used last"
+    assert engine.half.get_num_new_matched_tokens(Prompt("again", new.block_hashes, 9), 0) == (8, False)
+
+
+def test_a_reset_costs_as_much_however_much_is_cached() -> None:
+    """Where routers are told of every block that has gone, it takes a look at each."""
+    efforts = []
+    for count in (100, 5000):
+        host = CacheTier(PrefixTree(max_remembered=10), Tier.HOST, count)
+        store(host, "a", count)
+        efforts.append(count_instructions(host.reset))
+        host.check()
+        host.tree.check()
+    assert efforts[0] == efforts[1]
+
+
+def test_a_request_that_waits_for_anothers_load_is_looked_up_once() -> None:
+    """It is asked in every step until that load has ended, and is a device hit then."""
+    efforts = []
+    for length in (20, 400):
+        engine = Engine(length, capacity=length, load_choice="async")
+        hashes = store(engine.half.host, "shared", length)
+        first, second = (Prompt(name, hashes, length * SIZE + 1) for name in ("first", "second"))
+        assert engine.half.get_num_new_matched_tokens(first, 0) == (length * SIZE, True)
+        engine.half.update_state_after_alloc(first, [list(range(length + 1))], 0, length * SIZE)
+        plan = engine.half.build_connector_meta(SchedulerOutput(()))
+        assert engine.half.get_num_new_matched_tokens(second, 0) == (None, False)
+
+        def ask(engine: Engine = engine, second: Prompt = second) -> None:
+            assert engine.half.get_num_new_matched_tokens(second, 0) == (None, False)
+
+        efforts.append(count_instructions(ask))
+        (job,) = plan.background_loads
+        engine.half.update_connector_output([StepReport(plan.step, 0, (job.job_id,), num_host_blocks=length)])
+        assert engine.half.get_num_new_matched_tokens(second, length * SIZE) == (0, False)
+        assert engine.half.metrics.ridden_loads == 1
+    assert efforts[0] == efforts[1]

@@ -1,0 +1,23 @@
+"""What a benchmark writes can be found again: one small run of one of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from integration.bench import steps
+
+
+def test_a_result_says_what_was_run_on_what(tmp_path: Path) -> None:
+    target = tmp_path / "steps.json"
+    sizes = ["--blocks", "1300", "--prompt-blocks", "8", "--requests", "4", "--waiting-requests", "3"]
+    arguments = [*sizes, "--steps", "20", "--json", str(target)]
+    assert steps.main(arguments) == 0
+    result = json.loads(target.read_text())
+    assert set(result) == {"name", "date", "commit", "arguments", "hardware", "software", "rows", "claims"}
+    assert (result["name"], result["arguments"]) == ("steps", arguments)
+    assert result["commit"] is None or len(result["commit"].rstrip("+")) == 40
+    assert set(result["hardware"]) == {"cpu", "cores", "memory_gib", "gpu", "driver", "link"}
+    assert {row["case"] for row in result["rows"]} >= {"full host", "no room", "write_back", "riders", "reset", "evict"}
+    for claim in result["claims"].values():
+        assert set(claim) == {"value", "goal", "unit", "better", "holds"}
