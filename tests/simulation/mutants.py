@@ -120,7 +120,7 @@ class Commands:
 
 def judge(mutant: Mutant, commands: Commands | None) -> dict[str, object]:
     """A row of the result; `commands` find out whether what fails passes without the mutant."""
-    row: dict[str, object] = {"name": mutant.name, "title": mutant.title}
+    row: dict[str, object] = {"name": mutant.name, "title": mutant.title, "command": " ".join(mutant.command)}
     if not interpreter(mutant.environment).exists():
         return row | {"verdict": "skipped", "seconds": 0.0, "said": f"needs {mutant.environment}"}
     found = run(mutant.command, mutant.environment, mutant)

@@ -107,3 +107,13 @@ def test_nothing_is_queued_for_storage_that_does_not_answer() -> None:
     report(half, [job])
     save(half, Asked("c", prompt(3)))
     assert 100 - half.host.num_available == 10, "it answers again"
+
+
+def test_storage_that_is_slower_than_the_model_keeps_a_share_of_the_host() -> None:
+    """All of it happens before anybody could call the storage hung."""
+    half, _, _ = make_half(prefetch="best_effort")
+    for number in range(12):
+        save(half, Asked(f"r{number}", prompt(number)))
+        step(half)
+    assert half.host.num_available == 75
+    half.check()
