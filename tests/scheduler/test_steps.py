@@ -64,16 +64,18 @@ def test_a_step_is_in_flight_until_every_rank_has_reported_the_next() -> None:
 
 
 def decoding() -> tuple[SchedulerHalf, Asked]:
-    """A request has computed its prompt in blocks 0 to 2; a step is in flight that reads all of them for it, and
-    writes to the last."""
+    """A request has computed its prompt in blocks 0 to 2; steps are in flight that read all of them for it, and write
+    to the last."""
     half, _ = make_half(num_host_blocks=50, load_choice="async", write_policy="write_back")
     half.pin_prefix(Asked("warm", list(range(8))).block_hashes)
     save(half, Asked("warm", list(range(9))), first_block=40)
     request = Asked("again", list(range(100, 109)))
     admit(half, request)
     reported(half, run(half, request).step)
-    request.tokens.append(1)
-    run(half, request, computed=9)
+    for computed in (9, 10):
+        request.tokens.append(1)
+        step = run(half, request, computed=computed).step
+    reported(half, step - 1)
     return half, request
 
 

@@ -18,7 +18,7 @@ from kv_connector.types import Direction, PeerAction, PeerJob, StepPlan
 from kv_connector.worker import WorkerHalf
 from tests.engines import ManualLane
 from tests.peer.peers import IDENTITY, Pool, card_of
-from tests.worker.test_half import background, job, step
+from tests.worker.test_half import background, job
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
 PIECE = 512
@@ -50,6 +50,18 @@ class Producer:
         want = {"t": "want", "transfer": "t", "engine": "", "grant": 7, "first": 0, "stop": 2}
         self.consumer.send(link, want | {"name": NAMES[-1].hex(), "blocks": [0, 1]})
 
+    def step(self, plan: StepPlan) -> list[int]:
+        """The calls of a step; returns the bytes that had left in front of each layer's end."""
+        sent = []
+        self.worker.bind_connector_metadata(plan)
+        self.worker.start_load_kv()
+        for name in LAYERS:
+            self.worker.wait_for_layer_load(name)
+            sent.append(self.num_sent())
+            self.worker.save_kv_layer(name)
+        self.worker.wait_for_save()
+        return sent
+
     def num_sent(self) -> int:
         """Bytes that have left, once all that may leave has."""
         assert self.jobs is not None
@@ -64,7 +76,7 @@ def send(job_id: int) -> PeerJob:
 
 def test_what_a_step_computes_leaves_with_it() -> None:
     producer = Producer()
-    step(producer.worker, StepPlan(1, peer=(send(1),)))
+    assert producer.step(StepPlan(1, peer=(send(1),))) == [0, 2 * PIECE, 2 * 2 * PIECE]
     assert producer.num_sent() == 2 * 3 * PIECE
     producer.worker.get_finished()
     assert producer.worker.build_connector_worker_meta().done == (1,)
@@ -77,11 +89,11 @@ def test_no_layer_leaves_of_a_step_that_rests_on_a_load_that_failed(is_planned_a
     producer = Producer()
     loads = (job(1, Direction.LOAD, 1, 10**6),)
     if is_planned_ahead:
-        step(producer.worker, StepPlan(1, loads))
+        producer.step(StepPlan(1, loads))
         producer.worker.build_connector_worker_meta()
-        step(producer.worker, StepPlan(2, peer=(send(2),), reported_step=0))
+        producer.step(StepPlan(2, peer=(send(2),), reported_step=0))
     else:
-        step(producer.worker, StepPlan(1, loads, peer=(send(2),)))
+        producer.step(StepPlan(1, loads, peer=(send(2),)))
     assert producer.num_sent() == 0
     producer.worker.get_finished()
     assert 2 in producer.worker.build_connector_worker_meta().failed
@@ -97,9 +109,9 @@ def test_nothing_leaves_before_the_loads_have_ended_that_its_step_awaited(
     made = iter(lanes)
     monkeypatch.setattr(engine_module, "make_lane", lambda *_, **__: next(made))
     producer = Producer()
-    step(producer.worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
+    producer.step(StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
     producer.worker.get_finished()
-    step(producer.worker, StepPlan(2, peer=(send(2),), awaited_loads=(1,), reported_step=1))
+    producer.step(StepPlan(2, peer=(send(2),), awaited_loads=(1,), reported_step=1))
     producer.worker.get_finished()
     assert producer.num_sent() == 0
     for event in lanes[0].marks:

@@ -40,19 +40,20 @@ def test_nobody_rides_on_a_load_that_was_never_begun() -> None:
     half.check()
 
 
-@pytest.mark.parametrize("how", ["ended", "preempted"])
-def test_the_load_of_a_request_that_is_gone_is_announced_to_nobody(how: str) -> None:
+@pytest.mark.parametrize("what", ["goes on", "ended", "preempted"])
+def test_the_load_of_a_request_that_is_gone_is_announced_to_nobody(what: str) -> None:
     """The engine would take the announcement for one of whoever has that id by now."""
     half, _ = make_half(load_choice="async")
     save(half, Asked("warm", PROMPT), first_block=40)
     end(half, begin(half, Asked("first", PROMPT)))  # so that it is known how long loads take
-    request = Asked("gone", PROMPT)
-    begin(half, request)
+    half._loads.estimate.lead_seconds = lambda num_steps: -1e9  # type: ignore[method-assign]
+    request = Asked("second", PROMPT)
+    job = begin(half, request)
     half._loads.estimate.lead_seconds = lambda num_steps: 1e9  # type: ignore[method-assign]
-    if how == "ended":
+    if what == "ended":
         half.request_finished(request)
-    plan = half.build_connector_meta(SchedulerOutput((), {"gone"} if how == "preempted" else ()))
-    assert plan.announced_loads == ()
+    plan = half.build_connector_meta(SchedulerOutput((), {"second"} if what == "preempted" else ()))
+    assert plan.announced_loads == ((job.job_id,) if what == "goes on" else ())
 
 
 def test_an_id_that_comes_again_waits_for_the_load_of_the_one_before() -> None:

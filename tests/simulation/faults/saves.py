@@ -73,6 +73,6 @@ SAVES: tuple[Mutant, ...] = (
             ),
             Patch(_TIER, "            and self._refs[block_id] == 0\n", ""),
         ),
-        tested(f"{_TESTS}::test_a_failing_allocation_evicts_nothing"),
+        tested(f"{_TESTS}::test_what_a_copy_uses_stays_however_old_it_is"),
     ),
 )
