@@ -176,7 +176,7 @@ class Rank:
                 self.worker.wait_for_layer_load(f"layers.{layer}")
             pending.append(lambda layer=layer: self._read(step, layer))
             if not config.full_graphs:
-                if config.splits_layers:
+                if config.splits_layers or step.plan.peer:
                     flush()
                 self.worker.save_kv_layer(f"layers.{layer}")
         pending.append(lambda: self._finish(step))
