@@ -146,7 +146,7 @@ def draw_world(rng: random.Random) -> list[EngineConfig]:
                 config,
                 role=role,
                 port=port and 7000 + port * index,
-                deadline_ms=rng.choice([300, 2000, 6000]),
+                deadline_ms=rng.choice([200, 1000, 3000]),
                 answer_ms=rng.choice([300, 2000]),
                 windows=(None,),
             )

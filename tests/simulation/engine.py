@@ -296,12 +296,12 @@ class Engine:
             return
         now = self.world.time.now()
         for since, most in (
-            (max(request.progressed_in for request in requests), 1),
+            (max(self.scheduler.progressed_in, *(request.progressed_in for request in requests)), 1),
             (min(request.progressed_in for request in requests), 20),
         ):
             is_long = now - self._step_times[since] > most * MOST_SECONDS_WITHOUT_PROGRESS
             if is_long and self.scheduler.step - since > most * MOST_STEPS_WITHOUT_PROGRESS:
-                request = next(request for request in requests if request.progressed_in == since)
+                request = min(requests, key=lambda request: request.progressed_in)
                 raise Violation("stuck", f"{request.request_id} is {request.status.value}: {self.describe(request)}")
 
     @property

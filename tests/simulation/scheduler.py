@@ -37,6 +37,7 @@ class SchedulerModel:
         self.is_paused = False
         self.on_finished: Callable[[SimulatedRequest], None] = lambda request: None
         self.epoch = 0
+        self.progressed_in = 0  # step in which any request was last admitted or scheduled
         self._received: set[str] = set()
         self._failed_receiving: set[str] = set()
         self._preempted: set[str] = set()
@@ -194,7 +195,7 @@ class SchedulerModel:
             num_before = num_local if hit is not None else request.num_computed_tokens
             self.half.update_state_after_alloc(request, [told(t) for t in request.tables], num_before, num_external)
             request.num_computed_tokens = computed
-            request.progressed_in = self.step
+            request.progressed_in = self.progressed_in = self.step
             if is_async:
                 request.status = Status.LOADING
                 self._prefilling[request] = None
@@ -244,7 +245,7 @@ class SchedulerModel:
         request.num_computed_tokens += item.num_scheduled
         request.num_in_flight += item.num_scheduled
         request.last_sequence = self._planned_sequence
-        request.progressed_in = self.step
+        request.progressed_in = self.progressed_in = self.step
         request.is_prefill_chunk = not item.samples
         if item.samples:
             self._prefilling.pop(request, None)
