@@ -291,7 +291,7 @@ class CacheTier:
                 block_id = block[parent]
                 if num_kids or block_id == NONE or refs[block_id] or (keeps_pinned and pins[parent]):
                     break
-                if not left or (time >= limit and (time >= older_than or (time, parent) > (due, due_node))):
+                if not left or (time >= limit and (time >= older_than or (time, parent) >= (due, due_node))):
                     queue.push(parent)
                     break
                 node = parent

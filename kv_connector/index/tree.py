@@ -28,6 +28,9 @@ NONE = -1
 _ROWS = 1024  # rows that the arrays grow by; about 64 KB
 _STRETCH = 64  # hashes that a match compares at once
 _FORGOTTEN_AT_ONCE = 64  # beside as many as have come; what is over a lower limit goes over many calls
+_LEAVING = 1 << 26
+_COPY = 1 << 27
+"""What keeps a node is one number: its children and pins, behind them whether it waits to leave, and its copies."""
 LEAST_REMEMBERED = 1 << 16
 """A tree remembers so many blocks without a copy at least, about 14 MB of them, unless it is told otherwise."""
 
@@ -53,13 +56,11 @@ class PrefixTree:
         self.block = [array("i", [NONE]) for _ in Tier]
         self.kids = [array("i", [0]) for _ in Tier]
         self._hash: list[BlockHash | None] = [None]
-        self._copies = bytearray(1)  # tiers with a copy
-        self._holds = array("i", [1])  # children and pins: what keeps a node beside its copies; the root stays for ever
+        self._keeps = array("I", [1])  # the root stays for ever
         self._index: dict[BlockHash, int] = {}
         self._free: list[int] = []
         self._num_remembered = 0
         self._leaving: deque[int] = deque()  # forgettable nodes, the longest without a copy first
-        self._is_leaving = bytearray(1)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -140,88 +141,85 @@ class PrefixTree:
 
     def add_copies(self, nodes: Sequence[int], tier: Tier, block_ids: Sequence[int]) -> None:
         """Record that blocks of `tier` are, or are becoming, copies of these nodes. Only tiers call this."""
-        blocks, copies = self.block[tier], self._copies
+        blocks, keeps = self.block[tier], self._keeps
         for node, block_id in zip(nodes, block_ids, strict=True):
             assert blocks[node] == NONE, f"node {node} has a {tier.name} copy already"
             blocks[node] = block_id
-            if copies[node] == 0:
+            before = keeps[node]
+            if before < _COPY:
                 self._num_remembered -= 1
-            copies[node] += 1
+            keeps[node] = before + _COPY
 
     def remove_copies(self, nodes: Sequence[int], tier: Tier) -> None:
         """Forget the copies of these nodes on `tier`. Only tiers call this."""
-        blocks, copies, holds, num_lost = self.block[tier], self._copies, self._holds, 0
+        blocks, keeps, copy, num_lost = self.block[tier], self._keeps, _COPY, 0
         for node in nodes:
             blocks[node] = NONE
-            left = copies[node] = copies[node] - 1
-            if not left:
+            left = keeps[node] = keeps[node] - copy
+            if left < copy:
                 num_lost += 1
-                if not holds[node]:
+                if not left:
                     self._let_leave(node)
         self._num_remembered += num_lost
         self._forget(len(nodes))
 
     def remove_all_copies(self, tier: Tier) -> None:
         """Forget every copy on `tier`, as fast as arrays are written. Only tiers call this."""
-        blocks, copies = np.frombuffer(self.block[tier], np.intc), np.frombuffer(self._copies, np.uint8)
+        blocks, keeps = np.frombuffer(self.block[tier], np.intc), np.frombuffer(self._keeps, np.uintc)
         held = blocks != NONE
-        holds = np.frombuffer(self._holds, np.intc)
-        copies[held] -= 1
+        keeps[held] -= _COPY
         blocks[held] = NONE
         np.frombuffer(self.kids[tier], np.intc)[:] = 0
-        lost = held & (copies == 0)
-        self._num_remembered += int(np.count_nonzero(lost))
-        is_leaving = np.frombuffer(self._is_leaving, np.uint8)
-        leave = lost & (holds == 0) & (is_leaving == 0)
-        is_leaving[leave] = 1
+        self._num_remembered += int(np.count_nonzero(held & (keeps < _COPY)))
+        leave = held & (keeps == 0)
+        keeps[leave] = _LEAVING
         self._leaving.extend(np.flatnonzero(leave).tolist())
 
     def pin(self, nodes: Iterable[int]) -> None:
         """Keep these nodes and their host and storage copies until `unpin`."""
         for node in nodes:
             self.pins[node] += 1
-            self._holds[node] += 1
+            self._keeps[node] += 1
 
     def unpin(self, nodes: Iterable[int]) -> None:
         """Undo one `pin` of each node."""
         for node in nodes:
             assert self.pins[node] > 0, f"node {node} is not pinned"
             self.pins[node] -= 1
-            self._holds[node] -= 1
+            self._keeps[node] -= 1
             self.settle((node,))
 
     def settle(self, nodes: Iterable[int]) -> None:
         """Let those of the nodes that have no copy be forgotten once `max_remembered` newer ones have come."""
-        copies, num_nodes = self._copies, 0
+        num_nodes = 0
         for node in nodes:
             num_nodes += 1
-            if not copies[node]:
-                self._let_leave(node)
+            self._let_leave(node)
         self._forget(num_nodes)
 
     def check(self) -> None:
         """Verify every invariant that does not concern the pools; O(nodes)."""
         nodes = self.nodes()
         assert len(nodes) == len(self._index), "index and nodes disagree"
-        children = {ROOT: 1} | dict.fromkeys(nodes, 0)
+        leaving = set(self._leaving)
+        assert len(leaving) == len(self._leaving), "a node leaves twice"
+        keeps = {ROOT: 1} | dict.fromkeys(nodes, 0)
         remembered = 0
         for node in nodes:
             assert self._index[self.hash_of(node)] == node, f"node {node} is not found by its hash"
-            children[self.parent[node]] += 1
             assert self.depth[node] == self.depth[self.parent[node]] + 1, f"node {node} is not behind its parent"
             copies = sum(blocks[node] != NONE for blocks in self.block)
-            assert copies == self._copies[node], f"node {node} counts {self._copies[node]} copies, has {copies}"
             remembered += copies == 0
-            assert copies or self._holds[node] or self._is_leaving[node], f"node {node} can never be forgotten"
+            keeps[node] += copies * _COPY + self.pins[node] + (node in leaving) * _LEAVING
+            keeps[self.parent[node]] += 1
         assert remembered == self._num_remembered, f"{remembered} nodes remembered, {self._num_remembered} counted"
-        for node, count in children.items():
-            holds = count + self.pins[node]
-            assert holds == self._holds[node], f"node {node} counts {self._holds[node]} reasons to stay, has {holds}"
-        assert sorted(self._leaving) == [n for n, flag in enumerate(self._is_leaving) if flag], "a node leaves twice"
+        for node, count in keeps.items():
+            assert count == self._keeps[node], f"node {node} is kept by {self._keeps[node]:#x}, should be by {count:#x}"
+            assert count, f"node {node} can never be forgotten"
 
     def _let_leave(self, node: int) -> None:
-        if not self._copies[node] and not self._holds[node] and not self._is_leaving[node]:
-            self._is_leaving[node] = 1
+        if not self._keeps[node]:
+            self._keeps[node] = _LEAVING
             self._leaving.append(node)
 
     def _forget(self, num_nodes: int) -> None:
@@ -230,18 +228,15 @@ class PrefixTree:
         num_excess = min(self._num_remembered - self.max_remembered, 2 * num_nodes + _FORGOTTEN_AT_ONCE)
         if num_excess <= 0:
             return
-        leaving, is_leaving, parents, index, known = (
-            self._leaving, self._is_leaving, self.parent, self._index, self._hash
-        )  # fmt: skip
-        copies, holds, free, num_free = self._copies, self._holds, self._free, len(self._free)
+        leaving, keeps, parents, index, known = self._leaving, self._keeps, self.parent, self._index, self._hash
+        free, num_free = self._free, len(self._free)
         while num_excess and leaving:
             node = leaving.popleft()
-            is_leaving[node] = 0
-            left: int = holds[node]
+            left = keeps[node] = keeps[node] - _LEAVING
             # A head has waited for its tail, which leaves first, and is at least as old.
-            while not left and not copies[node] and not is_leaving[node]:
+            while not left:
                 if not num_excess:
-                    is_leaving[node] = 1
+                    keeps[node] = _LEAVING
                     leaving.appendleft(node)
                     break
                 num_excess -= 1
@@ -249,12 +244,12 @@ class PrefixTree:
                 known[node] = None
                 free.append(node)
                 node = parents[node]
-                left = holds[node] = holds[node] - 1
+                left = keeps[node] = keeps[node] - 1
         self._num_remembered -= len(free) - num_free
 
     def _add(self, parent: int, hashes: Sequence[BlockHash], now: float) -> list[int]:
         """Nodes of blocks that are not known and follow one another, the first of them `parent`."""
-        index, known, holds = self._index, self._hash, self._holds
+        index, known, keeps = self._index, self._hash, self._keeps
         parents, depths, used, hits = self.parent, self.depth, self.used, self.hits
         if len(self._free) < len(hashes):
             self._grow(len(hashes))
@@ -271,7 +266,7 @@ class PrefixTree:
             hits[node] = 0
             known[node] = block_hash
             index[block_hash] = node
-            holds[parent] += 1
+            keeps[parent] += 1
             parent = node
         self._num_remembered += len(nodes)
         assert len(index) + len(self._free) == len(known) - 1, "a block has two parents"
@@ -285,9 +280,7 @@ class PrefixTree:
         for ids in (self.parent, self.depth, *self.block):
             ids.extend(none)
         self.used.frombytes(zeros * self.used.itemsize)
-        for counts in (self.hits, self.pins, self._holds, *self.kids):
+        for counts in (self.hits, self.pins, self._keeps, *self.kids):
             counts.frombytes(zeros * counts.itemsize)
         self._hash.extend([None] * num_rows)
-        self._copies.extend(zeros)
-        self._is_leaving.extend(zeros)
         self._free[:0] = range(first + num_rows - 1, first - 1, -1)

@@ -369,3 +369,19 @@ def test_removals_are_logged_for_an_owner_that_asked_and_pile_up_for_no_other(lo
     assert sorted(tier.removed) == ([path(name)[0] for name in range(1, 4)] if log_removed else [])
     tier.reset()
     assert sorted(tier.removed) == ([path(name)[0] for name in range(1, 6)] if log_removed else [])
+
+
+def test_a_parent_that_still_waits_as_the_leaf_it_was_is_evicted_once() -> None:
+    """Its child lies in a lower row, so that it comes up first while time stands still, and takes the parent along."""
+    tree = PrefixTree(max_remembered=0)
+    tier = CacheTier(tree, Tier.HOST, 3)
+    (lowest,) = store(tier, path(9), now=1.0)
+    (parent,) = store(tier, path(1), now=2.0)
+    tier.discard(tier.blocks_of([lowest]))
+    _, child = store(tier, path(1, 2), now=2.0)
+    assert child < parent, "the row of what was forgotten is used again"
+    store(tier, path(3), now=3.0)
+    ids = tier.allocate(3)
+    assert ids is not None and len(set(ids)) == 3
+    tier.check()
+    tree.check()

@@ -66,7 +66,7 @@ class Engine:
         self.half.bind_block_pool(ConnectorView(self.pool, self.book.freed))
         self.scheduler = SchedulerModel(config, self.pool, self.half, self.met)
         self.scheduler.epoch = world.epochs[index]
-        self.scheduler.on_finished = lambda request: world.finished(self, request)
+        self.scheduler.on_finished = self._finished
         self.sampler = Sampler(world.time.stream(f"{self.engine_id}/drafts"), config.num_drafts, config.acceptance)
         self.ranks = [Rank(self, rank) for rank in range(config.num_ranks)]
         # As engines do: which model, layout and weights it is their hashes do not say.
@@ -77,6 +77,7 @@ class Engine:
         self._received: Counter[str] = Counter()
         self._failed: set[str] = set()
         self._wants: list[Callable[[], bool]] = []  # what operators try until it is done
+        self._progressed_in = 0  # step in which any request went on or ended
         self._step_times = [world.time.now()]  # by step
         self.num_steps = 0
 
@@ -175,6 +176,10 @@ class Engine:
         blocks = (self.config.num_device_blocks - 1) // len(self.config.windows)
         return blocks * self.config.block_size - 3 * self.config.num_drafts - 2
 
+    def _finished(self, request: SimulatedRequest) -> None:
+        self._progressed_in = self.scheduler.step
+        self.world.finished(self, request)
+
     def add(self, request: SimulatedRequest) -> None:
         self.scheduler.add(request)
         self.wake()
@@ -218,7 +223,7 @@ class Engine:
         if self.config.keeps_running_on_reset:
             self.pool.reset(even_if_held=True)
             for request in scheduler.requests:
-                request.is_private = request.holds_blocks
+                request.is_private = request.has_started
         self.met["weights updated"] += 1
         scheduler.epoch = self.world.epochs[self.index]
         for request in scheduler.requests:
@@ -295,13 +300,12 @@ class Engine:
         if not requests or self.scheduler.is_paused:
             return
         now = self.world.time.now()
-        for since, most in (
-            (max(self.scheduler.progressed_in, *(request.progressed_in for request in requests)), 1),
-            (min(request.progressed_in for request in requests), 20),
-        ):
+        self._progressed_in = max(self._progressed_in, *(request.progressed_in for request in requests))
+        oldest = min(request.progressed_in for request in requests)
+        for since, most in ((self._progressed_in, 1), (oldest, 20)):
             is_long = now - self._step_times[since] > most * MOST_SECONDS_WITHOUT_PROGRESS
             if is_long and self.scheduler.step - since > most * MOST_STEPS_WITHOUT_PROGRESS:
-                request = min(requests, key=lambda request: request.progressed_in)
+                request = next(request for request in requests if request.progressed_in == oldest)
                 raise Violation("stuck", f"{request.request_id} is {request.status.value}: {self.describe(request)}")
 
     @property

@@ -92,6 +92,11 @@ class SimulatedRequest:
     def holds_blocks(self) -> bool:
         return self.num_computed_tokens > 0 or self.status is Status.LOADING
 
+    @property
+    def has_started(self) -> bool:
+        """Whether it goes on with what it has, whatever is reset: one whose load failed may have nothing, and run."""
+        return self.holds_blocks or self.status is Status.RUNNING
+
 
 @dataclass(slots=True, eq=False)
 class DeviceSequence:

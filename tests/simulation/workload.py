@@ -294,16 +294,14 @@ class Users:
         self.proxy.send_stale(engine, action.number, back, outputs)
 
     def _network(
-        self, engine: Engine, action: Action, fault: str, other: int, rank: int, is_back: bool, factor: float, seconds: float
+        self, engine: Engine, action: Action, fault: str, other: int, rank: int, is_back: bool, **how: float
     ) -> None:
         pair = (other, engine.index) if is_back else (engine.index, other)
-        if self._world.outside.fail_network(fault, *pair, rank, factor, seconds):
+        if self._world.outside.fail_network(fault, *pair, rank, **how):
             self._world.met[f"network {fault}"] += 1
 
-    def _disk(
-        self, engine: Engine, action: Action, fault: str, rate: float, count: int, calls: tuple[str, ...], seconds: float
-    ) -> None:
-        if self._world.outside.fail_disk(fault, rate, count, calls, seconds):
+    def _disk(self, engine: Engine, action: Action, fault: str, **how: Any) -> None:
+        if self._world.outside.fail_disk(fault, **how):
             self._world.met[f"disk {fault}"] += 1
 
     def _kill_other(self, engine: Engine, action: Action, other: int) -> None:

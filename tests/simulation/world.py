@@ -28,7 +28,7 @@ from .requests import Item, SimulatedRequest
 from .workload import Action
 
 MOST_STEPS_TO_REST = 20_000
-MOST_SECONDS_TO_REST = 600.0
+MOST_SECONDS_TO_REST = 60.0
 """Steps of all engines, and seconds, from when faults are off until nothing is under way any more."""
 
 

@@ -14,7 +14,7 @@ from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.types import CopyJob, Direction, StepPlan
 from kv_connector.worker import WorkerHalf
-from tests.engines import LateSubmitter, submit_all
+from tests.engines import LateSubmitter, ManualLane, submit_all
 
 NUM_BLOCKS = 4
 
@@ -220,6 +220,24 @@ def test_a_load_that_fails_late_is_a_load_that_failed(late_worker: WorkerHalf, h
     late_worker.wait_for_save()
     assert late_worker.get_block_ids_with_load_errors() == {1, 2}
     assert finish(late_worker) == ((), (1, 2, 3), set())
+
+
+def test_blocks_of_an_awaited_load_that_failed_are_told_before_its_end_has_come(
+    lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request has been called received: with the next report the engine would use what this step computes."""
+    monkeypatch.setattr(engine_module, "make_submitter", lambda *_: LateSubmitter())
+    worker, _ = make_worker(torch.device("cpu"))
+    queue = worker._transfer._queues[Direction.LOAD]
+    queue.paths = (LinkDown(queue.paths[0], 0),)
+    step(worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
+    assert worker.get_finished() == ({"r1"}, set())
+    step(worker, StepPlan(2, awaited_loads=(1,)))
+    assert not any(event.query() for event in lanes[0].marks), "the device has not come so far"
+    assert worker.get_block_ids_with_load_errors() == {1}
+    for event in lanes[0].marks:
+        event.done = True
+    assert finish(worker) == ((), (1,), set())
 
 
 def test_a_step_that_awaits_a_load_that_failed_saves_nothing(late_worker: WorkerHalf) -> None:

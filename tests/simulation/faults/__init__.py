@@ -1,0 +1,17 @@
+"""The faults that `tests.simulation.mutants` puts back, by the part of the code that they are in.
+
+Most of them were in the code once, or a test suite did not notice them. A fault that is mended is added here, with
+whatever notices it.
+"""
+
+from .loads import LOADS
+from .mutant import Mutant
+from .peers import PEERS
+from .saves import SAVES
+from .scheduler import SCHEDULER
+from .storage import STORAGE
+from .transfer import TRANSFER
+from .vllm import VLLM
+from .worker import WORKER
+
+MUTANTS: tuple[Mutant, ...] = (*SCHEDULER, *LOADS, *SAVES, *WORKER, *PEERS, *STORAGE, *TRANSFER, *VLLM)

@@ -1,0 +1,90 @@
+"""Faults of loads: what they wait for, who hears of them, who rides on them."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, tested
+from .scheduler import WORLDS
+
+_CHOICE = "kv_connector/scheduler/loads/choice.py"
+_LEASES = "kv_connector/scheduler/loads/leases.py"
+_TESTS = "tests/scheduler/loads/test_choice.py"
+
+LOADS: tuple[Mutant, ...] = (
+    Mutant(
+        "guard-forgotten",
+        "a background load does not wait for steps that still use its blocks",
+        (Patch(_LEASES, "num_guarded = sum(device_id in used for device_id in device_ids)", "num_guarded = 0"),),
+        WORLDS,
+    ),
+    Mutant(
+        "guarded-not-last",
+        "blocks that steps in flight use are not the last of their load",
+        (Patch(_LEASES, "key=lambda pair: pair[0] in used", "key=lambda pair: pair[0] not in used"),),
+        tested("tests/scheduler/test_half.py::test_blocks_that_a_step_under_way_writes_are_filled_last"),
+    ),
+    Mutant(
+        "awaited-forgotten",
+        "a step does not wait for the announced loads that it reads",
+        (Patch(_CHOICE, "            if load.is_noted:\n", "            if False:\n"),),
+        WORLDS,
+    ),
+    Mutant(
+        "unwanted-announced",
+        "the load of a request that is gone is announced to the next one of its id",
+        (Patch(_CHOICE, "load.may_announce and load.is_wanted and", "load.may_announce and"),),
+        tested("tests/test_same_ids.py"),
+    ),
+    Mutant(
+        "unwanted-unknown",
+        "a load does not hear that its request is gone",
+        (Patch(_LEASES, "            self._planner.unwanted(job_id)\n", "            pass\n"),),
+        tested("tests/test_same_ids.py"),
+    ),
+    Mutant(
+        "overdue-ridden",
+        "who rides on a load that never ends waits for ever",
+        (Patch(_CHOICE, "return self._clock() - load.reserved_at > OVERDUE_SECONDS", "return False"),),
+        tested("tests/scheduler/test_watchdog.py"),
+    ),
+    Mutant(
+        "dead-load-ridden",
+        "a later hit rides on a load that was dropped before it was planned",
+        (
+            Patch(
+                _LEASES,
+                "        if lease.background is not None:\n            self._planner.release(lease.background)\n",
+                "",
+            ),
+        ),
+        tested("tests/scheduler/loads/test_leases.py"),
+    ),
+    Mutant(
+        "failed-load-kept",
+        "host blocks whose load has failed are matched again",
+        (Patch(_LEASES, "self._shared.host.discard(job.host_ids.tolist())", "pass"),),
+        WORLDS,
+    ),
+    Mutant(
+        "failed-by-request-in-the-step",
+        "an engine that hears of failed loads by request only has loads in its steps",
+        (
+            Patch(
+                _CHOICE,
+                "return LoadMode.ASYNC if mode is LoadMode.SYNC and not self._fails_by_block else mode",
+                "return mode",
+            ),
+            Patch(
+                _CHOICE,
+                "if self._choice is LoadChoice.SYNC and self._fails_by_block:",
+                "if self._choice is LoadChoice.SYNC:",
+            ),
+        ),
+        tested(f"{_TESTS}::test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request"),
+    ),
+    Mutant(
+        "failed-by-request-announced",
+        "an engine that hears of failed loads by request only is told of loads before they have ended",
+        (Patch(_CHOICE, "may_announce and self._fails_by_block)", "may_announce)"),),
+        tested(f"{_TESTS}::test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request"),
+    ),
+)

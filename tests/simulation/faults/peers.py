@@ -1,0 +1,239 @@
+"""Faults of KV transfer between engines: offers, receives, who may talk."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, tested
+
+_OUTGOING = "kv_connector/scheduler/peers/outgoing.py"
+_INCOMING = "kv_connector/scheduler/peers/incoming.py"
+_COMPANION = "kv_connector/scheduler/peers/companion.py"
+_OFFERS = "kv_connector/peer/protocol/offers.py"
+_RECEIVES = "kv_connector/peer/protocol/receives.py"
+_STEP = "kv_connector/worker/peers.py"
+_OFFERED = "tests/scheduler/peers/test_outgoing.py"
+_ASKED = "tests/scheduler/peers/test_companion.py"
+_STOPS = "tests/peer/test_stops.py"
+_WIRE = "tests/peer/wire/test_unauthenticated.py"
+_SENT = "tests/worker/test_peers.py"
+
+PEERS: tuple[Mutant, ...] = (
+    Mutant(
+        "preempted-offers",
+        "what is offered of a preempted request keeps its blocks",
+        (
+            Patch(
+                _COMPANION,
+                'wait for one another."""\n        self._outgoing.withdraw(request_id)\n',
+                'wait for one another."""\n',
+            ),
+        ),
+        tested(_OFFERED),
+    ),
+    Mutant(
+        "sends-trusted",
+        "what was computed behind a failed load is offered",
+        (Patch("kv_connector/types.py", "return self.action is PeerAction.SEND", "return False"),),
+        tested(_OFFERED),
+    ),
+    Mutant(
+        "failed-send-offered",
+        "where a part could not be offered, the rest is",
+        (
+            Patch(
+                _OUTGOING,
+                "        if not ended.ok:\n            self._withdraw(transfer)\n        elif",
+                "        if",
+            ),
+        ),
+        tested(_OFFERED),
+    ),
+    Mutant(
+        "withdrawn-sends",
+        "a request whose prompt is not offered any more goes on offering",
+        (
+            Patch(
+                _OUTGOING,
+                "        self._sending = {request_id: other for request_id, other in self._sending.items() "
+                "if other is not transfer}\n",
+                "",
+            ),
+        ),
+        tested(_OFFERED),
+    ),
+    Mutant(
+        "stale-offered",
+        "what was computed before a reset is offered behind it",
+        (Patch(_COMPANION, "        if not admission.is_stale:\n", "        if True:\n"),),
+        tested(_OFFERED),
+    ),
+    Mutant(
+        "sent-remembered",
+        "a transfer that is done stays known until its deadline",
+        (
+            Patch(
+                _OUTGOING,
+                "        elif transfer.deadline is not None and not transfer.jobs:\n"
+                "            del self._transfers[job.transfer_id]\n",
+                "",
+            ),
+        ),
+        tested(_OFFERED),
+    ),
+    Mutant(
+        "never-overdue",
+        "what nobody asks for is held for ever",
+        (Patch(_OUTGOING, "t.deadline is not None and t.deadline <= now", "False"),),
+        tested(f"{_ASKED}::test_a_hand_over_that_nobody_asks_for_is_let_go_at_the_deadline"),
+    ),
+    Mutant(
+        "asked-stays-pinned",
+        "blocks that were to be asked for stay pinned where their request is gone",
+        (
+            Patch(
+                _INCOMING,
+                "                self._shared.pool.free_blocks(asking.device_ids)\n                asking",
+                "                asking",
+            ),
+        ),
+        tested("tests/scheduler/peers/test_incoming.py"),
+    ),
+    Mutant(
+        "asked-for-nobody",
+        "blocks are asked for that their request has lost",
+        (
+            Patch(
+                _INCOMING,
+                "                asking.device_ids, asking.request_id = [], None\n",
+                "                pass\n",
+            ),
+        ),
+        tested("tests/scheduler/peers/test_incoming.py"),
+    ),
+    Mutant(
+        "received-for-nobody",
+        "what is received for a request that has lost its blocks is not called off",
+        (Patch(_INCOMING, "            self._cancelled.append(job_id)\n", "            pass\n"),),
+        tested("tests/scheduler/peers/test_incoming.py"),
+    ),
+    Mutant(
+        "foreign-ids",
+        "block ids that a peer names need not be of its pool",
+        (Patch(_OFFERS, 'check_ids(body.get("blocks"), self._peers[link])', 'check_ids(body.get("blocks"), 1 << 40)'),),
+        tested(f"{_STOPS}::test_who_wants_blocks_outside_of_its_pool_is_dropped"),
+    ),
+    Mutant(
+        "other-prompts",
+        "blocks of another prompt are given",
+        (Patch(_OFFERS, "want.stop > len(offer.names) or offer.names[want.stop - 1].hex() != want.name", "False"),),
+        tested(f"{_ASKED}::test_blocks_of_another_prompt_are_refused"),
+    ),
+    Mutant(
+        "stopped-too-early",
+        "a producer says that it has stopped while its copies still write",
+        (
+            Patch(
+                _OFFERS,
+                "for stop in [stop for stop in self._stops if not stop.pushes]:",
+                "for stop in list(self._stops):",
+            ),
+        ),
+        tested(_STOPS),
+    ),
+    Mutant(
+        "stop-not-awaited",
+        "blocks are given back while the producer's own copies may still write to them",
+        (
+            Patch(
+                _RECEIVES,
+                "if entry.phase is _Phase.ASKED and self._transport.is_one_sided and entry.job.job_id in self._jobs:",
+                "if False:",
+            ),
+        ),
+        tested(_STOPS),
+    ),
+    Mutant(
+        "lost-link-trusted",
+        "blocks are given back at once where a producer that writes into them cannot be reached",
+        (
+            Patch(
+                _RECEIVES,
+                "if entry.phase is _Phase.CONNECTING or not self._transport.quiet_seconds:",
+                "if True:",
+            ),
+        ),
+        tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
+        "proofs-alike",
+        "the proofs of caller and listener are the same, so that one can be reflected",
+        (
+            Patch(
+                "kv_connector/peer/wire/handshake.py",
+                'b"kvc1.peer." + who + b"." + self._both',
+                'b"kvc1.peer." + self._both',
+            ),
+        ),
+        tested(_WIRE),
+    ),
+    Mutant(
+        "layers-trusted",
+        "layers that a step computes on a failed load are sent",
+        (
+            Patch(
+                "kv_connector/worker/half.py",
+                "if self._peers is not None and not self._is_distrusted:",
+                "if self._peers is not None:",
+            ),
+        ),
+        tested(_SENT),
+    ),
+    Mutant(
+        "awaited-sends-trusted",
+        "what a step computes is sent before the loads that it awaited have ended",
+        (Patch(_STEP, "        elif self._awaited:\n", "        elif False:\n"),),
+        tested(_SENT),
+    ),
+    Mutant(
+        "awaited-layers-trusted",
+        "layers are sent before the loads have ended that their step awaited",
+        (
+            Patch(
+                _STEP,
+                "self._is_layerwise = bool(self._sends) and not self._awaited",
+                "self._is_layerwise = bool(self._sends)",
+            ),
+        ),
+        tested(_SENT),
+    ),
+    Mutant(
+        "failed-awaited-forgotten",
+        "what a step computed is sent although a load that it awaited has failed",
+        (Patch(_STEP, "            if self._failed_loads & entry.load_ids:\n", "            if False:\n"),),
+        tested(_SENT),
+    ),
+    Mutant(
+        "peers-captured",
+        "what the peer thread calls spoils a graph that is captured at the time",
+        (
+            Patch(
+                "kv_connector/peer/protocol/jobs.py",
+                "            if self._prepare_thread is not None:\n",
+                "            if False:\n",
+            ),
+        ),
+        tested("tests/peer/protocol/test_jobs.py::test_the_thread_opts_out_of_captures_before_it_calls_anything"),
+    ),
+    Mutant(
+        "failed-write-unmapped",
+        "a pool is unmapped under a write that has failed halfway",
+        (
+            Patch(
+                "kv_connector/peer/carriers/cuda_ipc.py",
+                '            self._channel.drop(link, f"a copy to it failed: {error}")\n        try:',
+                '            self._channel.drop(link, f"a copy to it failed: {error}")\n'
+                "            self._events.append(Pushed(push.number, False))\n            return\n        try:",
+            ),
+        ),
+        tested("tests/peer/carriers/test_cuda_ipc.py"),
+    ),
+)

@@ -1,0 +1,77 @@
+"""Faults of saves, and of the host tier that they fill."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, tested
+from .scheduler import WORLDS
+
+_PLANNER = "kv_connector/scheduler/saves/planner.py"
+_TIER = "kv_connector/index/tier.py"
+
+SAVES: tuple[Mutant, ...] = (
+    Mutant(
+        "pin-forgotten",
+        "blocks of a save are not pinned in the engine's pool",
+        (Patch(_PLANNER, "        self._shared.pool.touch(device_ids.tolist())\n", ""),),
+        tested("tests/scheduler/test_half.py::test_a_conversation_comes_back_from_the_host"),
+    ),
+    Mutant(
+        "matched-too-early",
+        "a block is matched while its save is under way",
+        (
+            Patch(
+                _PLANNER,
+                "        return (job,)\n",
+                "        self._host.fill(host_ids.tolist())\n        return (job,)\n",
+            ),
+        ),
+        tested("tests/scheduler/test_half.py::test_a_conversation_comes_back_from_the_host"),
+    ),
+    Mutant(
+        "failed-save-kept",
+        "blocks whose save has failed are matched",
+        (
+            Patch(
+                _PLANNER,
+                "            self._host.discard(host_ids)\n",
+                "            self._on_saved(self._host.fill(host_ids))\n",
+            ),
+        ),
+        WORLDS,
+    ),
+    Mutant(
+        "newer-makes-room",
+        "under write_back a newer block makes room for an older one",
+        (
+            Patch(
+                _PLANNER,
+                "self._host.allocate_up_to(1, older_than=self._tree.used[node])",
+                "self._host.allocate_up_to(1)",
+            ),
+        ),
+        tested("tests/scheduler/saves/test_planner.py"),
+    ),
+    Mutant(
+        "newer-parents-go",
+        "a parent that is newer than what needs room is evicted with its children",
+        (
+            Patch(
+                _TIER,
+                "if not left or (time >= limit and (time >= older_than or (time, parent) > (due, due_node))):",
+                "if not left or (time >= due and (time, parent) > (due, due_node)):",
+            ),
+        ),
+        tested("tests/index/test_tier.py"),
+    ),
+    Mutant(
+        "leased-evicted",
+        "eviction takes blocks that copies use",
+        (
+            Patch(
+                _TIER, "if num_kids or block_id == NONE or refs[block_id] or (", "if num_kids or block_id == NONE or ("
+            ),
+            Patch(_TIER, "            and self._refs[block_id] == 0\n", ""),
+        ),
+        tested("tests/index/test_tier.py"),
+    ),
+)

@@ -1,0 +1,154 @@
+"""Faults of the scheduler half itself: requests, steps in flight, fences, resets, ranks, jobs."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, simulated, tested
+
+_HALF = "kv_connector/scheduler/half.py"
+_LEDGER = "kv_connector/scheduler/ledger.py"
+_REQUESTS = "kv_connector/scheduler/requests.py"
+_STEPS = "tests/scheduler/test_steps.py"
+_RESET = "tests/scheduler/test_reset.py"
+_FENCE = "self._fence.take(overwrites=bool(num_tokens or loads or background or plan.peer))"
+WORLDS = simulated(60)
+
+SCHEDULER: tuple[Mutant, ...] = (
+    Mutant(
+        "drafts-unguarded",
+        "where drafts may be rejected, a block that a step still writes is not guarded",
+        (
+            Patch(
+                "kv_connector/scheduler/steps.py",
+                "return min(num_computed_tokens, max(num_tokens - 1, 0)) // block_size",
+                "return num_computed_tokens // block_size",
+            ),
+        ),
+        tested(f"{_STEPS}::test_where_drafts_may_be_rejected_the_block_of_the_last_known_token_is_guarded"),
+    ),
+    Mutant(
+        "freed-forgotten",
+        "blocks of a preempted request are not guarded",
+        (
+            Patch(
+                _REQUESTS,
+                "self._steps.freed(chain.from_iterable(table.block_ids for table in state.tables))",
+                "pass",
+            ),
+        ),
+        tested(
+            "tests/scheduler/test_half.py"
+            "::test_blocks_of_a_preempted_request_are_guarded_and_those_of_reported_steps_are_not"
+        ),
+    ),
+    Mutant(
+        "silence-trusted",
+        "a preemption that nobody tells of is not one",
+        (Patch(_HALF, "if self._requests.is_silently_preempted(request.request_id):", "if False:"),),
+        tested(_STEPS),
+    ),
+    Mutant(
+        "preempted-anew",
+        "a request that was admitted again since loses its new blocks to an old preemption",
+        (
+            Patch(
+                _REQUESTS,
+                "return state is not None and bool(state.tables) and not state.is_newly_admitted",
+                "return state is not None and bool(state.tables)",
+            ),
+        ),
+        tested(
+            "tests/scheduler/test_half.py::test_a_request_preempted_between_steps_and_admitted_again_keeps_its_new_load"
+        ),
+    ),
+    Mutant(
+        "fence-never",
+        "no step waits for copies whose blocks an idle engine has let go of",
+        (Patch(_HALF, f"fence={_FENCE}", "fence=False"),),
+        tested("tests/scheduler/test_fence.py"),
+    ),
+    Mutant(
+        "fence-for-the-model",
+        "a step that only loads in the background does not wait for copies that are not pinned any more",
+        (Patch(_HALF, _FENCE, "self._fence.take(overwrites=bool(num_tokens or loads or plan.peer))"),),
+        tested("tests/scheduler/test_fence.py"),
+    ),
+    Mutant(
+        "fence-not-for-peers",
+        "a step that only receives does not wait for copies that are not pinned any more",
+        (Patch(_HALF, _FENCE, "self._fence.take(overwrites=bool(num_tokens or loads or background))"),),
+        tested("tests/scheduler/test_fence.py"),
+    ),
+    Mutant(
+        "reset-saves",
+        "what was computed before a reset is saved behind it",
+        (
+            Patch(
+                _REQUESTS,
+                "                table.may_save = False\n                table.unsaved.clear()",
+                "                pass",
+            ),
+        ),
+        tested(_RESET),
+    ),
+    Mutant(
+        "stale-forgotten",
+        "what a load brings that was planned before a reset is new behind it",
+        (Patch(_REQUESTS, "state.is_stale &= state.awaits_load", "state.is_stale = False"),),
+        tested("tests/scheduler/peers/test_outgoing.py::test_what_was_loaded_before_a_reset_is_not_offered_behind_it"),
+    ),
+    Mutant(
+        "reset-too-early",
+        "a reset is called done while loads bring what was cached",
+        (Patch(_HALF, "return not self._ledger.num_bringing", "return True"),),
+        tested(_RESET),
+    ),
+    Mutant(
+        "largest-rank",
+        "a step counts as reported where one rank has reported it",
+        (Patch("kv_connector/scheduler/ranks.py", "min(report.step for", "max(report.step for"),),
+        tested(f"{_STEPS}::test_a_step_is_in_flight_until_every_rank_has_reported_the_next"),
+    ),
+    Mutant(
+        "same-id-not-awaited",
+        "a request is looked up while a load for another one of its id is under way",
+        (
+            Patch(
+                _HALF,
+                "if self._ledger.is_awaited(request_id) or self._loads.is_riding(request_id):",
+                "if self._loads.is_riding(request_id):",
+            ),
+        ),
+        tested("tests/test_same_ids.py"),
+    ),
+    Mutant(
+        "watchdog-asleep",
+        "a rank that reports nothing any more goes unnoticed",
+        (Patch("kv_connector/scheduler/watchdog.py", "self.hangs = bool(overdue)", "self.hangs = False"),),
+        tested("tests/scheduler/test_watchdog.py"),
+    ),
+    Mutant(
+        "distrust-forgotten",
+        "what was computed behind a failed load is kept",
+        (Patch(_LEDGER, "            self._distrust_after(job_id)\n", "            pass\n"),),
+        tested(
+            "tests/scheduler/saves/test_budget.py"
+            "::test_what_a_plan_ahead_saves_behind_a_load_that_failed_is_never_matched"
+        ),
+    ),
+    Mutant(
+        "one-rank-is-enough",
+        "a job has ended when one rank has reported it",
+        (
+            Patch(
+                _LEDGER, "        if not entry.waiting_for:\n            self._end(entry)", "        self._end(entry)"
+            ),
+        ),
+        tested("tests/scheduler/test_half.py"),
+    ),
+    Mutant(
+        "leases-dropped",
+        "host blocks that a job writes can be evicted",
+        (Patch(_LEDGER, "        self._host.release(entry.host_ids)\n", "        pass\n"),),
+        tested("tests/scheduler/test_half.py"),
+    ),
+)

@@ -1,0 +1,105 @@
+"""Faults of storage: what is waited for, written, and shared with other processes."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, tested
+
+_PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
+_BACKUPS = "kv_connector/scheduler/storage/backups.py"
+_READING = "kv_connector/scheduler/storage/reading.py"
+_FOLDER = "kv_connector/storage/filesystem/folder.py"
+_TESTS = "tests/scheduler/storage/test_companion.py"
+_HUNG = f"{_TESTS}::test_storage_that_never_answers_keeps_a_share_of_the_host_and_no_more"
+
+STORAGE: tuple[Mutant, ...] = (
+    Mutant(
+        "backups-take-all",
+        "what waits to be written may take the whole host",
+        (Patch(_BACKUPS, "share = max(1, self._host.pool.capacity // _HOST_SHARE)", "share = self._most_blocks"),),
+        tested(_HUNG),
+    ),
+    Mutant(
+        "backups-of-a-hung-storage",
+        "blocks are queued for storage that does not answer",
+        (Patch(_BACKUPS, "if oldest is not None and self._shared.clock() - oldest > LOST_SECONDS:", "if False:"),),
+        tested("tests/scheduler/storage/test_backups.py"),
+    ),
+    Mutant(
+        "backups-outlive-resets",
+        "blocks that wait to be written stay leased behind a reset",
+        (Patch(_BACKUPS, "        self._host.release(waiting)\n", ""),),
+        tested(f"{_TESTS}::test_a_reset_lets_go_of_what_waits_to_be_written"),
+    ),
+    Mutant(
+        "fetches-take-all",
+        "fetches may take the whole host",
+        (Patch(_PREFETCHES, "most = capacity - capacity // _LEFT_SHARE - self._num_fetching", "most = capacity"),),
+        tested(_HUNG),
+    ),
+    Mutant(
+        "lost-answers-awaited",
+        "a request waits for ever for an answer that was lost",
+        (Patch(_PREFETCHES, "for job_id in self._reading.lost(self._clock()):", "for job_id in ():"),),
+        tested(f"{_TESTS}::test_one_answer_that_is_lost_hangs_neither_its_request_nor_those_with_its_prefix"),
+    ),
+    Mutant(
+        "silence-awaited",
+        "every request waits for storage that does not answer",
+        (Patch(_READING, "if not self._asked or now - self._last < STALL_SECONDS:", "if True:"),),
+        tested(f"{_TESTS}::test_storage_that_hangs_holds_up_one_request_and_no_other"),
+    ),
+    Mutant(
+        "called-off-all-the-same",
+        "a fetch that is wanted again is called off",
+        (Patch(_PREFETCHES, "                self._want_again(job_id)\n", ""),),
+        tested(f"{_TESTS}::test_a_fetch_that_is_wanted_again_before_ranks_were_told_is_not_called_off"),
+    ),
+    Mutant(
+        "called-off-for-all",
+        "who rode on a fetch that was called off is never looked up again",
+        (Patch(_PREFETCHES, "elif job.job_id in prefetch.ridden and not prefetch.is_repeated:", "elif False:"),),
+        tested(f"{_TESTS}::test_a_fetch_that_was_called_off_is_asked_for_again_by_who_rides_on_it"),
+    ),
+    Mutant(
+        "fetched-in-silence",
+        "routers do not hear of blocks that were fetched",
+        (
+            Patch(
+                _PREFETCHES,
+                "        if filled:\n            self._shared.events.add(",
+                "        if False:\n            self._shared.events.add(",
+            ),
+        ),
+        tested(f"{_TESTS}::test_routers_hear_of_fetched_blocks"),
+    ),
+    Mutant(
+        "failed-fetch-kept",
+        "blocks whose fetch has failed are matched",
+        (
+            Patch(
+                _PREFETCHES,
+                "            self._host.discard(host_ids)\n            return\n",
+                "            self._host.fill(host_ids)\n            return\n",
+            ),
+        ),
+        tested(_TESTS),
+    ),
+    Mutant(
+        "names-outlive-resets",
+        "what storage has from before a reset is found behind it",
+        (
+            Patch(
+                "kv_connector/scheduler/storage/companion.py",
+                'self._root = adopt_hash(self._root, b"reset" + np.random.default_rng().bytes(16))',
+                "pass",
+            ),
+        ),
+        tested(f"{_TESTS}::test_after_a_reset_nothing_of_before_is_found"),
+    ),
+    Mutant(
+        "room-unlocked",
+        "two processes make room in a folder at once",
+        (Patch(_FOLDER, "fcntl.flock(descriptor, fcntl.LOCK_EX)", "fcntl.flock(descriptor, fcntl.LOCK_UN)"),),
+        tested("tests/storage/filesystem/test_backend.py::test_nobody_else_makes_room_or_publishes_meanwhile"),
+    ),
+)

@@ -1,0 +1,215 @@
+"""Faults of copies: order on streams, memory and streams that are somebody else's."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, tested
+from .scheduler import WORLDS
+
+_UPLOADS = "kv_connector/transfer/cuda/uploads.py"
+_STREAMS = "kv_connector/transfer/cuda/streams.py"
+_WRITES = "kv_connector/transfer/paths/peer_writes.py"
+_STAGED = "kv_connector/transfer/paths/staged.py"
+_ENGINE = "kv_connector/transfer/engine.py"
+_DRIVER = "kv_connector/transfer/cuda/driver.py"
+_TESTS = "tests/transfer/test_engine.py"
+_OWNERS = "tests/transfer/test_owners.py"
+
+TRANSFER: tuple[Mutant, ...] = (
+    Mutant(
+        "save-unordered",
+        "a save does not wait for the forward pass that computes its blocks",
+        (Patch("kv_connector/transfer/submission/queue.py", "self.lane.follow(submission.position)", "pass"),),
+        tested(f"{_TESTS}::test_a_save_reads_what_the_current_stream_wrote_before_it"),
+    ),
+    Mutant(
+        "guarded-at-once",
+        "guarded blocks are filled at once",
+        (
+            Patch(
+                "kv_connector/transfer/submission/queue.py",
+                "                if after is not None:\n",
+                "                if False:\n",
+            ),
+        ),
+        WORLDS,
+    ),
+    Mutant(
+        "ids-overwritten",
+        "ids are sent to where kernels still read others",
+        (
+            Patch(
+                _UPLOADS,
+                "(end := self._uses[0].end) is not None and end.query():",
+                "(end := self._uses[0].end) is not None:",
+            ),
+        ),
+        tested("tests/transfer/cuda/test_uploads.py::test_what_kernels_may_still_read_stays_as_it_was"),
+    ),
+    Mutant(
+        "ids-in-new-memory",
+        "memory for ids is made in service",
+        (Patch(_UPLOADS, "start = self._free_start(num_ids)", "start = None"),),
+        tested("tests/transfer/cuda/test_uploads.py::test_no_memory_is_made_for_copies_in_service"),
+    ),
+    Mutant(
+        "ids-of-torch",
+        "ids lie in memory of torch's, which the engine may discard or a kernel still use",
+        (
+            Patch(
+                _UPLOADS,
+                "self.there = device_tensor((num_ids,), torch.int64, device)",
+                "self.there = torch.empty(num_ids, dtype=torch.int64, device=device)",
+            ),
+        ),
+        tested(_OWNERS),
+    ),
+    Mutant(
+        "staging-of-torch",
+        "staging buffers lie in memory of torch's, which the engine may discard",
+        (
+            Patch(
+                _STAGED,
+                "device_tensor((NUM_BUFFERS, self.buffer_bytes), torch.uint8, device)",
+                "torch.zeros((NUM_BUFFERS, self.buffer_bytes), dtype=torch.uint8, device=device)",
+            ),
+        ),
+        tested(_OWNERS),
+    ),
+    Mutant(
+        "streams-of-torch",
+        "lanes are torch's streams, of which it hands out the same 32 to everybody",
+        (
+            Patch(
+                _STREAMS,
+                "self.stream: Any = make_stream(device, priority)",
+                "self.stream: Any = torch.cuda.Stream(device, priority=int(priority))",
+            ),
+        ),
+        tested(_OWNERS),
+    ),
+    Mutant(
+        "streams-by-link",
+        "each link to another engine takes streams and memory of its own",
+        (
+            Patch(
+                _WRITES,
+                "        return RemoteWriter(self, bases, strides)",
+                "        return RemoteWriter(RemoteWriters(self.layout, self.lane, self.copier), bases, strides)",
+            ),
+        ),
+        tested("tests/transfer/paths/test_peer_writes.py::test_links_that_come_and_go_share_streams_and_ids"),
+    ),
+    Mutant(
+        "failed-write-unjoined",
+        "what was enqueued of a write that fails is not waited for",
+        (
+            Patch(
+                _WRITES,
+                "        try:\n            for number, first in enumerate(",
+                "        if True:\n            for number, first in enumerate(",
+            ),
+            Patch(
+                _WRITES,
+                "        finally:  # where a part fails, those in front of it run all the same",
+                "        if True:",
+            ),
+        ),
+        tested("tests/transfer/paths/test_peer_writes.py::test_what_was_enqueued_of_a_write_that_fails_is_waited_for"),
+    ),
+    Mutant(
+        "calls-captured",
+        "a call of the driver spoils a graph that is captured at the time",
+        (
+            Patch(
+                _DRIVER,
+                "        before = _exchange_capture_mode(_CAPTURE_MODE_RELAXED)\n",
+                "        before = _exchange_capture_mode(0)\n",
+            ),
+        ),
+        tested("tests/transfer/cuda/test_driver.py"),
+    ),
+    Mutant(
+        "threads-captured",
+        "what a thread of ours calls spoils a graph that is captured at the time",
+        (
+            Patch(
+                _DRIVER,
+                '"cuCtxSetCurrent")\n    _exchange_capture_mode(_CAPTURE_MODE_RELAXED)\n',
+                '"cuCtxSetCurrent")\n',
+            ),
+        ),
+        tested("tests/transfer/cuda/test_driver.py"),
+    ),
+    Mutant(
+        "dropped-under-way",
+        "an engine that is dropped takes memory away from copies that run",
+        (
+            Patch(
+                _ENGINE,
+                "weakref.finalize(self, _end_copies, self._submitter, tuple(self._queues.values()))",
+                "weakref.finalize(self, self._submitter.close)",
+            ),
+        ),
+        tested(f"{_TESTS}::test_an_engine_that_is_dropped_ends_its_copies_before_their_memory_goes"),
+    ),
+    Mutant(
+        "traced-elsewhere",
+        "traced waits are those of whichever device is current",
+        (
+            Patch(
+                "kv_connector/transfer/submission/timing.py",
+                "before = self._lane.mark(stream)",
+                "before = self._lane.mark()",
+            ),
+        ),
+        tested(f"{_TESTS}::test_a_timing_is_of_the_stream_that_waits_and_no_other_devices"),
+    ),
+    Mutant(
+        "wrong-buffer",
+        "a staging buffer is filled while what another one held is waited for",
+        (
+            Patch(
+                _STAGED,
+                "        buffer = self.buffers[number]\n        if buffer.free",
+                "        buffer = self.buffers[number - 1]\n        if buffer.free",
+            ),
+        ),
+        tested("tests/transfer/paths/test_staged.py"),
+    ),
+    Mutant(
+        "unpacked-too-early",
+        "blocks are unpacked from a buffer that is still being filled",
+        (
+            Patch(
+                _STAGED,
+                "        ring.pass_on(ring.lane.stream, stream)\n        scatter_pieces(",
+                "        scatter_pieces(",
+            ),
+        ),
+        tested("tests/transfer/paths/test_staged.py"),
+    ),
+    Mutant(
+        "ended-too-early",
+        "a job that has failed ends while what was enqueued for it still runs",
+        (
+            Patch(
+                "kv_connector/transfer/submission/queue.py",
+                "            submission.end = self.lane.mark(self.lane.stream)\n        except",
+                "            submission.end = HostEvent()\n        except",
+            ),
+        ),
+        tested(f"{_TESTS}::test_a_failed_job_ends_only_after_what_was_enqueued_for_it"),
+    ),
+    Mutant(
+        "any-layer",
+        "a layer waits for the first group of a load only",
+        (
+            Patch(
+                _ENGINE,
+                "self._wait_group(self._load, last_group(self._load.groups, region))",
+                "self._wait_group(self._load, 0)",
+            ),
+        ),
+        tested(f"{_TESTS}::test_each_layer_waits_for_its_group_and_only_that"),
+    ),
+)

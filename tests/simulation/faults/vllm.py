@@ -1,0 +1,81 @@
+"""Faults of the adapter for vLLM, shown by tests in real engines."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, tested
+
+_ENVIRONMENT = ".venv-vllm-0.32.0"
+_FOLDER = "kv_connector/engines/vllm"
+_TESTS = "integration/tests"
+
+
+def _mutant(name: str, title: str, patch: Patch, *tests: str) -> Mutant:
+    return Mutant(name, title, (patch,), tested(*tests), _ENVIRONMENT)
+
+
+VLLM: tuple[Mutant, ...] = (
+    _mutant(
+        "null-block-copied",
+        "vLLM's null block is a block like any other",
+        Patch(f"{_FOLDER}/steps.py", "NO_BLOCK if block_id == NULL_BLOCK else block_id", "block_id"),
+        f"{_TESTS}/test_vllm_steps.py",
+    ),
+    _mutant(
+        "windows-in-the-step",
+        "a model of several groups loads in the step, where a failure ends the engine",
+        Patch(f"{_FOLDER}/scheduler.py", "len(shape.groups) == 1 or not TELLS_FAILED_REQUESTS", "True"),
+        f"{_TESTS}/test_vllm_engine.py::test_a_failed_load_is_a_miss_or_one_failed_request",
+    ),
+    _mutant(
+        "pins-refuse-resets",
+        "a save under way makes vLLM refuse a reset, and raise where it must not",
+        Patch(f"{_FOLDER}/blocks.py", "        if self._is_held():\n", "        if True:\n"),
+        f"{_TESTS}/test_vllm_ahead.py::test_resets_while_steps_and_saves_are_under_way[write_through]",
+    ),
+    _mutant(
+        "first-step-saves-nothing",
+        "the first request after the start is not saved",
+        Patch(f"{_FOLDER}/scheduler.py", "        self.half.update_connector_output(ready)\n", ""),
+        f"{_TESTS}/test_vllm_engine.py::test_the_first_request_after_the_start_is_hit_by_the_second",
+    ),
+    _mutant(
+        "all-cleared",
+        "a reset of the host tells routers that the device was cleared",
+        Patch(
+            f"{_FOLDER}/events.py",
+            "            elif isinstance(event, BlockRemoved):\n",
+            "            elif False:\n",
+        ),
+        f"{_TESTS}/test_vllm_telemetry.py::test_a_reset_that_vllm_refused_for_the_device_says_nothing_of_the_device",
+    ),
+    _mutant(
+        "hits-all-of-the-host",
+        "what came from storage counts as the host's",
+        Patch(
+            f"{_FOLDER}/scheduler.py",
+            'sources = {"p2p": peer, "disk": storage, "host": num_external_tokens - peer - storage}',
+            'sources = {"host": num_external_tokens}',
+        ),
+        f"{_TESTS}/test_vllm_storage.py::test_the_next_engine_answers_from_the_folder",
+    ),
+    _mutant(
+        "orphans",
+        "events of the host do not name a block's parent",
+        Patch(
+            f"{_FOLDER}/events.py",
+            "parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None",
+            "parent_block_hash=None",
+        ),
+        f"{_TESTS}/test_vllm_telemetry.py::test_routers_learn_the_same_of_a_block_on_the_host_as_on_the_device",
+    ),
+    _mutant(
+        "kinds-by-subclass",
+        "kinds of attention that are not served pass as those that they derive from",
+        Patch(
+            f"{_FOLDER}/specs.py",
+            "type(spec) is getattr(kv_cache_interface, name, None)",
+            "isinstance(spec, getattr(kv_cache_interface, name, ()))",
+        ),
+        f"{_TESTS}/test_vllm_startup.py::test_kinds_of_attention_that_are_not_served",
+    ),
+)
