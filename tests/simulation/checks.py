@@ -116,7 +116,8 @@ class JobBook:
                 entry.landed.add((rank, block))
 
     def written(self, rank: int, block: int, step: int) -> None:
-        """The model writes to the block on this rank, in this step, now. A fence guards what is pinned no more."""
+        """The model writes to the block on this rank, in this step, now. A fence guards what is pinned no more, and what a job
+        brings that has failed on some rank is used by nobody."""
         what = f"step {step} writes on rank {rank} to device block {block}"
         for entry in self._loads.get(block, ()):
             if entry.is_pinned and (rank, block) in entry.landed and not entry.has_failed:
@@ -126,7 +127,7 @@ class JobBook:
                 raise Violation("lease", f"{what}, which job {entry.job.job_id} has received")
         for entry in self._saves.get(block, ()):
             is_waiting = (rank, block) not in entry.landed and rank not in entry.reported
-            if entry.is_pinned and is_waiting and step > entry.step:
+            if entry.is_pinned and is_waiting and step > entry.step and not entry.has_failed:
                 raise Violation("lease", f"{what}, which job {entry.job.job_id} will save")
 
     def freed(self, blocks: Sequence[int]) -> None:

@@ -158,6 +158,7 @@ def draw_world(rng: random.Random) -> list[EngineConfig]:
 def _with_storage(rng: random.Random, config: EngineConfig) -> EngineConfig:
     return replace(
         config,
+        num_host_blocks=rng.choice([12, 24, 48, 200]),
         prefetch=rng.choice(list(Prefetch)),
         backup=rng.choice(list(Backup)),
         fetch_ms=rng.choice([0, 20, 200]),

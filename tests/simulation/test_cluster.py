@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from kv_connector.config import PeerRole
-from tests.simulation.report import FLOORS
 from tests.simulation.world import World, simulate
 
 ROOT = Path(__file__).parents[2]
@@ -40,4 +39,3 @@ def test_worlds_are_of_every_kind() -> None:
     assert sizes == {1, 2, 3, 4}
     assert roles == {None, *PeerRole}
     assert {world.outside.carrier for world in worlds if world.outside.has_peers} == {"staged", "nixl", "cuda_ipc"}
-    assert len(FLOORS) == len(set(FLOORS))

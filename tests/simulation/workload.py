@@ -41,7 +41,7 @@ KINDS = {
     "unpin": 0.5,
     "trap": 12,
     "hand": 60,
-    "stale": 2,
+    "stale": 4,
     "network": 4,
     "disk": 4,
 }
@@ -53,7 +53,7 @@ TRAPS = {
     "save": ("abort", "weights", "reset", "kill", "fail", "sleep", "resize"),
     "preempted": ("abort", "weights", "again", "freeze"),
     "drafts": ("abort", "again", "weights"),
-    "send": ("abort", "again", "reset", "reset", "weights", "kill", "fail", "network", "freeze", "sleep"),
+    "send": ("abort", "abort", "abort", "again", "again", "reset", "reset", "weights", "kill", "fail", "network", "freeze", "sleep"),
     "receive": ("abort", "abort", "again", "reset", "reset", "weights", "kill", "kill_other", "network", "freeze"),
     "fetch": ("disk", "disk", "reset", "abort", "again", "kill"),
     "backup": ("disk", "disk", "reset", "kill", "resize"),
@@ -61,6 +61,8 @@ TRAPS = {
 """What a trap waits for in a plan, and what may be done when it comes."""
 
 
+RESETS = ("weights", "reset", "sleep")
+"""What some worlds do without: behind a reset nothing is found in storage that was written before."""
 NUM_DOCUMENTS = 8
 _DOCUMENTS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 5, 6, 7)  # some are asked for often
 
@@ -90,6 +92,9 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Action]:
             del kinds[kind]
     if not any(config.prefetch for config in configs):
         del kinds["disk"]
+    is_calm = len(kinds) > len(KINDS) - 4 and rng.random() < 0.6
+    if len(configs) > 1 or "disk" in kinds:
+        kinds["trap"] *= 3
     for kind in list(kinds)[1:]:
         kinds[kind] *= rng.choice([0, 1, 1, 4])
     most_new = rng.choice([1, 2, 8, 16])
@@ -98,7 +103,9 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Action]:
         time += rng.expovariate(1 / gap) if rng.random() < 0.7 else 0.0
         kind = rng.choices(list(kinds), list(kinds.values()))[0] if number > 2 else "arrive"
         engine = rng.randrange(len(configs))
-        actions.append(Action(number, time, kind, engine, _choices(rng, kind, configs, engine, most_new, number)))
+        what = _choices(rng, kind, configs, engine, most_new, number)
+        if not (is_calm and (kind in RESETS or what.get("do") in RESETS)):
+            actions.append(Action(number, time, kind, engine, what))
     return actions
 
 
@@ -121,8 +128,8 @@ def _choices(
     if kind == "abort":
         return {"back": rng.randrange(6), "is_handed": rng.random() < 0.5}
     if kind == "trap":
-        weights = [4, 2, 2, 1, 1, 1, 3 * config.produces, 3 * config.consumes]
-        weights += [2 * (config.prefetch is not None), config.prefetch is not None]
+        weights = [4, 2, 2, 1, 1, 1, 8 * config.produces, 8 * config.consumes]
+        weights += [4 * (config.prefetch is not None), 2 * (config.prefetch is not None)]
         when = rng.choices(list(TRAPS), weights)[0]
         do = rng.choice(TRAPS[when])
         what = {"when": when, "do": do, "delay": rng.choice([0.0, 1e-4, 1e-3, 5e-3])}
