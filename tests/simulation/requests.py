@@ -79,6 +79,16 @@ class SimulatedRequest:
         return self.status is Status.FINISHED
 
     @property
+    def is_for_others(self) -> bool:
+        """Whether another engine is to continue it."""
+        return bool(self.kv_transfer_params and self.kv_transfer_params.get("do_remote_decode"))
+
+    @property
+    def is_from_others(self) -> bool:
+        """Whether another engine has computed its prompt."""
+        return bool(self.kv_transfer_params and self.kv_transfer_params.get("do_remote_prefill"))
+
+    @property
     def holds_blocks(self) -> bool:
         return self.num_computed_tokens > 0 or self.status is Status.LOADING
 

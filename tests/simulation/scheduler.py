@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from kv_connector.base import KVConnectorScheduler, ScheduledRequest, SchedulerOutput
-from kv_connector.types import NO_BLOCK, StepPlan, StepReport
+from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import NO_BLOCK, PeerAction, StepPlan, StepReport, StorageAction
 
 from .blocks import RequestBlocks
 from .checks import Violation
@@ -24,7 +25,7 @@ from .requests import DeviceSequence, Item, RankResult, SimulatedRequest, Status
 class SchedulerModel:
     """One engine's scheduler. `half` is the code under test; `met` counts compositions."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, half: KVConnectorScheduler, met: Counter[str]) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, half: SchedulerHalf, met: Counter[str]) -> None:
         self.config = config
         self.pool = pool
         self.half = half
@@ -63,6 +64,7 @@ class SchedulerModel:
             self._received.discard(request.request_id)
             self._failed_receiving.discard(request.request_id)
         request.is_aborted = True
+        self.half.abort_transfer(request.request_id)
         self._end(request, holds_on=is_loading)
 
     def preempt_all(self) -> None:
@@ -422,6 +424,8 @@ class SchedulerModel:
         self.met["preempted"] += 1
         if request.num_in_flight:
             self.met["preempted with a step under way"] += 1
+        self.met["preempted while it is handed over"] += self.config.produces and request.is_for_others
+        self.met["preempted behind a receive"] += request.is_from_others and request.num_preemptions == 0
         self.blocks.free(request)
         self._prefilling.pop(request, None)
         request.status = Status.PREEMPTED
@@ -443,6 +447,19 @@ class SchedulerModel:
         met["awaited loads"] += len(plan.awaited_loads)
         met["saves"] += len(plan.saves)
         met["fences"] += plan.fence
+        for job in plan.storage:
+            if job.action is StorageAction.BACK_UP:
+                met[f"backups {self.config.backup.value}"] += 1
+            elif self.config.prefetch is not None:
+                met[f"{job.action.value} {self.config.prefetch.value}"] += 1
+        met["cancelled fetches"] += len(plan.cancelled_storage)
+        met["withdrawn transfers"] += len(plan.withdrawn)
+        met["cancelled receives"] += len(plan.cancelled_peer)
+        for peer_job in plan.peer:
+            if not peer_job.num_blocks:
+                met["nothing wanted of a transfer"] += 1
+            elif peer_job.action is PeerAction.SEND and peer_job.first:
+                met["sends step by step"] += 1
         if any(item.num_drafts for item in items.values()):
             met["drafts planned ahead" if self.config.asynchronous else "drafts"] += 1
 
