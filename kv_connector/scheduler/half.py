@@ -251,7 +251,8 @@ class SchedulerHalf(KVConnectorScheduler):
         return len(self._ledger) > 0 or self._saves.may_save_before_reuse or is_busy
 
     def has_pending_block_frees(self) -> bool:
-        return self._ledger.num_pinning > 0
+        # A copy that hangs may pin its blocks for ever: an engine that is short of some preempts.
+        return self._ledger.num_pinning > 0 and not self._watchdog.hangs
 
     def take_events(self) -> Iterable[CacheEvent]:
         self._log_removed()
