@@ -91,3 +91,15 @@ def test_blocks_of_a_request_that_was_preempted_in_silence_are_guarded() -> None
     half, request = decoding()
     half.update_state_after_alloc(request, [[20, 21, 22]], 0, 0)
     assert background_load(half, [0, 1, 50]).num_guarded == 2
+
+
+def test_a_step_without_requests_does_not_end_the_drafts_of_the_one_before() -> None:
+    """It is reported at once, while the device may still run the drafter of the step in front of it."""
+    half, _ = make_half(num_host_blocks=50, load_choice="async")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    request = Asked("writes", list(range(100, 120)))
+    admit(half, request)
+    report(half, run(half, request))
+    reported(half, half.build_connector_meta(SchedulerOutput()).step)
+    half.request_finished(request)
+    assert background_load(half, [0, 1, 2]).num_guarded == 2
