@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests of the connector in real vLLM on a GPU, six at a time: an engine needs little of one, and most of its time is
-# its start. Prints a line for each test and, of those that failed, the end of what they said.
+# its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a line for
+# each test and, of those that failed, the end of what they said.
 #
 #   bash integration/gpu_vllm_tests.sh SITE [SECONDS]      SITE: folder with vLLM, or "" where it is installed
 set -uo pipefail
@@ -26,6 +27,12 @@ export -f one
 # shellcheck disable=SC2086
 python3 -P -m pytest $test_options --rootdir "$PWD" --collect-only integration/tests/test_vllm_gpu.py | grep '::' >"$logs/all"
 [ -s "$logs/all" ] || { echo 'no test was found' >&2; exit 2; }
-timeout "$seconds" xargs -d '\n' -P 6 -I{} bash -c 'one "$1"' _ {} <"$logs/all" | tee "$logs/results"
+in_turn() { # HOW MANY AT ONCE
+    timeout "$seconds" xargs -r -d '\n' -P "$1" -I{} bash -c 'one "$1"' _ {}
+}
+{
+    grep -v sleep "$logs/all" | in_turn 6
+    grep sleep "$logs/all" | tac | in_turn 1
+} | tee "$logs/results"
 printf '%s of %s passed\n' "$(grep -c '^passed' "$logs/results")" "$(wc -l <"$logs/all")"
 [ "$(grep -c '^passed' "$logs/results")" = "$(wc -l <"$logs/all")" ]
