@@ -10,15 +10,17 @@ class InFlightSteps:
 
     What such a step computes for a request that has ended is dropped, so it may read whatever it likes; but it writes,
     and what it computes for a request that was preempted counts. A step is in flight until every rank has reported the
-    one behind it: drafts may run on after a step's own tokens are out.
+    next one that computes: drafts may run on after a step's own tokens are out, and a step that computes nothing may be
+    reported beside them.
     """
 
     def __init__(self) -> None:
         self._used: dict[int, set[int]] = {}
 
     def planned(self, step: int, written: Iterable[int]) -> None:
-        """A step that may write to these blocks."""
-        self._used[step] = set(written)
+        """A step that may write to these blocks; to none where it computes nothing."""
+        if used := set(written):
+            self._used[step] = used
 
     def freed(self, block_ids: Iterable[int]) -> None:
         """Blocks were taken from a request that continues later."""
@@ -28,7 +30,8 @@ class InFlightSteps:
 
     def reported(self, step: int) -> None:
         """The engine took in what every rank said of this step."""
-        for number in [number for number in self._used if number < step]:
+        reported = [number for number in self._used if number <= step]
+        for number in reported[:-1]:
             del self._used[number]
 
     def used(self) -> frozenset[int]:

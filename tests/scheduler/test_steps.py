@@ -72,3 +72,16 @@ def test_blocks_of_a_request_that_was_preempted_in_silence_are_guarded() -> None
     run(half, request)
     half.update_state_after_alloc(request, [[20, 21, 22]], 0, 0)
     assert background_load(half, [0, 1, 2]).num_guarded == 2
+
+
+def test_a_step_that_computes_nothing_says_nothing_of_the_one_in_front_of_it() -> None:
+    """Drafts of a step run on after its tokens are out, and a step without requests is reported beside them."""
+    half, _ = make_half(num_host_blocks=50, load_choice="async")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    request = Asked("drafts", list(range(100, 109)))
+    admit(half, request)
+    reported(half, run(half, request).step)
+    half.request_finished(request)
+    for _ in range(3):
+        reported(half, run(half).step)
+    assert background_load(half, [0, 1, 50]).num_guarded == 2
