@@ -6,6 +6,7 @@
 # A part that fails or takes too long does not stop the others; each leaves a log in OUT.
 set -uo pipefail
 out=$(mkdir -p "$2" && cd "$2" && pwd)
+root=$PWD
 source integration/gpu_vllm_setup.sh "$1"
 
 run() {
@@ -16,8 +17,7 @@ run() {
     tail -n 15 "$out/$name.log"
 }
 
-run tests 700 python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -p no:cacheprovider \
-    --disable-warnings -W ignore integration/tests/test_vllm_gpu.py
+(cd "$root" && run tests 700 bash integration/gpu_vllm_tests.sh "$1")
 for mode in graphs eager; do
     flag=$([ "$mode" = eager ] && echo --eager)
     run "ttft_$mode" 400 python3 -m integration.bench.vllm_ttft $flag --host-memory 14GiB --json "$out/vllm_ttft_$mode.json"

@@ -52,8 +52,8 @@ class CopyJob:
     device_ids: NDArray[np.int64]
     host_ids: NDArray[np.int64]
     request_id: str | None = None
-    admission: int = 0
     num_guarded: int = 0
+    admission: int = 0
 
     @property
     def num_blocks(self) -> int:

@@ -101,7 +101,7 @@ def device_ms(work: Callable[[], None]) -> float:
 
 
 def measure_products(report: Report, case: Case, name: str, way: Way, repeats: int) -> None:
-    """Ten large products on the main stream, and a copy that begins with them on another."""
+    """Thirty large products on the main stream, and a copy that begins with them on another."""
     left = torch.randn((PRODUCT, PRODUCT), dtype=torch.bfloat16, device="cuda")
     side = torch.cuda.Stream()
 

@@ -10,8 +10,8 @@ class InFlightSteps:
 
     What such a step computes for a request that has ended is dropped, so it may read whatever it likes; but it writes,
     and what it computes for a request that was preempted counts. A step is in flight until every rank has reported the
-    next one that computes: drafts may run on after a step's own tokens are out, and a step that computes nothing may be
-    reported beside them.
+    next one that computes: drafts may run on after a step's own tokens are out, and a step without requests is reported
+    whatever the device still does.
     """
 
     def __init__(self) -> None:
@@ -19,8 +19,8 @@ class InFlightSteps:
 
     def planned(self, step: int, written: Iterable[int]) -> None:
         """A step that may write to these blocks; to none where it computes nothing."""
-        if used := set(written):
-            self._used[step] = used
+        if blocks := set(written):
+            self._used[step] = blocks
 
     def freed(self, block_ids: Iterable[int]) -> None:
         """Blocks were taken from a request that continues later."""
@@ -30,8 +30,7 @@ class InFlightSteps:
 
     def reported(self, step: int) -> None:
         """The engine took in what every rank said of this step."""
-        reported = [number for number in self._used if number <= step]
-        for number in reported[:-1]:
+        for number in [number for number in self._used if number <= step][:-1]:
             del self._used[number]
 
     def used(self) -> frozenset[int]:

@@ -117,8 +117,9 @@ class WorkerHalf(KVConnectorWorker):
         self._plan = plan
         self._step = plan.step
         self._saves_pending = bool(plan.saves)
-        if plan.awaited_loads and self._transfer.wait_jobs(plan.awaited_loads):
-            self._distrusted_step = self._step
+        if plan.awaited_loads:
+            # Told in this step: the engine may believe its requests complete, and has hit their blocks for others.
+            self._fail_loads(self._transfer.wait_jobs(plan.awaited_loads))
         self._mark = self._transfer.mark() if plan.background_loads else None
         for job in plan.storage:
             assert self._storage is not None, "the plan has storage jobs, and this half was made without storage"
@@ -264,8 +265,9 @@ class WorkerHalf(KVConnectorWorker):
             self._end_load(job.job_id, job.ok)
 
     def _fail_loads(self, job_ids: Collection[int]) -> None:
-        """Loads of this step: the engine must know before it uses the step."""
+        """Loads that this step rests on: the engine must know before it uses the step."""
         for job_id in job_ids:
+            self._distrusted_step = self._step
             self._end_load(job_id, ok=False)
 
     def _end_load(self, job_id: int, ok: bool) -> None:

@@ -270,6 +270,15 @@ def test_a_pinned_prefix_outlives_any_pressure_on_the_host() -> None:
     host.check()
 
 
+def test_what_a_copy_uses_stays_however_old_it_is() -> None:
+    host = CacheTier(PrefixTree(), Tier.HOST, 3)
+    (old, _) = host.blocks_of(store(host, path(1, 2), now=1))
+    store(host, path(3), now=2)
+    host.acquire([old])
+    assert old not in host.allocate_up_to(3)
+    assert (resident(host, path(1)), resident(host, path(3))) == (1, 0)
+
+
 def test_a_block_being_written_is_not_matched_and_not_evicted() -> None:
     host = CacheTier(PrefixTree(), Tier.HOST, 1)
     ids = host.allocate(1)

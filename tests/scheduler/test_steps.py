@@ -63,25 +63,43 @@ def test_a_step_is_in_flight_until_every_rank_has_reported_the_next() -> None:
     assert background_load(half, [0, 1, 2]).num_guarded == 2, "rank 1 may still compute the step"
 
 
-def test_blocks_of_a_request_that_was_preempted_in_silence_are_guarded() -> None:
-    """An engine that resets its running requests admits them again without a word about their old blocks."""
-    half, _ = make_half(num_host_blocks=50, load_choice="async")
+def decoding() -> tuple[SchedulerHalf, Asked]:
+    """A request has computed its prompt in blocks 0 to 2; steps are in flight that read all of them for it, and write
+    to the last."""
+    half, _ = make_half(num_host_blocks=50, load_choice="async", write_policy="write_back")
+    half.pin_prefix(Asked("warm", list(range(8))).block_hashes)
     save(half, Asked("warm", list(range(9))), first_block=40)
     request = Asked("again", list(range(100, 109)))
     admit(half, request)
-    run(half, request)
+    reported(half, run(half, request).step)
+    for computed in (9, 10):
+        request.tokens.append(1)
+        step = run(half, request, computed=computed).step
+    reported(half, step - 1)
+    return half, request
+
+
+def test_blocks_that_a_step_reads_for_a_preempted_request_are_guarded() -> None:
+    """What the device computes for it in a step that was planned before counts."""
+    half, request = decoding()
+    half.build_connector_meta(SchedulerOutput((), {request.request_id}))
+    assert background_load(half, [0, 1, 50]).num_guarded == 2
+
+
+def test_blocks_of_a_request_that_was_preempted_in_silence_are_guarded() -> None:
+    """An engine that resets its running requests admits them again without a word about their old blocks."""
+    half, request = decoding()
     half.update_state_after_alloc(request, [[20, 21, 22]], 0, 0)
-    assert background_load(half, [0, 1, 2]).num_guarded == 2
+    assert background_load(half, [0, 1, 50]).num_guarded == 2
 
 
-def test_a_step_that_computes_nothing_says_nothing_of_the_one_in_front_of_it() -> None:
-    """Drafts of a step run on after its tokens are out, and a step without requests is reported beside them."""
+def test_a_step_without_requests_does_not_end_the_drafts_of_the_one_before() -> None:
+    """It is reported at once, while the device may still run the drafter of the step in front of it."""
     half, _ = make_half(num_host_blocks=50, load_choice="async")
     save(half, Asked("warm", list(range(9))), first_block=40)
-    request = Asked("drafts", list(range(100, 109)))
+    request = Asked("writes", list(range(100, 120)))
     admit(half, request)
-    reported(half, run(half, request).step)
+    report(half, run(half, request))
+    reported(half, half.build_connector_meta(SchedulerOutput()).step)
     half.request_finished(request)
-    for _ in range(3):
-        reported(half, run(half).step)
-    assert background_load(half, [0, 1, 50]).num_guarded == 2
+    assert background_load(half, [0, 1, 2]).num_guarded == 2

@@ -53,3 +53,17 @@ def test_when_it_is_reported_hits_are_loaded_again() -> None:
     report(half, plan.__class__(plan.step, loads=(load,)))
     run(half)
     assert half.get_num_new_matched_tokens(Asked("b", list(range(9))), 0) == (8, True)
+
+
+def test_who_waits_for_a_load_that_hangs_is_let_go_though_no_step_has_looked() -> None:
+    """An engine whose requests all wait may plan nothing for long."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    admit(half, Asked("waits", list(range(9))))
+    assert run(half).background_loads
+    rider = Asked("rider", list(range(9)))
+    assert half.get_num_new_matched_tokens(rider, 0) == (None, False)
+    clock = half._shared.clock
+    assert isinstance(clock, Clock)
+    clock.now += OVERDUE_SECONDS
+    assert half.get_num_new_matched_tokens(rider, 0) != (None, False)

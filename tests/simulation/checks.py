@@ -7,11 +7,12 @@ others.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kv_connector.types import CopyJob, Direction, PeerJob, StepPlan, StepReport, StorageJob
+from kv_connector.types import CopyJob, Direction, PeerAction, PeerJob, StepPlan, StepReport, StorageJob
 
 if TYPE_CHECKING:
     from kv_connector.transfer.paths.base import BlockCopy
@@ -23,9 +24,12 @@ class Violation(Exception):
     """`kind`: what claim it breaks ("token", "stuck", "leak", "lease", "job", "pool", "check", "crash")."""
 
     def __init__(self, kind: str, text: str) -> None:
-        super().__init__(f"{kind}: {text}")
+        super().__init__(kind, text)
         self.kind = kind
         self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +53,9 @@ class JobBook:
         self._pool = pool
         self._loads: dict[int, list[_OpenJob]] = {}  # by device block
         self._saves: dict[int, list[_OpenJob]] = {}
+        self._sends: dict[int, list[_OpenJob]] = {}
+        self._receives: dict[int, list[_OpenJob]] = {}
+        self.met: Counter[str] = Counter()
 
     def planned(self, plan: StepPlan) -> None:
         """The scheduler half has made this plan."""
@@ -83,6 +90,7 @@ class JobBook:
             entry.taken_in.add(report.rank)
             if len(entry.taken_in) == self._num_ranks:
                 del self.open[job_id]
+                self._count_ended(entry)
                 for block in self._device_blocks(entry.job):
                     entries = self._by_block(entry.job)[block]
                     entries.remove(entry)
@@ -101,15 +109,28 @@ class JobBook:
             for entry in entries:
                 entry.landed.add((rank, block))
 
+    def arrived(self, rank: int, blocks: Sequence[int]) -> None:
+        """Another engine's copies have written to these device blocks of the rank, now."""
+        for block in blocks:
+            entries = [entry for entry in self._receives.get(block, ()) if rank not in entry.reported]
+            if not entries:
+                raise Violation("lease", f"rank {rank}: another engine writes to device block {block} for no job")
+            for entry in entries:
+                entry.landed.add((rank, block))
+
     def written(self, rank: int, block: int, step: int) -> None:
-        """The model writes to the block on this rank, in this step, now. A fence guards what is pinned no more."""
+        """The model writes to the block on this rank, in this step, now. A fence guards what is pinned no more, and
+        nobody uses what a job has brought that failed on some rank."""
         what = f"step {step} writes on rank {rank} to device block {block}"
         for entry in self._loads.get(block, ()):
             if entry.is_pinned and (rank, block) in entry.landed and not entry.has_failed:
                 raise Violation("lease", f"{what}, which job {entry.job.job_id} has filled")
+        for entry in self._receives.get(block, ()):
+            if (rank, block) in entry.landed and not entry.has_failed:
+                raise Violation("lease", f"{what}, which job {entry.job.job_id} has received")
         for entry in self._saves.get(block, ()):
             is_waiting = (rank, block) not in entry.landed and rank not in entry.reported
-            if entry.is_pinned and is_waiting and step > entry.step:
+            if entry.is_pinned and is_waiting and step > entry.step and not entry.has_failed:
                 raise Violation("lease", f"{what}, which job {entry.job.job_id} will save")
 
     def freed(self, blocks: Sequence[int]) -> None:
@@ -125,10 +146,26 @@ class JobBook:
     def has_saves(self) -> bool:
         return bool(self._saves)
 
+    def has_sends(self) -> bool:
+        return bool(self._sends)
+
+    def has_receives(self) -> bool:
+        return bool(self._receives)
+
+    def has_storage_jobs(self) -> bool:
+        return any(isinstance(entry.job, StorageJob) for entry in self.open.values())
+
+    def _count_ended(self, entry: _OpenJob) -> None:
+        job = entry.job
+        if isinstance(job, StorageJob) or (isinstance(job, PeerJob) and job.num_blocks):
+            self.met[f"{job.action.value} {'failed' if entry.has_failed else 'done'}"] += 1
+
     @staticmethod
     def _device_blocks(job: CopyJob | StorageJob | PeerJob) -> list[int]:
-        blocks: list[int] = job.device_ids.tolist() if isinstance(job, CopyJob) else []
+        blocks: list[int] = [] if isinstance(job, StorageJob) else job.device_ids.tolist()
         return blocks
 
     def _by_block(self, job: CopyJob | StorageJob | PeerJob) -> dict[int, list[_OpenJob]]:
+        if isinstance(job, PeerJob):
+            return self._sends if job.action is PeerAction.SEND else self._receives
         return self._loads if isinstance(job, CopyJob) and job.direction is Direction.LOAD else self._saves

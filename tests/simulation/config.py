@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
-from kv_connector.config import Config, LoadChoice, WritePolicy
+from kv_connector.config import (
+    Backup,
+    Config,
+    LoadChoice,
+    PeerConfig,
+    PeerRole,
+    Prefetch,
+    StorageConfig,
+    WritePolicy,
+)
 from kv_connector.index import BlockGroup
 
 HOST_BLOCK_BYTES = 4096
+_SECRET = "known to all of a world"
 
 
 @dataclass(frozen=True)
@@ -48,12 +57,28 @@ class EngineConfig:
     host_ready_seconds: float = 0.0
     host_seconds: float = 1e-3  # of a rank's process, for a step
     stalls: float = 0.0
+    prefetch: Prefetch | None = None  # None: without storage
+    backup: Backup = Backup.ON_SAVE
+    fetch_ms: int = 200
+    max_backup_blocks: int = 4096
+    role: PeerRole | None = None  # None: without peers
+    port: int = 0  # of rank 0; 0: any
+    deadline_ms: int = 3000
+    answer_ms: int = 1000
     seconds: dict[str, float] = field(default_factory=lambda: {"compute": 2e-3, "load": 2e-3, "save": 2e-3})
 
     @property
     def depth(self) -> int:
         """Steps under way at most."""
         return (self.num_ranks + 1 if self.pipeline else 2) if self.asynchronous else 1
+
+    @property
+    def produces(self) -> bool:
+        return self.role is not None and self.role is not PeerRole.CONSUMER
+
+    @property
+    def consumes(self) -> bool:
+        return self.role is not None and self.role is not PeerRole.PRODUCER
 
     @property
     def window_blocks(self) -> tuple[int | None, ...]:
@@ -64,8 +89,22 @@ class EngineConfig:
     def groups(self) -> tuple[BlockGroup, ...]:
         return tuple(BlockGroup(window) for window in self.window_blocks)
 
-    def connector(self, **parts: Any) -> Config:
-        """The connector's settings; `parts` are those of storage and peers."""
+    def connector(self) -> Config:
+        """The connector's settings."""
+        storage = peer = None
+        if self.prefetch is not None:
+            storage = StorageConfig(
+                path="/storage",
+                capacity=1 << 30,
+                prefetch=self.prefetch,
+                timeout_ms=self.fetch_ms,
+                backup=self.backup,
+                max_backup_blocks=self.max_backup_blocks,
+            )
+        if self.role is not None:
+            peer = PeerConfig(
+                role=self.role, port=self.port, deadline_ms=self.deadline_ms, timeout_ms=self.answer_ms, secret=_SECRET
+            )
         return Config(
             host_memory=self.num_host_blocks * HOST_BLOCK_BYTES * self.num_ranks,
             write_policy=self.write_policy,
@@ -75,7 +114,8 @@ class EngineConfig:
             write_back_lookahead=self.write_back_lookahead,
             layer_group_bytes=self.layer_group_bytes,
             calibration="off",
-            **parts,
+            storage=storage,
+            peer=peer,
         )
 
     def quiet(self) -> EngineConfig:
@@ -88,14 +128,55 @@ class EngineConfig:
         return " ".join(f"{key}={value}" for key, value in mine.items() if value != default[key])
 
 
-def draw(rng: random.Random) -> EngineConfig:
-    """One engine."""
+def draw_world(rng: random.Random) -> list[EngineConfig]:
+    """The engines of a world, alone or with a network between them, a folder that they share, or both."""
+    num_engines = rng.choice([1, 1, 1, 1, 2, 2, 3, 4])
+    has_peers = num_engines > 1 and rng.random() < 0.9
+    has_storage = rng.random() < 0.5
+    port = rng.choice([0, 20, 20])
+    like: EngineConfig | None = None
+    drawn = []
+    for index in range(num_engines):
+        config = draw(rng, like if rng.random() < 0.95 else None)
+        if has_storage and rng.random() < 0.8:
+            config = _with_storage(rng, config)
+        if has_peers and (index < 2 or rng.random() < 0.8):
+            role = rng.choice([[PeerRole.PRODUCER, PeerRole.BOTH], [PeerRole.CONSUMER, PeerRole.BOTH]][index % 2])
+            config = replace(
+                config,
+                role=role,
+                port=port and 7000 + port * index,
+                deadline_ms=rng.choice([200, 1000, 3000]),
+                answer_ms=rng.choice([300, 2000]),
+                windows=(None,),
+            )
+        drawn.append(config)
+        like = like or (config if config.role or config.prefetch else None)
+    return drawn
+
+
+def _with_storage(rng: random.Random, config: EngineConfig) -> EngineConfig:
+    return replace(
+        config,
+        num_host_blocks=rng.choice([12, 24, 48, 200]),
+        prefetch=rng.choice(list(Prefetch)),
+        backup=rng.choice(list(Backup)),
+        fetch_ms=rng.choice([0, 20, 200]),
+        max_backup_blocks=rng.choice([1, 8, 4096]),
+        windows=(None,),
+    )
+
+
+def draw(rng: random.Random, like: EngineConfig | None = None) -> EngineConfig:
+    """One engine; of the same shape as another one, if there is any."""
     asynchronous = rng.random() < 0.6
     num_ranks = rng.choice([1, 1, 1, 2, 2, 3, 4])
     block_size = rng.choice([2, 4, 4])
     windows: tuple[int | None, ...] = (None,)
     if rng.random() < 0.25:
         windows = (None, rng.choice([3, 5, 8, 12]))
+    if like is not None:
+        num_ranks, block_size, windows = like.num_ranks, like.block_size, like.windows
     pipeline = asynchronous and num_ranks > 1 and rng.random() < 0.4
     rate = rng.choice([0, 0, 0, 1 << 20, 8 << 20])
     return EngineConfig(
@@ -106,7 +187,7 @@ def draw(rng: random.Random) -> EngineConfig:
         pipeline=pipeline,
         reports_apart=num_ranks > 1 and rng.random() < 0.5,
         windows=windows,
-        num_layers=rng.choice([1, 2, 2]),
+        num_layers=rng.choice([1, 2, 2]) if like is None else like.num_layers,
         block_size=block_size,
         num_device_blocks=rng.choice([16, 24, 32, 48, 96]) * len(windows) * 4 // block_size,
         num_host_blocks=rng.choice([6, 24, 80, 200, 400]) * len(windows),

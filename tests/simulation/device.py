@@ -26,6 +26,7 @@ from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.types import Direction
+from kv_connector.worker import peers as worker_peers
 
 from .checks import Violation
 from .clock import VirtualTime
@@ -178,9 +179,9 @@ class SimulatedLane:
     is_synchronous = False
     handle = 0
 
-    def __init__(self, device: Device, name: str) -> None:
+    def __init__(self, device: Device, stream: Stream) -> None:
         self._device = device
-        self.stream = device.stream(name)
+        self.stream = stream
 
     def current(self) -> Stream:
         return self._device.compute
@@ -272,7 +273,10 @@ def seams() -> Iterator[None]:
 
     def make_lane(*_: object, **__: object) -> SimulatedLane:
         device = _current[-1]
-        return SimulatedLane(device, "load" if len(device.streams) == 1 else "save")
+        return SimulatedLane(device, device.stream("load" if len(device.streams) == 1 else "save"))
+
+    def make_peer_lane(*_: object, **__: object) -> SimulatedLane:
+        return SimulatedLane(_current[-1], _current[-1].compute)  # only asked how far the model has come
 
     def make_submitter(lines: Sequence[Any], _: torch.device) -> SimulatedSubmitter:
         return SimulatedSubmitter(_current[-1], lines)
@@ -282,6 +286,7 @@ def seams() -> Iterator[None]:
         return pool.num_blocks if limit is None else min(pool.num_blocks, limit())
 
     saved = transfer_engine.make_lane, transfer_engine.make_submitter, HostPool.num_ready_blocks
+    saved_peer_lane, worker_peers.make_lane = worker_peers.make_lane, make_peer_lane  # type: ignore[assignment]
     transfer_engine.make_lane = make_lane  # type: ignore[assignment]
     transfer_engine.make_submitter = make_submitter  # type: ignore[assignment]
     HostPool.num_ready_blocks = property(num_ready_blocks)  # type: ignore[assignment, method-assign]
@@ -290,6 +295,7 @@ def seams() -> Iterator[None]:
     finally:
         transfer_engine.make_lane, transfer_engine.make_submitter = saved[:2]
         HostPool.num_ready_blocks = saved[2]  # type: ignore[method-assign]
+        worker_peers.make_lane = saved_peer_lane
         _ready_blocks.clear()
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kv_connector.index import BlockHasher, CacheIdentity, root_hash
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import PeerAction
 
 from .checks import JobBook, Violation
 from .config import EngineConfig
@@ -46,11 +47,13 @@ class Engine:
         self.is_asleep = False
         self.met = world.met
         self.shape = shape_of(config.num_ranks, config.windows, config.num_layers)
-        self.identity = CacheIdentity("simulated", "uint8", "rows", config.block_size, tp_size=config.num_ranks)
+        name, layout = f"simulated, weights {world.epochs[index]}", f"rows of {config.num_layers} layers"
+        self.identity = CacheIdentity(name, "uint8", layout, config.block_size, tp_size=config.num_ranks)
         self.engine_id = f"engine{index}.{incarnation}"
-        self.connector_config = config.connector(**world.connector_parts(self))
+        self.connector_config = config.connector()
         self.pool = BlockPool(config.num_device_blocks)
         self.book = JobBook(config.num_ranks, self.pool)
+        self.book.met = world.met
         self.half = SchedulerHalf(
             self.connector_config,
             config.block_size,
@@ -63,16 +66,18 @@ class Engine:
         self.half.bind_block_pool(ConnectorView(self.pool, self.book.freed))
         self.scheduler = SchedulerModel(config, self.pool, self.half, self.met)
         self.scheduler.epoch = world.epochs[index]
-        self.scheduler.on_finished = lambda request: world.finished(self, request)
+        self.scheduler.on_finished = self._finished
         self.sampler = Sampler(world.time.stream(f"{self.engine_id}/drafts"), config.num_drafts, config.acceptance)
         self.ranks = [Rank(self, rank) for rank in range(config.num_ranks)]
-        self.root = root_hash(self.identity)
+        # As engines do: which model, layout and weights it is their hashes do not say.
+        self.root = root_hash(CacheIdentity("any", "any", "any", config.block_size))
         self._in_flight: deque[Step] = deque()
         self._last_sampled: list[SimulatedEvent] | None = None  # of the last step with a forward pass
         self._is_due = False
         self._received: Counter[str] = Counter()
         self._failed: set[str] = set()
         self._wants: list[Callable[[], bool]] = []  # what operators try until it is done
+        self._progressed_in = 0  # step in which any request went on or ended
         self._step_times = [world.time.now()]  # by step
         self.num_steps = 0
 
@@ -107,7 +112,7 @@ class Engine:
         plan, items = self.scheduler.schedule()
         self.num_steps += 1
         self._step_times.append(self.world.time.now())
-        self.world.count_step(self)
+        self.world.count_step(self, plan, items)
         self.book.planned(plan)
         ranks = self.config.num_ranks
         sampled = [SimulatedEvent(rank.device) for rank in self.ranks]
@@ -151,20 +156,29 @@ class Engine:
         failed = received & self._failed
         self._failed -= received
         later = [item for other in self._in_flight for item in other.items]
+        if failed or any(result.invalid for result in results):
+            sends = (job.action is PeerAction.SEND for s in (step, *self._in_flight) for job in s.plan.peer)
+            self.met["failed load in front of a planned send"] += any(sends)
         self.scheduler.update(step, results, received, failed, later)
         self.check(has_changed=any(result.report.done or result.report.failed for result in results))
 
     # What users do.
 
-    def make_request(self, request_id: str, number: int, prompt: list[int], max_tokens: int) -> SimulatedRequest:
+    def make_request(
+        self, request_id: str, number: int, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None
+    ) -> SimulatedRequest:
         oracle = Oracle(self.shape, self.scheduler.epoch, prompt)
         hasher = BlockHasher(self.config.block_size, self.root)
-        return SimulatedRequest(request_id, number, list(prompt), max_tokens, hasher, oracle)
+        return SimulatedRequest(request_id, number, list(prompt), max_tokens, hasher, oracle, params)
 
     def most_tokens(self) -> int:
         """Of a request that surely fits."""
         blocks = (self.config.num_device_blocks - 1) // len(self.config.windows)
         return blocks * self.config.block_size - 3 * self.config.num_drafts - 2
+
+    def _finished(self, request: SimulatedRequest) -> None:
+        self._progressed_in = self.scheduler.step
+        self.world.finished(self, request)
 
     def add(self, request: SimulatedRequest) -> None:
         self.scheduler.add(request)
@@ -209,9 +223,8 @@ class Engine:
         if self.config.keeps_running_on_reset:
             self.pool.reset(even_if_held=True)
             for request in scheduler.requests:
-                request.is_private = request.holds_blocks
+                request.is_private = request.has_started
         self.met["weights updated"] += 1
-        self.world.epochs[self.index] += 1
         scheduler.epoch = self.world.epochs[self.index]
         for request in scheduler.requests:
             request.progressed_in = scheduler.step
@@ -223,6 +236,9 @@ class Engine:
         met["reset with loads under way"] += self.book.has_loads()
         met["reset with saves under way"] += self.book.has_saves()
         met["reset with steps under way"] += bool(self._in_flight)
+        met["reset with sends under way"] += self.book.has_sends()
+        met["reset with receives under way"] += self.book.has_receives()
+        met["reset with storage jobs under way"] += self.book.has_storage_jobs()
 
     def sleep(self, seconds: float) -> None:
         """Finish what is there, reset, lose the device's memory, and wake some time later."""
@@ -257,6 +273,10 @@ class Engine:
     def kill(self) -> list[SimulatedRequest]:
         """The engine's processes end at once; returns what was not finished."""
         self.is_dead = True
+        met = self.met
+        met["engine killed with sends under way"] += self.book.has_sends()
+        met["engine killed with receives under way"] += self.book.has_receives()
+        met["engine killed with storage jobs under way"] += self.book.has_storage_jobs()
         for rank in self.ranks:
             rank.device.is_dead = True
         return self.scheduler.requests
@@ -280,13 +300,12 @@ class Engine:
         if not requests or self.scheduler.is_paused:
             return
         now = self.world.time.now()
-        for since, most in (
-            (max(request.progressed_in for request in requests), 1),
-            (min(request.progressed_in for request in requests), 20),
-        ):
+        self._progressed_in = max(self._progressed_in, *(request.progressed_in for request in requests))
+        oldest = min(request.progressed_in for request in requests)
+        for since, most in ((self._progressed_in, 1), (oldest, 20)):
             is_long = now - self._step_times[since] > most * MOST_SECONDS_WITHOUT_PROGRESS
             if is_long and self.scheduler.step - since > most * MOST_STEPS_WITHOUT_PROGRESS:
-                request = next(request for request in requests if request.progressed_in == since)
+                request = next(request for request in requests if request.progressed_in == oldest)
                 raise Violation("stuck", f"{request.request_id} is {request.status.value}: {self.describe(request)}")
 
     @property
@@ -318,6 +337,7 @@ class Engine:
         """As an engine that ends in order."""
         if self.is_dead:
             return
+        self.world.outside.close(self)
         for rank in self.ranks:
             rank.worker.shutdown()
         self.half.shutdown()

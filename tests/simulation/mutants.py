@@ -27,11 +27,13 @@ from pathlib import Path
 
 from . import report
 from .faults import MUTANTS
-from .faults.mutant import Mutant
+from .faults.mutant import Mutant, tested, tests_of
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("kv_connector", "triton_kernels", "tests", "integration", "conftest.py", "pyproject.toml", "ARCHITECTURE.md")
 LIMIT_SECONDS = 300
+ALL_SECONDS = 1800
+"""For one mutant, and for all tests that catch one."""
 AT_ONCE = 2
 """Mutants run beside each other, by one thread each."""
 
@@ -62,7 +64,7 @@ def interpreter(environment: str) -> Path:
     return ROOT / environment / "bin" / "python" if environment else Path(sys.executable)
 
 
-def run(command: Sequence[str], environment: str, mutant: Mutant | None = None) -> Run:
+def run(command: Sequence[str], environment: str, mutant: Mutant | None = None, seconds: float = LIMIT_SECONDS) -> Run:
     """The command in a copy of the tree, with the mutant or as it is."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = Path(folder)
@@ -83,7 +85,7 @@ def run(command: Sequence[str], environment: str, mutant: Mutant | None = None) 
                 env=variables,
                 capture_output=True,
                 text=True,
-                timeout=LIMIT_SECONDS,
+                timeout=seconds,
                 check=False,
             )
         except subprocess.TimeoutExpired:
@@ -97,30 +99,39 @@ def run(command: Sequence[str], environment: str, mutant: Mutant | None = None) 
 
 
 class Commands:
-    """Runs commands without a mutant, each once, whoever asks first."""
+    """Which commands pass without a mutant: tests of an environment are run all at once, and one by one only where some
+    of them fail; each once, whoever asks first."""
 
-    def __init__(self) -> None:
+    def __init__(self, mutants: Sequence[Mutant]) -> None:
+        self._mutants = mutants
         self._lock = threading.Lock()
-        self._runs: dict[tuple[tuple[str, ...], str], Future[Run]] = {}
+        self._passed: dict[tuple[tuple[str, ...], str], Future[bool]] = {}
 
     def passes(self, mutant: Mutant) -> bool:
         """Whether the mutant's command passes without it. Waits where somebody else is about to find out."""
-        key = mutant.command, mutant.environment
+        command, environment = mutant.command, mutant.environment
+        others = [other.command for other in self._mutants if other.environment == environment]
+        names = [name for other in others for name in tests_of(other)]
+        if tests_of(command) and self._passes(tested(*dict.fromkeys(names)), environment, ALL_SECONDS):
+            return True
+        return self._passes(command, environment, LIMIT_SECONDS)
+
+    def _passes(self, command: tuple[str, ...], environment: str, seconds: float) -> bool:
         with self._lock:
-            is_first = key not in self._runs
-            future = self._runs.setdefault(key, Future())
+            is_first = (command, environment) not in self._passed
+            future = self._passed.setdefault((command, environment), Future())
         if is_first:
             try:
-                future.set_result(run(mutant.command, mutant.environment))
+                future.set_result(run(command, environment, seconds=seconds).passed)
             except BaseException as error:
                 future.set_exception(error)
                 raise
-        return future.result().passed
+        return future.result()
 
 
 def judge(mutant: Mutant, commands: Commands | None) -> dict[str, object]:
     """A row of the result; `commands` find out whether what fails passes without the mutant."""
-    row: dict[str, object] = {"name": mutant.name, "title": mutant.title}
+    row: dict[str, object] = {"name": mutant.name, "title": mutant.title, "command": " ".join(mutant.command)}
     if not interpreter(mutant.environment).exists():
         return row | {"verdict": "skipped", "seconds": 0.0, "said": f"needs {mutant.environment}"}
     found = run(mutant.command, mutant.environment, mutant)
@@ -142,7 +153,7 @@ def main(mutants: Sequence[Mutant] = MUTANTS) -> int:
         print("\n".join(f"{mutant.name:32} {mutant.title}" for mutant in mutants))
         return 0
     chosen = [mutant for mutant in mutants if not arguments.only or mutant.name in arguments.only]
-    commands = None if arguments.unchecked else Commands()
+    commands = None if arguments.unchecked else Commands(chosen)
     rows = []
     with ThreadPoolExecutor(arguments.at_once) as threads:
         for future in as_completed([threads.submit(judge, mutant, commands) for mutant in chosen]):

@@ -67,7 +67,10 @@ class SimulatedPeers(Process):
         timeout_seconds: float = 5.0,
         staging_bytes: int = 8 * 8192,
         secret: bytes = b"secret",
+        engine_id: str = "",
+        port: int = 0,
     ) -> None:
+        """`engine_id`: of the only start; else each start has an id of its own."""
         super().__init__(network, name)
         self.carrier = carrier
         self.jobs: PeerJobs | None = None
@@ -79,6 +82,8 @@ class SimulatedPeers(Process):
         self._seconds = deadline_seconds, timeout_seconds
         self._staging_bytes = staging_bytes
         self._secret = secret
+        self._given_id = engine_id
+        self._port = port
         self._num_starts = 0
         self._transport: Any = None
         self._channel: SimulatedChannel | None = None
@@ -89,11 +94,11 @@ class SimulatedPeers(Process):
         assert self.jobs is None, f"{self.name} runs already: kill or close it first"
         self._num_starts += 1
         self.is_alive, self.is_frozen = True, False
-        self.engine_id = f"{self.name} start {self._num_starts}"
+        self.engine_id = self._given_id or f"{self.name} start {self._num_starts}"
         card = Card(self._identity(pool.pieces), self.engine_id, pool.num_blocks)
         deadline, timeout = self._seconds
         clock = VirtualClock(self.network)
-        where = card, "", 0, self._secret, timeout
+        where = card, "", self._port, self._secret, timeout
         if self.carrier == "staged":
             self._below = SharedSlots(self.network)
             self._transport = _Staged(self._below, pool, *where, self._staging_bytes, self._open_channel, clock)

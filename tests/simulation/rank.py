@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 3e-3
 """What a step without requests takes at least: a process rests a moment where nothing is to be computed."""
+MOST_IDLE = 20
+"""Times as long a process rests at most, the longer nothing is to be computed."""
 
 
 class Rank:
@@ -49,6 +51,7 @@ class Rank:
         self._rows = self.kv.reshape(num_tensors, -1)
         self._inbox: deque[Step] = deque()
         self._is_busy = False
+        self._num_idle = 0  # steps without requests, one behind the other
         self._last_result: SimulatedEvent | None = None  # of the last step that waited for the device
         self._host_born = world.time.now()
         with on(self.device):
@@ -62,8 +65,8 @@ class Rank:
             config.num_ranks,
             path_maker(self.device, self._num_ready_blocks),
             fails_by_request=config.fails_by_request,
-            open_storage=self.engine.world.open_storage(self.engine, self.index),
-            open_peers=self.engine.world.open_peers(self.engine, self.index),
+            open_storage=self.engine.world.outside.open_storage(self.engine, self.index),
+            open_peers=self.engine.world.outside.open_peers(self.engine, self.index),
         )
         tensors = [torch.from_numpy(tensor.view(np.int64)) for tensor in self.kv]
         names = {f"layers.{layer}": tensors[tensor] for layer, tensor in enumerate(self.shape.tensors)}
@@ -87,9 +90,11 @@ class Rank:
 
     def freeze(self) -> None:
         self.is_frozen = True
+        self.engine.world.outside.freeze(self.engine, self.index)
 
     def thaw(self) -> None:
         self.is_frozen = False
+        self.engine.world.outside.thaw(self.engine, self.index)
         self._pump()
 
     @property
@@ -100,7 +105,8 @@ class Rank:
         if self._inbox and not self._is_busy and not self.is_frozen:
             self._is_busy = True
             seconds = self.engine.config.host_seconds
-            delay = self.device.delay(seconds if self._inbox[0].items else max(seconds, IDLE_SECONDS))
+            self._num_idle = 0 if self._inbox[0].items else min(self._num_idle + 1, MOST_IDLE)
+            delay = self.device.delay(max(seconds, IDLE_SECONDS * self._num_idle))
             self.engine.world.time.call_after(delay, self._run, f"{self.device.name}/process")
 
     def _run(self) -> None:
@@ -170,7 +176,7 @@ class Rank:
                 self.worker.wait_for_layer_load(f"layers.{layer}")
             pending.append(lambda layer=layer: self._read(step, layer))
             if not config.full_graphs:
-                if config.splits_layers:
+                if config.splits_layers or step.plan.peer:
                     flush()
                 self.worker.save_kv_layer(f"layers.{layer}")
         pending.append(lambda: self._finish(step))

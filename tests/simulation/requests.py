@@ -79,8 +79,23 @@ class SimulatedRequest:
         return self.status is Status.FINISHED
 
     @property
+    def is_for_others(self) -> bool:
+        """Whether another engine is to continue it."""
+        return bool(self.kv_transfer_params and self.kv_transfer_params.get("do_remote_decode"))
+
+    @property
+    def is_from_others(self) -> bool:
+        """Whether another engine has computed its prompt."""
+        return bool(self.kv_transfer_params and self.kv_transfer_params.get("do_remote_prefill"))
+
+    @property
     def holds_blocks(self) -> bool:
         return self.num_computed_tokens > 0 or self.status is Status.LOADING
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it goes on with what it has, whatever is reset: one whose load failed may have nothing, and run."""
+        return self.holds_blocks or self.status is Status.RUNNING
 
 
 @dataclass(slots=True, eq=False)

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from kv_connector.base import KVConnectorScheduler, ScheduledRequest, SchedulerOutput
-from kv_connector.types import NO_BLOCK, BlockHash, StepPlan, StepReport
+from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import NO_BLOCK, PeerAction, StepPlan, StepReport, StorageAction
 
+from .blocks import RequestBlocks
 from .checks import Violation
 from .config import EngineConfig
 from .model import Oracle
@@ -23,7 +25,7 @@ from .requests import DeviceSequence, Item, RankResult, SimulatedRequest, Status
 class SchedulerModel:
     """One engine's scheduler. `half` is the code under test; `met` counts compositions."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, half: KVConnectorScheduler, met: Counter[str]) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, half: SchedulerHalf, met: Counter[str]) -> None:
         self.config = config
         self.pool = pool
         self.half = half
@@ -40,9 +42,7 @@ class SchedulerModel:
         self._failed_receiving: set[str] = set()
         self._preempted: set[str] = set()
         self._prefilling: dict[SimulatedRequest, None] = {}
-        self._planned_sequence = 0
-        self._processed_sequence = 0
-        self._deferred: deque[tuple[int, list[int]]] = deque()
+        self.blocks = RequestBlocks(config, pool)
 
     # What users and operators do.
 
@@ -64,6 +64,7 @@ class SchedulerModel:
             self._received.discard(request.request_id)
             self._failed_receiving.discard(request.request_id)
         request.is_aborted = True
+        self.half.abort_transfer(request.request_id)
         self._end(request, holds_on=is_loading)
 
     def preempt_all(self) -> None:
@@ -106,7 +107,7 @@ class SchedulerModel:
         for request, item in items.items():
             self._advance(request, item)
         if items:
-            self._planned_sequence += 1
+            self.blocks.num_planned += 1
         self._count(plan, items, preempted)
         return plan, list(items.values())
 
@@ -124,12 +125,12 @@ class SchedulerModel:
                 index += 1
                 continue
             blocks = None
-            while (blocks := self._allocate(request, count, self.config.num_drafts)) is None:
+            while (blocks := self.blocks.allocate(request, count, self.config.num_drafts)) is None:
                 if self.half.has_pending_block_frees():
                     self.met["waited for pinned blocks"] += 1
                     break
                 victim = self.running[-1]
-                if not self._can_free(victim):
+                if not self.blocks.can_free(victim):
                     break
                 self.running.pop()
                 self._preempt(victim, drops_stale=False)
@@ -172,7 +173,7 @@ class SchedulerModel:
             is_async = False
             if request.num_computed_tokens == 0:
                 self._renew(request)
-                hit, num_local = self._find_hit(request)
+                hit, num_local = self.blocks.find_hit(request)
                 matched, is_async = self.half.get_num_new_matched_tokens(request, num_local)
                 if matched is None:
                     self.met["asked to wait"] += 1
@@ -187,7 +188,7 @@ class SchedulerModel:
                 raise Violation("check", f"{request.request_id}: {computed} of {request.num_tokens} tokens are cached")
             reserved = self._reserved() if is_async else 0
             ahead = 0 if is_async else self.config.num_drafts
-            if self._admit(request, count, ahead, hit, num_local, num_external, is_async, reserved) is None:
+            if self.blocks.admit(request, count, ahead, hit, num_local, num_external, is_async, reserved) is None:
                 break
             num_before = num_local if hit is not None else request.num_computed_tokens
             self.half.update_state_after_alloc(request, [told(t) for t in request.tables], num_before, num_external)
@@ -241,7 +242,7 @@ class SchedulerModel:
         """As `_update_after_schedule`."""
         request.num_computed_tokens += item.num_scheduled
         request.num_in_flight += item.num_scheduled
-        request.last_sequence = self._planned_sequence
+        request.last_sequence = self.blocks.num_planned
         request.progressed_in = self.step
         request.is_prefill_chunk = not item.samples
         if item.samples:
@@ -258,8 +259,7 @@ class SchedulerModel:
         """Take in what a step came to; steps come in order. `received`: loads that have ended on all ranks, `failed`
         those of them that failed on one. `later`: what is under way behind this step."""
         if step.items:
-            self._processed_sequence += 1
-            self._drain_deferred()
+            self.blocks.processed()
         for request in self.holding:
             if request.request_id in failed and request.status is Status.LOADING:
                 self._fail_receiving(request)
@@ -301,7 +301,7 @@ class SchedulerModel:
         if not is_stale and self.config.asynchronous:
             request.num_placeholders -= num_taken
         if request.status is Status.RUNNING:
-            self._name_blocks(request, request.num_computed_tokens - request.num_placeholders)
+            self.blocks.name(request, request.num_computed_tokens - request.num_placeholders)
             if not self.config.asynchronous:
                 request.num_drafts = self.config.num_drafts
         if is_over:
@@ -332,7 +332,7 @@ class SchedulerModel:
         if holds_on:
             self.dying.setdefault(request.request_id, []).append(request)
         else:
-            self._free(request)
+            self.blocks.free(request)
         self.on_finished(request)
 
     # Loads of other engines' blocks, the host's and storage's.
@@ -343,7 +343,7 @@ class SchedulerModel:
         if live and (not dying or self.config.names_newest):
             self._received.add(request_id)
         elif dying:
-            self._free(dying.pop(0))
+            self.blocks.free(dying.pop(0))
             if not dying:
                 del self.dying[request_id]
         else:
@@ -360,11 +360,11 @@ class SchedulerModel:
         if request_id in self._failed_receiving:
             self.met["asynchronous load failed"] += 1
             self._failed_receiving.discard(request_id)
-            self._free(request)
+            self.blocks.free(request)
             request.num_computed_tokens = 0
         else:
             self.met["asynchronous load"] += 1
-            self._name_blocks(request, request.num_computed_tokens)
+            self.blocks.name(request, request.num_computed_tokens)
             if request.num_computed_tokens == request.num_tokens:
                 request.num_computed_tokens -= 1
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
@@ -397,7 +397,7 @@ class SchedulerModel:
                 # vLLM overlooks those: received, and waiting for room (see `_promote`).
                 self.met["asynchronous load failed behind its announcement"] += 1
                 self.holding.remove(request)
-                self._free(request)
+                self.blocks.free(request)
                 request.num_computed_tokens = 0
                 self.waiting.appendleft(request)
                 continue
@@ -410,125 +410,6 @@ class SchedulerModel:
                 self.running.remove(request)
                 self._preempt(request, drops_stale=True)
         return affected
-
-    # Blocks.
-
-    def _find_hit(self, request: SimulatedRequest) -> tuple[list[list[int]], int]:
-        """The longest prefix that every group has, at least one token less than all; its blocks, by group."""
-        hashes: Sequence[BlockHash] = request.block_hashes[: (request.num_tokens - 1) // self.config.block_size]
-        if request.is_private:
-            hashes = []
-        end = len(hashes)
-        windows = self.config.window_blocks
-        found: list[list[int | None]] = []
-        for group, window in enumerate(windows):
-            blocks: list[int | None] = []
-            for block_hash in hashes[:end]:
-                block = self.pool.find(block_hash, group)
-                if block is None and window is None:
-                    break
-                blocks.append(block)
-            end = min(end, len(blocks))
-            found.append(blocks)
-        for _ in range(end + 1):
-            fitted = end
-            for group, window in enumerate(windows):
-                if window is not None:
-                    missing = [i for i in range(max(0, fitted - window), fitted) if found[group][i] is None]
-                    while missing:
-                        fitted = missing[-1]
-                        missing = [i for i in range(max(0, fitted - window), fitted) if found[group][i] is None]
-            if fitted == end:
-                break
-            end = fitted
-        hit = []
-        for group, window in enumerate(windows):
-            first = 0 if window is None else max(0, end - window)
-            hit.append([NULL_BLOCK] * first + [block for block in found[group][first:end] if block is not None])
-        return hit, end * self.config.block_size
-
-    def _admit(
-        self,
-        request: SimulatedRequest,
-        count: int,
-        ahead: int,
-        hit: list[list[int]] | None,
-        num_local: int,
-        num_external: int,
-        is_async: bool,
-        reserved: int,
-    ) -> list[list[int]] | None:
-        """As `allocate_slots` for a waiting request: all of it must fit."""
-        size = self.config.block_size
-        total = (request.num_computed_tokens or num_local) + num_external
-        fresh = hit is not None
-        tables = hit if hit is not None else request.tables
-        whole = max(request.num_tokens, total + count + ahead)
-        need = num_idle = 0
-        kept: list[list[int]] = []
-        for group, table in enumerate(tables):
-            skipped = self._num_skipped(group, total) if fresh else 0
-            kept.append([NULL_BLOCK if i < skipped else block for i, block in enumerate(table)])
-            num_idle += sum(self.pool.refs[block] == 0 for block in kept[-1] if block) if fresh else 0
-            need += max(0, -(-whole // size) - max(len(table), skipped))
-        if need + num_idle > self.pool.num_free - reserved:
-            return None
-        if fresh:
-            for table in kept:
-                self.pool.touch(table)
-            request.tables = kept
-            request.num_named = [len(table) for table in kept]
-        new = []
-        for group, table in enumerate(request.tables):
-            target = -(-(total + count + ahead) // size)
-            skipped = self._num_skipped(group, total) if fresh else 0
-            nulls = max(0, min(skipped, target) - len(table))
-            blocks = [NULL_BLOCK] * nulls + self.pool.allocate(max(0, target - len(table) - nulls))
-            table += blocks
-            new.append(blocks)
-        if not is_async:
-            self._name_blocks(request, min(total + count, request.num_tokens))
-        return new
-
-    def _allocate(self, request: SimulatedRequest, count: int, ahead: int) -> list[list[int]] | None:
-        """As `allocate_slots` for a running request; None where there is no room."""
-        self._drop_skipped(request)
-        target = -(-(request.num_computed_tokens + count + ahead) // self.config.block_size)
-        needs = [max(0, target - len(table)) for table in request.tables]
-        if sum(needs) > self.pool.num_free:
-            return None
-        new = [self.pool.allocate(need) for need in needs]
-        for table, blocks in zip(request.tables, new, strict=True):
-            table += blocks
-        self._name_blocks(request, min(request.num_computed_tokens + count, request.num_tokens))
-        return new
-
-    def _num_skipped(self, group: int, num_tokens: int) -> int:
-        """Leading blocks that lie in front of the window of the next token."""
-        window = self.config.windows[group]
-        return 0 if window is None else max(0, num_tokens - window + 1) // self.config.block_size
-
-    def _drop_skipped(self, request: SimulatedRequest) -> None:
-        """Blocks that slid out of the window of every step that is not processed."""
-        for group, table in enumerate(request.tables):
-            skipped = self._num_skipped(group, max(0, request.num_computed_tokens - request.num_in_flight))
-            freed = []
-            for index in range(min(skipped, len(table)) - 1, -1, -1):
-                if table[index] == NULL_BLOCK:
-                    break
-                freed.append(table[index])
-                table[index] = NULL_BLOCK
-            self.pool.free(freed)
-
-    def _name_blocks(self, request: SimulatedRequest, num_tokens: int) -> None:
-        full = min(num_tokens // self.config.block_size, len(request.block_hashes))
-        if request.is_private:
-            return
-        for group, table in enumerate(request.tables):
-            for index in range(request.num_named[group], full):
-                if table[index] != NULL_BLOCK:
-                    self.pool.name(table[index], request.block_hashes[index], group)
-            request.num_named[group] = max(full, request.num_named[group])
 
     def _reserved(self) -> int:
         """Blocks that prefills under way will still take."""
@@ -543,7 +424,9 @@ class SchedulerModel:
         self.met["preempted"] += 1
         if request.num_in_flight:
             self.met["preempted with a step under way"] += 1
-        self._free(request)
+        self.met["preempted while it is handed over"] += self.config.produces and request.is_for_others
+        self.met["preempted behind a receive"] += request.is_from_others and request.num_preemptions == 0
+        self.blocks.free(request)
         self._prefilling.pop(request, None)
         request.status = Status.PREEMPTED
         request.num_computed_tokens = request.num_drafts = request.num_placeholders = 0
@@ -553,23 +436,6 @@ class SchedulerModel:
         request.progressed_in = self.step
         self.waiting.appendleft(request)
         self._preempted.add(request.request_id)
-
-    def _can_free(self, request: SimulatedRequest) -> bool:
-        return not self.config.defers_frees or request.last_sequence < self._processed_sequence
-
-    def _free(self, request: SimulatedRequest) -> None:
-        """Its blocks return to the pool; later, if the engine waits for steps under way that may write to them."""
-        blocks = [block for table in request.tables for block in reversed(table) if block != NULL_BLOCK]
-        request.tables = []
-        request.num_named = []
-        if self._can_free(request):
-            self.pool.free(blocks)
-        elif blocks:
-            self._deferred.append((self._planned_sequence, blocks))
-
-    def _drain_deferred(self) -> None:
-        while self._deferred and self._deferred[0][0] <= self._processed_sequence:
-            self.pool.free(self._deferred.popleft()[1])
 
     def _count(self, plan: StepPlan, items: dict[SimulatedRequest, Item], preempted: set[str]) -> None:
         """What this step's plan composes."""
@@ -581,6 +447,19 @@ class SchedulerModel:
         met["awaited loads"] += len(plan.awaited_loads)
         met["saves"] += len(plan.saves)
         met["fences"] += plan.fence
+        for job in plan.storage:
+            if job.action is StorageAction.BACK_UP:
+                met[f"backups {self.config.backup.value}"] += 1
+            elif self.config.prefetch is not None:
+                met[f"{job.action.value} {self.config.prefetch.value}"] += 1
+        met["cancelled fetches"] += len(plan.cancelled_storage)
+        met["withdrawn transfers"] += len(plan.withdrawn)
+        met["cancelled receives"] += len(plan.cancelled_peer)
+        for peer_job in plan.peer:
+            if not peer_job.num_blocks:
+                met["nothing wanted of a transfer"] += 1
+            elif peer_job.action is PeerAction.SEND and peer_job.first:
+                met["sends step by step"] += 1
         if any(item.num_drafts for item in items.values()):
             met["drafts planned ahead" if self.config.asynchronous else "drafts"] += 1
 

@@ -11,7 +11,7 @@ from tests.simulation.world import simulate
 
 FIRST_SEED = 1
 NUM_PARTS = 6
-WORLDS = 25
+WORLDS = 10
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
@@ -21,8 +21,3 @@ def test_worlds_break_no_promise(part: int) -> None:
         if outcome.violation is not None:
             shortest = shrink.shrink(outcome, seconds=20.0)
             pytest.fail("\n".join(shrink.describe(shortest, "python -m tests.simulation")))
-
-
-def test_the_same_seed_is_the_same_run() -> None:
-    first, second = simulate(5), simulate(5)
-    assert (first.num_steps, first.num_requests, first.met) == (second.num_steps, second.num_requests, second.met)

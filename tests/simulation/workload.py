@@ -13,10 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kv_connector.index import BlockHasher
-from kv_connector.types import Direction, StepPlan
+from kv_connector.types import Direction, PeerAction, StepPlan, StorageAction
 
 from .config import EngineConfig
 from .model import VOCABULARY
+from .outside import DISK_FAULTS, NETWORK_FAULTS
+from .proxy import CONSUMER, WAYS, Continuation, Proxy
 from .requests import SimulatedRequest
 
 if TYPE_CHECKING:
@@ -38,6 +40,10 @@ KINDS = {
     "pin": 0.5,
     "unpin": 0.5,
     "trap": 12,
+    "hand": 60,
+    "stale": 4,
+    "network": 4,
+    "disk": 4,
 }
 """How often each kind of action occurs, in proportion."""
 TRAPS = {
@@ -47,10 +53,16 @@ TRAPS = {
     "save": ("abort", "weights", "reset", "kill", "fail", "sleep", "resize"),
     "preempted": ("abort", "weights", "again", "freeze"),
     "drafts": ("abort", "again", "weights"),
+    "send": ("abort", "abort", "again", "again", "reset", "weights", "kill", "fail", "network", "freeze", "sleep"),
+    "receive": ("abort", "abort", "again", "reset", "reset", "weights", "kill", "kill_other", "network", "freeze"),
+    "fetch": ("disk", "disk", "reset", "abort", "again", "kill"),
+    "backup": ("disk", "disk", "reset", "kill", "resize"),
 }
 """What a trap waits for in a plan, and what may be done when it comes."""
 
 
+RESETS = ("weights", "reset", "sleep")
+"""What some worlds do without: behind a reset nothing is found in storage that was written before."""
 NUM_DOCUMENTS = 8
 _DOCUMENTS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 5, 6, 7)  # some are asked for often
 
@@ -75,6 +87,14 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Action]:
     count = rng.choice([40, 120, 240])
     gap = rng.choice([1e-3, 4e-3, 15e-3])
     kinds = dict(KINDS)
+    if not any(config.role for config in configs):
+        for kind in ("hand", "stale", "network"):
+            del kinds[kind]
+    if not any(config.prefetch for config in configs):
+        del kinds["disk"]
+    is_calm = len(kinds) > len(KINDS) - 4 and rng.random() < 0.6
+    if len(configs) > 1 or "disk" in kinds:
+        kinds["trap"] *= 3
     for kind in list(kinds)[1:]:
         kinds[kind] *= rng.choice([0, 1, 1, 4])
     most_new = rng.choice([1, 2, 8, 16])
@@ -83,28 +103,37 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Action]:
         time += rng.expovariate(1 / gap) if rng.random() < 0.7 else 0.0
         kind = rng.choices(list(kinds), list(kinds.values()))[0] if number > 2 else "arrive"
         engine = rng.randrange(len(configs))
-        actions.append(Action(number, time, kind, engine, _choices(rng, kind, configs[engine], most_new, number)))
+        what = _choices(rng, kind, configs, engine, most_new, number)
+        if not (is_calm and (kind in RESETS or what.get("do") in RESETS)):
+            actions.append(Action(number, time, kind, engine, what))
     return actions
 
 
-def _choices(rng: random.Random, kind: str, config: EngineConfig, most_new: int, number: int) -> dict[str, Any]:
-    if kind in ("arrive", "again"):
+def _choices(
+    rng: random.Random, kind: str, configs: Sequence[EngineConfig], index: int, most_new: int, number: int
+) -> dict[str, Any]:
+    config = configs[index]
+    if kind in ("arrive", "again", "hand"):
         what: dict[str, Any] = {
             "document": rng.choice(_DOCUMENTS),
-            "share": rng.choice([0.0, 0.2, 0.5, 0.8, 1.0] if kind == "arrive" else [0.5, 0.8, 1.0]),
+            "share": rng.choice([0.5, 0.8, 1.0] if kind == "again" else [0.0, 0.2, 0.5, 0.8, 1.0]),
             "new": rng.randrange(1, 9),
             "outputs": rng.randrange(1, most_new + 1),
         }
+        if kind == "hand":
+            return what | _choices_of_hand(rng, configs)
         if kind == "again" or rng.random() < 0.25:
             what["of"] = rng.randrange(max(1, number))  # goes on with, or takes the id of, that request
         return what
     if kind == "abort":
-        return {"back": rng.randrange(6)}
+        return {"back": rng.randrange(6), "is_handed": rng.random() < 0.5}
     if kind == "trap":
-        when = rng.choices(list(TRAPS), (4, 2, 2, 1, 1, 1))[0]
+        weights = [4, 2, 2, 1, 1, 1, 8 * config.produces, 8 * config.consumes]
+        weights += [4 * (config.prefetch is not None), 2 * (config.prefetch is not None)]
+        when = rng.choices(list(TRAPS), weights)[0]
         do = rng.choice(TRAPS[when])
         what = {"when": when, "do": do, "delay": rng.choice([0.0, 1e-4, 1e-3, 5e-3])}
-        return what | _choices(rng, do, config, most_new, number)
+        return what | _choices(rng, do, configs, index, most_new, number)
     if kind == "fail":
         way = rng.choice([Direction.LOAD, Direction.LOAD, Direction.SAVE])
         return {"rank": rng.randrange(config.num_ranks), "way": way, "after": rng.choice([0, 0, 1, 3])}
@@ -118,6 +147,43 @@ def _choices(rng: random.Random, kind: str, config: EngineConfig, most_new: int,
         return {"share": rng.choice([0.0, 0.1, 0.5, None, None, None])}
     if kind in ("pin", "unpin"):
         return {"document": rng.choice(_DOCUMENTS), "share": rng.choice([0.2, 0.5])}
+    return _choices_outside(rng, kind, configs)
+
+
+def _choices_of_hand(rng: random.Random, configs: Sequence[EngineConfig]) -> dict[str, Any]:
+    consumers = [index for index, config in enumerate(configs) if config.consumes or rng.random() < 0.05]
+    producers = [index for index, config in enumerate(configs) if config.produces or rng.random() < 0.05]
+    return {
+        "way": rng.choice(WAYS),
+        "by": rng.choice(producers),
+        "to": rng.choice(consumers),
+        "delay": rng.choice([0.0, 0.0, 1e-3, 2e-2, 0.5, 5.0]),
+        "is_same_id": rng.random() < 0.7,
+    }
+
+
+def _choices_outside(rng: random.Random, kind: str, configs: Sequence[EngineConfig]) -> dict[str, Any]:
+    if kind == "stale":
+        return {"back": rng.randrange(8), "outputs": rng.randrange(1, 4)}
+    if kind == "kill_other":
+        return {"other": rng.randrange(len(configs))}
+    if kind == "network":
+        return {
+            "fault": rng.choice(NETWORK_FAULTS),
+            "other": rng.randrange(len(configs)),
+            "rank": rng.randrange(min(config.num_ranks for config in configs)),
+            "is_back": rng.random() < 0.5,
+            "factor": rng.choice([30.0, 300.0]),
+            "seconds": rng.choice([0.02, 0.3, 3.0, 15.0]),
+        }
+    if kind == "disk":
+        return {
+            "fault": rng.choice(DISK_FAULTS),
+            "rate": rng.choice([0.02, 0.3, 1.0]),
+            "count": rng.randint(1, 4),
+            "calls": rng.choice([(), (), ("write", "unlink"), ("preadv",)]),
+            "seconds": rng.choice([0.05, 0.5, 4.0]),
+        }
     return {}
 
 
@@ -133,6 +199,7 @@ class Users:
         self._rng_seed = rng.random()
         self.requests: dict[int, tuple[Engine, SimulatedRequest]] = {}
         self._traps: list[tuple[Engine, Action]] = []
+        self.proxy = Proxy(world, self)
         self._pinned: dict[tuple[int, int, float], int] = {}
 
     def apply(self, action: Action) -> None:
@@ -154,6 +221,10 @@ class Users:
             "save": bool(plan.saves),
             "preempted": has_preempted,
             "drafts": has_drafts,
+            "send": any(job.action is PeerAction.SEND for job in plan.peer),
+            "receive": any(job.action is PeerAction.RECEIVE and job.num_blocks for job in plan.peer),
+            "fetch": any(job.action is not StorageAction.BACK_UP for job in plan.storage),
+            "backup": any(job.action is StorageAction.BACK_UP for job in plan.storage),
         }
         for entry in [entry for entry in self._traps if entry[0] is engine and seen[entry[1].what["when"]]]:
             self._traps.remove(entry)
@@ -180,13 +251,23 @@ class Users:
         text = self._documents[document]
         return text[: int(share * len(text))] + [rng.randrange(VOCABULARY) for _ in range(new)]
 
-    def _start(self, engine: Engine, number: int, request_id: str, prompt: list[int], outputs: int) -> None:
+    def start(
+        self,
+        engine: Engine,
+        number: int,
+        request_id: str,
+        prompt: list[int],
+        outputs: int,
+        params: dict[str, Any] | None = None,
+    ) -> SimulatedRequest | None:
+        """Send a request, if it fits and its id is free: else it is refused."""
         outputs = min(outputs, self._most - len(prompt))
-        if outputs < 1:
-            return
-        request = engine.make_request(request_id, number, prompt, outputs)
+        if outputs < 1 or any(request.request_id == request_id for request in engine.scheduler.requests):
+            return None
+        request = engine.make_request(request_id, number, prompt, outputs, params)
         self.requests[number] = engine, request
         engine.add(request)
+        return request
 
     def _arrive(
         self, engine: Engine, action: Action, document: int, share: float, new: int, outputs: int, of: int | None = None
@@ -195,7 +276,43 @@ class Users:
         if of in self.requests:
             _, before = self.requests[of]
             prompt = list(before.tokens) + prompt[-new:]
-        self._start(engine, action.number, f"r{action.number}", prompt, outputs)
+        self.start(engine, action.number, f"r{action.number}", prompt, outputs)
+
+    def _hand(
+        self,
+        engine: Engine,
+        action: Action,
+        document: int,
+        share: float,
+        new: int,
+        outputs: int,
+        way: str,
+        by: int,
+        to: int,
+        delay: float,
+        is_same_id: bool,
+    ) -> None:
+        number, prompt = action.number, self._prompt(action.number, document, share, new)
+        ids = f"r{number}", f"r{number}" if is_same_id and by != to else f"r{number} continued"
+        then = Continuation(to, ids[1], number + CONSUMER, prompt, outputs, delay, way == "twice")
+        self.proxy.hand_over(self._world.engines[by], way, number, ids, then)
+
+    def _stale(self, engine: Engine, action: Action, back: int, outputs: int) -> None:
+        self.proxy.send_stale(engine, action.number, back, outputs)
+
+    def _network(
+        self, engine: Engine, action: Action, fault: str, other: int, rank: int, is_back: bool, **how: float
+    ) -> None:
+        pair = (other, engine.index) if is_back else (engine.index, other)
+        if self._world.outside.fail_network(fault, *pair, rank, **how):
+            self._world.met[f"network {fault}"] += 1
+
+    def _disk(self, engine: Engine, action: Action, fault: str, **how: Any) -> None:
+        if self._world.outside.fail_disk(fault, **how):
+            self._world.met[f"disk {fault}"] += 1
+
+    def _kill_other(self, engine: Engine, action: Action, other: int) -> None:
+        self._kill(self._world.engines[other], action)
 
     def _again(
         self, engine: Engine, action: Action, document: int, share: float, new: int, outputs: int, of: int
@@ -210,13 +327,22 @@ class Users:
         met["same id again"] += 1
         met["same id again while its load is under way"] += bool(loading)
         engine.abort(request)
+        params = self.proxy.params_again(request)
+        met["same id again across engines"] += params is not None
         prompt = self._prompt(action.number, document, share, new)
-        self._start(engine, action.number, request.request_id, prompt, outputs)
+        if params is not None and action.number % 2:
+            prompt = request.tokens[: request.num_prompt_tokens]
+        self.start(engine, action.number, request.request_id, prompt, outputs, params)
 
-    def _abort(self, engine: Engine, action: Action, back: int) -> None:
+    def _abort(self, engine: Engine, action: Action, back: int, is_handed: bool) -> None:
         live = engine.scheduler.requests
+        if is_handed:
+            live = [request for request in live if request.kv_transfer_params] or live
         if live:
             request = live[back % len(live)]  # those that hold blocks come first
+            for is_it, side in ((request.is_for_others, "producer"), (request.is_from_others, "consumer")):
+                if is_it:
+                    self._world.met[f"aborted {side} while {request.status.value}"] += 1
             self._world.met[f"aborted while {request.status.value}"] += 1
             self._world.met["aborted with a step under way"] += request.num_in_flight > 0
             engine.abort(request)
@@ -233,7 +359,12 @@ class Users:
         engine.ranks[rank].device.stalls = share
 
     def _weights(self, engine: Engine, action: Action) -> None:
-        engine.update_weights()
+        world = self._world
+        if world.outside.has_peers:
+            self.proxy.give_up()
+        for other in world.engines if world.outside.has_peers else [engine]:
+            world.epochs[other.index] += 1
+            other.update_weights()
 
     def _reset(self, engine: Engine, action: Action) -> None:
         engine.reset_connector()
@@ -246,8 +377,10 @@ class Users:
         lost = engine.kill()
         again = self._world.restart(engine)
         for request in lost:
-            prompt = request.tokens[: request.num_prompt_tokens]
-            self._start(again, request.number, request.request_id, prompt, request.max_tokens)
+            prompt, params = request.tokens[: request.num_prompt_tokens], self.proxy.params_again(request)
+            anew = self.start(again, request.number, request.request_id, prompt, request.max_tokens, params)
+            if anew is not None:
+                self.proxy.replaced(request, anew)
 
     def _resize(self, engine: Engine, action: Action, share: float | None) -> None:
         engine.half.resize_host(None if share is None else int(share * engine.config.num_host_blocks))

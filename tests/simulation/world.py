@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from kv_connector.types import StepPlan
 
 from . import config as configs
 from . import workload
@@ -17,7 +23,8 @@ from .checks import Violation
 from .clock import VirtualTime
 from .device import seams
 from .engine import Engine
-from .requests import SimulatedRequest
+from .outside import SECONDS_TO_REST, Outside
+from .requests import Item, SimulatedRequest
 from .workload import Action
 
 MOST_STEPS_TO_REST = 20_000
@@ -36,52 +43,58 @@ class Outcome:
     violation: Violation | None = None
     trace: str = ""
     time: float = 0.0  # virtual, of its end
+    digest: str = ""  # of every step
     actions: list[Action] = field(default_factory=list)
     engines: list[str] = field(default_factory=list)
 
 
 class World:
-    """Subclasses plug in what lies between engines: see `connector_parts`, `open_storage` and `open_peers`."""
+    """Engines and `outside`, what lies between them; `users` and their `proxy` act on it."""
 
-    def __init__(self, seed: int, num_engines: int = 1) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed = seed
         self.time = VirtualTime(seed)
         self.met: Counter[str] = Counter()
         self.num_steps = 0
         self.num_finished = 0
         rng = random.Random(f"{seed}/world")
-        self.configs = [configs.draw(rng) for _ in range(num_engines)]
+        self._digest = hashlib.sha256()
+        self.configs = configs.draw_world(rng)
         self.epochs = [1 for _ in self.configs]
-        self.engines = [Engine(self, index, config) for index, config in enumerate(self.configs)]
+        """Of the weights that each engine is to have."""
+        self.outside = Outside(self.time, rng, self.configs)
+        self.engines: list[Engine] = []
         self.actions = workload.draw(rng, self.configs)
-        self.users = workload.Users(self, random.Random(f"{seed}/users"))
+
+    def start(self) -> None:
+        """Start all engines."""
+        self.engines += [Engine(self, index, config) for index, config in enumerate(self.configs)]
+        self.users = workload.Users(self, random.Random(f"{self.seed}/users"))
         for engine in self.engines:
             self._count_config(engine)
 
-    # What plugs in between engines.
-
-    def connector_parts(self, engine: Engine) -> dict[str, Any]:
-        """Settings of the connector that say what is outside of the engine: `storage`, `peer`."""
-        return {}
-
-    def open_storage(self, engine: Engine, rank: int) -> Callable[..., Any] | None:
-        """What a worker half takes as `open_storage`."""
-        return None
-
-    def open_peers(self, engine: Engine, rank: int) -> Callable[..., Any] | None:
-        """What a worker half takes as `open_peers`."""
-        return None
-
     # What engines tell.
 
-    def count_step(self, engine: Engine) -> None:
+    def count_step(self, engine: Engine, plan: StepPlan, items: Sequence[Item]) -> None:
         self.num_steps += 1
+        computed = [(item.request.number, item.num_computed, item.num_scheduled, item.tables) for item in items]
+        jobs = [job.job_id for job in (*plan.loads, *plan.background_loads, *plan.saves, *plan.storage, *plan.peer)]
+        self._digest.update(f"{engine.engine_id} {self.time.now():.9f} {computed} {jobs}".encode())
+
+    @property
+    def digest(self) -> str:
+        """Of every step of the run."""
+        return self._digest.hexdigest()
 
     def finished(self, engine: Engine, request: SimulatedRequest) -> None:
         self.num_finished += 1
+        self.users.proxy.finished(request)
 
     def restart(self, engine: Engine) -> Engine:
         """An engine that was killed starts anew."""
+        self.outside.kill(engine)
+        if engine.config.prefetch is not None:
+            self.outside.mend_disk()
         again = Engine(self, engine.index, engine.config, engine.incarnation + 1)
         self.engines[engine.index] = again
         self.met["engine killed"] += 1
@@ -95,13 +108,17 @@ class World:
             self.time.call_at(action.time, lambda action=action: self.users.apply(action), str(action))
         end = (actions[-1].time if actions else 0.0) + 1e-3
         self.time.run_until(end)
+        self.outside.quieten()
         for engine in self.engines:
             engine.quieten()
         self._rest(end)
         for engine in self.engines:
             engine.check_at_rest()
+        self.outside.check_at_rest()
         for engine in self.engines:
+            self._count_stats(engine)
             engine.shutdown()
+        self.outside.check_at_rest()
 
     def _rest(self, since: float) -> None:
         before = self.num_steps
@@ -109,7 +126,8 @@ class World:
             is_over = self.num_steps - before > MOST_STEPS_TO_REST and self.time.now() - since > MOST_SECONDS_TO_REST
             if is_over or not self.time.run_next():
                 raise Violation("stuck", "; ".join(self._why_not_at_rest()))
-        self.time.run_until(self.time.now() + 1.0)  # what was left behind may still do harm
+        # What was left behind may still do harm.
+        self.time.run_until(self.time.now() + (SECONDS_TO_REST if self.outside.has_peers else 1.0))
 
     def _why_not_at_rest(self) -> Iterator[str]:
         for engine in self.engines:
@@ -130,16 +148,33 @@ class World:
         met["worlds with pipelines"] += config.pipeline
         met["worlds with windows"] += len(config.windows) > 1
         met[f"worlds with {config.write_policy.value}"] += 1
+        if config.role is not None:
+            met[f"engines that are {config.role.value}"] += 1
+            met[f"worlds with {self.outside.carrier}"] += engine.index == 0
+        met["engines with storage"] += config.prefetch is not None
+        met["engines with storage and peers"] += config.prefetch is not None and config.role is not None
+
+    def _count_stats(self, engine: Engine) -> None:
+        """What the connector says that it has done, of engines that end in order."""
+        stats = engine.half.get_kv_connector_stats()
+        for name in STATS:
+            self.met[name] += int(stats[name])
+
+
+STATS = ("storage_hit_tokens", "peer_hit_tokens", "host_hit_tokens", "expired_handovers", "failed_receive_jobs")
+"""Counters of the connector that say whether anything was gained."""
 
 
 def simulate(seed: int, keep: frozenset[int] | None = None) -> Outcome:
     """One world. `keep`: numbers of the actions that are done, all of them by default."""
-    with seams(), quiet_logs():
+    with seams(), quiet_logs(), chance_of(seed):
         world = World(seed)
         actions = [action for action in world.actions if keep is None or action.number in keep]
         outcome = Outcome(seed, 0, 0, world.met, actions=actions, engines=[c.describe() for c in world.configs])
         try:
-            world.run(actions)
+            with world.outside.disk.installed():
+                world.start()
+                world.run(actions)
         except Violation as violation:
             outcome.violation = violation
             outcome.trace = traceback.format_exc()
@@ -148,9 +183,18 @@ def simulate(seed: int, keep: frozenset[int] | None = None) -> Outcome:
             text = f"{type(error).__name__} in {last.name} ({last.filename.rsplit('/', 1)[-1]}): {error}"
             outcome.violation = Violation("crash", text)
             outcome.trace = traceback.format_exc()
-        outcome.time = world.time.now()
+        outcome.time, outcome.digest = world.time.now(), world.digest
         outcome.num_steps, outcome.num_requests = world.num_steps, world.num_finished
         return outcome
+
+
+@contextmanager
+def chance_of(seed: int) -> Iterator[None]:
+    """Inside, what takes chance from the system takes it from the seed."""
+    draws = itertools.count()
+    make_rng = np.random.default_rng
+    with patch.object(np.random, "default_rng", lambda: make_rng([seed, next(draws)])):
+        yield
 
 
 @contextmanager

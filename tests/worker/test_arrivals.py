@@ -11,7 +11,7 @@ from kv_connector.worker.arrivals import Arrivals
 
 def load(job_id: int, admission: int, first: int = 0, request_id: str | None = "r") -> CopyJob:
     ids = np.arange(first, first + 2)
-    return CopyJob(job_id, Direction.LOAD, ids, ids, request_id, admission)
+    return CopyJob(job_id, Direction.LOAD, ids, ids, request_id, admission=admission)
 
 
 def test_a_job_of_an_ended_request_says_nothing_of_the_one_with_its_id() -> None:

@@ -11,10 +11,11 @@ import torch
 from kv_connector.config import Config
 from kv_connector.errors import ConfigError, KVConnectorError, LayoutError, TransferError
 from kv_connector.transfer import engine as engine_module
+from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.types import CopyJob, Direction, StepPlan
 from kv_connector.worker import WorkerHalf
-from tests.engines import LateSubmitter, submit_all
+from tests.engines import LateSubmitter, ManualLane, submit_all
 
 NUM_BLOCKS = 4
 
@@ -222,6 +223,24 @@ def test_a_load_that_fails_late_is_a_load_that_failed(late_worker: WorkerHalf, h
     assert finish(late_worker) == ((), (1, 2, 3), set())
 
 
+def test_blocks_of_an_awaited_load_that_failed_are_told_before_its_end_has_come(
+    lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request has been called received: with the next report the engine would use what this step computes."""
+    monkeypatch.setattr(engine_module, "make_submitter", lambda *_: LateSubmitter())
+    worker, _ = make_worker(torch.device("cpu"))
+    queue = worker._transfer._queues[Direction.LOAD]
+    queue.paths = (LinkDown(queue.paths[0], 0),)
+    step(worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
+    assert worker.get_finished() == ({"r1"}, set())
+    step(worker, StepPlan(2, awaited_loads=(1,)))
+    assert not any(event.query() for event in lanes[0].marks), "the device has not come so far"
+    assert worker.get_block_ids_with_load_errors() == {1}
+    for event in lanes[0].marks:
+        event.done = True
+    assert finish(worker) == ((), (1,), set())
+
+
 def test_a_step_that_awaits_a_load_that_failed_saves_nothing(late_worker: WorkerHalf) -> None:
     late_worker._transfer._queues[Direction.LOAD].paths[0].num_loads = 0  # type: ignore[attr-defined]
     step(late_worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
@@ -229,3 +248,33 @@ def test_a_step_that_awaits_a_load_that_failed_saves_nothing(late_worker: Worker
     step(late_worker, StepPlan(2, saves=(job(2, Direction.SAVE, 0, 0),), awaited_loads=(1,)))
     assert late_worker.get_block_ids_with_load_errors() == {1}
     assert finish(late_worker) == ((), (1, 2), set())
+
+
+def test_a_layer_that_was_never_seen_to_wait_is_waited_for_in_front_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hooks of a model may not run, as in layers that were compiled as one: then the whole load is waited for."""
+    lanes = [ManualLane(), ManualLane()]
+    made = iter(lanes)
+    monkeypatch.setattr(engine_module, "make_lane", lambda *_, **__: next(made))
+    worker, _ = make_worker(torch.device("cpu"))
+    waited = []
+    for number, hooked in ((1, ["layers.0"]), (2, ["layers.1", "layers.2"]), (3, [])):
+        worker.bind_connector_metadata(StepPlan(number, (job(number, Direction.LOAD, 2, 5),)))
+        worker.start_load_kv()
+        assert worker._transfer._load is not None
+        waited.append(worker._transfer._load.events[-1] in lanes[0].waited)
+        for name in hooked:
+            worker.wait_for_layer_load(name)
+        worker.wait_for_save()
+        finish(worker)
+    assert waited == [True, True, False]
+    worker.shutdown()
+
+
+def test_what_memory_is_not_ready_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locking goes on in the background: the scheduler half must not use what a copy could not reach yet."""
+    worker, _ = make_worker(torch.device("cpu"))
+    monkeypatch.setattr(HostPool, "num_ready_blocks", property(lambda pool: 3))
+    assert worker.build_connector_worker_meta().num_host_blocks == 3
+    worker.shutdown()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...types import PeerJob
 from ..base import Arrived, PeerError, PeerTransport, check_int, check_text
-from ..wire.episodes import Episodes
+from ..wire.log_limiter import LogLimiter
 
 
 class _Phase(Enum):
@@ -58,7 +58,7 @@ class Receives:
         self._links: dict[tuple[str, int], int] = {}
         self._open_links: set[int] = set()
         self._jobs: dict[int, _Receiving] = {}
-        self._episodes = Episodes(clock)
+        self._log_limiter = LogLimiter(clock)
 
     def receive(self, job: PeerJob) -> None:
         """Ask the producer for the job's blocks, which nothing uses any more."""
@@ -106,7 +106,7 @@ class Receives:
             return True  # it has ended meanwhile
         if body["t"] == "refused":
             reason = check_text(body, "reason")
-            self._episodes.fault(_shown(entry), f"refuses blocks, they will be computed here: {reason}")
+            self._log_limiter.fault(_shown(entry), f"refuses blocks, they will be computed here: {reason}")
             self._stop(entry)
         elif entry.phase is _Phase.STOPPING:
             self._end(entry, ok=False)
@@ -124,7 +124,7 @@ class Receives:
         entry.missing[event.first : stop, regions.start : regions.stop] = False
         entry.deadline = self._clock() + self._seconds
         if not entry.missing.any():
-            self._episodes.well(_shown(entry))
+            self._log_limiter.well(_shown(entry))
             self._end(entry, ok=True)
 
     def give_up_overdue(self) -> None:
@@ -138,7 +138,8 @@ class Receives:
                 else:
                     self._end(entry, ok=False)
                 continue
-            self._episodes.fault(_shown(entry), f"nothing has come for {self._seconds:g} s: blocks are computed here")
+            reason = f"nothing has come for {self._seconds:g} s: blocks are computed here"
+            self._log_limiter.fault(_shown(entry), reason)
             self._stop(entry)
 
     @property

@@ -16,8 +16,8 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..base import Connected, Lost, Message, PeerCounters, PeerError, PeerEvent
-from .episodes import Episodes
 from .handshake import Card, Handshake
+from .log_limiter import LogLimiter
 from .sockets import Connection
 
 _MOST_STRANGERS = 64
@@ -48,7 +48,7 @@ class SideChannel:
         self._peers: dict[int, Card] = {}
         self._next_link = 0
         self._events: list[PeerEvent] = []
-        self._episodes = Episodes(clock)
+        self._log_limiter = LogLimiter(clock)
         try:
             family = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((bind, port), family=family, backlog=128)
@@ -142,7 +142,7 @@ class SideChannel:
         return self._next_link
 
     def _never(self, link: int, host: str, reason: str) -> None:
-        self._episodes.fault(host, reason)
+        self._log_limiter.fault(host, reason)
         self._events.append(Lost(link, reason))
 
     def _add(self, connection: Connection) -> None:
@@ -206,7 +206,7 @@ class SideChannel:
         if handshake.peer is not None:
             connection.opened()
             self._peers[connection.link] = handshake.peer
-            self._episodes.well(connection.host)
+            self._log_limiter.well(connection.host)
             self._events.append(Connected(connection.link, handshake.peer.engine_id, handshake.peer.num_blocks))
 
     def _lose(self, connection: Connection, reason: str) -> None:
@@ -218,5 +218,5 @@ class SideChannel:
             self._counters.lost_links += 1
         else:
             self._counters.refused_links += 1
-        self._episodes.fault(connection.host, reason)
+        self._log_limiter.fault(connection.host, reason)
         self._events.append(Lost(connection.link, reason))

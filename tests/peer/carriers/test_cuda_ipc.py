@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kv_connector.errors import TransferError
-from kv_connector.peer.carriers import cuda_ipc
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.peer.carriers.staged.slots import DeviceSlots
 from tests.engines import ManualEvent, ManualLane
@@ -50,15 +49,15 @@ class FailingWriter:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pair() -> Any:
     """Two sides; copies of the first one fail half-way, and end when the test marks them done."""
-    monkeypatch.setattr(cuda_ipc, "Driver", Mappings)
     lane = ManualLane()
     sides = []
     for seed in range(2):
         pool = Pool(10, seed)
         pool.pool = replace(pool.pool, device=0, writer=lambda _: FailingWriter(), mark=lambda: lane.mark(lane.stream))
-        transport = CudaIpcTransport(pool.pool, card_of(pool, transport="cuda_ipc"), "127.0.0.1", 0, SECRET, 5.0)
+        card = card_of(pool, transport="cuda_ipc")
+        transport = CudaIpcTransport(pool.pool, card, "127.0.0.1", 0, SECRET, 5.0, driver=Mappings)  # type: ignore[arg-type]
         sides.append(Side(transport))
     yield *sides, lane.marks
     for side in sides:

@@ -140,3 +140,16 @@ def test_a_send_behind_a_load_that_failed_withdraws_the_whole_prompt() -> None:
     for rank in (0, 1):
         half.update_connector_output([StepReport(behind.step, rank, (send,), num_host_blocks=10)])
     assert step(half).withdrawn == ("r",), "no rank may be asked for the rest"
+
+
+def test_a_transfer_that_is_done_is_over_before_its_deadline() -> None:
+    half, blocks = make_half(peer={"secret": "x" * 20, "role": "producer", "deadline_ms": 1000})
+    request = Prompted("r", list(range(20)))
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, 0)
+    plan = step(half, ("r", 0, 20))
+    half.request_finished(request)
+    report(half, plan)
+    assert blocks.pins() == {}
+    for _ in range(3):  # a second each
+        assert step(half).withdrawn == ()
+    assert half.metrics.expired_handovers == 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.storage.reading import LOST_SECONDS
 from kv_connector.types import StepPlan, StepReport, StorageAction
 from tests.scheduler.storage.test_companion import PROMPT, arrive, compute, drain, make_half, prompt, report, step
-from tests.scheduler.test_half import Asked, admit, run
+from tests.scheduler.test_half import Asked, admit, run, save
 
 
 def run_new(half: SchedulerHalf, request: Asked) -> StepPlan:
@@ -93,3 +94,26 @@ def test_at_finish_a_save_under_way_is_written_when_it_has_arrived() -> None:
     saved(half, plan)
     (job,) = step(half)
     assert job.num_blocks == 10
+
+
+def test_nothing_is_queued_for_storage_that_does_not_answer() -> None:
+    half, _, ticks = make_half(prefetch="best_effort")
+    compute(half, Asked("a", PROMPT))
+    (job,) = step(half)
+    ticks.now += LOST_SECONDS
+    leased = 100 - half.host.num_available
+    save(half, Asked("b", prompt(2)))
+    assert 100 - half.host.num_available == leased == 10
+    report(half, [job])
+    save(half, Asked("c", prompt(3)))
+    assert 100 - half.host.num_available == 10, "it answers again"
+
+
+def test_storage_that_is_slower_than_the_model_keeps_a_share_of_the_host() -> None:
+    """All of it happens before anybody could call the storage hung."""
+    half, _, _ = make_half(prefetch="best_effort")
+    for number in range(12):
+        save(half, Asked(f"r{number}", prompt(number)))
+        step(half)
+    assert half.host.num_available == 75
+    half.check()

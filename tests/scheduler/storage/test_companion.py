@@ -445,6 +445,14 @@ def test_storage_that_never_answers_keeps_a_share_of_the_host_and_no_more(backup
     half.check()
 
 
+def test_fetches_leave_a_share_of_the_host_to_others() -> None:
+    half, _, _ = make_half(prefetch="best_effort")
+    for number in range(12):
+        fetch(half, Asked(f"r{number}", prompt(number)))
+    assert half.host.num_available == 25
+    half.check()
+
+
 def test_a_reset_lets_go_of_what_waits_to_be_written() -> None:
     half, _, _ = make_half(num_host_blocks=4000, backup="on_save", prefetch="best_effort")
     request = Asked("a", list(range(4 * 900 + 1)))

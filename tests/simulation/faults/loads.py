@@ -7,6 +7,7 @@ from .scheduler import WORLDS
 
 _CHOICE = "kv_connector/scheduler/loads/choice.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
+_GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
 
 LOADS: tuple[Mutant, ...] = (
@@ -32,13 +33,13 @@ LOADS: tuple[Mutant, ...] = (
         "unwanted-announced",
         "the load of a request that is gone is announced to the next one of its id",
         (Patch(_CHOICE, "load.may_announce and load.is_wanted and", "load.may_announce and"),),
-        tested("tests/test_same_ids.py"),
+        tested(_GONE),
     ),
     Mutant(
         "unwanted-unknown",
         "a load does not hear that its request is gone",
         (Patch(_LEASES, "            self._planner.unwanted(job_id)\n", "            pass\n"),),
-        tested("tests/test_same_ids.py"),
+        tested(_GONE),
     ),
     Mutant(
         "overdue-ridden",
@@ -56,13 +57,13 @@ LOADS: tuple[Mutant, ...] = (
                 "",
             ),
         ),
-        tested("tests/scheduler/loads/test_leases.py"),
+        tested(_GONE),
     ),
     Mutant(
         "failed-load-kept",
         "host blocks whose load has failed are matched again",
         (Patch(_LEASES, "self._shared.host.discard(job.host_ids.tolist())", "pass"),),
-        WORLDS,
+        tested(_GONE),
     ),
     Mutant(
         "failed-by-request-in-the-step",

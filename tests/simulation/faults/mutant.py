@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -34,4 +36,9 @@ def simulated(worlds: int, seed: int = 1) -> tuple[str, ...]:
 
 def tested(*names: str) -> tuple[str, ...]:
     """Tests of which one must fail."""
-    return ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *names)
+    return (*_PYTEST, *names)
+
+
+def tests_of(command: tuple[str, ...]) -> tuple[str, ...]:
+    """The names that `tested` was given; none of another command."""
+    return command[len(_PYTEST) :] if command[: len(_PYTEST)] == _PYTEST else ()

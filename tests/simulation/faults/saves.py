@@ -6,6 +6,7 @@ from .mutant import Mutant, Patch, tested
 from .scheduler import WORLDS
 
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
+_TESTS = "tests/index/test_tier.py"
 _TIER = "kv_connector/index/tier.py"
 
 SAVES: tuple[Mutant, ...] = (
@@ -57,11 +58,11 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 _TIER,
-                "if not left or (time >= limit and (time >= older_than or (time, parent) > (due, due_node))):",
-                "if not left or (time >= due and (time, parent) > (due, due_node)):",
+                "if not left or (time >= limit and (time >= older_than or (time, parent) >= (due, due_node))):",
+                "if not left or (time >= due and (time, parent) >= (due, due_node)):",
             ),
         ),
-        tested("tests/index/test_tier.py"),
+        tested(f"{_TESTS}::test_a_block_is_kept_for_its_own_time_however_old_what_was_behind_it_is"),
     ),
     Mutant(
         "leased-evicted",
@@ -72,6 +73,6 @@ SAVES: tuple[Mutant, ...] = (
             ),
             Patch(_TIER, "            and self._refs[block_id] == 0\n", ""),
         ),
-        tested("tests/index/test_tier.py"),
+        tested(f"{_TESTS}::test_what_a_copy_uses_stays_however_old_it_is"),
     ),
 )

@@ -35,10 +35,7 @@ SCHEDULER: tuple[Mutant, ...] = (
                 "pass",
             ),
         ),
-        tested(
-            "tests/scheduler/test_half.py"
-            "::test_blocks_of_a_preempted_request_are_guarded_and_those_of_reported_steps_are_not"
-        ),
+        tested(f"{_STEPS}::test_blocks_that_a_step_reads_for_a_preempted_request_are_guarded"),
     ),
     Mutant(
         "silence-trusted",
@@ -118,7 +115,9 @@ SCHEDULER: tuple[Mutant, ...] = (
                 "if self._loads.is_riding(request_id):",
             ),
         ),
-        tested("tests/test_same_ids.py"),
+        tested(
+            "tests/scheduler/loads/test_leases.py::test_an_id_that_comes_again_waits_for_the_load_of_the_one_before"
+        ),
     ),
     Mutant(
         "watchdog-asleep",

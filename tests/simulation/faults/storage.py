@@ -9,14 +9,15 @@ _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _READING = "kv_connector/scheduler/storage/reading.py"
 _FOLDER = "kv_connector/storage/filesystem/folder.py"
 _TESTS = "tests/scheduler/storage/test_companion.py"
-_HUNG = f"{_TESTS}::test_storage_that_never_answers_keeps_a_share_of_the_host_and_no_more"
 
 STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "backups-take-all",
         "what waits to be written may take the whole host",
         (Patch(_BACKUPS, "share = max(1, self._host.pool.capacity // _HOST_SHARE)", "share = self._most_blocks"),),
-        tested(_HUNG),
+        tested(
+            "tests/scheduler/storage/test_backups.py::test_storage_that_is_slower_than_the_model_keeps_a_share_of_the_host"
+        ),
     ),
     Mutant(
         "backups-of-a-hung-storage",
@@ -34,7 +35,7 @@ STORAGE: tuple[Mutant, ...] = (
         "fetches-take-all",
         "fetches may take the whole host",
         (Patch(_PREFETCHES, "most = capacity - capacity // _LEFT_SHARE - self._num_fetching", "most = capacity"),),
-        tested(_HUNG),
+        tested(f"{_TESTS}::test_fetches_leave_a_share_of_the_host_to_others"),
     ),
     Mutant(
         "lost-answers-awaited",

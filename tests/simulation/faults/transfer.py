@@ -19,7 +19,7 @@ TRANSFER: tuple[Mutant, ...] = (
         "save-unordered",
         "a save does not wait for the forward pass that computes its blocks",
         (Patch("kv_connector/transfer/submission/queue.py", "self.lane.follow(submission.position)", "pass"),),
-        tested(f"{_TESTS}::test_a_save_reads_what_the_current_stream_wrote_before_it"),
+        WORLDS,
     ),
     Mutant(
         "guarded-at-once",

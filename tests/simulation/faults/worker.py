@@ -41,8 +41,8 @@ WORKER: tuple[Mutant, ...] = (
         (
             Patch(
                 _HALF,
-                "if plan.awaited_loads and self._transfer.wait_jobs(plan.awaited_loads):",
-                "if self._transfer.wait_jobs(plan.awaited_loads) and False:",
+                "self._fail_loads(self._transfer.wait_jobs(plan.awaited_loads))",
+                "self._transfer.wait_jobs(plan.awaited_loads)",
             ),
         ),
         tested(f"{_TESTS}::test_a_step_that_awaits_a_load_that_failed_saves_nothing"),

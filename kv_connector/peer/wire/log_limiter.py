@@ -1,4 +1,4 @@
-"""One line of the log for each episode of faults, however often a peer tries."""
+"""Limits the rate of log lines: one for each episode of faults, however often a peer tries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_REMEMBERED = 256
 _SECONDS = 60.0
 
 
-class Episodes:
+class LogLimiter:
     """Who is in a fault, by a name such as a host. An episode ends when the peer is heard well, or after a minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The tests of the connector in real vLLM on a GPU, six at a time: an engine needs little of one, and most of its time is
+# its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a line for
+# each test and, of those that failed, the end of what they said.
+#
+#   bash integration/gpu_vllm_tests.sh SITE [SECONDS]      SITE: folder with vLLM, or "" where it is installed
+set -uo pipefail
+seconds=${2:-700}
+source integration/gpu_vllm_setup.sh "$1"
+export logs=$(mktemp -d)
+test_options='-q -c /dev/null --import-mode=importlib -p no:cacheprovider --disable-warnings -W ignore'
+export test_options
+
+one() {
+    local log
+    log=$(mktemp -p "$logs")
+    # shellcheck disable=SC2086
+    if python3 -P -m pytest $test_options --rootdir "$PWD" "$1" >"$log" 2>&1; then
+        printf 'passed   %s\n' "$1"
+    else
+        printf 'FAILED   %s\n' "$1"
+        tail -n 12 "$log" | cut -c1-300
+    fi
+}
+export -f one
+
+# shellcheck disable=SC2086
+python3 -P -m pytest $test_options --rootdir "$PWD" --collect-only integration/tests/test_vllm_gpu.py | grep '::' >"$logs/all"
+[ -s "$logs/all" ] || { echo 'no test was found' >&2; exit 2; }
+in_turn() { # HOW MANY AT ONCE
+    timeout "$seconds" xargs -r -d '\n' -P "$1" -I{} bash -c 'one "$1"' _ {}
+}
+{
+    grep -v sleep "$logs/all" | in_turn 6
+    grep sleep "$logs/all" | tac | in_turn 1
+} | tee "$logs/results"
+printf '%s of %s passed\n' "$(grep -c '^passed' "$logs/results")" "$(wc -l <"$logs/all")"
+[ "$(grep -c '^passed' "$logs/results")" = "$(wc -l <"$logs/all")" ]

@@ -1,0 +1,79 @@
+"""Loads whose requests go: before the plan that begins them, or while they are under way."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_connector.base import SchedulerOutput
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import CopyJob, StepReport
+from tests.scheduler.test_half import Asked, make_half, run, save
+
+PROMPT = list(range(9))
+
+
+def end(half: SchedulerHalf, job: CopyJob, ok: bool = True) -> None:
+    """The only rank reports the load, which took a second."""
+    done, failed = ((job.job_id,), ()) if ok else ((), (job.job_id,))
+    half.update_connector_output([StepReport(half._step, 0, done, failed, num_host_blocks=10, load_milliseconds=1e3)])
+
+
+def begin(half: SchedulerHalf, request: Asked) -> CopyJob:
+    """The load of a request that was admitted with a hit of two blocks."""
+    assert half.get_num_new_matched_tokens(request, 0) == (8, True)
+    half.update_state_after_alloc(request, [[0, 1, 2]], 0, 8)
+    (job,) = run(half).background_loads
+    return job
+
+
+def test_nobody_rides_on_a_load_that_was_never_begun() -> None:
+    """Its request ends before the step is planned: a later one with the prefix loads it for itself."""
+    half, blocks = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    gone = Asked("gone", PROMPT)
+    assert half.get_num_new_matched_tokens(gone, 0) == (8, True)
+    half.update_state_after_alloc(gone, [[0, 1, 2]], 0, 8)
+    half.request_finished(gone)
+    assert run(half).background_loads == ()
+    assert blocks.pins() == {}
+    assert half.get_num_new_matched_tokens(Asked("next", PROMPT), 0) == (8, True)
+    half.check()
+
+
+@pytest.mark.parametrize("what", ["goes on", "ended", "preempted"])
+def test_the_load_of_a_request_that_is_gone_is_announced_to_nobody(what: str) -> None:
+    """The engine would take the announcement for one of whoever has that id by now."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    end(half, begin(half, Asked("first", PROMPT)))  # so that it is known how long loads take
+    half._loads.estimate.lead_seconds = lambda num_steps: -1e9  # type: ignore[method-assign]
+    request = Asked("second", PROMPT)
+    job = begin(half, request)
+    half._loads.estimate.lead_seconds = lambda num_steps: 1e9  # type: ignore[method-assign]
+    if what == "ended":
+        half.request_finished(request)
+    plan = half.build_connector_meta(SchedulerOutput((), {"second"} if what == "preempted" else ()))
+    assert plan.announced_loads == ((job.job_id,) if what == "goes on" else ())
+
+
+def test_an_id_that_comes_again_waits_for_the_load_of_the_one_before() -> None:
+    """When that one ends the engine is told of the id alone."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    request = Asked("same", PROMPT)
+    job = begin(half, request)
+    half.request_finished(request)
+    again = Asked("same", list(range(100, 109)))
+    assert half.get_num_new_matched_tokens(again, 0) == (None, False)
+    end(half, job)
+    assert half.get_num_new_matched_tokens(again, 0) == (0, False)
+
+
+def test_what_could_not_be_loaded_is_computed_from_now_on() -> None:
+    """A second try would most likely fail as well, and its request wait for it again."""
+    half, blocks = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    end(half, begin(half, Asked("first", PROMPT)), ok=False)
+    assert half.get_num_new_matched_tokens(Asked("second", PROMPT), 0) == (0, False)
+    assert blocks.pins() == {}
+    half.check()

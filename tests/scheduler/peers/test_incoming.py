@@ -1,0 +1,36 @@
+"""What is asked of other engines, and when it is let go of."""
+
+from __future__ import annotations
+
+from kv_connector.base import SchedulerOutput
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import PeerAction
+from tests.scheduler.test_fence import Continued
+from tests.scheduler.test_half import ForeignBlocks, admit, make_half, run
+
+
+def asking() -> tuple[SchedulerHalf, ForeignBlocks, Continued]:
+    """A request was admitted that is to receive four blocks; nothing is planned yet."""
+    half, blocks = make_half(peer={"secret": "x" * 20, "role": "consumer"})
+    request = Continued("r", list(range(18)))
+    assert admit(half, request) == 16
+    assert blocks.pins() == {0: 1, 1: 1, 2: 1, 3: 1}
+    return half, blocks, request
+
+
+def test_a_request_that_ends_before_it_has_asked_wants_nothing() -> None:
+    """The other engine hears of it, and need not hold its blocks until their deadline."""
+    half, blocks, request = asking()
+    half.request_finished(request)
+    assert blocks.pins() == {}
+    (job,) = run(half).peer
+    assert (job.action, job.num_blocks, job.request_id) == (PeerAction.RECEIVE, 0, None)
+
+
+def test_what_is_on_its_way_to_blocks_that_were_lost_is_called_off() -> None:
+    """And its blocks stay pinned until every rank has said that nothing writes to them any more."""
+    half, blocks, _ = asking()
+    (job,) = run(half).peer
+    plan = half.build_connector_meta(SchedulerOutput((), {"r"}))
+    assert plan.cancelled_peer == (job.job_id,)
+    assert len(blocks.pins()) == 4

@@ -1,0 +1,16 @@
+"""Worlds that have shown a fault once, and what it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.world import simulate
+
+SEEDS = {
+    20017: "drafts of a step wrote to blocks that a load had filled: a step without requests was reported in between",
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_world_that_has_shown_a_fault_shows_none(seed: int) -> None:
+    assert simulate(seed).violation is None, SEEDS[seed]

@@ -1,0 +1,124 @@
+"""What a rank sends to another engine of a step that rests on loads: nothing that may be wrong."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kv_connector.config import Config
+from kv_connector.peer.base import Connected, PeerPool
+from kv_connector.peer.protocol.jobs import PeerJobs
+from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
+from kv_connector.transfer import engine as engine_module
+from kv_connector.types import Direction, PeerAction, PeerJob, StepPlan
+from kv_connector.worker import WorkerHalf
+from tests.engines import ManualLane
+from tests.peer.peers import IDENTITY, Pool, card_of
+from tests.worker.test_half import background, job
+
+LAYERS = ("layers.0", "layers.1", "layers.2")
+PIECE = 512
+NAMES = [hashlib.sha256(bytes([number])).digest() for number in range(2)]
+
+
+class Producer:
+    """A rank of three layers, each sent as soon as it is computed, and another engine that wants two blocks of it."""
+
+    def __init__(self) -> None:
+        self.jobs: PeerJobs | None = None
+        net = LoopbackNet()
+        card = replace(card_of(Pool()), identity=replace(IDENTITY, pieces=(PIECE,) * 3))
+
+        def open_peers(pool: PeerPool) -> PeerJobs:
+            self.transport = LoopbackTransport(net, pool, replace(card, engine_id="producer", num_blocks=4))
+            self.jobs = PeerJobs(self.transport, "producer", 3, 0, 10.0, 5.0)
+            return self.jobs
+
+        self.worker = WorkerHalf(Config(host_memory="1MiB", layer_group_bytes=1), open_peers=open_peers)
+        caches = {name: torch.ones(4, 8, 16, dtype=torch.int32) for name in LAYERS}
+        self.worker.register_kv_caches(caches, 4)
+        there = Pool().pool
+        pool = replace(there, regions=tuple(replace(region, piece_bytes=PIECE) for region in there.regions))
+        self.consumer = LoopbackTransport(net, pool, card)
+        link = self.consumer.connect("here", self.transport.port)
+        assert any(isinstance(event, Connected) for event in self.consumer.poll(0.0))
+        self.consumer.grant(link, 7, [0, 1])
+        want = {"t": "want", "transfer": "t", "engine": "", "grant": 7, "first": 0, "stop": 2}
+        self.consumer.send(link, want | {"name": NAMES[-1].hex(), "blocks": [0, 1]})
+
+    def step(self, plan: StepPlan) -> list[int]:
+        """The calls of a step; returns the bytes that had left in front of each layer's end."""
+        sent = []
+        self.worker.bind_connector_metadata(plan)
+        self.worker.start_load_kv()
+        for name in LAYERS:
+            self.worker.wait_for_layer_load(name)
+            sent.append(self.num_sent())
+            self.worker.save_kv_layer(name)
+        self.worker.wait_for_save()
+        return sent
+
+    def num_sent(self) -> int:
+        """Bytes that have left, once all that may leave has."""
+        assert self.jobs is not None
+        for _ in range(5):
+            self.jobs.turn(0.0)
+        return self.transport.counters.sent_bytes
+
+
+def send(job_id: int) -> PeerJob:
+    return PeerJob(job_id, PeerAction.SEND, "t", 0, np.array([2, 3]), names=b"".join(NAMES))
+
+
+def test_what_a_step_computes_leaves_with_it() -> None:
+    producer = Producer()
+    assert producer.step(StepPlan(1, peer=(send(1),))) == [0, 2 * PIECE, 2 * 2 * PIECE]
+    assert producer.num_sent() == 2 * 3 * PIECE
+    producer.worker.get_finished()
+    assert producer.worker.build_connector_worker_meta().done == (1,)
+    producer.worker.shutdown()
+
+
+@pytest.mark.parametrize("is_planned_ahead", [False, True])
+def test_no_layer_leaves_of_a_step_that_rests_on_a_load_that_failed(is_planned_ahead: bool) -> None:
+    """In the step itself, or in the one in front of it, which the engine had not heard of."""
+    producer = Producer()
+    loads = (job(1, Direction.LOAD, 1, 10**6),)
+    if is_planned_ahead:
+        producer.step(StepPlan(1, loads))
+        producer.worker.build_connector_worker_meta()
+        producer.step(StepPlan(2, peer=(send(2),), reported_step=0))
+    else:
+        producer.step(StepPlan(1, loads, peer=(send(2),)))
+    assert producer.num_sent() == 0
+    producer.worker.get_finished()
+    assert 2 in producer.worker.build_connector_worker_meta().failed
+    producer.worker.shutdown()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_leaves_before_the_loads_have_ended_that_its_step_awaited(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step waits for them on the device; whether their bytes have come is known later."""
+    lanes = [ManualLane() for _ in range(2)]
+    made = iter(lanes)
+    monkeypatch.setattr(engine_module, "make_lane", lambda *_, **__: next(made))
+    producer = Producer()
+    producer.step(StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
+    producer.worker.get_finished()
+    producer.step(StepPlan(2, peer=(send(2),), awaited_loads=(1,), reported_step=1))
+    producer.worker.get_finished()
+    assert producer.num_sent() == 0
+    for event in lanes[0].marks:
+        event.done, event.lost = True, fails
+    producer.worker.get_finished()
+    assert producer.num_sent() == (0 if fails else 2 * 3 * PIECE)
+    producer.worker.get_finished()
+    report = producer.worker.build_connector_worker_meta()
+    assert (2 in report.done, 2 in report.failed) == (not fails, fails)
+    producer.worker.shutdown()
