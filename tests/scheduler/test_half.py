@@ -390,9 +390,9 @@ def test_blocks_of_a_preempted_request_are_guarded_and_those_of_reported_steps_a
     job = admit_to_load(half, Asked("b", list(range(9))), [20, 10, 21])
     assert (job.device_ids.tolist(), job.num_guarded) == ([20, 10], 1)
     half.request_finished(Asked("b", list(range(9))))
-    behind = Asked("behind", list(range(200, 203)))
-    admit(half, behind, first_block=30)
-    last = run(half, behind).step
-    done = (job.job_id, *(j.job_id for j in ahead.saves))
-    half.update_connector_output([StepReport(last, 0, done, num_host_blocks=10)])
+    other = Asked("other", list(range(200, 203)))
+    admit(half, other, first_block=30)
+    behind = run(half, other)
+    ended = job.job_id, *(j.job_id for j in ahead.saves)
+    half.update_connector_output([StepReport(behind.step, 0, ended, num_host_blocks=10)])
     assert admit_to_load(half, Asked("c", list(range(9))), [10, 11, 12]).num_guarded == 0
