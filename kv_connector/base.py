@@ -152,7 +152,7 @@ class KVConnectorScheduler(ABC):
     @abstractmethod
     def has_pending_block_frees(self) -> bool:
         """Whether copies under way pin device blocks: an engine that is short of blocks waits for them instead of
-        preempting a request. They are freed without further ado as the copies end."""
+        preempting a request. They are freed without further ado as the copies end. False while one of them hangs."""
 
     @abstractmethod
     def take_events(self) -> Iterable[CacheEvent]:

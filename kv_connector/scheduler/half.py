@@ -15,7 +15,7 @@ from typing import Any
 
 from ..base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, KVConnectorError
 from ..events import BlockRemoved, CacheEvent, EventLog
 from ..index import BlockGroup, CacheIdentity, CacheTier, GroupedTree, Lookup, PrefixTree, SavePolicy, root_hash
 from ..metrics import CacheMetrics
@@ -221,12 +221,20 @@ class SchedulerHalf(KVConnectorScheduler):
             self.tree.pin(self._grouped.insert(block_hashes, group, self._shared.clock()))
 
     def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Undo one `pin_prefix` of the same hashes."""
-        for group in range(len(self._grouped.groups)):
-            self.host.unpin(self._grouped.find(block_hashes, group))
+        """Undo one `pin_prefix` of the same hashes. Raises KVConnectorError, and changes nothing, for others."""
+        nodes = [self._grouped.find(block_hashes, group) for group in range(len(self._grouped.groups))]
+        for known in nodes:
+            num_pinned = sum(self.tree.pins[node] > 0 for node in known)
+            if num_pinned < len(block_hashes):
+                raise KVConnectorError(
+                    f"{num_pinned} of these {len(block_hashes)} blocks are pinned: give the hashes of a pin_prefix"
+                )
+        for known in nodes:
+            self.host.unpin(known)
 
     def resize_host(self, num_blocks: int | None) -> None:
-        """Use at most `num_blocks` host blocks from now on; None uses all that are ready."""
+        """Use at most `num_blocks` host blocks from now on; None uses all that are ready. Raises InvalidBlockError, and
+        changes nothing, for fewer than none."""
         self._ranks.limit_host(num_blocks)
 
     def reset_cache(self) -> bool:
@@ -243,7 +251,8 @@ class SchedulerHalf(KVConnectorScheduler):
         return len(self._ledger) > 0 or self._saves.may_save_before_reuse or is_busy
 
     def has_pending_block_frees(self) -> bool:
-        return self._ledger.num_pinning > 0
+        # A copy that hangs may pin its blocks for ever: an engine that is short of some preempts.
+        return self._ledger.num_pinning > 0 and not self._watchdog.hangs
 
     def take_events(self) -> Iterable[CacheEvent]:
         self._log_removed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..errors import InvalidBlockError
 from ..index import LEAST_REMEMBERED, CacheTier
 from ..types import StepReport
 
@@ -19,7 +20,10 @@ class RankStates:
         self._latest[report.rank] = report
 
     def limit_host(self, num_blocks: int | None) -> None:
-        """Use at most so many host blocks from now on; None uses all that are ready."""
+        """Use at most so many host blocks from now on; None uses all that are ready. Raises InvalidBlockError, and
+        changes nothing, for fewer than none."""
+        if num_blocks is not None and num_blocks < 0:
+            raise InvalidBlockError(f"a host of {num_blocks} blocks is impossible: give 0 or more, or None for all")
         self._limit = num_blocks
         self.fit_host()
 

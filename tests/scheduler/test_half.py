@@ -10,7 +10,7 @@ import pytest
 
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.config import Config
-from kv_connector.errors import KVConnectorError
+from kv_connector.errors import InvalidBlockError, KVConnectorError
 from kv_connector.events import BlockRemoved, BlockStored
 from kv_connector.index import BlockHasher, BlockPool, BlockState, CacheIdentity, SavePolicy, root_hash
 from kv_connector.scheduler import SchedulerHalf
@@ -195,6 +195,21 @@ def test_the_smallest_rank_decides_how_much_host_memory_there_is() -> None:
     assert half.host.pool.capacity == 3
     half.resize_host(None)
     assert half.host.pool.capacity == 5
+
+
+def test_what_an_operator_asks_wrongly_changes_nothing() -> None:
+    """A size that is none is not tried again with every report; of a prefix that is pinned in part no pin goes."""
+    half, _ = make_half()
+    with pytest.raises(InvalidBlockError, match=r"-1 blocks is impossible"):
+        half.resize_host(-1)
+    half.update_connector_output([StepReport(1, 0, num_host_blocks=7)])
+    assert half.host.pool.capacity == 7
+    text = Asked("a", list(range(12)))
+    half.pin_prefix(text.block_hashes[:2])
+    with pytest.raises(KVConnectorError, match=r"2 of these 3 blocks are pinned"):
+        half.unpin_prefix(text.block_hashes)
+    half.unpin_prefix(text.block_hashes[:2])
+    half.check()
 
 
 def test_selective_saves_at_the_threshold_and_counts_preempted_requests_once() -> None:

@@ -34,6 +34,17 @@ def test_while_a_copy_hangs_requests_are_computed_and_nothing_is_saved(caplog: p
     assert f"job {load.job_id}" in said and "rank(s) 0" in said
 
 
+def test_an_engine_that_is_short_of_blocks_does_not_wait_for_a_copy_that_hangs() -> None:
+    """It would wait for as long as the rank says nothing, and its requests with it."""
+    half, blocks = make_half(load_choice="async")
+    load = hung_load(half)
+    assert half.has_pending_block_frees()
+    plan = run(half)
+    assert blocks.pins() and not half.has_pending_block_frees()
+    report(half, plan.__class__(plan.step, loads=(load,)))
+    assert not blocks.pins()
+
+
 def test_when_it_is_reported_hits_are_loaded_again() -> None:
     half, _ = make_half(load_choice="async")
     load = hung_load(half)

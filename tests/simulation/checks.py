@@ -24,9 +24,12 @@ class Violation(Exception):
     """`kind`: what claim it breaks ("token", "stuck", "leak", "lease", "job", "pool", "check", "crash")."""
 
     def __init__(self, kind: str, text: str) -> None:
-        super().__init__(f"{kind}: {text}")
+        super().__init__(kind, text)
         self.kind = kind
         self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
 
 
 @dataclass(slots=True, eq=False)
@@ -116,8 +119,8 @@ class JobBook:
                 entry.landed.add((rank, block))
 
     def written(self, rank: int, block: int, step: int) -> None:
-        """The model writes to the block on this rank, in this step, now. A fence guards what is pinned no more, and what a job
-        brings that has failed on some rank is used by nobody."""
+        """The model writes to the block on this rank, in this step, now. A fence guards what is pinned no more, and
+        nobody uses what a job has brought that failed on some rank."""
         what = f"step {step} writes on rank {rank} to device block {block}"
         for entry in self._loads.get(block, ()):
             if entry.is_pinned and (rank, block) in entry.landed and not entry.has_failed:

@@ -11,7 +11,7 @@ from kv_connector.config import PeerRole
 from tests.simulation.world import World, simulate
 
 ROOT = Path(__file__).parents[2]
-DIGESTS = "from tests.simulation.world import simulate; print([simulate(seed).digest for seed in (2, 16)])"
+DIGESTS = "from tests.simulation.world import simulate; print([simulate(seed).digest for seed in (44, 53)])"
 """Of a cluster, and of an engine with storage."""
 
 
@@ -27,7 +27,7 @@ def test_the_same_seed_is_the_same_run_in_every_process() -> None:
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    first, second = simulate(2), simulate(2)
+    first, second = simulate(44), simulate(44)
     assert (first.digest, first.met, first.num_requests) == (second.digest, second.met, second.num_requests)
     assert first.digest != simulate(3).digest
 

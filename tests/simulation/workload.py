@@ -53,7 +53,7 @@ TRAPS = {
     "save": ("abort", "weights", "reset", "kill", "fail", "sleep", "resize"),
     "preempted": ("abort", "weights", "again", "freeze"),
     "drafts": ("abort", "again", "weights"),
-    "send": ("abort", "abort", "abort", "again", "again", "reset", "reset", "weights", "kill", "fail", "network", "freeze", "sleep"),
+    "send": ("abort", "abort", "again", "again", "reset", "weights", "kill", "fail", "network", "freeze", "sleep"),
     "receive": ("abort", "abort", "again", "reset", "reset", "weights", "kill", "kill_other", "network", "freeze"),
     "fetch": ("disk", "disk", "reset", "abort", "again", "kill"),
     "backup": ("disk", "disk", "reset", "kill", "resize"),
