@@ -32,8 +32,8 @@ from .faults.mutant import Mutant, tested, tests_of
 ROOT = Path(__file__).parents[2]
 COPIED = ("kv_connector", "triton_kernels", "tests", "integration", "conftest.py", "pyproject.toml", "ARCHITECTURE.md")
 LIMIT_SECONDS = 300
-ALL_SECONDS = 1800
-"""For one mutant, and for all tests that catch one."""
+CHECK_SECONDS = 1800
+"""For a mutant, and for a check of all that catches some."""
 AT_ONCE = 2
 """Mutants run beside each other, by one thread each."""
 
@@ -112,17 +112,17 @@ class Commands:
         command, environment = mutant.command, mutant.environment
         others = [other.command for other in self._mutants if other.environment == environment]
         names = [name for other in others for name in tests_of(other)]
-        if tests_of(command) and self._passes(tested(*dict.fromkeys(names)), environment, ALL_SECONDS):
+        if tests_of(command) and self._passes(tested(*dict.fromkeys(names)), environment):
             return True
-        return self._passes(command, environment, LIMIT_SECONDS)
+        return self._passes(command, environment)
 
-    def _passes(self, command: tuple[str, ...], environment: str, seconds: float) -> bool:
+    def _passes(self, command: tuple[str, ...], environment: str) -> bool:
         with self._lock:
             is_first = (command, environment) not in self._passed
             future = self._passed.setdefault((command, environment), Future())
         if is_first:
             try:
-                future.set_result(run(command, environment, seconds=seconds).passed)
+                future.set_result(run(command, environment, seconds=CHECK_SECONDS).passed)
             except BaseException as error:
                 future.set_exception(error)
                 raise

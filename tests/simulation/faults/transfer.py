@@ -165,15 +165,21 @@ TRANSFER: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_a_timing_is_of_the_stream_that_waits_and_no_other_devices"),
     ),
     Mutant(
-        "wrong-buffer",
-        "a staging buffer is filled while what another one held is waited for",
+        "filled-too-early",
+        "a staging buffer is filled while its blocks are still being unpacked",
         (
             Patch(
                 _STAGED,
-                "        buffer = self.buffers[number]\n        if buffer.free",
-                "        buffer = self.buffers[number - 1]\n        if buffer.free",
+                "buffer.free.wait(buffer.stream if stream is None else stream)",
+                "buffer.free.wait(buffer.stream)",
             ),
         ),
+        tested("tests/transfer/paths/test_staged.py"),
+    ),
+    Mutant(
+        "packed-too-early",
+        "a staging buffer is packed while its rows are still on their way to the host",
+        (Patch(_STAGED, "        ring.give(number, ring.lane.stream)\n", "        ring.give(number, stream)\n"),),
         tested("tests/transfer/paths/test_staged.py"),
     ),
     Mutant(

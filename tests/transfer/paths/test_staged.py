@@ -31,7 +31,7 @@ class Driver:
         self.by_handle: list[Stream] = []
 
     def make_lane(self, *_: object, **__: object) -> SimulatedLane:
-        lane = SimulatedLane(self.device, "copies")
+        lane = SimulatedLane(self.device, self.device.stream("copies"))
         lane.handle = len(self.by_handle)
         self.by_handle.append(lane.stream)
         return lane
