@@ -25,7 +25,7 @@ OTHER_ENGINE = """
 import sys
 from integration.mooncake_master import HOST
 from kv_connector.config import StorageConfig
-from kv_connector.storage.mooncake import MooncakeStorage
+from kv_connector.storage.mooncake.backend import MooncakeStorage
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from tests.storage.storages import IDENTITY, exists, get, key, put
 from tests.storage.mooncake.stores import connected
