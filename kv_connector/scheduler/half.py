@@ -243,8 +243,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._requests.reset()
         for companion in self._companions:
             companion.reset()
-        # What loads under way bring was cached before, and the engine caches it on the device when it is there.
-        return not self._ledger.num_bringing
+        # What such a load brings was cached before, and the engine caches it on the device when it is there.
+        return not any(state.awaits_load for state in self._requests)
 
     def has_pending_push_work(self) -> bool:
         is_busy = any(companion.is_busy for companion in self._companions)

@@ -58,7 +58,6 @@ class JobLedger:
         self._open: dict[int, _OpenJob] = {}
         self._awaited: Counter[str] = Counter()  # jobs under way, by the request that waits for them
         self._num_pinning = 0  # copies whose device blocks are pinned
-        self._num_bringing = 0
         self._next_id = 0
 
     def __len__(self) -> int:
@@ -68,11 +67,6 @@ class JobLedger:
     def num_pinning(self) -> int:
         """Copies between device and host whose device blocks are pinned in the engine's pool."""
         return self._num_pinning
-
-    @property
-    def num_bringing(self) -> int:
-        """Jobs under way that write to device blocks."""
-        return self._num_bringing
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether a job is under way that a request of this id waits, or waited, for."""
@@ -91,7 +85,6 @@ class JobLedger:
         ranks = set(range(self._world_size))
         self._open[job.job_id] = _OpenJob(job, owner, ranks, device_ids, host_ids, self._clock())
         self._num_pinning += isinstance(job, CopyJob) and len(device_ids) > 0
-        self._num_bringing += job.brings
         if job.request_id is not None:
             self._awaited[job.request_id] += 1
 
@@ -133,7 +126,6 @@ class JobLedger:
     def _end(self, entry: _OpenJob) -> None:
         job = entry.job
         del self._open[job.job_id]
-        self._num_bringing -= job.brings
         if job.request_id is not None:
             self._awaited[job.request_id] -= 1
             if not self._awaited[job.request_id]:

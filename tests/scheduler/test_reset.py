@@ -53,3 +53,13 @@ def test_a_reset_is_not_done_while_a_load_brings_what_was_cached() -> None:
     assert run(half, request, computed=8).saves == ()
     assert half.reset_cache()
     assert half.get_num_new_matched_tokens(Asked("new", list(range(9))), 0) == (0, False)
+
+
+def test_a_reset_is_done_beside_a_load_that_a_step_waits_for() -> None:
+    """An engine that plans ahead resets while it is under way, and has taken the blocks from the request before."""
+    half, _ = make_half(load_choice="sync")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    request = Asked("hit", list(range(9)))
+    assert admit(half, request) == 8
+    assert run(half, request, computed=8).loads
+    assert half.reset_cache()

@@ -96,7 +96,7 @@ SCHEDULER: tuple[Mutant, ...] = (
     Mutant(
         "reset-too-early",
         "a reset is called done while loads bring what was cached",
-        (Patch(_HALF, "return not self._ledger.num_bringing", "return True"),),
+        (Patch(_HALF, "return not any(state.awaits_load for state in self._requests)", "return True"),),
         tested(_RESET),
     ),
     Mutant(
