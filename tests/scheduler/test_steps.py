@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.config import Config
+from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import CopyJob, StepReport
-from tests.scheduler.test_half import Asked, admit, make_half, report, run, save
+from tests.scheduler.test_half import Asked, ForeignBlocks, admit, make_half, report, run, save
 
 
 def background_load(half: SchedulerHalf, device_ids: list[int]) -> CopyJob:
@@ -58,7 +60,10 @@ def test_a_step_is_in_flight_until_every_rank_has_reported_the_next() -> None:
     request = Asked("writes", list(range(100, 120)))
     admit(half, request)
     run(half, request)
-    half.update_connector_output([StepReport(run(half).step, 0, num_host_blocks=50)])
+    behind = Asked("behind", list(range(200, 203)))
+    admit(half, behind, 30)
+    step = run(half, behind).step
+    half.update_connector_output([StepReport(step, 0, num_host_blocks=50)])
     half.request_finished(request)
     assert background_load(half, [0, 1, 2]).num_guarded == 2, "rank 1 may still compute the step"
 
@@ -103,3 +108,20 @@ def test_a_step_without_requests_does_not_end_the_drafts_of_the_one_before() -> 
     reported(half, half.build_connector_meta(SchedulerOutput()).step)
     half.request_finished(request)
     assert background_load(half, [0, 1, 2]).num_guarded == 2
+
+
+def test_a_block_that_has_left_its_window_by_drafts_in_flight_is_not_saved() -> None:
+    """The engine counts the drafts as computed, and has given the block to another request of the same step."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through"})
+    half = SchedulerHalf(config, 4, groups=(BlockGroup(), BlockGroup(window_blocks=1)))
+    half.bind_block_pool(ForeignBlocks())
+    reported(half, 0)
+    request = Asked("drafts", list(range(7)))
+    half.update_state_after_alloc(request, [[0, 1, 2], [10, 11, 12]], 0, 0)
+    item = ScheduledRequest("drafts", 0, 7, [[], []])
+    (first,) = half.build_connector_meta(SchedulerOutput([item])).saves
+    assert sorted(first.device_ids.tolist()) == [0, 10]
+    request.tokens.append(7)
+    item = ScheduledRequest("drafts", 10, 2, [[], []])
+    (second,) = half.build_connector_meta(SchedulerOutput([item])).saves
+    assert second.device_ids.tolist() == [1], "and 11 may be anybody's"

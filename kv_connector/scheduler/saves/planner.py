@@ -77,10 +77,14 @@ class SavePlanner:
             table = tables[group]
             if not table.may_save or (full <= table.next_block and not table.unsaved):
                 continue
-            if self._grouped.groups[group].window_blocks is None:
+            window = self._grouped.groups[group].window_blocks
+            if window is None:
                 pairs += self._plan_full(request.block_hashes, group, table, full, num_hit_blocks, now)
-            else:
-                pairs += self._plan_window(request.block_hashes, group, table, full, num_hit_blocks, now)
+                continue
+            # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
+            # them, it may have given to others in this very step.
+            first = max(table.next_block, (item.num_computed_tokens - 1) // size - window + 1)
+            pairs += self._plan_window(request.block_hashes, group, table, first, full, num_hit_blocks, now)
         return pairs
 
     def plan_before_reuse(self) -> list[tuple[int, int]]:
@@ -203,10 +207,17 @@ class SavePlanner:
         return wanted
 
     def _plan_window(
-        self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
+        self,
+        hashes: Sequence[BlockHash],
+        group: int,
+        table: BlockTable,
+        first: int,
+        full: int,
+        num_hit_blocks: int,
+        now: float,
     ) -> list[tuple[int, int]]:
         """Blocks slide out of the window and are gone: what finds no room or budget in this step is not saved later."""
-        held = [i for i in range(table.next_block, full) if table.block_ids[i] != NO_BLOCK]
+        held = [i for i in range(first, full) if table.block_ids[i] != NO_BLOCK]
         table.next_block = max(table.next_block, full)
         keys = {index: self._grouped.keys((hashes[index],), group)[0] for index in held}
         wanted = [index for index in held if self._is_wanted(keys[index])]

@@ -75,4 +75,34 @@ SAVES: tuple[Mutant, ...] = (
         ),
         tested(f"{_TESTS}::test_what_a_copy_uses_stays_however_old_it_is"),
     ),
+    Mutant(
+        "left-window-saved",
+        "blocks are saved that have left their window by drafts in flight, and may be anybody's",
+        (
+            Patch(
+                "kv_connector/scheduler/saves/planner.py",
+                "max(table.next_block, (item.num_computed_tokens - 1) // size - window + 1)",
+                "table.next_block",
+            ),
+        ),
+        tested("tests/scheduler/test_steps.py::test_a_block_that_has_left_its_window_by_drafts_in_flight_is_not_saved"),
+    ),
+    Mutant(
+        "evicted-twice",
+        "a parent that waits as the leaf it was is evicted with its child, and once more",
+        (Patch("kv_connector/index/tier.py", "(time, parent) >= (due, due_node)", "(time, parent) > (due, due_node)"),),
+        tested("tests/index/test_tier.py::test_a_parent_that_still_waits_as_the_leaf_it_was_is_evicted_once"),
+    ),
+    Mutant(
+        "idle-step-ends-drafts",
+        "a step without requests ends the one before it, whose drafts still write",
+        (
+            Patch(
+                "kv_connector/scheduler/steps.py",
+                "if number <= step][:-1]",
+                "if number < step]",
+            ),
+        ),
+        tested("tests/scheduler/test_steps.py::test_a_step_without_requests_does_not_end_the_drafts_of_the_one_before"),
+    ),
 )
