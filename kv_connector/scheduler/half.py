@@ -197,6 +197,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._loads.withdraw(request.request_id)
+        self._ledger.forget(request.request_id)
         state = self._requests.finish(request.request_id)
         if state is not None:
             self._leases.leave(request.request_id)
@@ -301,7 +302,8 @@ class SchedulerHalf(KVConnectorScheduler):
         num_hit = num_blocks * size
         num_new = request.num_tokens - num_computed_tokens - num_hit
         others = len(self._requests) > (request.request_id in self._requests)
-        return self._loads.choose(request.request_id, num_blocks, num_hit, num_new, others, first_blocks)
+        may_wait = not self._ledger.has_failed(request.request_id)
+        return self._loads.choose(request.request_id, num_blocks, num_hit, num_new, others, first_blocks, may_wait)
 
     def _admit_with_companions(self, state: RequestState, first: int, num_loaded: int, num_brought: int) -> None:
         start = first + num_loaded

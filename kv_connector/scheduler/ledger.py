@@ -45,6 +45,7 @@ class _OpenJob:
     opened_at: float
     failed: bool = False
     found: int | None = None
+    is_forgotten: bool = False  # the request that waited for it has ended
 
 
 class JobLedger:
@@ -57,6 +58,7 @@ class JobLedger:
         self._clock = clock
         self._open: dict[int, _OpenJob] = {}
         self._awaited: Counter[str] = Counter()  # jobs under way, by the request that waits for them
+        self._in_vain: set[str] = set()  # requests that have waited for a job that failed
         self._num_pinning = 0  # copies whose device blocks are pinned
         self._next_id = 0
 
@@ -71,6 +73,17 @@ class JobLedger:
     def is_awaited(self, request_id: str) -> bool:
         """Whether a job is under way that a request of this id waits, or waited, for."""
         return self._awaited[request_id] > 0
+
+    def has_failed(self, request_id: str) -> bool:
+        """Whether the request has waited for a job that failed."""
+        return request_id in self._in_vain
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, and may do so before the jobs that it waits for."""
+        self._in_vain.discard(request_id)
+        if self.is_awaited(request_id):
+            for entry in self._open.values():
+                entry.is_forgotten |= entry.job.request_id == request_id
 
     def next_id(self) -> int:
         """The number of the next job; numbers never come again."""
@@ -130,6 +143,8 @@ class JobLedger:
             self._awaited[job.request_id] -= 1
             if not self._awaited[job.request_id]:
                 del self._awaited[job.request_id]
+            if entry.failed and not entry.is_forgotten:
+                self._in_vain.add(job.request_id)
         entry.owner.end(EndedJob(job, not entry.failed, entry.found or 0))
         if entry.device_ids:
             self._pool.free_blocks(entry.device_ids)

@@ -72,12 +72,17 @@ class LoadPlanner:
         num_new_tokens: int,
         others_running: bool,
         first_blocks: Sequence[int],
+        may_wait: bool = True,
     ) -> LoadMode:
-        """How this hit comes to the device. `first_blocks`: host blocks of its first block, by group."""
+        """How this hit comes to the device. `first_blocks`: host blocks of its first block, by group. One that may not
+        wait, since it has waited in vain, is loaded in the step or computed: an engine may refuse blocks to a request
+        that waits for as long as others behind it hold theirs, and those may have waited in vain, too."""
         load = self._reading.get(first_blocks[0]) if first_blocks else None
         if load is not None and self._is_overdue(load):
             load = None
         mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, others_running, load)
+        if mode is LoadMode.ASYNC and not may_wait:
+            mode = LoadMode.SYNC if self._fails_by_block else LoadMode.RECOMPUTE
         before, self._asked[request_id] = self._asked.get(request_id), mode
         if mode is LoadMode.RIDE and load is not None:
             self._rides[request_id] = load

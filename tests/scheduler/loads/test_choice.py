@@ -158,3 +158,11 @@ def test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request(choice:
     planner.begin(planner.reserve(range(10)), 1)
     assert planner.announce(1) == ((), ()), "it would end in 10 us"
     assert planner.choose("r2", 10, 160, 1, others_running=True, first_blocks=(0,)) is LoadMode.RIDE
+
+
+@pytest.mark.parametrize(("fails_by_block", "mode"), [(True, LoadMode.SYNC), (False, LoadMode.RECOMPUTE)])
+def test_who_has_waited_in_vain_does_not_wait_again(fails_by_block: bool, mode: LoadMode) -> None:
+    """vLLM refuses blocks to a request that is to wait while others have theirs reserved, and looks at nobody else."""
+    planner = LoadPlanner(Config(load_choice="async"), CacheMetrics(), lambda: 10.0, fails_by_block)
+    assert planner.choose("r", 10, 160, 1, True, ()) is LoadMode.ASYNC
+    assert planner.choose("r", 10, 160, 1, True, (), may_wait=False) is mode
