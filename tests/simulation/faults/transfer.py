@@ -31,7 +31,7 @@ TRANSFER: tuple[Mutant, ...] = (
                 "                if False:\n",
             ),
         ),
-        WORLDS,
+        tested("tests/transfer/test_progress.py", "tests/transfer/submission/test_queue.py"),
     ),
     Mutant(
         "ids-overwritten",
