@@ -101,7 +101,7 @@ class StorageJob:
     def request_id(self) -> None:
         """No step and no device block waits for storage."""
 
-    brings = carries_computed = False
+    carries_computed = False
 
     def split_keys(self) -> list[bytes]:
         """The keys, one by one."""
@@ -142,11 +142,6 @@ class PeerJob:
     def num_blocks(self) -> int:
         """Number of blocks that the job moves."""
         return len(self.device_ids)
-
-    @property
-    def brings(self) -> bool:
-        """Whether the job writes device blocks that steps compute on."""
-        return self.action is PeerAction.RECEIVE
 
     @property
     def carries_computed(self) -> bool:

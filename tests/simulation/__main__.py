@@ -77,8 +77,7 @@ def main() -> int:
     seconds = time.monotonic() - began
     print(f"{len(outcomes)} worlds, {steps} steps, {steps / seconds:.0f} a second; failed: {shrink.summary(outcomes)}")
     if arguments.json is not None:
-        known = {"seed": arguments.seed, "steps": arguments.steps}
-        report.write(arguments.json, report.result(outcomes, known, met))
+        report.write(arguments.json, outcomes, arguments.steps, met)
     return 1 if failures else 0
 
 

@@ -7,7 +7,7 @@ is simpler than a protocol of the fifteen calls that it makes, which production 
 What is modelled. A batch waits for one of its kind's threads, then for the disk, and then runs at one instant: reads
 deliver and writes take the caller's bytes at the last moment, which is the harshest for who touches a buffer too early
 or too late; until then a buffer that is to be filled holds nonsense. Not modelled: two batches inside of each other, as
-real threads and processes have them (`test_storage_kills.py` does that).
+real threads and processes have them (`tests/storage/filesystem/test_kills.py` does that).
 """
 
 from __future__ import annotations

@@ -22,10 +22,11 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
-from . import report
+from integration.report import Report
+
 from .faults import MUTANTS
 from .faults.mutant import Mutant, tested, tests_of
 
@@ -166,25 +167,16 @@ def main(mutants: Sequence[Mutant] = MUTANTS) -> int:
     if arguments.json is not None:
         order = [mutant.name for mutant in chosen]
         rows.sort(key=lambda row: order.index(str(row["name"])))
-        report.write(arguments.json, _result(rows, verdicts, arguments.only))
+        _write(arguments.json, rows, verdicts)
     return 1 if verdicts["survived"] or verdicts["unsound"] else 0
 
 
-def _result(rows: Sequence[dict[str, object]], verdicts: Counter[object], only: Sequence[str]) -> dict[str, object]:
+def _write(path: Path, rows: Sequence[dict[str, Any]], verdicts: Counter[object]) -> None:
     num_run = len(rows) - verdicts["skipped"]
-    return {
-        "name": "mutants",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": report.commit(),
-        "arguments": {"only": list(only)},
-        "hardware": report.hardware(),
-        "software": report.software(),
-        "rows": list(rows),
-        "claims": {
-            "mutants_caught": report.claim(verdicts["caught"], num_run, "mutants", "higher"),
-            "mutants_total": report.claim(num_run, 1, "mutants", "higher"),
-        },
-    }
+    report = Report("mutants", list(rows))
+    report.claim("mutants_caught", verdicts["caught"], num_run, "mutants", "higher")
+    report.claim("mutants_total", num_run, 1, "mutants", "higher")
+    report.write(path)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from integration.report import Report
 from kv_connector.config import Backup, PeerRole, Prefetch
 
 from .outside import DISK_FAULTS
@@ -108,55 +101,21 @@ FLOORS = {
 _KINDS = {"token": "wrong_tokens", "stuck": "stuck_requests", "leak": "leaks"}
 
 
-def result(outcomes: Sequence[Outcome], arguments: dict[str, Any], met: Counter[str]) -> dict[str, Any]:
-    """One object for `simulation.json`."""
+def write(path: Path, outcomes: Sequence[Outcome], num_steps: int, met: Counter[str]) -> None:
+    """The object of `simulation.json`; `num_steps` is how many were asked for."""
+    report = Report("simulation")
     steps = sum(outcome.num_steps for outcome in outcomes)
     failed = Counter(outcome.violation.kind for outcome in outcomes if outcome.violation is not None)
-    claims = {name: claim(failed[kind], 0, "worlds", "lower") for kind, name in _KINDS.items()}
+    for kind, name in _KINDS.items():
+        report.claim(name, failed[kind], 0, "worlds", "lower")
     others = sum(count for kind, count in failed.items() if kind not in _KINDS)
-    claims["broken_invariants"] = claim(others, 0, "worlds", "lower")
-    claims["steps"] = claim(steps, arguments["steps"], "steps", "higher")
+    report.claim("broken_invariants", others, 0, "worlds", "lower")
+    report.claim("steps", steps, num_steps, "steps", "higher")
     for name, floor in FLOORS.items():
-        claims[f"met: {name}"] = claim(met[name], max(1, floor * arguments["steps"] // 1_000_000), "times", "higher")
-    return {
-        "name": "simulation",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "arguments": arguments,
-        "hardware": hardware(),
-        "software": software(),
-        "rows": [
-            {"seeds": len(outcomes), "steps": steps, "requests": sum(outcome.num_requests for outcome in outcomes)},
-            {"met": dict(sorted(met.items()))},
-            *({"seed": o.seed, "violation": str(o.violation)} for o in outcomes if o.violation is not None),
-        ],
-        "claims": claims,
-    }
-
-
-def claim(value: float, goal: float, unit: str, better: str) -> dict[str, Any]:
-    """One claim of a result."""
-    holds = value <= goal if better == "lower" else value >= goal
-    return {"value": value, "goal": goal, "unit": unit, "better": better, "holds": holds}
-
-
-def hardware() -> dict[str, Any]:
-    """What it ran on."""
-    return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-
-
-def software() -> dict[str, Any]:
-    """What it ran with."""
-    return {"python": platform.python_version(), "torch": torch.__version__}
-
-
-def commit() -> str:
-    """Of the checkout; empty where there is none."""
-    root = Path(__file__).parents[2]
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return found.stdout.strip()
-
-
-def write(path: Path, found: dict[str, Any]) -> None:
-    """As every result is written."""
-    path.write_text(json.dumps(found, indent=1) + "\n")
+        report.claim(f"met: {name}", met[name], max(1, floor * num_steps // 1_000_000), "times", "higher")
+    report.rows += [
+        {"seeds": len(outcomes), "steps": steps, "requests": sum(outcome.num_requests for outcome in outcomes)},
+        {"met": dict(sorted(met.items()))},
+        *({"seed": o.seed, "violation": str(o.violation)} for o in outcomes if o.violation is not None),
+    ]
+    report.write(path)
