@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests of the connector in real vLLM on a GPU, six at a time: an engine needs little of one, and most of its time is
 # its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a line for
-# each test and, of those that failed, the end of what they said.
+# each test and, of those that failed, what they said was wrong.
 #
 #   bash integration/gpu_vllm_tests.sh SITE [SECONDS]      SITE: folder with vLLM, or "" where it is installed
 set -uo pipefail
@@ -19,7 +19,7 @@ one() {
         printf 'passed   %s\n' "$1"
     else
         printf 'FAILED   %s\n' "$1"
-        tail -n 12 "$log" | cut -c1-300
+        { grep -A 3 -E '^(E |>)' "$log" | tail -n 30; tail -n 3 "$log"; } | cut -c1-300
     fi
 }
 export -f one

@@ -160,7 +160,8 @@ def running(
         "kv_transfer_config": transfer_config(),
     }
     if torch.cuda.is_available():
-        settings["gpu_memory_utilization"] = 0.1
+        # What is free is not measured: engines of other tests come and go on the same GPU.
+        settings |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
     llm = LLM(**(settings | options))
     try:
         engine = VllmEngine(llm)

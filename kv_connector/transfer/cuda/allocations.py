@@ -7,7 +7,6 @@ it first fills on that stream. Memory of the driver's is nobody else's, has no s
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import logging
 import weakref
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import TransferError
 from .driver import check, on_device
@@ -36,10 +34,8 @@ def device_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     with torch.inference_mode(False):  # tensors of that mode could not be written to outside of it
         if device.type == "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
-        memory = _DeviceMemory(index_of(device), shape, dtype)
-        tensor = torch.as_tensor(memory, device=torch.device("cuda", memory.device))
-        memory.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return tensor
+        index = index_of(device)
+        return torch.as_tensor(_DeviceMemory(index, shape, dtype), device=torch.device("cuda", index))
 
 
 def page_locked_int64(count: int, device: torch.device) -> NDArray[np.int64]:
@@ -61,8 +57,6 @@ class _DeviceMemory:
     """Is freed when nobody holds it any more, as the storage of a tensor over it does."""
 
     def __init__(self, device: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.device = device
-        self.storage: Any = None
         address = ctypes.c_uint64()
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         with on_device(device) as driver:
@@ -76,21 +70,6 @@ class _DeviceMemory:
             "version": 2,
         }
         weakref.finalize(self, _free, device, "cuMemFree_v2", address).atexit = False
-        _device_memory.add(self)
-
-
-_device_memory: weakref.WeakSet[_DeviceMemory] = weakref.WeakSet()
-
-
-@atexit.register
-def _keep_for_good() -> None:
-    """A storage lets go of the object that it lies over under Python's lock, which crashes once Python has ended. So
-    what is still there at exit, in some cycle or global, is never let go of: the driver takes it back with the process.
-    """
-    for memory in list(_device_memory):
-        storage = torch.UntypedStorage._new_with_weak_ptr(memory.storage.cdata) if memory.storage is not None else None
-        if storage is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(storage))
 
 
 class _HostMemory:

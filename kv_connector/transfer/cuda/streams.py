@@ -107,15 +107,11 @@ def make_stream(device: torch.device, priority: Priority) -> Any:
     """
     if device.type == "cpu":
         return None
-    index = index_of(device)
-    handle = ctypes.c_void_p()
-    with on_device(index) as driver:
-        code = driver.cuStreamCreateWithPriority(
-            ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(priority)
-        )
-        check(code, "cuStreamCreateWithPriority")
-    stream: Any = torch.cuda.ExternalStream(handle.value, device=torch.device("cuda", index))  # type: ignore[no-untyped-call]
-    weakref.finalize(stream, _destroy, index, handle).atexit = False
+    owner = _DriverStream(index_of(device), priority)
+    stream: Any = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+        owner.handle.value, device=torch.device("cuda", owner.device)
+    )
+    stream.owner = owner
     return stream
 
 
@@ -236,6 +232,24 @@ class CudaLane(CudaEvents):
         """See `Lane.wait_idle`."""
         with on_device(index_of(self._device)) as driver:
             check(driver.cuStreamSynchronize(ctypes.c_void_p(self.handle)), "cuStreamSynchronize")
+
+
+class _DriverStream:
+    """Is destroyed when nobody holds it any more, as the torch stream of its handle does.
+
+    A finalizer of that one itself would never run: torch 2.9 to 2.12 free a stream with weak references to it in place,
+    and a later collection reads them (pytorch/pytorch#183403).
+    """
+
+    def __init__(self, device: int, priority: Priority) -> None:
+        self.device = device
+        self.handle = ctypes.c_void_p()
+        with on_device(device) as driver:
+            code = driver.cuStreamCreateWithPriority(
+                ctypes.byref(self.handle), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(priority)
+            )
+            check(code, "cuStreamCreateWithPriority")
+        weakref.finalize(self, _destroy, device, self.handle).atexit = False
 
 
 def _destroy(device: int, handle: ctypes.c_void_p) -> None:
