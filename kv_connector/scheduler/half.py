@@ -317,6 +317,7 @@ class SchedulerHalf(KVConnectorScheduler):
     def _preempt(self, request_id: str) -> None:
         self._requests.preempt(request_id)
         self._leases.leave(request_id)
+        self._saves.note_changed()
         for companion in self._companions:
             companion.preempted(request_id)
 
@@ -324,12 +325,13 @@ class SchedulerHalf(KVConnectorScheduler):
         """Jobs of the requests admitted in this step: those it waits for, and those that run behind it."""
         loads: list[CopyJob] = []
         background: list[CopyJob] = []
-        used = self._steps.used()
-        for state in self._requests.take_admitted():
+        admitted = [state for state in self._requests.take_admitted() if state.load is not None]
+        used = self._steps.used() if admitted else frozenset()
+        for state in admitted:
             load, state.load = state.load, None
-            if load is not None:
-                job = self._leases.open(load, state.request.request_id, state.admission, used)
-                (loads if load.background is None else background).append(job)
+            assert load is not None
+            job = self._leases.open(load, state.request.request_id, state.admission, used)
+            (loads if load.background is None else background).append(job)
         self.metrics.sync_loads += len(loads)
         self.metrics.async_loads += len(background)
         return tuple(loads), tuple(background)

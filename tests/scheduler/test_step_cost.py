@@ -129,30 +129,50 @@ def test_long_prompts_cost_a_decoding_step_no_more_than_short_ones(make: Callabl
     assert efforts[1] < 1.3 * efforts[0]
 
 
-def test_a_burst_under_write_back_is_forgotten_after_a_while() -> None:
-    """It looks ahead twice as far as the burst needed at first, and as far as it is told in the end."""
+def test_a_burst_under_write_back_is_looked_ahead_for_once_and_not_in_every_step_after_it() -> None:
+    """What was saved stays so; what has been freed since may lie in front of that."""
     engine = Engine(400, capacity=100, write_policy="write_back", write_back_lookahead=20)
     engine.step()
     assert engine.device.num_looked_at == 20
-    engine.admit("burst")
+    burst = engine.admit("burst")
     engine.step()
     assert engine.device.num_looked_at == 2 * 401
-    seen = []
+    for _ in range(3):
+        engine.step()
+        assert engine.device.num_looked_at == 20
+    engine.half.request_finished(burst)
+    engine.step()
+    assert engine.device.num_looked_at >= 401, "steps that follow soon take as much again at most"
+
+
+def test_what_was_preempted_is_looked_for_as_what_has_ended_is() -> None:
+    engine = Engine(400, capacity=100, write_policy="write_back", write_back_lookahead=20)
+    engine.admit("burst")
+    engine.step()
+    engine.step()
+    assert engine.device.num_looked_at == 20
+    engine.half.build_connector_meta(SchedulerOutput((), preempted_req_ids={"burst"}))
+    assert engine.device.num_looked_at >= 401
+
+
+def test_after_a_while_a_burst_is_forgotten() -> None:
+    engine = Engine(400, capacity=100, write_policy="write_back", write_back_lookahead=20)
+    burst = engine.admit("burst")
     for _ in range(40):
         engine.step()
-        seen.append(engine.device.num_looked_at)
-    assert seen == sorted(seen, reverse=True)
-    assert seen[4] >= 401, "steps that follow soon take as much again at most"
-    assert seen[-1] == 20
+    engine.half.request_finished(burst)
+    engine.step()
+    assert engine.device.num_looked_at == 20
 
 
-def test_blocks_that_a_prompt_fills_step_by_step_are_watched_for_as_long_as_that_takes() -> None:
-    """Whatever a burst has needed, a step takes what the step before it took."""
+def test_no_step_takes_blocks_that_were_not_looked_at() -> None:
+    """A prompt that is filled step by step takes what the step before it took, whatever a burst has needed."""
     engine = Engine(4000, capacity=100, write_policy="write_back", write_back_lookahead=1)
-    prompt = engine.admit("long")
+    prompt, num_ahead = engine.admit("long"), 0
     for computed in range(0, 4000 * SIZE, 50 * SIZE):
         engine.step([ScheduledRequest(prompt.request_id, computed, 50 * SIZE)])
-        assert engine.device.num_looked_at >= 100
+        num_ahead = max(num_ahead - 50, engine.device.num_looked_at)
+        assert num_ahead >= 50
 
 
 def test_a_block_that_the_device_has_twice_is_saved_before_reuse_once() -> None:

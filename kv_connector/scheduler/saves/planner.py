@@ -46,6 +46,7 @@ class SavePlanner:
         self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
         self._num_begun = 0  # device blocks that this step begins to fill
         self._most_taken = 0  # in a recent step
+        self._num_ahead = 0  # device blocks next in line that were looked at and have not been taken since
 
     def note_admitted(self, num_blocks: int) -> None:
         """A request was admitted that will take so many device blocks in all.
@@ -141,13 +142,17 @@ class SavePlanner:
         self._on_saved(filled)
 
     def _num_watched(self) -> int:
-        """Device blocks next in line for reuse that are kept saved: twice as many as one of the last steps took.
-
-        After a burst an eighth less in each step, for looking at them costs every step as much as it did the burst's.
+        """Device blocks next in line for reuse to look at, so that twice as many as one of the last steps took are kept
+        saved: all of them after something was freed, or when half of them are gone, for what was saved stays so.
         """
-        self._most_taken = max(self._most_taken - self._most_taken // 8, self._num_admitted, self._num_begun)
+        num_taken = max(self._num_admitted, self._num_begun)
         self._num_admitted = self._num_begun = 0
-        return max(self._policy.lookahead, 2 * self._most_taken)
+        self._most_taken = max(self._most_taken - self._most_taken // 8, num_taken)
+        self._num_ahead -= num_taken
+        if not self.may_save_before_reuse and self._num_ahead >= self._most_taken:
+            return self._policy.lookahead
+        self._num_ahead = max(self._policy.lookahead, 2 * self._most_taken)
+        return self._num_ahead
 
     def _plan_full(
         self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
