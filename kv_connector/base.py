@@ -167,7 +167,7 @@ class KVConnectorScheduler(ABC):
 
 
 class KVConnectorWorker(ABC):
-    """Worker side: moves the bytes of one rank. Called from the thread that launches the model."""
+    """Worker side: moves the bytes of one rank. Called from the model-runner thread."""
 
     @abstractmethod
     def register_kv_caches(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .index import CacheIdentity
     from .peer.base import PeerIdentity, PeerPool, PeerTransport
     from .peer.protocol.jobs import PeerJobs
-    from .peer.wire.handshake import Card
+    from .peer.wire.handshake import PeerInfo
     from .scheduler import SchedulerHalf
     from .storage.base import Storage
     from .worker import WorkerHalf
@@ -79,7 +79,7 @@ def _open_storage(
         raise ConfigError(f"storage at {config.path!r} cannot be used: {error}") from error
 
 
-_Where = tuple["Card", str, int, bytes, float]
+_Where = tuple["PeerInfo", str, int, bytes, float]
 _Open = Callable[[], "PeerTransport"]
 
 
@@ -113,11 +113,11 @@ def _open_peers(
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
     """The links of one rank, for its pool. Raises ConfigError where they cannot be opened."""
     from .peer.base import PeerError
-    from .peer.wire.handshake import Card
+    from .peer.wire.handshake import PeerInfo
 
-    card = Card(identity, engine_id, pool.num_blocks)
+    info = PeerInfo(identity, engine_id, pool.num_blocks)
     port = config.port + identity.rank if config.port else 0
-    where: _Where = card, config.bind, port, config.secret.encode(), config.timeout_ms / 1e3
+    where: _Where = info, config.bind, port, config.secret.encode(), config.timeout_ms / 1e3
     open_direct, open_staged = (_nixl if config.kind == "nixl" else _same_host)(pool, where, config.staging_memory)
     if config.route is not PeerRoute.STAGED and open_direct is not None:
         try:

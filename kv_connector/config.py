@@ -190,7 +190,7 @@ _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Hand-overs between engines. Sizes accept text such as `"64MiB"`.
+    """KV transfers between engines. Sizes accept text such as `"64MiB"`.
 
     kind: `shared_memory` serves engines of one machine and needs no package; `nixl` any, over whatever UCX finds.
     role: `producer` computes prompts for others, `consumer` continues them, `both` does either.
@@ -291,7 +291,7 @@ class Config:
     staging_memory: device bytes for the rings of the staged path, over both directions.
     pin_memory: page-lock the host pool (in the background) where there is a GPU.
     numa_bind: put the host pool on the GPU's NUMA node.
-    trace_loads: time each layer group of a load with events and report the exposed wait.
+    trace_loads: time each layer group of a load with events and report the load stall.
     storage: where blocks are kept beyond the host's memory; none by default.
     peer: how blocks are handed to other engines and come from them; not at all by default.
     """

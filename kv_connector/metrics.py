@@ -27,7 +27,7 @@ class CacheMetrics:
     sync_loads: int = 0
     async_loads: int = 0
     awaited_async_loads: int = 0
-    ridden_loads: int = 0
+    coalesced_loads: int = 0
     saves_on_compute_blocks: int = 0
     saves_on_hit_blocks: int = 0
     saves_on_reuse_blocks: int = 0
@@ -47,24 +47,24 @@ class CacheMetrics:
     offered_blocks: int = 0
     received_blocks: int = 0
     failed_receive_jobs: int = 0
-    expired_handovers: int = 0
+    expired_transfers: int = 0
     failed_save_jobs: int = 0
     failed_load_jobs: int = 0
     saved_bytes: int = 0
     loaded_bytes: int = 0
     load_milliseconds: float = 0.0
-    exposed_wait_milliseconds: float = 0.0
+    load_stall_milliseconds: float = 0.0
 
     def count_copies(self, report: StepReport) -> None:
         """What copies did on one rank since its last report."""
         self.loaded_bytes += report.loaded_bytes
         self.saved_bytes += report.saved_bytes
         self.load_milliseconds += report.load_milliseconds
-        self.exposed_wait_milliseconds += sum(sum(timing.exposed_wait_ms) for timing in report.load_timings)
+        self.load_stall_milliseconds += sum(sum(timing.load_stall_ms) for timing in report.load_timings)
 
     def snapshot(self) -> dict[str, float]:
-        """All counters by name."""
-        return asdict(self)
+        """All counters by name, one of them under its old name too."""
+        return asdict(self) | {"exposed_wait_milliseconds": self.load_stall_milliseconds}
 
 
 DOCUMENTATION = {
@@ -79,7 +79,7 @@ DOCUMENTATION = {
     "sync_loads": "Loads that the request's first step waited for, layer by layer.",
     "async_loads": "Loads that the request waited for while others ran.",
     "awaited_async_loads": "Those of them that a step may have had to wait for, as they were expected to end sooner.",
-    "ridden_loads": "Requests that waited for another's load of their prefix.",
+    "coalesced_loads": "Requests that waited for another's load of their prefix.",
     "saves_on_compute_blocks": "Saves begun when the block was computed.",
     "saves_on_hit_blocks": "Saves begun when a request hit the block.",
     "saves_on_reuse_blocks": "Saves begun before the device block was reused.",
@@ -99,13 +99,14 @@ DOCUMENTATION = {
     "offered_blocks": "Blocks of prompts that were computed for another engine.",
     "received_blocks": "Blocks that came from another engine.",
     "failed_receive_jobs": "Jobs of blocks that did not come from another engine; they were computed.",
-    "expired_handovers": "Requests computed for another engine that nobody asked for in time.",
+    "expired_transfers": "Requests computed for another engine that nobody asked for in time.",
     "failed_save_jobs": "Save jobs that failed.",
     "failed_load_jobs": "Load jobs that failed; their tokens were recomputed.",
     "saved_bytes": "Bytes saved, all ranks.",
     "loaded_bytes": "Bytes loaded, all ranks.",
     "load_milliseconds": "Time in which loads ran on the link, all ranks.",
-    "exposed_wait_milliseconds": "Time that the model waited for layers of a load, all ranks.",
+    "load_stall_milliseconds": "Time that the model waited for layers of a load, all ranks.",
+    "exposed_wait_milliseconds": "Old name of load_stall_milliseconds, for this version.",
     "storage_read_blocks": "Blocks that storage read, on all ranks.",
     "storage_read_bytes": "Bytes that storage read, all ranks.",
     "storage_missed_blocks": "Blocks that were asked of storage and were not there.",

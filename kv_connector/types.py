@@ -119,8 +119,8 @@ class PeerAction(Enum):
 class PeerJob:
     """Device blocks handed from one engine to another; like a copy job it ends exactly once on every rank.
 
-    `transfer_id` names the hand-over on both sides; the blocks are those of the prompt from position `first` on.
-    A SEND has in `names`, where it is the first of its hand-over, the names of all blocks that will be offered, 32
+    `transfer_id` names the KV transfer on both sides; the blocks are those of the prompt from position `first` on.
+    A SEND has in `names`, where it is the first of its KV transfer, the names of all blocks that will be offered, 32
     bytes each. A RECEIVE has the name of its last block there, and asks `engine_id` (any where empty) at `host` and
     `ports`, one for each rank or that of rank 0. Without blocks it tells the producer that nothing is wanted.
     `request_id` names the request that waits for it, and `admission` numbers that wait, since ids come again.
@@ -160,7 +160,7 @@ class StepPlan:
     blocks that copies of earlier steps use may be written by this step: they are waited for. `storage` jobs run beside
     all of it, and no step waits for them; those in `cancelled_storage`, of this step or of earlier ones, need not be
     done where they have not begun. `peer` jobs run beside the steps too: what a SEND offers is computed by the end of
-    this step. `withdrawn` hand-overs are offered no more, and those in `cancelled_peer` are received no more.
+    this step. `withdrawn` KV transfers are offered no more, and those in `cancelled_peer` are received no more.
     `reported_step` is the last step of which the scheduler half knew what every rank said when it made this plan: a
     load that failed behind it was not known, so that what this step computes may rest on bytes that never came. A step
     that not `computes` is there for what runs beside it: it may rest for a moment.
@@ -189,10 +189,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadTiming:
-    """How one step's loads went on the device, in milliseconds; `exposed_wait_ms[i]` is what layer group i cost."""
+    """How one step's loads went on the device, in milliseconds; `load_stall_ms[i]` is what layer group i cost."""
 
     load_ms: float
-    exposed_wait_ms: tuple[float, ...]
+    load_stall_ms: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ class HalvesMachine(RuleBasedStateMachine):
         for worker in self.workers:
             worker.hold = True
         self.ask(document, 9, [], 3, 2)
-        self.ask(document, 9, [], 3, 1)  # it may ride on the load
+        self.ask(document, 9, [], 3, 1)  # it may be coalesced with the load
         loading = [request for request in self.engine.scheduler.loading.values() if not request.is_aborted]
         for request in loading[:1]:
             self.engine.scheduler.abort(request.request_id)
@@ -268,7 +268,7 @@ def test_no_request_reads_a_byte_that_is_not_its_own() -> None:
         "backed_up_blocks": 100,
         "failed_backup_jobs": 4,
         "dropped_backups_blocks": 4,
-        "ridden_loads": 2,
+        "coalesced_loads": 2,
         "aborts_while_loading": 1,
         "failed_save_jobs": 8,
         "host_evicted_blocks": 100,

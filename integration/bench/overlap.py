@@ -152,14 +152,14 @@ def report_waits(
 ) -> None:
     """Print and record what the load took, and what each layer group made the compute stream wait."""
     load = median(timing.load_ms for timing in timings)
-    groups = [median(waits) for waits in zip(*(timing.exposed_wait_ms for timing in timings), strict=True)]
+    groups = [median(waits) for waits in zip(*(timing.load_stall_ms for timing in timings), strict=True)]
     print(f"{len(groups)} layer groups, medians of {len(timings)} steps")
     print(f"step, prefix on the device   {median(alone):8.2f} ms ({min(alone):.2f}..{max(alone):.2f})")
     print(f"step, prefix from the host   {median(with_load):8.2f} ms ({min(with_load):.2f}..{max(with_load):.2f})")
     print(f"the load itself              {load:8.2f} ms, of which the launching thread submits {submit:.2f} ms")
     for group, wait in enumerate(groups):
         print(f"exposed wait of group {group:2}     {wait:8.3f} ms")
-        report.rows.append({"group": group, "exposed_wait_ms": wait})
+        report.rows.append({"group": group, "load_stall_ms": wait})
     report.rows.append({"compute_ms": median(alone), "with_load_ms": median(with_load), "load_ms": load})
     report.rows.append({"submit_ms": submit})
     report.claim("exposed_wait_of_layer_groups_over_load", sum(groups) / load, 0.03, "of 1", "lower")

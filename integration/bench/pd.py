@@ -3,7 +3,7 @@
 Transfer: two processes with a pool each, on two GPUs where there are two, and one pushes its blocks to the other's in
 random order; in turn with one large copy of as many bytes over the same link. First token: the mini engine in two
 processes against one, on a random model of `--layers` layers, for prompts of the lengths asked for, in turn; and how
-much of a hand-over was over when the prefill was. Without a GPU the same runs on the CPU, with smaller numbers: the
+much of a KV transfer was over when the prefill was. Without a GPU the same runs on the CPU, with smaller numbers: the
 goals are a GPU's.
 """
 
@@ -232,7 +232,7 @@ def _first_tokens(
     start = time.perf_counter()
     told = prefill.answer(prefill.ask(Ask(prompt, 1, {"do_remote_decode": True})))
     prefill_seconds = time.perf_counter() - start
-    decode.answer(decode.ask(Ask(prompt, 1, told.handover)))
+    decode.answer(decode.ask(Ask(prompt, 1, told.transfer)))
     return {"alone": alone_seconds, "pair": time.perf_counter() - start, "prefill": prefill_seconds}
 
 
@@ -242,8 +242,8 @@ def _measure_hidden(
     """Asked one behind the other, the whole transfer follows the prefill; asked at once, only what it does not hide."""
     rng = np.random.default_rng(2)
     told = prefill.answer(prefill.ask(Ask(tuple(rng.integers(0, 500, 40).tolist()), 1, {"do_remote_decode": True})))
-    assert told.handover is not None
-    address = {name: told.handover[name] for name in ("remote_host", "remote_port", "remote_ports")}
+    assert told.transfer is not None
+    address = {name: told.transfer[name] for name in ("remote_host", "remote_port", "remote_ports")}
     behind: dict[bool, list[float]] = {True: [], False: []}
     for run in range(options.runs + 1):
         for at_once in (True, False):

@@ -274,7 +274,7 @@ def riders(report: Report, options: argparse.Namespace) -> None:
         def ask(side: Side = side, waiting: Sequence[Prompt] = waiting) -> None:
             for prompt in waiting:
                 answer = side.half.get_num_new_matched_tokens(prompt, 0)
-                assert answer == (None, False), "it rides on the load"
+                assert answer == (None, False), "it waits for the load"
 
         calls[f"{count} waiting"] = lambda side=side, ask=ask: side.decode(ask)
     medians = record(report, "riders", take_turns(calls, options.steps))

@@ -1,4 +1,4 @@
-"""What copies cost the thread that launches the model: a step of 64 requests, long copies, and the first layer group.
+"""What copies cost the model-runner thread: a step of 64 requests, long copies, and the first layer group.
 
 Through the transfer engine, as in service. A step's saves are one job, whatever the requests are (`SchedulerHalf`); as
 many jobs of a block each are measured too. Long copies are timed twice: while the launching thread rests, and while it

@@ -1,4 +1,4 @@
-"""What disaggregation adds to the first token in vLLM, and how much of a hand-over its prefill hides.
+"""What disaggregation adds to the first token in vLLM, and how much of a KV transfer its prefill hides.
 
 Three engines: one alone, one that computes prompts on the first GPU and one that continues them on the last, asked in
 turn. `added` is what a client waits longer for the first token of the pair than for that of the one. Asked one behind

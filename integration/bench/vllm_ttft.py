@@ -211,11 +211,10 @@ def measure_part(report: Report, engines: dict[str, Engine], length: int, num_pr
             continue
         samples = [sample for sample, _ in counted]
         loading, exposed = (
-            sum(stats.get(key, 0.0) for _, stats in counted)
-            for key in ("load_milliseconds", "exposed_wait_milliseconds")
+            sum(stats.get(key, 0.0) for _, stats in counted) for key in ("load_milliseconds", "load_stall_milliseconds")
         )
         row = {"part": "75_percent", "connector": name, "tokens": length, "hit_tokens": num_hit, **summary(samples)}
-        report.rows.append(row | {"load_ms": loading / len(counted), "exposed_wait_ms": exposed / len(counted)})
+        report.rows.append(row | {"load_ms": loading / len(counted), "load_stall_ms": exposed / len(counted)})
         print(f"{num_hit} of {length} tokens on the host, {name}: {spread(samples)} ms", flush=True)
         if loading:
             report.claim(f"{name}_exposed_wait_over_load_at_75_percent", exposed / loading, 0.1, "of 1", "lower")

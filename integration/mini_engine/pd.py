@@ -54,7 +54,7 @@ class Answer:
     device_hit_tokens: int
     external_hit_tokens: int
     seconds: float
-    handover: dict[str, Any] | None
+    transfer: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def _serve(pipe: Connection, build: Callable[[], MiniEngine]) -> None:
                     request.device_hit_tokens,
                     request.host_hit_tokens,
                     request.ttft,
-                    request.handover,
+                    request.transfer,
                 )
                 pipe.send((running.pop(request.request_id), answer))
             if is_waiting:
@@ -170,7 +170,7 @@ class Pair:
         first = [self.prefill.ask(Ask(tuple(p), 1, {"do_remote_decode": True})) for p in prompts]
         told = [self.prefill.answer(number) for number in first]
         second = [
-            self.decode.ask(Ask(tuple(prompt), num_tokens, answer.handover))
+            self.decode.ask(Ask(tuple(prompt), num_tokens, answer.transfer))
             for prompt, answer in zip(prompts, told, strict=True)
         ]
         return list(zip(told, map(self.decode.answer, second), strict=True))

@@ -31,7 +31,7 @@ class EngineRequest:
     first_token_at: float | None = None
     draft_token_ids: list[int] = field(default_factory=list)
     kv_transfer_params: dict[str, Any] | None = None  # what the client says of another engine
-    handover: dict[str, Any] | None = None  # what another engine has to be told to continue it
+    transfer: dict[str, Any] | None = None  # what another engine has to be told to continue it
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

@@ -320,7 +320,7 @@ class Scheduler:
 
     def _finish(self, request: EngineRequest) -> None:
         if self.connector:
-            _, request.handover = self.connector.request_finished(request)
+            _, request.transfer = self.connector.request_finished(request)
         self.tree.touch(self.tree.match(request.block_hashes), self._clock())
         self._release_blocks(request)
 

@@ -97,16 +97,16 @@ def test_a_killed_engine_costs_its_requests_only(victim: str, kind: str) -> None
     pair = Pair(start({}, kind, "producer", 5_000), start({}, kind, "consumer"))
     try:
         told = [pair.prefill.ask(Ask(tuple(p), 1, {"do_remote_decode": True})) for p in prompts()]
-        handovers = [pair.prefill.answer(number).handover for number in told]
+        transfers = [pair.prefill.answer(number).transfer for number in told]
         if victim == "producer":
             pair.prefill.process.kill()
-            asked = [pair.decode.ask(Ask(tuple(p), 6, h)) for p, h in zip(prompts(), handovers, strict=True)]
+            asked = [pair.decode.ask(Ask(tuple(p), 6, h)) for p, h in zip(prompts(), transfers, strict=True)]
             assert [list(pair.decode.answer(number).token_ids) for number in asked] == expected
             pair.prefill.end()
             pair.prefill = start({}, kind, "producer")
         else:
-            for prompt, handover in zip(prompts(), handovers, strict=True):
-                pair.decode.ask(Ask(tuple(prompt), 6, handover))
+            for prompt, transfer in zip(prompts(), transfers, strict=True):
+                pair.decode.ask(Ask(tuple(prompt), 6, transfer))
             pair.decode.process.kill()
             pair.decode.end()
             pair.decode = start({}, kind, "consumer")

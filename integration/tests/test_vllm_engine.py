@@ -67,7 +67,7 @@ def test_every_policy_serves_a_working_set_larger_than_the_device(folder: Path, 
 
 
 def test_one_prefix_asked_by_many_at_once_is_loaded_once(folder: Path) -> None:
-    """Requests that share a prefix ride on the first one's load; nobody convoys behind nobody."""
+    """Requests that share a prefix wait for the first one's load; nobody convoys behind nobody."""
     config = transfer_config({"write_policy": "write_through", "load_choice": "async"})
     (prefix,) = prompts(1, 416)
     asked = [[*prefix, *tail] for tail in prompts(6, 20, seed=3)]

@@ -153,7 +153,7 @@ class Cluster:
             said = server.call("POST", "/reset_prefix_cache?reset_external=true")
             assert "false" not in said, server.log[-3000:]
 
-    def wait_for_handovers(self, count: int = 1) -> None:
+    def wait_for_transfers(self, count: int = 1) -> None:
         """Until the proxy has seen so many more."""
         end, first = time.monotonic() + 60, self.proxy.counts()["handed_over"]
         while self.proxy.counts()["handed_over"] < first + count:
@@ -214,7 +214,7 @@ def test_tokens_are_those_of_one_engine(cluster: Cluster, expected: list[str]) -
     cluster.quiesce()
     assert cluster.decode.metric("vllm:kv_tiered_received_blocks_total") - before >= NUM_REQUESTS
     assert cluster.decode.metric("vllm:kv_tiered_failed_receive_jobs_total") == 0
-    assert cluster.prefill.metric("vllm:kv_tiered_expired_handovers_total") == 0
+    assert cluster.prefill.metric("vllm:kv_tiered_expired_transfers_total") == 0
     assert cluster.proxy.counts()["handed_over"] >= NUM_REQUESTS
 
 
@@ -293,13 +293,13 @@ def test_what_is_killed_in_the_middle_comes_back(cluster: Cluster, expected: lis
     with clients.without("the decode engine"):
         cluster.decode.end(signal.SIGKILL)
         cluster.restart("kv_consumer")
-        cluster.wait_for_handovers()  # the proxy leaves an engine that failed alone for two seconds
+        cluster.wait_for_transfers()  # the proxy leaves an engine that failed alone for two seconds
     clients.wait_for(110)
     known = len(clients.errors)
     cluster.prefill.end(signal.SIGKILL)
     clients.wait_for(130)
     cluster.restart("kv_producer")
-    cluster.wait_for_handovers()
+    cluster.wait_for_transfers()
     assert clients.answers() == expected
     assert clients.errors[known:] == [], "the decode engine computes what never came"
     cluster.forget()

@@ -106,7 +106,7 @@ class SchedulerHalf(KVConnectorScheduler):
         request_id, size = request.request_id, self._shared.block_size
         if self._watchdog.hangs:
             return 0, False
-        if self._ledger.is_awaited(request_id) or self._loads.is_riding(request_id):
+        if self._ledger.is_awaited(request_id) or self._loads.is_coalesced(request_id):
             return None, False  # of a request with this id that is gone, a load may be announced yet
         self.on_new_request(request)  # not every engine tells, and one that was preempted comes again
         if any(companion.is_awaited(request_id) for companion in self._companions):
@@ -117,7 +117,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self._loads.withdraw(request_id)
             return (num_blocks + num_brought) * size, num_brought > 0
         mode = self._choose(request, num_computed_tokens, num_blocks)
-        if mode is LoadMode.RIDE:
+        if mode is LoadMode.COALESCED:
             return None, False
         return (0 if mode is LoadMode.RECOMPUTE else num_blocks * size), mode is LoadMode.ASYNC
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..peer.base import Arrived, Connected, Ids, Lost, Message, PeerCounters, PeerEvent, PeerPool, Push, Pushed
 from ..peer.carriers.pool import HostBlocks
 from ..peer.wire.frames import encode
-from ..peer.wire.handshake import Card
+from ..peer.wire.handshake import PeerInfo
 
 
 class LoopbackNet:
@@ -52,14 +52,14 @@ class LoopbackTransport:
     is_one_sided = False
     quiet_seconds = 0.0
 
-    def __init__(self, net: LoopbackNet, pool: PeerPool, card: Card, secret: bytes = b"") -> None:
+    def __init__(self, net: LoopbackNet, pool: PeerPool, info: PeerInfo, secret: bytes = b"") -> None:
         self.counters = PeerCounters()
         self.port = next(net.ports)
         self.ends: dict[int, tuple[LoopbackTransport, int]] = {}  # by link: the other transport, and its link
         self._net = net
         self._pool = pool
         self._blocks = HostBlocks(pool)
-        self._card = card
+        self._info = info
         self._secret = secret
         self._grants: dict[tuple[int, int], Ids] = {}
         self._inbox: deque[PeerEvent] = deque()
@@ -79,8 +79,8 @@ class LoopbackTransport:
                 return link
             back = next(self._net.links)
             self.ends[link], other.ends[back] = (other, back), (self, link)
-            self._tell(Connected(link, other._card.engine_id, other._card.num_blocks))
-            other._tell(Connected(back, self._card.engine_id, self._card.num_blocks))
+            self._tell(Connected(link, other._info.engine_id, other._info.num_blocks))
+            other._tell(Connected(back, self._info.engine_id, self._info.num_blocks))
             return link
 
     def send(self, link: int, body: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ class LoopbackTransport:
     def _refusal(self, other: LoopbackTransport) -> str:
         if other._secret != self._secret:
             return "it does not know the secret"
-        return "; ".join(self._card.identity.differences(other._card.identity))
+        return "; ".join(self._info.identity.differences(other._info.identity))
 
     def _carry(self, link: int, push: Push) -> None:
         other, back = self.ends[link]

@@ -1,4 +1,4 @@
-"""The worker half's hand-overs (layer 1): which layers of a step's blocks are ready to be sent, and what has ended."""
+"""The worker half's KV transfers (layer 1): which layers of a step are ready to be sent, and what has ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Unsure:
 
 
 class StepPeers:
-    """Hands a step's blocks to `PeerJobs` as layers are computed. The thread that launches the model calls."""
+    """Hands a step's blocks to `PeerJobs` as layers are computed. The model-runner thread calls."""
 
     def __init__(self, layout: CacheLayout, config: Config, open_peers: OpenPeers) -> None:
         """Raises ConfigError where the links cannot be opened."""

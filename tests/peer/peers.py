@@ -28,7 +28,7 @@ from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.nixl_agent import start_agent, why_not
 from kv_connector.peer.carriers.staged.nixl import NixlStagedTransport
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
-from kv_connector.peer.wire.handshake import Card
+from kv_connector.peer.wire.handshake import PeerInfo
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 
 SECRET = b"a secret that both sides know"
@@ -56,10 +56,10 @@ class Pool:
         return [self.block(block_id) for block_id in range(self.pool.num_blocks)]
 
 
-def card_of(pool: Pool, engine_id: str = "engine", transport: str = "shared_memory", **changes: Any) -> Card:
+def info_of(pool: Pool, engine_id: str = "engine", transport: str = "shared_memory", **changes: Any) -> PeerInfo:
     """What a side says of itself."""
     extra = {"transport": transport, "socket": "", "slot_bytes": STAGING // 8}
-    return Card(replace(IDENTITY, **changes), engine_id, pool.pool.num_blocks, extra)
+    return PeerInfo(replace(IDENTITY, **changes), engine_id, pool.pool.num_blocks, extra)
 
 
 class Backend:
@@ -71,10 +71,10 @@ class Backend:
 
     def open(self, pool: Pool, secret: bytes = SECRET, seconds: float = 5.0, **changes: Any) -> PeerTransport:
         """A transport for this pool."""
-        card = card_of(pool, **changes)
+        info = info_of(pool, **changes)
         if self.name == "loopback":
-            return LoopbackTransport(self.net, pool.pool, card, secret)
-        where = pool.pool, card, "127.0.0.1", 0, secret, seconds
+            return LoopbackTransport(self.net, pool.pool, info, secret)
+        where = pool.pool, info, "127.0.0.1", 0, secret, seconds
         if self.name == "nixl":
             return NixlTransport(start_agent(), *where)
         if self.name == "nixl_staged":

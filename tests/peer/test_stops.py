@@ -1,4 +1,4 @@
-"""When a hand-over stops in the middle: blocks are given back once nothing is written to them any more."""
+"""When a KV transfer stops in the middle: blocks are given back once nothing is written to them any more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kv_connector.peer.base import Connected, Lost
 from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
-from tests.peer.peers import PIECES, Pool, card_of
+from tests.peer.peers import PIECES, Pool, info_of
 from tests.simulation.clock import VirtualTime
 from tests.simulation.network import Network
 from tests.simulation.peers import SimulatedPeers
@@ -83,8 +83,8 @@ def test_blocks_are_given_back_when_the_last_write_has_landed(carrier: str, who:
 def test_who_wants_blocks_outside_of_its_pool_is_dropped(blocks: Any) -> None:
     """A pool of 40 blocks was told of when the link was opened; what is pushed elsewhere is other memory."""
     net, pool = LoopbackNet(), Pool(40)
-    transport = LoopbackTransport(net, Pool(60).pool, card_of(pool, "producer"))
-    hostile = LoopbackTransport(net, pool.pool, card_of(pool, "hostile"))
+    transport = LoopbackTransport(net, Pool(60).pool, info_of(pool, "producer"))
+    hostile = LoopbackTransport(net, pool.pool, info_of(pool, "hostile"))
     jobs = PeerJobs(transport, "producer", len(PIECES), 0, 10.0, 5.0)
     jobs.begin(send(), Done())
     jobs.ready([1], len(PIECES), Done())

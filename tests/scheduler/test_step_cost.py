@@ -228,5 +228,5 @@ def test_a_request_that_waits_for_anothers_load_is_looked_up_once() -> None:
         (job,) = plan.background_loads
         engine.half.update_connector_output([StepReport(plan.step, 0, (job.job_id,), num_host_blocks=length)])
         assert engine.half.get_num_new_matched_tokens(second, length * SIZE) == (0, False)
-        assert engine.half.metrics.ridden_loads == 1
+        assert engine.half.metrics.coalesced_loads == 1
     assert efforts[0] == efforts[1]

@@ -15,7 +15,7 @@ from typing import Any
 from kv_connector.peer.base import Connected, Lost, Message, PeerCounters, PeerEvent
 from kv_connector.peer.carriers.one_sided import OneSided
 from kv_connector.peer.wire.frames import MAX_MESSAGE, FrameReader, encode
-from kv_connector.peer.wire.handshake import Card
+from kv_connector.peer.wire.handshake import PeerInfo
 
 from .clock import Event, VirtualTime
 
@@ -250,7 +250,7 @@ class _Pair:
 
 
 class SimulatedChannel:
-    """See `over_channel.Channel`; a handshake is two trips, and compares cards as the real one does."""
+    """See `over_channel.Channel`; a handshake is two trips, and compares peer infos as the real one does."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class SimulatedChannel:
         bind: str,
         port: int,
         secret: bytes,
-        card: Card,
+        info: PeerInfo,
         seconds: float,
         counters: PeerCounters,
     ) -> None:
@@ -267,16 +267,16 @@ class SimulatedChannel:
         self.seconds = seconds
         self.ends: dict[int, End] = {}
         self.port = self.network.add(self, port)
-        self._card = card
+        self._info = info
         self._secret = secret
         self._counters = counters
-        self._peers: dict[int, Card] = {}
+        self._peers: dict[int, PeerInfo] = {}
         self._events: list[PeerEvent] = []
         self._next_link = 0
         self._is_closed = False
 
-    def card_of(self, link: int) -> Card | None:
-        """See `Channel.card_of`."""
+    def info_of(self, link: int) -> PeerInfo | None:
+        """See `Channel.info_of`."""
         return self._peers.get(link)
 
     def connect(self, host: str, port: int) -> int:
@@ -288,7 +288,7 @@ class SimulatedChannel:
             self.process.wake(self.network.delay())
         else:
             self.network.pair(end, listener._new_end(is_caller=False))
-            end.unsent.append({"t": "(hello)", "secret": self._secret, "card": _over_the_wire(self._card.encode())})
+            end.unsent.append({"t": "(hello)", "secret": self._secret, "info": _over_the_wire(self._info.encode())})
         return end.link
 
     def send(self, link: int, body: Mapping[str, Any]) -> None:
@@ -352,25 +352,25 @@ class SimulatedChannel:
             self._lose(end, "it closed the connection")
         elif kind == "(hello)":
             reason = "it does not know the secret" if body["secret"] != self._secret else ""
-            card = Card.decode(body["card"])
-            reason = reason or "; ".join(self._card.differences(card))
+            info = PeerInfo.decode(body["info"])
+            reason = reason or "; ".join(self._info.differences(info))
             if reason:
                 end.unsent.append({"t": "(reset)", "reason": f"it refused: {reason}"})
                 end.flush()
                 self._lose(end, reason)
             else:
-                end.unsent.append({"t": "(welcome)", "card": _over_the_wire(self._card.encode())})
+                end.unsent.append({"t": "(welcome)", "info": _over_the_wire(self._info.encode())})
                 end.flush()
-                self._opened(end, card)
+                self._opened(end, info)
         elif kind == "(welcome)":
-            self._opened(end, Card.decode(body["card"]))
+            self._opened(end, PeerInfo.decode(body["info"]))
         else:
             self._events.append(Message(end.link, body))
 
-    def _opened(self, end: End, card: Card) -> None:
+    def _opened(self, end: End, info: PeerInfo) -> None:
         end.is_open, end.deadline = True, None
-        self._peers[end.link] = card
-        self._events.append(Connected(end.link, card.engine_id, card.num_blocks))
+        self._peers[end.link] = info
+        self._events.append(Connected(end.link, info.engine_id, info.num_blocks))
 
     def _lose(self, end: End, reason: str) -> None:
         del self.ends[end.link]

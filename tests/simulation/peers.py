@@ -20,7 +20,7 @@ from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.staged.transport import StagedTransport
 from kv_connector.peer.protocol.jobs import PeerJobs
-from kv_connector.peer.wire.handshake import Card
+from kv_connector.peer.wire.handshake import PeerInfo
 
 from .carriers import Allocations, SharedSlots, SimulatedAgent, SimulatedDriver, Stream
 from .network import Network, Process, SimulatedChannel
@@ -95,10 +95,10 @@ class SimulatedPeers(Process):
         self._num_starts += 1
         self.is_alive, self.is_frozen = True, False
         self.engine_id = self._given_id or f"{self.name} start {self._num_starts}"
-        card = Card(self._identity(pool.pieces), self.engine_id, pool.num_blocks)
+        info = PeerInfo(self._identity(pool.pieces), self.engine_id, pool.num_blocks)
         deadline, timeout = self._seconds
         clock = VirtualClock(self.network)
-        where = card, "", self._port, self._secret, timeout
+        where = info, "", self._port, self._secret, timeout
         if self.carrier == "staged":
             self._below = SharedSlots(self.network)
             self._transport = _Staged(self._below, pool, *where, self._staging_bytes, self._open_channel, clock)

@@ -51,7 +51,7 @@ class Proxy:
         self._told: list[tuple[dict[str, Any], list[int]]] = []  # params of before, and their prompts
 
     @property
-    def may_hand_over(self) -> bool:
+    def may_transfer(self) -> bool:
         """Whether all engines have the same weights."""
         world = self._world
         epochs = {engine.scheduler.epoch for engine in world.engines}
@@ -59,7 +59,7 @@ class Proxy:
 
     def hand_over(self, engine: Engine, way: str, number: int, ids: tuple[str, str], then: Continuation) -> None:
         """A prompt for two engines. `ids` of the requests on the first and the second."""
-        if not self.may_hand_over:
+        if not self.may_transfer:
             return
         prompt, met = then.prompt, self._world.met
         params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -101,14 +101,14 @@ class Proxy:
 
     def send_stale(self, engine: Engine, number: int, back: int, outputs: int) -> None:
         """A prompt goes to an engine with what was said of it some time ago."""
-        if not self._told or not self.may_hand_over:
+        if not self._told or not self.may_transfer:
             return
         params, prompt = self._told[-1 - back % len(self._told)]
         self._send(engine.index, Continuation(engine.index, f"r{number}", number, prompt, outputs, 0.0, False), params)
 
     def params_again(self, request: SimulatedRequest) -> dict[str, Any] | None:
         """What a request of the same id is sent with."""
-        return request.kv_transfer_params if self.may_hand_over else None
+        return request.kv_transfer_params if self.may_transfer else None
 
     def replaced(self, before: SimulatedRequest, request: SimulatedRequest) -> None:
         """The request of an engine that was killed is computed anew."""
@@ -126,7 +126,7 @@ class Proxy:
 
     def _send(self, index: int, then: Continuation, params: dict[str, Any] | None) -> None:
         engine = self._world.engines[index]
-        if params is not None and not self.may_hand_over:
+        if params is not None and not self.may_transfer:
             params = None
         if params is not None and params.get("remote_engine_id"):
             alive = {other.engine_id for other in self._world.engines}

@@ -57,7 +57,7 @@ FLOORS = {
     "withdrawn transfers": 2000,
     "cancelled receives": 200,
     "nothing wanted of a transfer": 1000,
-    "expired_handovers": 1000,
+    "expired_transfers": 1000,
     "failed load in front of a planned send": 100,
     "aborted producer while waiting": 200,
     "aborted producer while running": 20,

@@ -161,7 +161,7 @@ class World:
             self.met[name] += int(stats[name])
 
 
-STATS = ("storage_hit_tokens", "peer_hit_tokens", "host_hit_tokens", "expired_handovers", "failed_receive_jobs")
+STATS = ("storage_hit_tokens", "peer_hit_tokens", "host_hit_tokens", "expired_transfers", "failed_receive_jobs")
 """Counters of the connector that say whether anything was gained."""
 
 

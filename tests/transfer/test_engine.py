@@ -244,8 +244,8 @@ def test_timings_of_loads_are_taken_once(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     timings = engine.take_load_timings()
-    assert [len(timing.exposed_wait_ms) for timing in timings] == [2, 2]
-    assert all(timing.load_ms > 0 and min(timing.exposed_wait_ms) >= 0 for timing in timings)
+    assert [len(timing.load_stall_ms) for timing in timings] == [2, 2]
+    assert all(timing.load_ms > 0 and min(timing.load_stall_ms) >= 0 for timing in timings)
     assert engine.take_load_timings() == ()
     engine.close()
     pool.close()
@@ -267,7 +267,7 @@ def test_a_timing_counts_the_first_wait_of_each_group(lanes: list[ManualLane]) -
         event.done = True
     (timing,) = engine.take_load_timings()
     assert timing.load_ms == 2.0
-    assert timing.exposed_wait_ms == (1.0, 0.0)
+    assert timing.load_stall_ms == (1.0, 0.0)
 
 
 def test_a_timing_is_of_the_stream_that_waits_and_no_other_devices(lanes: list[ManualLane]) -> None:

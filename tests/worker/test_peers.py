@@ -17,7 +17,7 @@ from kv_connector.transfer import engine as engine_module
 from kv_connector.types import Direction, PeerAction, PeerJob, StepPlan
 from kv_connector.worker import WorkerHalf
 from tests.engines import ManualLane
-from tests.peer.peers import IDENTITY, Pool, card_of
+from tests.peer.peers import IDENTITY, Pool, info_of
 from tests.worker.test_half import background, job
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -31,10 +31,10 @@ class Producer:
     def __init__(self) -> None:
         self.jobs: PeerJobs | None = None
         net = LoopbackNet()
-        card = replace(card_of(Pool()), identity=replace(IDENTITY, pieces=(PIECE,) * 3))
+        info = replace(info_of(Pool()), identity=replace(IDENTITY, pieces=(PIECE,) * 3))
 
         def open_peers(pool: PeerPool) -> PeerJobs:
-            self.transport = LoopbackTransport(net, pool, replace(card, engine_id="producer", num_blocks=4))
+            self.transport = LoopbackTransport(net, pool, replace(info, engine_id="producer", num_blocks=4))
             self.jobs = PeerJobs(self.transport, "producer", 3, 0, 10.0, 5.0)
             return self.jobs
 
@@ -43,7 +43,7 @@ class Producer:
         self.worker.register_kv_caches(caches, 4)
         there = Pool().pool
         pool = replace(there, regions=tuple(replace(region, piece_bytes=PIECE) for region in there.regions))
-        self.consumer = LoopbackTransport(net, pool, card)
+        self.consumer = LoopbackTransport(net, pool, info)
         link = self.consumer.connect("here", self.transport.port)
         assert any(isinstance(event, Connected) for event in self.consumer.poll(0.0))
         self.consumer.grant(link, 7, [0, 1])

@@ -57,7 +57,7 @@ class PoolBlocks:
         What no request holds is pinned: by copies of ours, or by vLLM itself, which frees the blocks of a preempted
         request only when the steps under way have ended. Every pin is given back as it was before anybody can ask for
         a block, so what a copy or a step reads or writes is never handed out, and no byte changes hands here: only the
-        names of blocks are forgotten.
+        block hashes are forgotten.
         """
         if self._is_held():
             return self._reset()

@@ -66,7 +66,7 @@ def read_config(vllm_config: VllmConfig) -> Config:
     for name, part in (("storage", config.storage), ("peer", config.peer)):
         if part is not None and not _has_stable_hashes(vllm_config):
             raise ConfigError(
-                f"{name}: this engine's names of blocks change with every start; set PYTHONHASHSEED to the same value "
+                f"{name}: this engine's block hashes change with every start; set PYTHONHASHSEED to the same value "
                 "for all engines that share blocks, such as PYTHONHASHSEED=0"
             )
     return _with_role(config, str(vllm_config.kv_transfer_config.kv_role))

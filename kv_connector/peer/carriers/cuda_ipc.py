@@ -33,7 +33,7 @@ from ..base import (
     check_int,
 )
 from ..wire.channel import SideChannel
-from ..wire.handshake import Card
+from ..wire.handshake import PeerInfo
 from .one_sided import OneSided, OpenChannel
 
 _HANDLE_BYTES = 64
@@ -125,7 +125,7 @@ class CudaIpcTransport(OneSided):
     def __init__(
         self,
         pool: PeerPool,
-        card: Card,
+        info: PeerInfo,
         bind: str,
         port: int,
         secret: bytes,
@@ -143,7 +143,7 @@ class CudaIpcTransport(OneSided):
             [handles.index(h), offset, r.block_stride] for (h, offset), r in zip(exported, pool.regions, strict=True)
         ]
         extra = {"handles": handles, "regions": places}
-        super().__init__(pool, card, extra, bind, port, secret, seconds, open_channel)
+        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel)
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 
@@ -207,10 +207,10 @@ class CudaIpcTransport(OneSided):
 
     def _meet(self, link: int) -> None:
         """Map the peer's allocations, and check that its regions lie within them."""
-        card = self._channel.card_of(link)
-        if card is None:
+        info = self._channel.info_of(link)
+        if info is None:
             raise PeerError("it went as it came")
-        handles, places = card.extra.get("handles"), card.extra.get("regions")
+        handles, places = info.extra.get("handles"), info.extra.get("regions")
         if not isinstance(handles, list) or not all(_is_handle(handle) for handle in handles):
             raise PeerError("its pool has no CUDA IPC handles: it must lie on a GPU of this machine")
         if not isinstance(places, list) or len(places) != len(self._pool.regions):
@@ -221,10 +221,10 @@ class CudaIpcTransport(OneSided):
             mapped.extend(self._driver.open(handle) for handle in handles)
             sizes = [self._driver.size_of(address) for address in mapped]
             regions = tuple(
-                _region(place, piece, mapped, sizes, card.num_blocks)
+                _region(place, piece, mapped, sizes, info.num_blocks)
                 for place, piece in zip(places, self._pool.pieces, strict=True)
             )
-            self._remotes[link] = _Remote(card.num_blocks, self._pool.writer(regions), mapped)
+            self._remotes[link] = _Remote(info.num_blocks, self._pool.writer(regions), mapped)
         except (KVConnectorError, RuntimeError) as error:  # the writer's and torch's, where memory is short
             for address in mapped:
                 self._driver.close(address)

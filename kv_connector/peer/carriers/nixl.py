@@ -32,7 +32,7 @@ from ..base import (
     check_text,
 )
 from ..wire.channel import SideChannel
-from ..wire.handshake import Card
+from ..wire.handshake import PeerInfo
 from .nixl_agent import DROP_SECONDS, add_remote, encode_metadata, foreign
 from .one_sided import OneSided, OpenChannel
 
@@ -69,7 +69,7 @@ class NixlTransport(OneSided):
         self,
         agent: Any,
         pool: PeerPool,
-        card: Card,
+        info: PeerInfo,
         bind: str,
         port: int,
         secret: bytes,
@@ -90,7 +90,7 @@ class NixlTransport(OneSided):
         self._pieces = self._prepare("NIXL_INIT_AGENT", own, pool.num_blocks, pool.device)
         metadata = encode_metadata(self._agent.get_agent_metadata())
         extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
-        super().__init__(pool, card, extra, bind, port, secret, seconds, open_channel)
+        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel)
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 
@@ -197,21 +197,21 @@ class NixlTransport(OneSided):
         self._events.append(event)
 
     def _meet(self, link: int) -> None:
-        card = self._channel.card_of(link)
-        if card is None:
+        info = self._channel.info_of(link)
+        if info is None:
             raise PeerError("it went as it came")
-        name, regions = check_text(card.extra, "agent"), card.extra.get("regions")
+        name, regions = check_text(info.extra, "agent"), info.extra.get("regions")
         if not isinstance(regions, list) or len(regions) != len(self._pool.regions):
             raise PeerError(f"its pool is not {len(self._pool.regions)} regions")
         if name == self._name:
             raise PeerError("it is this engine")
         places = [_place(region) for region in regions]
-        device = check_int(card.extra, "device", least=-1, most=1024)
-        if add_remote(self._agent, card.extra) != name:
+        device = check_int(info.extra, "device", least=-1, most=1024)
+        if add_remote(self._agent, info.extra) != name:
             raise PeerError("its agent has another name than it says")
         with foreign("NIXL does not accept it"):
-            pieces = self._prepare(name, places, card.num_blocks, device)
-        self._remotes[link] = _Remote(name, pieces, card.num_blocks)
+            pieces = self._prepare(name, places, info.num_blocks, device)
+        self._remotes[link] = _Remote(name, pieces, info.num_blocks)
 
     def _forget(self, link: int) -> None:
         remote = self._remotes.pop(link, None)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..base import Arrived, PeerCounters, PeerError, PeerEvent, PeerPool
 from ..wire.channel import SideChannel
-from ..wire.handshake import Card
+from ..wire.handshake import PeerInfo
 
 
 class Channel(Protocol):
@@ -16,7 +16,7 @@ class Channel(Protocol):
 
     port: int
 
-    def card_of(self, link: int) -> Card | None:
+    def info_of(self, link: int) -> PeerInfo | None:
         """What the peer of an open link said of itself."""
 
     def connect(self, host: str, port: int) -> int:
@@ -38,7 +38,7 @@ class Channel(Protocol):
         """Close every link."""
 
 
-OpenChannel = Callable[[str, int, bytes, Card, float, PeerCounters], Channel]
+OpenChannel = Callable[[str, int, bytes, PeerInfo, float, PeerCounters], Channel]
 """Listens at an address and port, as `SideChannel` does with its first six arguments."""
 
 
@@ -52,7 +52,7 @@ class OverChannel(ABC):
     def __init__(
         self,
         pool: PeerPool,
-        card: Card,
+        info: PeerInfo,
         extra: Mapping[str, Any],
         bind: str,
         port: int,
@@ -63,8 +63,8 @@ class OverChannel(ABC):
         """`extra` is what the backend tells a peer of itself. Raises ConfigError where the address cannot be used."""
         self.counters = PeerCounters()
         self._pool = pool
-        card = Card(card.identity, card.engine_id, card.num_blocks, {"transport": self.transport, **extra})
-        self._channel = open_channel(bind, port, secret, card, seconds, self.counters)
+        info = PeerInfo(info.identity, info.engine_id, info.num_blocks, {"transport": self.transport, **extra})
+        self._channel = open_channel(bind, port, secret, info, seconds, self.counters)
         self._events: list[PeerEvent] = []
         self._is_closed = False
 
@@ -125,7 +125,7 @@ class OneSided(OverChannel):
     def __init__(
         self,
         pool: PeerPool,
-        card: Card,
+        info: PeerInfo,
         extra: Mapping[str, Any],
         bind: str,
         port: int,
@@ -134,7 +134,7 @@ class OneSided(OverChannel):
         open_channel: OpenChannel = SideChannel,
     ) -> None:
         """See `OverChannel`."""
-        super().__init__(pool, card, extra, bind, port, secret, seconds, open_channel)
+        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel)
         self._num_granted: dict[tuple[int, int], int] = {}
 
     def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Peer jobs of one rank: begun with a step's plan, found to have ended when the step is reported.
 
 Threading model: one thread of its own, begun by `start`, drives the transport and both parts of the protocol by taking
-one `turn` after the other; the thread that launches the model leaves words in a queue, wakes it, and never waits for it
+one `turn` after the other; the model-runner thread leaves words in a queue, wakes it, and never waits for it
 but in `close`. Who does not call `start` takes the turns itself.
 """
 
@@ -99,7 +99,7 @@ class PeerJobs:
             self._say(None, lambda job_id=job_id: self._offers.fail(job_id))  # type: ignore[misc]
 
     def withdraw(self, transfer_ids: Iterable[str]) -> None:
-        """Offer nothing of these hand-overs any more; their jobs end."""
+        """Offer nothing of these KV transfers any more; their jobs end."""
         for transfer_id in transfer_ids:
             self._say(None, lambda name=transfer_id: self._offers.withdraw(name))  # type: ignore[misc]
 

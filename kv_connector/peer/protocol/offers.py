@@ -1,4 +1,4 @@
-"""The producer's part of hand-overs: blocks that are offered, who wants them, and what has been pushed.
+"""The producer's part of KV transfers: blocks that are offered, who wants them, and what has been pushed.
 
     "want"  {transfer, engine, grant, first, stop, name, blocks}    positions [first, stop) of the prompt, and the
                                                                     asker's blocks for them
@@ -51,7 +51,7 @@ class _Sending:
 
 @dataclass(slots=True)
 class _Offer:
-    """A hand-over. `names` are those of all its blocks; `num_left` of them are still to be dealt with."""
+    """A KV transfer. `names` are those of all its blocks; `num_left` of them are still to be dealt with."""
 
     transfer_id: str
     names: list[bytes]
@@ -82,7 +82,7 @@ class Offers:
         self._by_job: dict[int, _Offer] = {}
         self._by_push: dict[int, tuple[_Offer, _Sending, _Want]] = {}
         self._early: dict[str, _Want] = {}
-        self._early_nones: dict[str, int] = {}  # hand-overs that are not wanted, and whose link said so
+        self._early_nones: dict[str, int] = {}  # KV transfers that are not wanted, and whose link said so
         self._stops: list[_Stop] = []
         self._peers: dict[int, int] = {}  # by link: blocks of the peer's pool
         self._numbers = count(1)
@@ -204,7 +204,7 @@ class Offers:
         elif engine_id:
             self._refuse(want, "the blocks are not held any more")
         elif len(self._early) >= MOST_EARLY_WANTS or transfer_id in self._early:
-            self._refuse(want, "too many hand-overs are asked for that nobody has begun, or this one twice")
+            self._refuse(want, "too many KV transfers are asked for that nobody has begun, or this one twice")
         else:
             self._early[transfer_id] = want
 

@@ -1,4 +1,4 @@
-"""The consumer's part of hand-overs: producers are asked for blocks, and jobs end when the last byte has arrived.
+"""The consumer's part of KV transfers: producers are asked for blocks, and jobs end when the last byte has arrived.
 
 A job that will not be served fails: the producer refuses, its link is lost, or nothing has come for too long. Where the
 producer's own copies write into our pool it fails only once they cannot any more.

@@ -1,7 +1,7 @@
 """The side channel: authenticated links over TCP, driven by one thread's `poll`. Bytes of blocks go another way.
 
-What a stranger can do: hold one of a bounded number of places for the time of a handshake. Garbage, a wrong secret, a
-message over the bound or a peer that stops reading cost its own link and nothing else.
+What an unauthenticated connection can do: hold one of a bounded number of places for the time of a handshake. Garbage,
+a wrong secret, a message over the bound or a peer that stops reading cost its own link and nothing else.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..base import Connected, Lost, Message, PeerCounters, PeerError, PeerEvent
-from .handshake import Card, Handshake
+from .handshake import Handshake, PeerInfo
 from .log_limiter import LogLimiter
 from .sockets import Connection
 
-_MOST_STRANGERS = 64
+_MOST_UNAUTHENTICATED = 64
 """Connections whose handshake is not over; the oldest goes when there are more."""
 
 
@@ -32,7 +32,7 @@ class SideChannel:
         bind: str,
         port: int,
         secret: bytes,
-        card: Card,
+        info: PeerInfo,
         seconds: float,
         counters: PeerCounters,
         clock: Callable[[], float] = time.monotonic,
@@ -40,12 +40,12 @@ class SideChannel:
         """Listens at once; port 0 takes any. Raises ConfigError where the address cannot be used."""
         self._selector = selectors.DefaultSelector()
         self._secret = secret
-        self._card = card
+        self._info = info
         self._seconds = seconds
         self._counters = counters
         self._clock = clock
         self._links: dict[int, Connection] = {}
-        self._peers: dict[int, Card] = {}
+        self._peers: dict[int, PeerInfo] = {}
         self._next_link = 0
         self._events: list[PeerEvent] = []
         self._log_limiter = LogLimiter(clock)
@@ -64,7 +64,7 @@ class SideChannel:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._woken)
 
-    def card_of(self, link: int) -> Card | None:
+    def info_of(self, link: int) -> PeerInfo | None:
         """What the peer of an open link said of itself."""
         return self._peers.get(link)
 
@@ -77,7 +77,7 @@ class SideChannel:
         except (OSError, OverflowError, UnicodeError) as error:
             self._never(link, f"{host}:{port}", f"cannot be reached: {error}")
             return link
-        handshake = Handshake(self._secret, self._card, is_caller=True)
+        handshake = Handshake(self._secret, self._info, is_caller=True)
         connection = Connection(link, sock, f"{host}:{port}", handshake, self._clock(), self._seconds)
         try:
             connection.tune(self._seconds)
@@ -158,10 +158,10 @@ class SideChannel:
             sock, address = self._listener.accept()
         except OSError:
             return  # it is gone already, or we are out of descriptors: the next one may do better
-        strangers = [c for c in self._links.values() if not c.is_open]
-        if len(strangers) >= _MOST_STRANGERS:
-            self._lose(strangers[0], f"{len(strangers)} connections without a handshake")
-        handshake = Handshake(self._secret, self._card, is_caller=False)
+        unauthenticated = [c for c in self._links.values() if not c.is_open]
+        if len(unauthenticated) >= _MOST_UNAUTHENTICATED:
+            self._lose(unauthenticated[0], f"{len(unauthenticated)} connections without a handshake")
+        handshake = Handshake(self._secret, self._info, is_caller=False)
         connection = Connection(self._new_link(), sock, str(address[0]), handshake, self._clock(), self._seconds)
         try:
             connection.tune(self._seconds)

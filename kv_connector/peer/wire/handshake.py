@@ -3,11 +3,11 @@
     caller                                             listener
     hello    {version, nonce C}             ------>
                                             <------    challenge {version, nonce S, proof HMAC("listener", C, S)}
-    proof    {proof HMAC("caller", C, S), card}  --->
-                                            <------    welcome   {card}   or   refused {reason}
+    proof    {proof HMAC("caller", C, S), info}  --->
+                                            <------    welcome   {info}   or   refused {reason}
 
-HMAC is with SHA-256 under the secret, which is never sent. Nobody's card (identity, engine, pool) is told before the
-other has proved that it knows the secret. Both compare them and name both values of what differs.
+HMAC is with SHA-256 under the secret, which is never sent. Nobody's info (identity, engine, pool) is told before
+the other has proved that it knows the secret. Both compare them and name both values of what differs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NONCE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class PeerInfo:
     """What a side says of itself once the other is known. `extra` is the backend's; both must have its `transport`."""
 
     identity: PeerIdentity
@@ -40,8 +40,8 @@ class Card:
             "extra": dict(self.extra)
         }
 
-    def differences(self, other: Card) -> list[str]:
-        """Each thing that has to be equal and differs, with both values; "here" is this card."""
+    def differences(self, other: PeerInfo) -> list[str]:
+        """Each thing that has to be equal and differs, with both values; "here" is this side."""
         found = self.identity.differences(other.identity)
         ours, theirs = self.extra.get("transport"), other.extra.get("transport")
         if ours != theirs:
@@ -50,10 +50,10 @@ class Card:
         return found
 
     @classmethod
-    def decode(cls, body: object) -> Card:
+    def decode(cls, body: object) -> PeerInfo:
         """The reverse of `encode`; raises PeerError for anything else."""
         if not isinstance(body, Mapping) or not isinstance(body.get("extra"), dict):
-            raise PeerError("a card is not an object")
+            raise PeerError("peer info is not an object")
         identity = PeerIdentity.decode(body.get("identity"))
         num_blocks = check_int(body, "num_blocks", least=1, most=1 << 32)
         return cls(identity, check_text(body, "engine_id"), num_blocks, body["extra"])
@@ -62,11 +62,11 @@ class Card:
 class Handshake:
     """One side's part. `take` is given each message of the peer and returns the answers; `peer` is set at the end."""
 
-    def __init__(self, secret: bytes, card: Card, is_caller: bool) -> None:
-        self.peer: Card | None = None
+    def __init__(self, secret: bytes, info: PeerInfo, is_caller: bool) -> None:
+        self.peer: PeerInfo | None = None
         self.refusal = ""  # what a peer that knows the secret is told of why it is refused
         self._secret = secret
-        self._card = card
+        self._info = info
         self._is_caller = is_caller
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._both = b""
@@ -94,19 +94,19 @@ class Handshake:
             self._both = self._nonce + _nonce_of(body)
             self._check_proof(body, b"listener")
             self._expected = "welcome"
-            return [{"t": "proof", "proof": self._proof(b"caller"), "card": self._card.encode()}]
+            return [{"t": "proof", "proof": self._proof(b"caller"), "info": self._info.encode()}]
         if kind == "proof":
             self._check_proof(body, b"caller")
             self._compare(body)
-            return [{"t": "welcome", "card": self._card.encode()}]
+            return [{"t": "welcome", "info": self._info.encode()}]
         self._compare(body)
         return []
 
     def _compare(self, body: Mapping[str, Any]) -> None:
-        peer = Card.decode(body.get("card"))
-        differences = self._card.differences(peer)
+        peer = PeerInfo.decode(body.get("info"))
+        differences = self._info.differences(peer)
         if differences:
-            self.refusal = "; ".join(peer.differences(self._card))
+            self.refusal = "; ".join(peer.differences(self._info))
             raise PeerError("; ".join(differences))
         self.peer = peer
 

@@ -47,7 +47,7 @@ class LoadPlanner:
         self._clock = clock
         self._fails_by_block = fails_by_block
         self._asked: dict[str, LoadMode] = {}  # what waiting requests were answered last
-        self._rides: dict[str, BackgroundLoad] = {}  # by waiting request
+        self._coalesced: dict[str, BackgroundLoad] = {}  # by waiting request
         self._reading: dict[int, BackgroundLoad] = {}  # by host block that is read in the background
         self._background: dict[int, BackgroundLoad] = {}  # by job, in the order of the link
         self._busy_until = 0.0  # the link, with loads in the background
@@ -59,9 +59,9 @@ class LoadPlanner:
         """Whether a hit may lie on a load that is under way."""
         return bool(self._reading)
 
-    def is_riding(self, request_id: str) -> bool:
+    def is_coalesced(self, request_id: str) -> bool:
         """Whether the load that the request was told to wait for is still under way. Costs no look-up."""
-        load = self._rides.get(request_id)
+        load = self._coalesced.get(request_id)
         return load is not None and not load.is_over and not self._is_overdue(load)
 
     def choose(
@@ -84,11 +84,11 @@ class LoadPlanner:
         if mode is LoadMode.ASYNC and not may_wait:
             mode = LoadMode.SYNC if self._fails_by_block else LoadMode.RECOMPUTE
         before, self._asked[request_id] = self._asked.get(request_id), mode
-        if mode is LoadMode.RIDE and load is not None:
-            self._rides[request_id] = load
-            self._metrics.ridden_loads += before is not mode
+        if mode is LoadMode.COALESCED and load is not None:
+            self._coalesced[request_id] = load
+            self._metrics.coalesced_loads += before is not mode
         else:
-            self._rides.pop(request_id, None)
+            self._coalesced.pop(request_id, None)
         return mode
 
     def recompute_seconds(self, num_tokens: int) -> float | None:
@@ -99,11 +99,11 @@ class LoadPlanner:
     def withdraw(self, request_id: str) -> None:
         """The request has nothing to load any more."""
         self._asked.pop(request_id, None)
-        self._rides.pop(request_id, None)
+        self._coalesced.pop(request_id, None)
 
     def admit(self, request_id: str) -> LoadMode | None:
         """The request is admitted on the last choice; None where there was none."""
-        self._rides.pop(request_id, None)
+        self._coalesced.pop(request_id, None)
         mode = self._asked.pop(request_id, None)
         if mode is not None:
             self.estimate.admitted(mode)
@@ -181,10 +181,10 @@ class LoadPlanner:
         if self._choice is LoadChoice.SYNC and self._fails_by_block:
             mode = LoadMode.SYNC
         elif self._choice is not LoadChoice.AUTO:
-            mode = LoadMode.ASYNC if load is None else LoadMode.RIDE
+            mode = LoadMode.ASYNC if load is None else LoadMode.COALESCED
         else:
-            to_ride = None if load is None else 0.0
+            coalesced_seconds = None if load is None else 0.0
             if load is not None and load.expected_end is not None:
-                to_ride = max(0.0, load.expected_end - self._clock())
-            mode = self.estimate.choose(num_blocks, num_hit, num_new, others_running, to_ride)
+                coalesced_seconds = max(0.0, load.expected_end - self._clock())
+            mode = self.estimate.choose(num_blocks, num_hit, num_new, others_running, coalesced_seconds)
         return LoadMode.ASYNC if mode is LoadMode.SYNC and not self._fails_by_block else mode

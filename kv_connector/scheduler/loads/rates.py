@@ -2,7 +2,7 @@
 
     sync        the step waits for it layer by layer; for hits that hide behind what the step computes
     async       the request waits for it while others run; for hits that would hold the others up
-    ride        another request's load of the same prefix is under way: ask again, it will be a device hit
+    coalesced   another request's load of the same prefix is under way: ask again, it will be a device hit
     recompute   the model is sooner
 
 The choice is made from rates that were observed, never from constants; as long as one is unknown the answer is sync,
@@ -28,7 +28,7 @@ class LoadMode(Enum):
 
     SYNC = "sync"
     ASYNC = "async"
-    RIDE = "ride"
+    COALESCED = "coalesced"
     RECOMPUTE = "recompute"
 
 
@@ -107,15 +107,15 @@ class LoadEstimate:
         num_hit_tokens: int,
         num_new_tokens: int,
         others_running: bool,
-        seconds_to_ride: float | None,
+        coalesced_seconds: float | None,
     ) -> LoadMode:
         """How `num_blocks` blocks come to the device, which save computing `num_hit_tokens`.
 
-        `seconds_to_ride`: until another's load of the same prefix ends; None where there is none.
+        `coalesced_seconds`: until another's load of the same prefix ends; None where there is none.
         """
         load, recompute = self._loading.seconds(num_blocks), self.recompute_seconds(num_hit_tokens)
-        if seconds_to_ride is not None:
-            return LoadMode.RECOMPUTE if recompute is not None and recompute < seconds_to_ride else LoadMode.RIDE
+        if coalesced_seconds is not None:
+            return LoadMode.RECOMPUTE if recompute is not None and recompute < coalesced_seconds else LoadMode.COALESCED
         if load is None or recompute is None:
             return LoadMode.SYNC
         if recompute < load and self._num_skipped < MOST_SKIPPED:

@@ -131,7 +131,7 @@ class Outgoing:
         """Jobs that begin in this step, and transfers that are withdrawn."""
         now = self._shared.clock()
         for transfer in [t for t in self._transfers.values() if t.deadline is not None and t.deadline <= now]:
-            self._shared.metrics.expired_handovers += 1
+            self._shared.metrics.expired_transfers += 1
             logger.warning("KV transfer %s: nobody asked for it in time, its blocks are freed", transfer.transfer_id)
             self._withdraw(transfer)
         begun, self._begun = self._begun, []

@@ -3,8 +3,8 @@
     a request arrives --LOOK_UP--> every rank says how much of its prefix it has; the shortest counts
                       --FETCH----> into host blocks that are matchable once they are filled, like any other hit
 
-A request whose prefix is on its way for another one rides on those jobs. A job that nobody waits for any more is called
-off, and is done all the same where it had begun.
+A request whose prefix is on its way for another one waits for those jobs, too. A job that nobody waits for any more
+is called off, and is done all the same where it had begun.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Prefetch:
     deadline: float
     jobs: dict[int, list[int]] = field(default_factory=dict)  # under way, and the blocks of the prefix they fetch
     fetched: set[int] = field(default_factory=set)  # blocks of the prefix that have come
-    ridden: set[int] = field(default_factory=set)  # those of the jobs that fetch for others
+    coalesced: set[int] = field(default_factory=set)  # those of the jobs that fetch for others
     is_planned: bool = False
     is_repeated: bool = False  # it is looked up for the second time, and last
 
@@ -165,7 +165,7 @@ class PrefetchPlanner:
             blocks = prefetch.jobs.pop(job.job_id)
             if ok:
                 prefetch.fetched.update(blocks)
-            elif job.job_id in prefetch.ridden and not prefetch.is_repeated:
+            elif job.job_id in prefetch.coalesced and not prefetch.is_repeated:
                 prefetch.is_repeated = True  # the fetch was another's, and perhaps it was that one's to call off
                 self._begin(prefetch)
         if job.action is StorageAction.LOOK_UP and followers and ended.found:
@@ -183,7 +183,7 @@ class PrefetchPlanner:
         absent = self._host.absent(path)
         prefetch.first = absent[0] if absent else len(path)
         prefetch.is_planned = prefetch.first >= prefetch.stop or self._reading.hangs(self._clock())
-        self._ride(prefetch, 0, path)
+        self._coalesce(prefetch, 0, path)
 
     def _look_up(self, prefetch: _Prefetch) -> StorageJob:
         prefetch.is_planned = True
@@ -219,7 +219,7 @@ class PrefetchPlanner:
         room = self._host.allocate_behind(max(0, min(num_found, most)), hashes, now)
         nodes = self._tree.insert_path(hashes, now, prefetch.first)
         self._tree.touch(nodes, now)
-        self._ride(prefetch, prefetch.first, nodes)
+        self._coalesce(prefetch, prefetch.first, nodes)
         wanted = self._host.absent(nodes)[: len(room)]
         self._host.release(room[len(wanted) :])
         self._metrics.dropped_fetches_blocks += num_found - len(room)
@@ -265,7 +265,7 @@ class PrefetchPlanner:
         if filled:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
 
-    def _ride(self, prefetch: _Prefetch, first: int, nodes: Sequence[int]) -> None:
+    def _coalesce(self, prefetch: _Prefetch, first: int, nodes: Sequence[int]) -> None:
         """Follow the fetches of these nodes, blocks of the prefix from `first` on, that are under way already."""
         if not self._job_of:
             return
@@ -275,7 +275,7 @@ class PrefetchPlanner:
                 continue
             if job_id not in prefetch.jobs:
                 self._follow(job_id, prefetch, [])
-                prefetch.ridden.add(job_id)
+                prefetch.coalesced.add(job_id)
                 self._want_again(job_id)
             prefetch.jobs[job_id].append(index)
 
@@ -298,4 +298,4 @@ class PrefetchPlanner:
                 self._cancelled.add(job_id)
                 self._untold.append(job_id)
         prefetch.jobs.clear()
-        prefetch.ridden.clear()
+        prefetch.coalesced.clear()

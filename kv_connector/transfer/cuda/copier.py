@@ -39,7 +39,7 @@ class DriverCopier:
     """`cuMemcpyBatchAsync` on one stream, or one `cuMemcpyAsync` a segment where that does not serve.
 
     Through ctypes and not cuda.bindings: NumPy arrays go to the driver as they are, where the bindings take a Python
-    object for every address, a microsecond each on the thread that launches the model; and ctypes drops the GIL.
+    object for every address, a microsecond each on the model-runner thread; and ctypes drops the GIL.
     """
 
     def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL) -> None:

@@ -69,7 +69,7 @@ class LoadTraces:
             taken.append(
                 LoadTiming(
                     load_ms=trace.start.elapsed_time(trace.groups[-1]),
-                    exposed_wait_ms=tuple(0.0 if pair is None else pair[0].elapsed_time(pair[1]) for pair in stalls),
+                    load_stall_ms=tuple(0.0 if pair is None else pair[0].elapsed_time(pair[1]) for pair in stalls),
                 )
             )
             self._recycle(trace)

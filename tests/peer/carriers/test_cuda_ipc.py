@@ -15,7 +15,7 @@ from kv_connector.errors import TransferError
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.peer.carriers.staged.slots import DeviceSlots
 from tests.engines import ManualEvent, ManualLane
-from tests.peer.peers import SECRET, Connected, Lost, Pool, Pushed, Side, card_of, ids, link_up, push_all, until
+from tests.peer.peers import SECRET, Connected, Lost, Pool, Pushed, Side, ids, info_of, link_up, push_all, until
 
 
 class Mappings:
@@ -56,8 +56,8 @@ def pair() -> Any:
     for seed in range(2):
         pool = Pool(10, seed)
         pool.pool = replace(pool.pool, device=0, writer=lambda _: FailingWriter(), mark=lambda: lane.mark(lane.stream))
-        card = card_of(pool, transport="cuda_ipc")
-        transport = CudaIpcTransport(pool.pool, card, "127.0.0.1", 0, SECRET, 5.0, driver=Mappings)  # type: ignore[arg-type]
+        info = info_of(pool, transport="cuda_ipc")
+        transport = CudaIpcTransport(pool.pool, info, "127.0.0.1", 0, SECRET, 5.0, driver=Mappings)  # type: ignore[arg-type]
         sides.append(Side(transport))
     yield *sides, lane.marks
     for side in sides:

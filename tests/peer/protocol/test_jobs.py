@@ -21,7 +21,7 @@ from kv_connector.peer.protocol.offers import Offers
 from kv_connector.peer.protocol.receives import Receives
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
-from tests.peer.peers import PIECES, Pool, card_of
+from tests.peer.peers import PIECES, Pool, info_of
 
 SEEN: Counter[str] = Counter()
 ENGINE = "producer"
@@ -39,7 +39,7 @@ class Transfer:
         self.jobs: dict[int, int] = {}  # job: regions that are ready
 
 
-class HandoverMachine(RuleBasedStateMachine):
+class TransferMachine(RuleBasedStateMachine):
     """An engine on either side, a network and a clock."""
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class HandoverMachine(RuleBasedStateMachine):
         self.net = LoopbackNet()
         self.now = 0.0
         self.source, self.target = Pool(400, seed=1), Pool(4000, seed=2)
-        self.a: PeerTransport = LoopbackTransport(self.net, self.source.pool, card_of(self.source, ENGINE))
-        self.b: PeerTransport = LoopbackTransport(self.net, self.target.pool, card_of(self.target, "consumer"))
+        self.a: PeerTransport = LoopbackTransport(self.net, self.source.pool, info_of(self.source, ENGINE))
+        self.b: PeerTransport = LoopbackTransport(self.net, self.target.pool, info_of(self.target, "consumer"))
         self.offers = Offers(self.a, ENGINE, len(PIECES))
         self.receives = Receives(self.b, len(PIECES), 0, DEADLINE, 1.0, lambda: self.now)
         self.transfers: list[Transfer] = []
@@ -244,7 +244,7 @@ class HandoverMachine(RuleBasedStateMachine):
 def test_every_job_ends_once_and_what_arrives_is_what_was_offered() -> None:
     SEEN.clear()
     run_state_machine_as_test(
-        HandoverMachine,
+        TransferMachine,
         settings=settings(
             max_examples=300,
             stateful_step_count=50,
@@ -268,7 +268,7 @@ def test_the_thread_opts_out_of_captures_before_it_calls_anything() -> None:
             called.append(("poll", threading.current_thread().name))
             return super().poll(timeout)
 
-    transport = Watched(LoopbackNet(), pool.pool, card_of(pool))
+    transport = Watched(LoopbackNet(), pool.pool, info_of(pool))
     prepare = lambda: called.append(("prepare", threading.current_thread().name))  # noqa: E731 - a word to the thread
     jobs = PeerJobs(transport, ENGINE, len(PIECES), 0, DEADLINE, 1.0, prepare_thread=prepare)
     jobs.start()

@@ -1,4 +1,4 @@
-"""Who knocks at the port of the side channel: strangers, broken peers and hostile ones cost their own link only."""
+"""Unauthenticated connections to the side channel, broken peers and hostile ones cost their own link only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kv_connector.peer.carriers.nixl_agent import encode_metadata, start_agent
 from kv_connector.peer.carriers.staged import ring
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
 from kv_connector.peer.wire.frames import MAX_HELLO, MAX_MESSAGE, FrameReader, encode
-from kv_connector.peer.wire.handshake import Card, Handshake
+from kv_connector.peer.wire.handshake import Handshake, PeerInfo
 from tests.peer.peers import (
     SECONDS,
     SECRET,
@@ -34,7 +34,7 @@ from tests.peer.peers import (
     Pool,
     Pushed,
     Side,
-    card_of,
+    info_of,
     link_up,
     push_all,
     until,
@@ -71,9 +71,9 @@ class Raw:
             self.reader.feed(data)
         return body
 
-    def shake_hands(self, card: Card, secret: bytes = SECRET) -> dict[str, Any] | None:
+    def shake_hands(self, info: PeerInfo, secret: bytes = SECRET) -> dict[str, Any] | None:
         """As a caller does; the last answer."""
-        handshake = Handshake(secret, card, is_caller=True)
+        handshake = Handshake(secret, info, is_caller=True)
         messages = handshake.begin()
         answer = None
         while messages:
@@ -149,11 +149,11 @@ def test_garbage_is_refused_and_told_nothing(
 
 def test_a_wrong_secret_learns_nothing(listener: Side) -> None:
     raw = Raw(listener)
-    handshake = Handshake(SECRET, card_of(Pool()), is_caller=True)
+    handshake = Handshake(SECRET, info_of(Pool()), is_caller=True)
     raw.say(handshake.begin()[0])
     challenge = raw.hear()
     assert challenge is not None and sorted(challenge) == ["nonce", "proof", "t", "version"]
-    raw.say({"t": "proof", "proof": "00" * 32, "card": card_of(Pool()).encode()})
+    raw.say({"t": "proof", "proof": "00" * 32, "info": info_of(Pool()).encode()})
     assert raw.hear() is None
     until(lambda: bool(listener.of(Lost)), listener)
     assert "secret" in listener.of(Lost)[0].reason
@@ -161,8 +161,8 @@ def test_a_wrong_secret_learns_nothing(listener: Side) -> None:
 
 
 def test_a_caller_does_not_answer_a_listener_without_the_secret() -> None:
-    caller = Handshake(SECRET, card_of(Pool()), is_caller=True)
-    listener = Handshake(b"something else altogether", card_of(Pool()), is_caller=False)
+    caller = Handshake(SECRET, info_of(Pool()), is_caller=True)
+    listener = Handshake(b"something else altogether", info_of(Pool()), is_caller=False)
     (challenge,) = listener.take(caller.begin()[0])
     with pytest.raises(PeerError, match="secret"):
         caller.take(challenge)
@@ -170,7 +170,7 @@ def test_a_caller_does_not_answer_a_listener_without_the_secret() -> None:
 
 def test_a_proof_cannot_be_used_again(listener: Side) -> None:
     """What one caller said is of no use to who heard it."""
-    first = Handshake(SECRET, card_of(Pool()), is_caller=True)
+    first = Handshake(SECRET, info_of(Pool()), is_caller=True)
     raw = Raw(listener)
     hello = first.begin()[0]
     raw.say(hello)
@@ -189,11 +189,11 @@ def test_a_proof_cannot_be_used_again(listener: Side) -> None:
 def test_a_listener_does_not_take_its_own_proof_for_the_callers(listener: Side) -> None:
     """A stranger sends back what it was sent: each side proves that it knows the secret under its own name."""
     raw = Raw(listener)
-    for body in Handshake(b"", card_of(Pool()), is_caller=True).begin():
+    for body in Handshake(b"", info_of(Pool()), is_caller=True).begin():
         raw.say(body)
     challenge = raw.hear()
     assert challenge is not None
-    raw.say({"t": "proof", "proof": challenge["proof"], "card": card_of(Pool()).encode()})
+    raw.say({"t": "proof", "proof": challenge["proof"], "info": info_of(Pool()).encode()})
     assert raw.hear() is None, "a stranger has got in"
     assert "secret" in listener.of(Lost)[0].reason
     raw.sock.close()
@@ -201,11 +201,11 @@ def test_a_listener_does_not_take_its_own_proof_for_the_callers(listener: Side) 
 
 def test_a_caller_does_not_take_its_own_proof_for_the_listeners() -> None:
     """Nor does a caller, whoever it has called: here somebody who calls it in turn, with the same nonce."""
-    caller = Handshake(SECRET, card_of(Pool()), is_caller=True)
-    honest = Handshake(SECRET, card_of(Pool()), is_caller=False)
+    caller = Handshake(SECRET, info_of(Pool()), is_caller=True)
+    honest = Handshake(SECRET, info_of(Pool()), is_caller=False)
     (challenge,) = honest.take(caller.begin()[0])
     (proof,) = Handshake.take(caller, challenge)
-    again = Handshake(SECRET, card_of(Pool()), is_caller=True)
+    again = Handshake(SECRET, info_of(Pool()), is_caller=True)
     again._nonce = caller._nonce
     with pytest.raises(PeerError, match="secret"):
         again.take(challenge | {"proof": proof["proof"]})
@@ -213,7 +213,7 @@ def test_a_caller_does_not_take_its_own_proof_for_the_listeners() -> None:
 
 def test_a_known_peer_of_another_model_is_told_why(listener: Side) -> None:
     raw = Raw(listener)
-    answer = raw.shake_hands(card_of(Pool(), model="another"))
+    answer = raw.shake_hands(info_of(Pool(), model="another"))
     assert answer == {"t": "refused", "reason": "model is 'another' here and 'model' there"}
     raw.sock.close()
 
@@ -236,7 +236,7 @@ def test_a_peer_that_does_not_keep_to_the_protocol_is_dropped(
     listener: Side, backend: str, body: dict[str, Any]
 ) -> None:
     raw = Raw(listener)
-    assert raw.shake_hands(card_of(Pool(), transport=backend))
+    assert raw.shake_hands(info_of(Pool(), transport=backend))
     raw.say(body)
     assert raw.hear() is None
     raw.sock.close()
@@ -252,7 +252,7 @@ def test_a_peer_that_claims_other_blocks_is_dropped(
 ) -> None:
     before = pool.all_bytes()
     raw = Raw(listener)
-    welcome = raw.shake_hands(card_of(Pool(), transport=backend))
+    welcome = raw.shake_hands(info_of(Pool(), transport=backend))
     assert welcome is not None
     link = listener.of(Connected)[-1].link
     listener.transport.grant(link, 5, [1, 2])
@@ -273,14 +273,14 @@ def hand_over(welcome: dict[str, Any], sealed: bool) -> str:
     """Give the listener memory; returns the token that names it."""
     fd, token = ring.create(8, 8192) if sealed else os.memfd_create("unsealed", os.MFD_CLOEXEC), "ab" * 16
     os.ftruncate(fd, 8 * 8192)
-    ring.hand_over(welcome["card"]["extra"]["socket"], token, fd)
+    ring.hand_over(welcome["info"]["extra"]["socket"], token, fd)
     os.close(fd)
     return token
 
 
 def test_memory_that_nobody_sent_is_not_waited_for(listener: Side) -> None:
     raw = Raw(listener)
-    assert raw.shake_hands(card_of(Pool()))
+    assert raw.shake_hands(info_of(Pool()))
     raw.say({"t": "ring", "slots": 8, "slot_bytes": 8192, "token": "00" * 16})
     assert raw.hear() is None
     raw.sock.close()
@@ -288,7 +288,7 @@ def test_memory_that_nobody_sent_is_not_waited_for(listener: Side) -> None:
 
 def test_memory_that_could_be_pulled_away_is_not_mapped(listener: Side) -> None:
     raw = Raw(listener)
-    welcome = raw.shake_hands(card_of(Pool()))
+    welcome = raw.shake_hands(info_of(Pool()))
     assert welcome is not None
     raw.say({"t": "ring", "slots": 8, "slot_bytes": 8192, "token": hand_over(welcome, sealed=False)})
     assert raw.hear() is None
@@ -312,7 +312,7 @@ def test_memory_that_could_be_pulled_away_is_not_mapped(listener: Side) -> None:
 )
 def test_a_peer_that_cannot_be_written_to_is_dropped(listener: Side, backend: str, answer: dict[str, Any]) -> None:
     raw = Raw(listener)
-    assert raw.shake_hands(card_of(Pool(), transport=backend))
+    assert raw.shake_hands(info_of(Pool(), transport=backend))
     number = push_all(listener, listener.of(Connected)[-1].link, [1, 2], [1, 2], grant=1)
     assert raw.hear() == {"t": "ring", "slots": 8, "slot_bytes": 8192}
     agent = start_agent()
@@ -326,7 +326,7 @@ def test_a_peer_that_cannot_be_written_to_is_dropped(listener: Side, backend: st
 def test_a_peer_that_stops_reading_is_dropped() -> None:
     side = Side(Backend("shared_memory").open(Pool(), seconds=0.5))
     raw = Raw(side)
-    assert raw.shake_hands(card_of(Pool()))
+    assert raw.shake_hands(info_of(Pool()))
     link = side.of(Connected)[0].link
     for _ in range(12):
         side.transport.send(link, {"t": "x", "text": "y" * (MAX_MESSAGE - 100)})
@@ -338,7 +338,7 @@ def test_a_peer_that_stops_reading_is_dropped() -> None:
 
 def test_what_waits_for_a_peer_is_bounded(listener: Side) -> None:
     raw = Raw(listener)
-    assert raw.shake_hands(card_of(Pool()))
+    assert raw.shake_hands(info_of(Pool()))
     link = listener.of(Connected)[-1].link
 
     def say_much() -> None:
@@ -370,12 +370,12 @@ def test_strangers_who_say_nothing_make_room_for_others() -> None:
 
 def test_a_port_in_use_is_named(listener: Side) -> None:
     with pytest.raises(ConfigError, match=rf"port {listener.transport.port}: cannot listen there"):
-        SharedMemoryTransport(Pool().pool, card_of(Pool()), "127.0.0.1", listener.transport.port, SECRET, 1.0, STAGING)
+        SharedMemoryTransport(Pool().pool, info_of(Pool()), "127.0.0.1", listener.transport.port, SECRET, 1.0, STAGING)
 
 
 def test_too_little_staging_memory_is_named() -> None:
     with pytest.raises(ConfigError, match=r"peer.staging_memory=4096 is too small: give at least \d+"):
-        SharedMemoryTransport(Pool().pool, card_of(Pool()), "127.0.0.1", 0, SECRET, 1.0, 4096)
+        SharedMemoryTransport(Pool().pool, info_of(Pool()), "127.0.0.1", 0, SECRET, 1.0, 4096)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

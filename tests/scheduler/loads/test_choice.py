@@ -21,10 +21,10 @@ def make_estimate(blocks_per_second: float = 1000, tokens_per_second: float = 10
 
 
 def choose(
-    estimate: LoadEstimate, blocks: int = 100, new: int = 1, others: bool = True, ride: float | None = None
+    estimate: LoadEstimate, blocks: int = 100, new: int = 1, others: bool = True, coalesced: float | None = None
 ) -> LoadMode:
     """A hit of blocks of 16 tokens."""
-    return estimate.choose(blocks, 16 * blocks, new, others, ride)
+    return estimate.choose(blocks, 16 * blocks, new, others, coalesced)
 
 
 def test_as_long_as_a_rate_is_unknown_hits_are_loaded_at_once() -> None:
@@ -64,9 +64,9 @@ def test_one_slow_load_is_forgotten_with_the_next_fast_one() -> None:
 
 def test_sharers_ride_unless_computing_is_sooner() -> None:
     estimate = make_estimate()
-    assert choose(estimate, ride=0.5) is LoadMode.RIDE
-    assert choose(estimate, ride=2.0) is LoadMode.RECOMPUTE
-    assert choose(LoadEstimate(0.01), ride=0.0) is LoadMode.RIDE
+    assert choose(estimate, coalesced=0.5) is LoadMode.COALESCED
+    assert choose(estimate, coalesced=2.0) is LoadMode.RECOMPUTE
+    assert choose(LoadEstimate(0.01), coalesced=0.0) is LoadMode.COALESCED
 
 
 def test_steps_overlap_and_small_ones_say_nothing() -> None:
@@ -77,7 +77,7 @@ def test_steps_overlap_and_small_ones_say_nothing() -> None:
     estimate.step_ended(3, now=60.0)
     estimate.step_planned(4, 1000, 0, now=20.5)
     estimate.step_ended(4, now=61.0)
-    assert choose(estimate, ride=1.5) is LoadMode.RIDE, "still 1,000 tokens a second: computing takes 1.6 s"
+    assert choose(estimate, coalesced=1.5) is LoadMode.COALESCED, "still 1,000 tokens a second: computing takes 1.6 s"
 
 
 class Background:
@@ -157,7 +157,7 @@ def test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request(choice:
     planner.estimate.observe_load(10**6, 1.0)
     planner.begin(planner.reserve(range(10)), 1)
     assert planner.announce(1) == ((), ()), "it would end in 10 us"
-    assert planner.choose("r2", 10, 160, 1, others_running=True, first_blocks=(0,)) is LoadMode.RIDE
+    assert planner.choose("r2", 10, 160, 1, others_running=True, first_blocks=(0,)) is LoadMode.COALESCED
 
 
 @pytest.mark.parametrize(("fails_by_block", "mode"), [(True, LoadMode.SYNC), (False, LoadMode.RECOMPUTE)])

@@ -105,8 +105,8 @@ def prefill(producer: Engine, prompt: list[int], **params: Any) -> dict[str, Any
     """As a proxy does: one token, and what it has to tell the consumer."""
     request = producer.add(prompt, 1, DECODE | params)
     run(producer, until=lambda: request.is_finished)
-    assert request.handover is not None
-    return request.handover
+    assert request.transfer is not None
+    return request.transfer
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -145,7 +145,7 @@ def test_the_producer_pushes_while_it_computes() -> None:
         run(producer, consumer)
         assert first.output_token_ids == waiting.output_token_ids[:1]
         assert consumer.stats()["received_blocks"] == 29
-        assert producer.stats()["expired_handovers"] == 0
+        assert producer.stats()["expired_transfers"] == 0
         producer.check()
         consumer.check()
 
@@ -165,7 +165,7 @@ def test_nobody_waits_for_what_the_consumer_has(consumer_first: bool) -> None:
             engine.add(prompt, 2, told if engine is consumer else {"do_remote_decode": True, "transfer_id": "t"})
             run(engine, until=lambda engine=engine: engine.requests[-1].is_finished)
         run(producer, consumer)
-        assert producer.stats()["expired_handovers"] == 0
+        assert producer.stats()["expired_transfers"] == 0
         producer.check()
         consumer.check()
 
@@ -301,7 +301,7 @@ def test_a_hand_over_that_nobody_asks_for_is_let_go_at_the_deadline() -> None:
     assert producer.half.has_pending_push_work(), "an idle engine has to step, or would hold them for ever"
     now[0] = 6.0
     run(producer)
-    assert producer.stats()["expired_handovers"] == 1
+    assert producer.stats()["expired_transfers"] == 1
     producer.check()
     producer.engine.shutdown()
 
@@ -311,7 +311,7 @@ def test_a_producers_request_that_is_given_up_holds_nothing() -> None:
     request = producer.add(prompt_of(100), 1, DECODE)
     producer.engine.step()
     producer.engine.scheduler.abort(request.request_id)
-    assert request.handover is None
+    assert request.transfer is None
     producer.requests.clear()
     run(producer)
     producer.check()
@@ -335,7 +335,7 @@ def test_a_consumers_request_that_is_given_up_frees_both_sides(when: str) -> Non
         if when == "while it waits":
             producer.half.reset_cache()
         run(consumer, producer)
-        assert producer.stats()["expired_handovers"] == 0
+        assert producer.stats()["expired_transfers"] == 0
         producer.check()
         consumer.check()
 
@@ -365,13 +365,13 @@ def test_more_requests_than_either_side_has_room_for() -> None:
                 if request.is_finished and request.request_id not in told:
                     told.add(request.request_id)
                     prompt = request.token_ids[: request.num_prompt_tokens]
-                    consumer.add(prompt, 8, request.handover)
+                    consumer.add(prompt, 8, request.transfer)
             return len(told) == len(first)
 
         run(producer, consumer, until=pass_on)
         run(producer, consumer)
         assert consumer.stats()["received_blocks"] > 60
-        assert producer.stats()["expired_handovers"] == 0
+        assert producer.stats()["expired_transfers"] == 0
         producer.check()
         consumer.check()
 
@@ -383,7 +383,7 @@ def test_roles_are_kept() -> None:
     backwards = producer.add(prompt_of(40, seed=4), 2, params)
     request = consumer.add(prompt, 2, params | DECODE)
     run(producer, consumer)
-    assert (backwards.host_hit_tokens, request.host_hit_tokens, request.handover) == (0, 48, None)
+    assert (backwards.host_hit_tokens, request.host_hit_tokens, request.transfer) == (0, 48, None)
     for engine in (producer, consumer):
         engine.check()
         engine.engine.shutdown()

@@ -152,4 +152,4 @@ def test_a_transfer_that_is_done_is_over_before_its_deadline() -> None:
     assert blocks.pins() == {}
     for _ in range(3):  # a second each
         assert step(half).withdrawn == ()
-    assert half.metrics.expired_handovers == 0
+    assert half.metrics.expired_transfers == 0

@@ -1,4 +1,4 @@
-"""Faults of loads: what they wait for, who hears of them, who rides on them."""
+"""Faults of loads: what they wait for, who hears of them, who waits for them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ LOADS: tuple[Mutant, ...] = (
         tested(_GONE),
     ),
     Mutant(
-        "overdue-ridden",
-        "who rides on a load that never ends waits for ever",
+        "overdue-coalesced",
+        "who is coalesced with a load that never ends waits for ever",
         (Patch(_CHOICE, "return self._clock() - load.reserved_at > OVERDUE_SECONDS", "return False"),),
         tested("tests/scheduler/test_watchdog.py"),
     ),
     Mutant(
-        "dead-load-ridden",
-        "a later hit rides on a load that was dropped before it was planned",
+        "dead-load-coalesced",
+        "a later hit waits for a load that was dropped before it was planned",
         (
             Patch(
                 _LEASES,

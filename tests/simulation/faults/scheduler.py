@@ -111,8 +111,8 @@ SCHEDULER: tuple[Mutant, ...] = (
         (
             Patch(
                 _HALF,
-                "if self._ledger.is_awaited(request_id) or self._loads.is_riding(request_id):",
-                "if self._loads.is_riding(request_id):",
+                "if self._ledger.is_awaited(request_id) or self._loads.is_coalesced(request_id):",
+                "if self._loads.is_coalesced(request_id):",
             ),
         ),
         tested(

@@ -57,8 +57,8 @@ STORAGE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "called-off-for-all",
-        "who rode on a fetch that was called off is never looked up again",
-        (Patch(_PREFETCHES, "elif job.job_id in prefetch.ridden and not prefetch.is_repeated:", "elif False:"),),
+        "who waited for another's fetch that was called off is never looked up again",
+        (Patch(_PREFETCHES, "elif job.job_id in prefetch.coalesced and not prefetch.is_repeated:", "elif False:"),),
         tested(f"{_TESTS}::test_a_fetch_that_was_called_off_is_asked_for_again_by_who_rides_on_it"),
     ),
     Mutant(

@@ -34,7 +34,7 @@ class Incoming(Protocol):
 
 
 class Carrier(Protocol):
-    """Brings slots to peers. `extra` is what the card tells them, and `peer` in each call is what theirs has told."""
+    """Brings slots to peers. `extra` is what the info tells them, and `peer` in each call is what theirs has told."""
 
     extra: Mapping[str, Any]
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...base import PeerError, PeerPool, check_int
-from ...wire.handshake import Card
+from ...wire.handshake import PeerInfo
 from ..nixl_agent import add_remote, encode_metadata, foreign
 from . import ring
 from .transport import StagedTransport
@@ -34,7 +34,7 @@ class NixlStagedTransport(StagedTransport):
         self,
         agent: Any,
         pool: PeerPool,
-        card: Card,
+        info: PeerInfo,
         bind: str,
         port: int,
         secret: bytes,
@@ -42,7 +42,7 @@ class NixlStagedTransport(StagedTransport):
         staging_bytes: int,
     ) -> None:
         """Raises ConfigError where the address cannot be used or the staging memory is too small."""
-        super().__init__(NixlSlots(agent, seconds), pool, card, bind, port, secret, seconds, staging_bytes)
+        super().__init__(NixlSlots(agent, seconds), pool, info, bind, port, secret, seconds, staging_bytes)
 
 
 class NixlSlots:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...base import PeerError, PeerPool, check_text
-from ...wire.handshake import Card
+from ...wire.handshake import PeerInfo
 from . import ring
 from .transport import StagedTransport
 
@@ -22,10 +22,10 @@ class SharedMemoryTransport(StagedTransport):
     transport = "shared_memory"
 
     def __init__(
-        self, pool: PeerPool, card: Card, bind: str, port: int, secret: bytes, seconds: float, staging_bytes: int
+        self, pool: PeerPool, info: PeerInfo, bind: str, port: int, secret: bytes, seconds: float, staging_bytes: int
     ) -> None:
         """Raises ConfigError where the address cannot be used or the staging memory is too small."""
-        super().__init__(SharedMemory(), pool, card, bind, port, secret, seconds, staging_bytes)
+        super().__init__(SharedMemory(), pool, info, bind, port, secret, seconds, staging_bytes)
 
 
 class _Mapped:

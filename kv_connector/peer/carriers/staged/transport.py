@@ -20,7 +20,7 @@ from typing import Any
 from ....errors import ConfigError, KVConnectorError
 from ...base import Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerPool, Push, Pushed, check_int
 from ...wire.channel import SideChannel
-from ...wire.handshake import Card
+from ...wire.handshake import PeerInfo
 from ..one_sided import OpenChannel, OverChannel
 from .carriers import Carrier, Incoming, Outgoing
 from .slot_receiver import SlotReceiver
@@ -57,7 +57,7 @@ class StagedTransport(OverChannel):
         self,
         carrier: Carrier,
         pool: PeerPool,
-        card: Card,
+        info: PeerInfo,
         bind: str,
         port: int,
         secret: bytes,
@@ -79,7 +79,7 @@ class StagedTransport(OverChannel):
                     "layer's piece of a block"
                 )
             extra = {**carrier.extra, "slot_bytes": self._slot_bytes}
-            super().__init__(pool, card, extra, bind, port, secret, seconds, open_channel)
+            super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel)
         except ConfigError:
             carrier.close()
             raise
@@ -169,12 +169,12 @@ class StagedTransport(OverChannel):
             entry.sender.advance()
 
     def _meet(self, link: int) -> None:
-        card = self._channel.card_of(link)
-        if card is None:
+        info = self._channel.info_of(link)
+        if info is None:
             raise PeerError("it went as it came")
         # Neither side is made to hold more than its own settings allow.
-        slot_bytes = min(check_int(card.extra, "slot_bytes", max(self._pool.pieces)), self._slot_bytes)
-        say, peer = partial(self._channel.send, link), card.extra
+        slot_bytes = min(check_int(info.extra, "slot_bytes", max(self._pool.pieces)), self._slot_bytes)
+        say, peer = partial(self._channel.send, link), info.extra
 
         def offer(num_slots: int, slot_bytes: int) -> tuple[Outgoing, dict[str, Any]]:
             way, told = self._carrier.offer(peer, num_slots, slot_bytes)
