@@ -41,6 +41,24 @@ SAVES: tuple[Mutant, ...] = (
         WORLDS,
     ),
     Mutant(
+        "look-ahead-not-renewed",
+        "under write_back what steps take is not looked at again until something is freed",
+        (Patch(_PLANNER, " and self._num_ahead >= self._most_taken:", ":"),),
+        tested("tests/scheduler/test_step_cost.py::test_no_step_takes_blocks_that_were_not_looked_at"),
+    ),
+    Mutant(
+        "preempted-not-looked-for",
+        "under write_back the blocks of a preempted request are taken unsaved",
+        (
+            Patch(
+                "kv_connector/scheduler/half.py",
+                "        self._leases.leave(request_id)\n        self._saves.note_changed()\n        for",
+                "        self._leases.leave(request_id)\n        for",
+            ),
+        ),
+        tested("tests/scheduler/test_step_cost.py::test_what_was_preempted_is_looked_for_as_what_has_ended_is"),
+    ),
+    Mutant(
         "newer-makes-room",
         "under write_back a newer block makes room for an older one",
         (
