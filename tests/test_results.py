@@ -19,5 +19,10 @@ def test_a_result_says_what_was_run_on_what(tmp_path: Path) -> None:
     assert result["commit"] is None or len(result["commit"].rstrip("+")) == 40
     assert set(result["hardware"]) == {"cpu", "cores", "memory_gib", "gpu", "driver", "link"}
     assert {row["case"] for row in result["rows"]} >= {"full host", "no room", "write_back", "riders", "reset", "evict"}
+    for row in result["rows"]:
+        names = ("p10", "p90") if row["count"] >= 10 else ("min", "max")  # few samples have no tenths
+        assert [name for name in row if name in ("p10", "p90", "min", "max")] == list(names)
+        assert row[names[0]] <= row["median"] <= row[names[1]]
+    assert {"reset_of_a_full_host_with_routers_told", "storage_keys_to_one_sha256_a_block"} <= set(result["claims"])
     for claim in result["claims"].values():
         assert set(claim) == {"value", "goal", "unit", "better", "holds"}
