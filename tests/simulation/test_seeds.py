@@ -9,6 +9,7 @@ from tests.simulation.world import simulate
 SEEDS = {
     20017: "drafts of a step wrote to blocks that a load had filled: a step without requests was reported in between",
     101197: "two requests whose loads had failed waited for one another",
+    101621: "two requests whose loads had failed waited for one another, as in 101197",
     102346: "a block was saved that had left its window by drafts in flight, and had been given to another request",
 }
 
