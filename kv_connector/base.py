@@ -69,6 +69,9 @@ class DeviceBlocks(Protocol):
         With several block groups a block's name is `index.group_key` of its hash and group.
         """
 
+    def forget(self, block_ids: Collection[int]) -> None:
+        """No request hits these blocks any more, whoever holds them: what they hold is not what their hashes say."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:

@@ -204,7 +204,8 @@ class StepReport:
     belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, how many
     leading keys exist here. `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they
     may have changed, and `peer_counters` those of its links to other engines. `peer_port` is where those reach
-    this rank, 0 if nowhere.
+    this rank, 0 if nowhere. `lost_blocks` are device blocks that loads were to fill and have not, as the engine was
+    told since the report before, or is about to be.
     """
 
     step: int
@@ -223,3 +224,4 @@ class StepReport:
     storage_counters: tuple[tuple[str, float], ...] = ()
     peer_port: int = 0
     peer_counters: tuple[tuple[str, float], ...] = ()
+    lost_blocks: tuple[int, ...] = ()

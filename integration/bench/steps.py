@@ -20,7 +20,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -85,6 +85,9 @@ class Device:
         pass
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
+        pass
+
+    def forget(self, block_ids: Collection[int]) -> None:
         pass
 
     def next_reused(self, limit: int) -> list[tuple[int, BlockHash]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -55,6 +55,15 @@ class RequestTable:
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
+
+    def holding(self, block_ids: Collection[int]) -> list[str]:
+        """Requests that hold any of these device blocks."""
+        wanted = set(block_ids)
+        return [i for i, s in self._states.items() if any(not wanted.isdisjoint(t.block_ids) for t in s.tables)]
+
+    def lose(self, block_ids: Sequence[int]) -> None:
+        """Loads were to fill these blocks and have not: see `LoadLeases.lose`."""
+        self._leases.lose(block_ids, [[table.block_ids for table in state.tables] for state in self])
 
     def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_hit_blocks: int) -> RequestState:
         """The request has these device blocks, by group, whatever it had before."""
@@ -112,6 +121,7 @@ class RequestTable:
                 table.unsaved.clear()
 
     def _drop_blocks(self, state: RequestState) -> None:
+        self._leases.dropped([table.block_ids for table in state.tables])
         if state.load is not None:
             self._leases.drop(state.load)
             state.load = None

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from ...build import build_scheduler
 from ...config import Config
-from ...errors import ConfigError
+from ...errors import ConfigError, KVConnectorError
 from .blocks import PoolBlocks
 from .events import EventFeed
 from .specs import EngineShape
@@ -114,6 +114,18 @@ class SchedulerRole:
         return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids, told)))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Raises KVConnectorError where a request would go on with bytes that never came. A load is announced before it
+        ends, and when it fails vLLM looks for its request among those that load or run: not where it has been taken for
+        loaded and waits for room."""
+        if output.invalid_block_ids:
+            for request_id in self.half.holding(output.invalid_block_ids):
+                request = self._live[request_id]
+                if request.status in _WAITS and request.num_computed_tokens:
+                    raise KVConnectorError(
+                        f"the load of request {request_id} failed twice after it was announced, and vLLM, which had no "
+                        "room for the request yet, would go on with wrong tokens: more device memory or a smaller "
+                        "--max-num-seqs leaves room, and load_choice=sync announces nothing"
+                    )
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
             self.half.update_connector_output(meta.reports)
