@@ -217,7 +217,8 @@ class SchedulerHalf(KVConnectorScheduler):
             companion.given_up(request_id)
 
     def holding(self, block_ids: Collection[int]) -> list[str]:
-        """Requests that hold any of these device blocks."""
+        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is
+        under way."""
         return self._requests.holding(block_ids)
 
     # What an operator asks.

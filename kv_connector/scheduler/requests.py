@@ -57,9 +57,12 @@ class RequestTable:
         return iter(self._states.values())
 
     def holding(self, block_ids: Collection[int]) -> list[str]:
-        """Requests that hold any of these device blocks."""
+        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is
+        under way."""
         wanted = set(block_ids)
-        return [i for i, s in self._states.items() if any(not wanted.isdisjoint(t.block_ids) for t in s.tables)]
+        held = [(request_id, [t.block_ids for t in state.tables]) for request_id, state in self._states.items()]
+        lost = ((request_id, tables) for request_id, tables in self._leases.dropped_tables() if request_id in self)
+        return [i for i, tables in (*held, *lost) if any(not wanted.isdisjoint(ids) for ids in tables)]
 
     def lose(self, block_ids: Sequence[int]) -> None:
         """Loads were to fill these blocks and have not: see `LoadLeases.lose`."""
@@ -121,7 +124,7 @@ class RequestTable:
                 table.unsaved.clear()
 
     def _drop_blocks(self, state: RequestState) -> None:
-        self._leases.dropped([table.block_ids for table in state.tables])
+        self._leases.dropped(state.request.request_id, [table.block_ids for table in state.tables])
         if state.load is not None:
             self._leases.drop(state.load)
             state.load = None

@@ -32,7 +32,13 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "ended-behind-hit",
         "what a request has computed behind a failed load is hit where it had ended or was preempted by then",
-        (Patch(_LEASES, "for tables in (*live, *(tables for _, tables in self._dropped)):", "for tables in live:"),),
+        (
+            Patch(
+                _LEASES,
+                "for tables in (*live, *(tables for _, tables in self.dropped_tables())):",
+                "for tables in live:",
+            ),
+        ),
         tested(
             "tests/scheduler/loads/test_leases.py"
             "::test_nobody_hits_what_a_failed_load_was_to_fill_nor_what_was_computed_behind_it"
