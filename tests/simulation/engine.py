@@ -332,6 +332,7 @@ class Engine:
         stats = self.half.get_kv_connector_stats()
         names = "jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes"
         leaks = {name: stats[name] for name in names}
+        leaks["pinned blocks of the tree"] = sum(map(bool, self.half.tree.pins))
         leaks["pinned device blocks"] = sum(map(bool, self.pool.pins))
         leaks["held device blocks"] = self.pool.num_blocks - 1 - self.pool.num_free
         leaks["open jobs"] = len(self.book.open)

@@ -112,6 +112,7 @@ class World:
         for engine in self.engines:
             engine.quieten()
         self._rest(end)
+        self.users.unpin_all()
         for engine in self.engines:
             engine.check_at_rest()
         self.outside.check_at_rest()

@@ -120,6 +120,18 @@ SCHEDULER: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "unpinned-in-part",
+        "a part of a pinned prefix can be unpinned, and the rest never",
+        (
+            Patch(
+                "kv_connector/scheduler/pins.py",
+                "        if name not in self._num_pins:\n",
+                "        if not all(self._grouped.tree.pins[node] for node in self._grouped.find(block_hashes, 0)):\n",
+            ),
+        ),
+        tested("tests/scheduler/test_half.py::test_a_prefix_is_unpinned_as_it_was_pinned_and_no_other_way"),
+    ),
+    Mutant(
         "watchdog-asleep",
         "a rank that reports nothing any more goes unnoticed",
         (Patch("kv_connector/scheduler/watchdog.py", "self.hangs = bool(overdue)", "self.hangs = False"),),
