@@ -134,7 +134,7 @@ class SchedulerHalf(KVConnectorScheduler):
         size, now = self._shared.block_size, self._shared.clock()
         first, count = num_local_tokens // size, num_external_tokens // size
         self._saves.note_admitted(-(-request.num_tokens // size) - first)
-        if self._requests.is_silently_preempted(request.request_id):
+        if self._requests.is_silently_preempted(request.request_id, block_ids, num_local_tokens):
             self._preempt(request.request_id)
         state = self._requests.admit(request, block_ids, first + count)
         known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
