@@ -8,6 +8,7 @@ from itertools import chain
 
 from ..base import Request
 from ..metrics import CacheMetrics
+from ..types import NO_BLOCK
 from .loads.leases import LoadLease, LoadLeases
 from .steps import InFlightSteps
 from .tables import BlockTable
@@ -74,8 +75,8 @@ class RequestTable:
         assert state.load is None, f"request {request.request_id} is admitted twice without a step in between"
         self._num_admissions += 1
         state.admission = self._num_admissions
-        # Behind a load come the same blocks once more: what they hold is as old as it was.
-        state.is_stale &= state.awaits_load
+        # Who has not lost its blocks comes with the same ones once more: what they hold is as old as it was.
+        state.is_stale &= bool(state.tables)
         state.awaits_load = False
         state.tables = [BlockTable(list(ids), may_save=not state.is_stale) for ids in block_ids]
         state.num_hit_blocks = num_hit_blocks
@@ -97,10 +98,12 @@ class RequestTable:
         state = self._states.get(request_id)
         return state is not None and bool(state.tables) and not state.is_newly_admitted
 
-    def is_silently_preempted(self, request_id: str) -> bool:
-        """Whether a request that is being admitted has lost other blocks before, and nobody said so: not where it
-        was waiting for a load of them."""
-        return self.may_preempt(request_id) and not self._states[request_id].awaits_load
+    def is_silently_preempted(self, request_id: str, block_ids: Sequence[Sequence[int]], num_local_tokens: int) -> bool:
+        """Whether a request that is being admitted with these blocks has lost other ones before, and nobody said so:
+        not where it was waiting for a load of them, or goes on with them, as a session whose next input has come."""
+        if not self.may_preempt(request_id) or self._states[request_id].awaits_load:
+            return False
+        return not num_local_tokens or not _go_on(self._states[request_id].tables, block_ids)
 
     def preempt(self, request_id: str) -> None:
         """The engine took the request's blocks, which steps in flight may still use."""
@@ -131,3 +134,12 @@ class RequestTable:
         self._metrics.dropped_saves_blocks += state.num_unsaved
         state.tables = []
         state.is_newly_admitted = state.awaits_load = False
+
+
+def _go_on(tables: Sequence[BlockTable], block_ids: Sequence[Sequence[int]]) -> bool:
+    """Whether these tables begin with the blocks of those, less what has left a window since."""
+    return all(
+        len(ids) >= len(table.block_ids)
+        and all(new in (old, NO_BLOCK) for old, new in zip(table.block_ids, ids, strict=False))
+        for table, ids in zip(tables, block_ids, strict=True)
+    )

@@ -40,6 +40,8 @@ FLOORS = {
     "load of the step failed": 50,
     "truncated behind a failed load": 10,
     "asynchronous load failed": 20,
+    "engines that remember little": 100,
+    "unpinned what was not pinned": 50,
     "preempted while it is handed over": 100,
     "preempted behind a receive": 50,
     "handed over behind": 3000,
