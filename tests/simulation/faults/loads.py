@@ -72,7 +72,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "awaited-forgotten",
         "a step does not wait for the announced loads that it reads",
-        (Patch(_CHOICE, "            if load.is_noted:\n", "            if False:\n"),),
+        (Patch(_CHOICE, "            if load.engine_knows:\n", "            if False:\n"),),
         WORLDS,
     ),
     Mutant(
