@@ -78,8 +78,8 @@ def test_what_a_given_up_request_has_not_loaded_is_hit_by_nobody(
         engine.check_all_free()
 
 
-def test_an_announced_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens(folder: Path) -> None:
-    """Its request was taken for loaded and waits for room, where vLLM looks for nobody."""
+def test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens(folder: Path) -> None:
+    """Its request waits for room, where vLLM looks for nobody: it was taken for loaded, or has been preempted."""
     from vllm.v1.request import RequestStatus
 
     with running(folder) as engine:
@@ -87,16 +87,19 @@ def test_an_announced_load_that_fails_behind_vllms_back_ends_the_engine_and_not_
         waiting = SimpleNamespace(request_id="waits", num_tokens=65, block_hashes=[b"0" * 32, b"1" * 32])
         role.half.update_state_after_alloc(waiting, [[5, 6, 7]], 0, 0)
         output = SimpleNamespace(invalid_block_ids={6}, kv_connector_worker_meta=None)
-        for status, num_computed_tokens, is_overlooked in (
-            (RequestStatus.WAITING_FOR_REMOTE_KVS, 64, False),
-            (RequestStatus.PREEMPTED, 0, False),
-            (RequestStatus.RUNNING, 64, False),
-            (RequestStatus.WAITING, 64, True),
-            (RequestStatus.PREEMPTED, 64, True),
+        for status, num_computed_tokens, drops_output, is_overlooked in (
+            (RequestStatus.WAITING_FOR_REMOTE_KVS, 64, False, False),
+            (RequestStatus.RUNNING, 64, False, False),
+            (RequestStatus.WAITING, 64, False, True),
+            (RequestStatus.PREEMPTED, 64, True, True),
+            (RequestStatus.PREEMPTED, 0, True, False),
+            (RequestStatus.PREEMPTED, 0, False, True),
         ):
-            role._live["waits"] = SimpleNamespace(status=status, num_computed_tokens=num_computed_tokens)
+            role._live["waits"] = SimpleNamespace(
+                status=status, num_computed_tokens=num_computed_tokens, drop_stale_output=drops_output
+            )
             if is_overlooked:
-                with pytest.raises(KVConnectorError, match="request waits failed twice after it was announced"):
+                with pytest.raises(KVConnectorError, match="the load of request waits failed twice"):
                     role.update_connector_output(output)
             else:
                 role.update_connector_output(output)

@@ -118,11 +118,14 @@ class PrefixTree:
 
         A new node has no copy: the caller attaches one, or calls `settle` so that it is remembered.
         """
+        stop = len(hashes) if stop is None else stop
+        if first >= stop:
+            return []  # without its prefix, which nobody would settle
         get, parents, nodes = self._index.get, self.parent, []
         parent = get(hashes[first - 1]) if first else ROOT
         if parent is None:  # forgotten meanwhile
             parent = self.insert_path(hashes, now, 0, first)[-1]
-        for index in range(first, len(hashes) if stop is None else stop):
+        for index in range(first, stop):
             node = get(hashes[index])
             if node is None:  # and none behind it either: a node keeps its parent
                 nodes += self._add(parent, hashes[index:stop], now)

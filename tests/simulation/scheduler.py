@@ -265,6 +265,8 @@ class SchedulerModel:
                 self._fail_receiving(request)
         invalid = set().union(*(result.invalid for result in results))
         affected = self._handle_invalid(invalid, [*step.items, *later]) if invalid else set()
+        # Preempted by the plan of the next step: vLLM overlooks those, and our adapter ends it then.
+        affected |= {i.request for i in step.items if any(not invalid.isdisjoint(table) for table in i.tables)}
         for item in step.items:
             self._take_output(item, item.request in affected)
         if not self.config.reports_apart:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,7 +43,8 @@ class LoadLeases:
         self._planner = planner
         self._job_of: dict[str, int] = {}  # load in the background, by the request that waits for it
         self._open: dict[int, None] = {}  # loads that have not ended
-        self._dropped: deque[tuple[int, Tables]] = deque()  # that requests have lost since, and the last load by then
+        # What requests have lost since: the last load by then, whose blocks, and which.
+        self._dropped: deque[tuple[int, str, Tables]] = deque()
         self._num_loaded = 0  # blocks, in the report that is being taken in
 
     def take(
@@ -103,10 +104,14 @@ class LoadLeases:
         self._open[job.job_id] = None
         return job
 
-    def dropped(self, tables: Tables) -> None:
+    def dropped(self, request_id: str, tables: Tables) -> None:
         """A request has lost these blocks, by group; some may be those of a load that fails yet, or lie behind them."""
         if self._open:
-            self._dropped.append((next(reversed(self._open)), tables))
+            self._dropped.append((next(reversed(self._open)), request_id, tables))
+
+    def dropped_tables(self) -> Iterator[tuple[str, Tables]]:
+        """What requests have lost since the oldest load under way was planned."""
+        return ((request_id, tables) for _, request_id, tables in self._dropped)
 
     def lose(self, block_ids: Sequence[int], live: Iterable[Tables]) -> None:
         """Loads were to fill these blocks and have not: no request hits them, nor what was computed behind them.
@@ -116,7 +121,7 @@ class LoadLeases:
         """
         lost = set(block_ids)
         behind = set(lost)
-        for tables in (*live, *(tables for _, tables in self._dropped)):
+        for tables in (*live, *(tables for _, tables in self.dropped_tables())):
             first = min((ids.index(block_id) for ids in tables for block_id in lost.intersection(ids)), default=None)
             if first is not None:
                 behind.update(*(ids[first:] for ids in tables))

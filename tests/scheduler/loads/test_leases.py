@@ -97,9 +97,40 @@ def test_nobody_hits_what_a_failed_load_was_to_fill_nor_what_was_computed_behind
         half.build_connector_meta(SchedulerOutput((), {"a"}))
     half.update_connector_output([StepReport(plan.step, 0, num_host_blocks=10, lost_blocks=(0,))])
     assert blocks.forgotten == {0, 1, 2}
-    assert half.holding([1, 62]) == (["other", "a"] if end_of == "it runs" else ["other"])
+    assert half.holding([1, 62]) == (["other"] if end_of == "ended" else ["other", "a"])
     end(half, plan.loads[0], ok=False)
     blocks.forgotten.clear()
     half.update_connector_output([StepReport(plan.step, 0, num_host_blocks=10, lost_blocks=(1,))])
     assert blocks.forgotten == ({1, 2} if end_of == "it runs" else {1})
     half.check()
+
+
+def failed(half: SchedulerHalf) -> Asked:
+    """A request that has waited for a load in vain; the prefix is on the host again."""
+    request = Asked("first", PROMPT)
+    end(half, begin(half, request), ok=False)
+    save(half, Asked("warm again", PROMPT), first_block=50)
+    return request
+
+
+def test_who_has_waited_in_vain_does_not_wait_again() -> None:
+    """Its step waits for the load: an engine may refuse blocks to those that wait until others give theirs back."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    assert half.get_num_new_matched_tokens(failed(half), 0) == (8, False)
+
+
+@pytest.mark.parametrize("ends_first", ["request", "load"])
+def test_that_a_request_has_waited_in_vain_ends_with_it(ends_first: str) -> None:
+    """The next of its id may wait; and nothing is remembered for ever of requests that are gone."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    if ends_first == "load":
+        half.request_finished(failed(half))
+    else:
+        request = Asked("first", PROMPT)
+        job = begin(half, request)
+        half.request_finished(request)
+        end(half, job, ok=False)
+        save(half, Asked("warm again", PROMPT), first_block=50)
+    assert half.get_num_new_matched_tokens(Asked("first", PROMPT), 0) == (8, True)

@@ -47,6 +47,18 @@ SAVES: tuple[Mutant, ...] = (
         tested("tests/scheduler/test_step_cost.py::test_no_step_takes_blocks_that_were_not_looked_at"),
     ),
     Mutant(
+        "forgotten-comes-back",
+        "a prefix that was forgotten is known again where nothing behind it is to be, and is never settled",
+        (
+            Patch(
+                "kv_connector/index/tree.py",
+                "            return []  # without its prefix, which nobody would settle\n",
+                "            pass\n",
+            ),
+        ),
+        tested("tests/index/test_tier.py::test_nothing_of_a_forgotten_prefix_does_not_bring_it_back"),
+    ),
+    Mutant(
         "preempted-not-looked-for",
         "under write_back the blocks of a preempted request are taken unsaved",
         (
@@ -122,5 +134,19 @@ SAVES: tuple[Mutant, ...] = (
             ),
         ),
         tested("tests/scheduler/test_steps.py::test_a_step_without_requests_does_not_end_the_drafts_of_the_one_before"),
+    ),
+    Mutant(
+        "forgotten-row-saved",
+        "a block that was forgotten as room was made for it is saved under whatever block gets its row",
+        (
+            Patch(
+                _PLANNER,
+                "            node = self._tree.get(key)\n            if not host_ids or node is None:",
+                "            if not host_ids or node is None:",
+            ),
+        ),
+        tested(
+            "tests/scheduler/saves/test_planner.py::test_a_block_that_is_forgotten_as_room_is_made_for_it_is_not_saved"
+        ),
     ),
 )
