@@ -40,7 +40,7 @@ class PathName(str, Enum):
 
 
 class LoadChoice(str, Enum):
-    """How hits are loaded: see `loads.py`."""
+    """How hits are loaded: see `scheduler/loads/choice.py`."""
 
     AUTO = "auto"
     SYNC = "sync"
@@ -56,7 +56,7 @@ class Prefetch(str, Enum):
 
 
 class Backup(str, Enum):
-    """When a block goes from the host to storage: see `backups.py`."""
+    """When a block goes from the host to storage: see `scheduler/storage/backups.py`."""
 
     ON_SAVE = "on_save"
     ON_EVICTION = "on_eviction"

@@ -1,7 +1,7 @@
 """The prefix tree: which blocks are known, how they follow one another, and on which tiers a copy of each lies.
 
 A block's chained hash names its whole prefix, so one dictionary from hash to node finds any block and the tree needs
-no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 215 bytes a block,
+no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 212 bytes a block,
 and nothing that Python's garbage collector has to walk.
 
 A node stays as long as it has a copy on some tier, a child, or a pin; after that it is *remembered* (its hits count
@@ -118,11 +118,14 @@ class PrefixTree:
 
         A new node has no copy: the caller attaches one, or calls `settle` so that it is remembered.
         """
+        stop = len(hashes) if stop is None else stop
+        if first >= stop:
+            return []  # without its prefix, which nobody would settle
         get, parents, nodes = self._index.get, self.parent, []
         parent = get(hashes[first - 1]) if first else ROOT
         if parent is None:  # forgotten meanwhile
             parent = self.insert_path(hashes, now, 0, first)[-1]
-        for index in range(first, len(hashes) if stop is None else stop):
+        for index in range(first, stop):
             node = get(hashes[index])
             if node is None:  # and none behind it either: a node keeps its parent
                 nodes += self._add(parent, hashes[index:stop], now)

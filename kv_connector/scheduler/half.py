@@ -9,13 +9,13 @@ it, so a copy planned in a step can neither read nor overwrite what another copy
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
 from ..config import Config
-from ..errors import ConfigError, KVConnectorError
+from ..errors import ConfigError
 from ..events import BlockRemoved, CacheEvent, EventLog
 from ..index import BlockGroup, CacheIdentity, CacheTier, GroupedTree, Lookup, PrefixTree, SavePolicy, root_hash
 from ..metrics import CacheMetrics
@@ -28,6 +28,7 @@ from .loads.choice import LoadPlanner
 from .loads.leases import LoadLeases
 from .loads.rates import LoadMode
 from .peers.companion import PeerCompanion
+from .pins import PinnedPrefixes
 from .ranks import RankStates
 from .requests import RequestState, RequestTable
 from .saves.budget import SaveBudget
@@ -84,6 +85,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._budget = SaveBudget(config.save_bandwidth)
         self._saves = SavePlanner(shared, SavePolicy.from_config(config), self._budget, self._saved)
         self._hits = HitCounter(shared)
+        self._pins = PinnedPrefixes(shared)
         self._fence = Fence(self._ledger)
         self._watchdog = CopyWatchdog(self._ledger, clock)
         self._ranks = RankStates(world_size, self.host)
@@ -132,7 +134,7 @@ class SchedulerHalf(KVConnectorScheduler):
         size, now = self._shared.block_size, self._shared.clock()
         first, count = num_local_tokens // size, num_external_tokens // size
         self._saves.note_admitted(-(-request.num_tokens // size) - first)
-        if self._requests.is_silently_preempted(request.request_id):
+        if self._requests.is_silently_preempted(request.request_id, block_ids, num_local_tokens):
             self._preempt(request.request_id)
         state = self._requests.admit(request, block_ids, first + count)
         known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
@@ -184,6 +186,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._budget.block_bytes = self._ranks.block_bytes
         self._ranks.fit_host()  # what a look-up has found needs room
         for report in reports:
+            if report.lost_blocks:
+                self._requests.lose(report.lost_blocks)
             self._ledger.take_in(report)
             self._leases.reported(report)
             self.metrics.count_copies(report)
@@ -214,24 +218,20 @@ class SchedulerHalf(KVConnectorScheduler):
         for companion in self._companions:
             companion.given_up(request_id)
 
+    def holding(self, block_ids: Collection[int]) -> list[str]:
+        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is
+        under way."""
+        return self._requests.holding(block_ids)
+
     # What an operator asks.
 
     def pin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
         """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host."""
-        for group in range(len(self._grouped.groups)):
-            self.tree.pin(self._grouped.insert(block_hashes, group, self._shared.clock()))
+        self._pins.pin(block_hashes)
 
     def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
         """Undo one `pin_prefix` of the same hashes. Raises KVConnectorError, and changes nothing, for others."""
-        nodes = [self._grouped.find(block_hashes, group) for group in range(len(self._grouped.groups))]
-        for known in nodes:
-            num_pinned = sum(self.tree.pins[node] > 0 for node in known)
-            if num_pinned < len(block_hashes):
-                raise KVConnectorError(
-                    f"{num_pinned} of these {len(block_hashes)} blocks are pinned: give the hashes of a pin_prefix"
-                )
-        for known in nodes:
-            self.host.unpin(known)
+        self._pins.unpin(block_hashes)
 
     def resize_host(self, num_blocks: int | None) -> None:
         """Use at most `num_blocks` host blocks from now on; None uses all that are ready. Raises InvalidBlockError, and

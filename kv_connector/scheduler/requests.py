@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from ..base import Request
 from ..metrics import CacheMetrics
+from ..types import NO_BLOCK
 from .loads.leases import LoadLease, LoadLeases
 from .steps import InFlightSteps
 from .tables import BlockTable
@@ -56,14 +57,26 @@ class RequestTable:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
+    def holding(self, block_ids: Collection[int]) -> list[str]:
+        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is
+        under way."""
+        wanted = set(block_ids)
+        held = [(request_id, [t.block_ids for t in state.tables]) for request_id, state in self._states.items()]
+        lost = ((request_id, tables) for request_id, tables in self._leases.dropped_tables() if request_id in self)
+        return [i for i, tables in (*held, *lost) if any(not wanted.isdisjoint(ids) for ids in tables)]
+
+    def lose(self, block_ids: Sequence[int]) -> None:
+        """Loads were to fill these blocks and have not: see `LoadLeases.lose`."""
+        self._leases.lose(block_ids, [[table.block_ids for table in state.tables] for state in self])
+
     def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_hit_blocks: int) -> RequestState:
         """The request has these device blocks, by group, whatever it had before."""
         state = self._states.setdefault(request.request_id, RequestState(request))
         assert state.load is None, f"request {request.request_id} is admitted twice without a step in between"
         self._num_admissions += 1
         state.admission = self._num_admissions
-        # Behind a load come the same blocks once more: what they hold is as old as it was.
-        state.is_stale &= state.awaits_load
+        # Who has not lost its blocks comes with the same ones once more: what they hold is as old as it was.
+        state.is_stale &= bool(state.tables)
         state.awaits_load = False
         state.tables = [BlockTable(list(ids), may_save=not state.is_stale) for ids in block_ids]
         state.num_hit_blocks = num_hit_blocks
@@ -85,10 +98,12 @@ class RequestTable:
         state = self._states.get(request_id)
         return state is not None and bool(state.tables) and not state.is_newly_admitted
 
-    def is_silently_preempted(self, request_id: str) -> bool:
-        """Whether a request that is being admitted has lost other blocks before, and nobody said so: not where it
-        was waiting for a load of them."""
-        return self.may_preempt(request_id) and not self._states[request_id].awaits_load
+    def is_silently_preempted(self, request_id: str, block_ids: Sequence[Sequence[int]], num_local_tokens: int) -> bool:
+        """Whether a request that is being admitted with these blocks has lost other ones before, and nobody said so:
+        not where it was waiting for a load of them, or goes on with them, as a session whose next input has come."""
+        if not self.may_preempt(request_id) or self._states[request_id].awaits_load:
+            return False
+        return not num_local_tokens or not _go_on(self._states[request_id].tables, block_ids)
 
     def preempt(self, request_id: str) -> None:
         """The engine took the request's blocks, which steps in flight may still use."""
@@ -112,9 +127,19 @@ class RequestTable:
                 table.unsaved.clear()
 
     def _drop_blocks(self, state: RequestState) -> None:
+        self._leases.dropped(state.request.request_id, [table.block_ids for table in state.tables])
         if state.load is not None:
             self._leases.drop(state.load)
             state.load = None
         self._metrics.dropped_saves_blocks += state.num_unsaved
         state.tables = []
         state.is_newly_admitted = state.awaits_load = False
+
+
+def _go_on(tables: Sequence[BlockTable], block_ids: Sequence[Sequence[int]]) -> bool:
+    """Whether these tables begin with the blocks of those, less what has left a window since."""
+    return all(
+        len(ids) >= len(table.block_ids)
+        and all(new in (old, NO_BLOCK) for old, new in zip(table.block_ids, ids, strict=False))
+        for table, ids in zip(tables, block_ids, strict=True)
+    )

@@ -332,6 +332,15 @@ def test_how_much_is_remembered_may_change_at_any_time() -> None:
     tree.check()
 
 
+def test_nothing_of_a_forgotten_prefix_does_not_bring_it_back() -> None:
+    """Nobody would settle it: it could never be forgotten again."""
+    tree = PrefixTree(max_remembered=0)
+    tree.settle(tree.insert_path(path(1, 2), 0.0))
+    assert tree.insert_path(path(1, 2), 1.0, 2) == tree.insert_path(path(1, 2), 1.0, 1, 1) == []
+    assert len(tree) == 0
+    tree.check()
+
+
 def test_a_limit_that_falls_far_is_reached_over_many_calls() -> None:
     tree = PrefixTree(max_remembered=5000)
     tree.settle(tree.insert_path([BlockHash(index.to_bytes(2, "big")) for index in range(5000)], 0.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -45,6 +45,7 @@ class ForeignBlocks:
         self.pool.allocate(100)
         self.order: list[tuple[int, BlockHash]] = []
         self.looked_ahead = 0
+        self.forgotten: set[int] = set()
 
     def touch(self, block_ids: Sequence[int]) -> None:
         self.pool.acquire(block_ids)
@@ -55,6 +56,9 @@ class ForeignBlocks:
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
         self.looked_ahead = limit
         return self.order[:limit]
+
+    def forget(self, block_ids: Collection[int]) -> None:
+        self.forgotten |= set(block_ids)
 
     def pins(self) -> dict[int, int]:
         return {b: self.pool.refs(b) - 1 for b in self.pool.live_ids() if self.pool.refs(b) > 1}
@@ -198,17 +202,29 @@ def test_the_smallest_rank_decides_how_much_host_memory_there_is() -> None:
 
 
 def test_what_an_operator_asks_wrongly_changes_nothing() -> None:
-    """A size that is none is not tried again with every report; of a prefix that is pinned in part no pin goes."""
+    """A size that is none is not tried again with every report."""
     half, _ = make_half()
     with pytest.raises(InvalidBlockError, match=r"-1 blocks is impossible"):
         half.resize_host(-1)
     half.update_connector_output([StepReport(1, 0, num_host_blocks=7)])
     assert half.host.pool.capacity == 7
-    text = Asked("a", list(range(12)))
-    half.pin_prefix(text.block_hashes[:2])
-    with pytest.raises(KVConnectorError, match=r"2 of these 3 blocks are pinned"):
-        half.unpin_prefix(text.block_hashes)
-    half.unpin_prefix(text.block_hashes[:2])
+
+
+def test_a_prefix_is_unpinned_as_it_was_pinned_and_no_other_way() -> None:
+    """Neither a part of a pinned prefix nor one that goes on behind it: no pin goes, and none is left behind."""
+    half, _ = make_half()
+    hashes = Asked("a", list(range(12))).block_hashes
+    for _ in range(2):
+        half.pin_prefix(hashes[:2])
+    for others in (hashes, hashes[:1], hashes[1:2]):
+        with pytest.raises(KVConnectorError, match=rf"this prefix of {len(others)} blocks is not pinned"):
+            half.unpin_prefix(others)
+    assert [half.tree.pins[node] for node in half.tree.match(hashes)] == [2, 2]
+    for _ in range(2):
+        half.unpin_prefix(hashes[:2])
+    assert not any(half.tree.pins)
+    with pytest.raises(KVConnectorError, match="this prefix of 2 blocks is not pinned: give all the hashes of one pin"):
+        half.unpin_prefix(hashes[:2])
     half.check()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kv_connector.base import SchedulerOutput
 from kv_connector.types import StepReport
 from tests.scheduler.test_half import Asked, admit, make_half, report, run, save
@@ -39,6 +41,57 @@ def test_a_request_that_begins_anew_after_a_reset_is_saved() -> None:
     half.reset_cache()
     half.update_state_after_alloc(request, [[20, 21, 22]], 0, 0)
     assert [job.device_ids.tolist() for job in run(half, request).saves] == [[20, 21, 22]]
+
+
+def test_a_request_that_begins_anew_in_the_blocks_that_it_had_is_saved() -> None:
+    """It computes them again: the device had nothing of it."""
+    half, _ = make_half()
+    request = Asked("a", list(range(12)))
+    admit(half, request)
+    report(half, run(half, request))
+    half.reset_cache()
+    half.update_state_after_alloc(request, [[0, 1, 2]], 0, 0)
+    assert [job.device_ids.tolist() for job in run(half, request).saves] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("num_computed", [11, 3])
+def test_a_session_that_goes_on_after_a_reset_saves_nothing_that_rests_on_its_old_blocks(num_computed: int) -> None:
+    """Its next input comes as an admission with the blocks that it has kept, and nobody looks it up."""
+    half, _ = make_half()
+    session = Asked("session", list(range(num_computed)))
+    admit(half, session)
+    report(half, run(half, session))
+    assert half.reset_cache()
+    session.tokens += list(range(50, 63 - num_computed))
+    for _ in range(2):
+        num_before = session.num_tokens
+        session.tokens += list(range(70, 74))
+        blocks = list(range(-(-session.num_tokens // 4)))
+        half.update_state_after_alloc(session, [blocks], num_before, 0)
+        assert run(half, session, computed=num_before).saves == ()
+    assert half.get_num_new_matched_tokens(Asked("other", session.tokens), 0) == (0, False)
+    half.request_finished(session)
+    half.check()
+
+
+def test_a_session_that_goes_on_has_lost_nothing() -> None:
+    """Each input's blocks are saved once, and no save that waits is given up."""
+    half, _ = make_half(num_host_blocks=3)
+    session = Asked("session", list(range(10)))
+    admit(half, session)
+    plan = run(half, session)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[0, 1]]
+    report(half, plan)
+    session.tokens += list(range(10, 17))
+    half.update_state_after_alloc(session, [[0, 1, 2, 3, 4]], 10, 0)
+    plan = run(half, session, computed=10)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[2]], "there is no room for more"
+    report(half, plan, num_host_blocks=8)
+    session.tokens += [17]
+    half.update_state_after_alloc(session, [[0, 1, 2, 3, 4]], 17, 0)
+    assert [job.device_ids.tolist() for job in run(half, session, computed=17).saves] == [[3]]
+    assert half.metrics.dropped_saves_blocks == 0
+    half.check()
 
 
 def test_a_reset_is_not_done_while_a_load_brings_what_was_cached() -> None:

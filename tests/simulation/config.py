@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from kv_connector.config import (
@@ -48,6 +49,7 @@ class EngineConfig:
     truncates: bool = True  # a request whose load failed keeps the valid part of its blocks
     fails_by_request: bool = True
     takes_events: bool = True
+    most_remembered: int | None = None  # blocks without a copy; None: as the connector decides
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     load_choice: LoadChoice = LoadChoice.AUTO
     save_bandwidth: int = 0
@@ -153,6 +155,13 @@ def draw_world(rng: random.Random) -> list[EngineConfig]:
         drawn.append(config)
         like = like or (config if config.role or config.prefetch else None)
     return drawn
+
+
+def draw_remembered(rng: random.Random, drawn: Sequence[EngineConfig]) -> list[EngineConfig]:
+    """The same engines, which may forget what the connector would remember: no world is as large as that. `rng` is one
+    of its own, so that a seed's other choices do not depend on it."""
+    most = rng.choice([None, None, 0, 1, 10])
+    return [replace(config, most_remembered=most) for config in drawn]
 
 
 def _with_storage(rng: random.Random, config: EngineConfig) -> EngineConfig:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kv_connector.index import BlockHasher, CacheIdentity, root_hash
+from kv_connector.index import BlockHasher, CacheIdentity, PrefixTree, root_hash
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import PeerAction
 
@@ -33,6 +33,18 @@ MOST_STEPS_WITHOUT_PROGRESS = 1000
 MOST_SECONDS_WITHOUT_PROGRESS = 30.0
 """Where no request is scheduled, admitted or given a token in so many steps of its engine, and so long, they are stuck;
 so is one that waits twenty times as long while others go on."""
+
+
+class ForgetfulTree(PrefixTree):
+    """Remembers no more than it was made with, however large the host becomes."""
+
+    @property
+    def max_remembered(self) -> int:
+        return self._most
+
+    @max_remembered.setter
+    def max_remembered(self, most: int) -> None:
+        self._most = min(most, getattr(self, "_most", most))
 
 
 class Engine:
@@ -58,6 +70,7 @@ class Engine:
             self.connector_config,
             config.block_size,
             config.num_ranks,
+            tree=PrefixTree() if config.most_remembered is None else ForgetfulTree(config.most_remembered),
             clock=world.time.now,
             groups=config.groups,
             identity=self.identity,
@@ -319,6 +332,7 @@ class Engine:
         stats = self.half.get_kv_connector_stats()
         names = "jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes"
         leaks = {name: stats[name] for name in names}
+        leaks["pinned blocks of the tree"] = sum(map(bool, self.half.tree.pins))
         leaks["pinned device blocks"] = sum(map(bool, self.pool.pins))
         leaks["held device blocks"] = self.pool.num_blocks - 1 - self.pool.num_free
         leaks["open jobs"] = len(self.book.open)

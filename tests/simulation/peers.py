@@ -127,7 +127,12 @@ class SimulatedPeers(Process):
             self.wake()
         elif jobs._gated:
             self.wake(_GATED_SECONDS)
-        elif jobs._receives.num_open or self._transport._is_busy() or not self._channel.is_quiet:
+        elif (
+            jobs._receives.num_open
+            or jobs._offers._early_nones
+            or self._transport._is_busy()
+            or not self._channel.is_quiet
+        ):
             self.wake(_IDLE_SECONDS)  # for what tells nothing by itself: deadlines
 
     def close(self) -> None:
@@ -161,7 +166,8 @@ class SimulatedPeers(Process):
         return self._num_starts
 
     def check_at_rest(self) -> None:
-        """No job is open, nothing is offered, wanted or granted, no copy is under way and nothing waits to be said."""
+        """No job is open, nothing is offered, wanted, refused or granted, no copy is under way and nothing waits to be
+        said."""
         jobs = self.jobs
         if jobs is None:
             return
@@ -173,6 +179,7 @@ class SimulatedPeers(Process):
             "sends": [*offers._by_job, *offers._by_push],
             "stops": offers._stops,
             "wants": offers._early,
+            "nones": offers._early_nones,
             "receives": receives._jobs,
             "events": transport._events,
             "lost links": [link for link in receives._open_links if link not in transport._channel.ends],

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kv_connector.errors import KVConnectorError
 from kv_connector.index import BlockHasher
-from kv_connector.types import Direction, PeerAction, StepPlan, StorageAction
+from kv_connector.types import BlockHash, Direction, PeerAction, StepPlan, StorageAction
 
+from .checks import Violation
 from .config import EngineConfig
 from .model import VOCABULARY
 from .outside import DISK_FAULTS, NETWORK_FAULTS
@@ -200,7 +202,7 @@ class Users:
         self.requests: dict[int, tuple[Engine, SimulatedRequest]] = {}
         self._traps: list[tuple[Engine, Action]] = []
         self.proxy = Proxy(world, self)
-        self._pinned: dict[tuple[int, int, float], int] = {}
+        self._pinned: dict[tuple[int, tuple[BlockHash, ...]], int] = {}  # by engine and prefix: the start that was told
 
     def apply(self, action: Action) -> None:
         """Do it, now."""
@@ -387,16 +389,33 @@ class Users:
         engine.wake()
 
     def _pin(self, engine: Engine, action: Action, document: int, share: float) -> None:
-        key = (action.engine, document, share)
-        if key not in self._pinned:
-            self._pinned[key] = engine.incarnation
-            engine.half.pin_prefix(self._hashes(engine, document, share))
+        hashes = self._hashes(engine, document, share)
+        if self._pinned.get((engine.index, hashes)) != engine.incarnation:
+            self._pinned[engine.index, hashes] = engine.incarnation
+            engine.half.pin_prefix(hashes)
 
     def _unpin(self, engine: Engine, action: Action, document: int, share: float) -> None:
-        if self._pinned.pop((action.engine, document, share), None) == engine.incarnation:
-            engine.half.unpin_prefix(self._hashes(engine, document, share))
+        """Of a prefix that this start was never told of, or that is pinned in part, no pin may go."""
+        hashes = self._hashes(engine, document, share)
+        if self._pinned.pop((engine.index, hashes), None) == engine.incarnation:
+            engine.half.unpin_prefix(hashes)
+            return
+        self._world.met["unpinned what was not pinned"] += 1
+        try:
+            engine.half.unpin_prefix(hashes)
+        except KVConnectorError:
+            return
+        raise Violation("check", f"{len(hashes)} blocks are unpinned that were never pinned together")
 
-    def _hashes(self, engine: Engine, document: int, share: float) -> list[Any]:
+    def unpin_all(self) -> None:
+        """Nothing is to be kept any more."""
+        for (index, hashes), incarnation in self._pinned.items():
+            engine = self._world.engines[index]
+            if engine.incarnation == incarnation:
+                engine.half.unpin_prefix(hashes)
+        self._pinned.clear()
+
+    def _hashes(self, engine: Engine, document: int, share: float) -> tuple[BlockHash, ...]:
         text = self._documents[document]
         hasher = BlockHasher(engine.config.block_size, engine.root)
-        return hasher.update(text[: int(share * len(text))])
+        return tuple(hasher.update(text[: int(share * len(text))]))

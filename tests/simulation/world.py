@@ -59,7 +59,7 @@ class World:
         self.num_finished = 0
         rng = random.Random(f"{seed}/world")
         self._digest = hashlib.sha256()
-        self.configs = configs.draw_world(rng)
+        self.configs = configs.draw_remembered(random.Random(f"{seed}/most_remembered"), configs.draw_world(rng))
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
         self.outside = Outside(self.time, rng, self.configs)
@@ -112,6 +112,7 @@ class World:
         for engine in self.engines:
             engine.quieten()
         self._rest(end)
+        self.users.unpin_all()
         for engine in self.engines:
             engine.check_at_rest()
         self.outside.check_at_rest()
@@ -142,12 +143,13 @@ class World:
 
     def _count_config(self, engine: Engine) -> None:
         config, met = engine.config, self.met
-        met["worlds"] += 1
-        met["worlds asynchronous with drafts"] += config.asynchronous and config.num_drafts > 0
-        met["worlds with ranks"] += config.num_ranks > 1
-        met["worlds with pipelines"] += config.pipeline
-        met["worlds with windows"] += len(config.windows) > 1
-        met[f"worlds with {config.write_policy.value}"] += 1
+        met["engines"] += 1
+        met["engines asynchronous with drafts"] += config.asynchronous and config.num_drafts > 0
+        met["engines with ranks"] += config.num_ranks > 1
+        met["engines that remember little"] += config.most_remembered is not None
+        met["engines with pipelines"] += config.pipeline
+        met["engines with windows"] += len(config.windows) > 1
+        met[f"engines with {config.write_policy.value}"] += 1
         if config.role is not None:
             met[f"engines that are {config.role.value}"] += 1
             met[f"worlds with {self.outside.carrier}"] += engine.index == 0

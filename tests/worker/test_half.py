@@ -141,6 +141,22 @@ def test_a_step_with_a_failed_load_saves_nothing(device: torch.device) -> None:
     worker.shutdown()
 
 
+def test_lost_blocks_are_reported_with_the_load_that_lost_them(device: torch.device) -> None:
+    """The scheduler half forgets what else lies behind them, for which it looks while the load is open."""
+    worker, _ = make_worker(device)
+    step(worker, StepPlan(1, (job(1, Direction.LOAD, 2, 10**6),)))
+    worker._completed += worker._transfer.drain()
+    assert worker.get_block_ids_with_load_errors() == {2}
+    report = worker.build_connector_worker_meta()
+    assert (report.failed, report.lost_blocks) == ((1,), (2,))
+    worker._arrivals.begin([job(2, Direction.LOAD, 3, 5)])
+    assert worker.get_block_ids_with_load_errors() == set()
+    worker._end_load(2, ok=False)  # polled behind the engine's question
+    assert worker.build_connector_worker_meta().lost_blocks == (3,)
+    assert worker.get_block_ids_with_load_errors() == {3}
+    worker.shutdown()
+
+
 def test_a_save_is_submitted_once_however_often_it_is_waited_for(device: torch.device) -> None:
     """An engine may call it at the end of the model and at the end of the step."""
     worker, _ = make_worker(device)

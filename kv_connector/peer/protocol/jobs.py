@@ -51,10 +51,11 @@ class PeerJobs:
         clock: Clock = time,
         prepare_thread: Callable[[], None] | None = None,
     ) -> None:
-        """Takes the transport over. `deadline_seconds`: without anything arriving, until a receive is given up;
-        `timeout_seconds`: for a peer to answer; `prepare_thread`: see `PeerPool`."""
+        """Takes the transport over. `deadline_seconds`: without anything arriving, until a receive is given up, and
+        until what nobody wants is forgotten where nobody offers it; `timeout_seconds`: for a peer to answer;
+        `prepare_thread`: see `PeerPool`."""
         self._transport = transport
-        self._offers = Offers(transport, engine_id, num_regions)
+        self._offers = Offers(transport, engine_id, num_regions, deadline_seconds, clock.monotonic)
         self._receives = Receives(transport, num_regions, rank, deadline_seconds, timeout_seconds, clock.monotonic)
         self._words: deque[tuple[Marker | None, Callable[[], None]]] = deque()
         self._gated: list[tuple[Marker, Callable[[], None]]] = []
@@ -146,6 +147,7 @@ class PeerJobs:
         for event in self._transport.poll(min(timeout, _MARKER_SECONDS) if self._gated else timeout):
             self._take(event)
         self._receives.give_up_overdue()
+        self._offers.forget_overdue()
         self._report()
 
     def _say(self, behind: Marker | None, word: Callable[[], None]) -> None:

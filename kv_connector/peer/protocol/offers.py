@@ -12,7 +12,7 @@ must name the last block: names are chained hashes, so that one stands for every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ from ...types import PeerJob
 from ..base import Ids, PeerError, PeerTransport, Push, Pushed, check_ids, check_int, check_text
 
 MOST_EARLY_WANTS = 1024
+MOST_EARLY_NONES = 1024
 NAME_BYTES = 32
 
 
@@ -32,6 +33,14 @@ class _Want:
     stop: int
     name: str
     block_ids: Ids
+
+
+@dataclass(slots=True)
+class _EarlyNone:
+    """Of a KV transfer that nobody has begun: this link wants nothing of it. Forgotten at the deadline."""
+
+    link: int
+    deadline: float
 
 
 @dataclass(slots=True)
@@ -71,18 +80,28 @@ class _Stop:
 
 
 class Offers:
-    """Matches wants with offers. `ended` collects (job id, ok) for the owner to take."""
+    """Matches wants with offers. `ended` collects (job id, ok) for the owner to take. What is not wanted before it is
+    offered is remembered for `deadline_seconds`."""
 
-    def __init__(self, transport: PeerTransport, engine_id: str, num_regions: int) -> None:
+    def __init__(
+        self,
+        transport: PeerTransport,
+        engine_id: str,
+        num_regions: int,
+        deadline_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
         self.ended: list[tuple[int, bool]] = []
         self._transport = transport
         self._engine_id = engine_id
         self._num_regions = num_regions
+        self._seconds = deadline_seconds
+        self._clock = clock
         self._offers: dict[str, _Offer] = {}
         self._by_job: dict[int, _Offer] = {}
         self._by_push: dict[int, tuple[_Offer, _Sending, _Want]] = {}
         self._early: dict[str, _Want] = {}
-        self._early_nones: dict[str, int] = {}  # KV transfers that are not wanted, and whose link said so
+        self._early_nones: dict[str, _EarlyNone] = {}  # by KV transfer, the oldest first
         self._stops: list[_Stop] = []
         self._peers: dict[int, int] = {}  # by link: blocks of the peer's pool
         self._numbers = count(1)
@@ -91,6 +110,7 @@ class Offers:
 
     def offer(self, job: PeerJob) -> None:
         """Blocks that are computed by the step that runs now."""
+        self.forget_overdue()
         offer = self._offers.get(job.transfer_id)
         if offer is None:
             names = [job.names[i : i + NAME_BYTES] for i in range(0, len(job.names), NAME_BYTES)]
@@ -143,7 +163,7 @@ class Offers:
         """A peer is gone: what it wanted is let go."""
         self._peers.pop(link, None)
         self._early = {name: want for name, want in self._early.items() if want.link != link}
-        self._early_nones = {name: other for name, other in self._early_nones.items() if other != link}
+        self._early_nones = {name: none for name, none in self._early_nones.items() if none.link != link}
         for offer in [o for o in self._offers.values() if o.want is not None and o.want.link == link]:
             self._unwanted(offer)
 
@@ -174,6 +194,15 @@ class Offers:
             self._end(offer, sending, ok=offer.is_unwanted)
         else:
             self._advance(offer)
+
+    def forget_overdue(self) -> None:
+        """Forget what was not wanted of KV transfers that nobody has begun in time: their ids may come again."""
+        now = self._clock()
+        while self._early_nones:
+            transfer_id, none = next(iter(self._early_nones.items()))
+            if none.deadline > now:
+                return
+            del self._early_nones[transfer_id]
 
     @property
     def num_open(self) -> int:
@@ -214,8 +243,11 @@ class Offers:
             return
         if offer is not None:
             self._unwanted(offer)
-        elif not engine_id and len(self._early_nones) < MOST_EARLY_WANTS:
-            self._early_nones[transfer_id] = link
+        elif not engine_id:
+            self._early_nones.pop(transfer_id, None)
+            while len(self._early_nones) >= MOST_EARLY_NONES:
+                del self._early_nones[next(iter(self._early_nones))]
+            self._early_nones[transfer_id] = _EarlyNone(link, self._clock() + self._seconds)
 
     def _accept(self, offer: _Offer, want: _Want) -> None:
         if offer.want is not None or offer.is_unwanted:

@@ -71,19 +71,25 @@ class Incoming:
             return 0
         return (request.num_tokens - 1) // self._shared.block_size
 
+    def _has_whole_block(self, request: Request) -> bool:
+        return request.num_tokens > self._shared.block_size
+
     def admitted(self, admission: Admission) -> None:
-        """Where nothing is to come, the other engine is told so: it need not hold what it has."""
+        """Where nothing is to come, the other engine is told so: it need not hold what it has. Of a prompt without a
+        whole block it has nothing to hold."""
         request = admission.request
         source = self._source_of(request)
         if source is None or source.is_asked:
             return
         source.is_asked = True
+        self._sources[request.request_id] = source
+        if not self._has_whole_block(request):
+            return
         device_ids = list(admission.brought_ids)
         self._shared.pool.touch(device_ids)
         first, name = admission.first + admission.num_loaded, b""
         if device_ids:
             name = adopt_hash(self._root, request.block_hashes[first + len(device_ids) - 1])
-        self._sources[request.request_id] = source
         self._asking.append(_Asking(source, request.request_id, admission.number, first, device_ids, name))
 
     def lost_blocks(self, request_id: str) -> None:
@@ -102,7 +108,7 @@ class Incoming:
         self.lost_blocks(request.request_id)
         source = self._source_of(request)
         self._sources.pop(request.request_id, None)
-        if source is not None and not source.is_asked:
+        if source is not None and not source.is_asked and self._has_whole_block(request):
             self._asking.append(_Asking(source, None, 0, 0, [], b""))
 
     def plan(self) -> tuple[tuple[PeerJob, ...], tuple[int, ...]]:

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kv_connector.peer.base import Arrived, Connected, Lost, Message, PeerTransport, Pushed
 from kv_connector.peer.protocol.jobs import PeerJobs
-from kv_connector.peer.protocol.offers import Offers
+from kv_connector.peer.protocol.offers import MOST_EARLY_NONES, Offers
 from kv_connector.peer.protocol.receives import Receives
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
@@ -49,7 +49,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.source, self.target = Pool(400, seed=1), Pool(4000, seed=2)
         self.a: PeerTransport = LoopbackTransport(self.net, self.source.pool, info_of(self.source, ENGINE))
         self.b: PeerTransport = LoopbackTransport(self.net, self.target.pool, info_of(self.target, "consumer"))
-        self.offers = Offers(self.a, ENGINE, len(PIECES))
+        self.offers = Offers(self.a, ENGINE, len(PIECES), DEADLINE, lambda: self.now)
         self.receives = Receives(self.b, len(PIECES), 0, DEADLINE, 1.0, lambda: self.now)
         self.transfers: list[Transfer] = []
         self.asked: dict[int, tuple[Transfer, int, list[int]]] = {}  # receive: what, from where, into which blocks
@@ -131,6 +131,9 @@ class TransferMachine(RuleBasedStateMachine):
             self.asked[job.job_id] = transfer, first, blocks
         self.receives.receive(job)
 
+    def want_nothing(self, transfer: str) -> None:
+        self.receives.receive(self.job(PeerAction.RECEIVE, transfer, 0, []))
+
     @rule(which=st.integers(0, 50))
     def compute_wrongly(self, which: int) -> None:
         transfer = self.pick(which)
@@ -175,6 +178,7 @@ class TransferMachine(RuleBasedStateMachine):
                 for event in transport.poll(0.0):
                     self.take(event, is_producer)
             self.receives.give_up_overdue()
+            self.offers.forget_overdue()
 
     @invariant()
     def every_job_ends_once(self) -> None:
@@ -238,6 +242,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.every_job_ends_once()
         assert not self.open, f"jobs {self.open} never end"
         assert self.offers.num_open == self.receives.num_open == 0
+        assert not self.offers._early_nones
         SEEN["jobs"] += len(self.ended)
 
 
@@ -257,6 +262,33 @@ def test_every_job_ends_once_and_what_arrives_is_what_was_offered() -> None:
     # A run that met none of these would prove nothing.
     least = {"jobs": 1000, "received": 100, "failed": 30, "withdrawn": 100, "given up": 50, "cut": 50}
     assert {name: SEEN[name] for name, count in least.items() if SEEN[name] < count} == {}
+
+
+def test_a_prompt_that_nobody_wants_is_let_go_however_many_others_were_not_wanted() -> None:
+    machine = TransferMachine()
+    for number in range(MOST_EARLY_NONES + 10):
+        machine.want_nothing(f"never offered {number}")
+    machine.want_nothing("transfer 0")
+    machine.pump()
+    machine.begin(num_blocks=2, chunk=2)
+    machine.every_job_ends_once()
+    assert machine.open == set()
+    assert len(machine.offers._early_nones) < MOST_EARLY_NONES
+
+
+def test_an_id_that_comes_again_after_the_deadline_is_served() -> None:
+    """Nothing was wanted under it before, and nothing was offered."""
+    machine = TransferMachine()
+    machine.want_nothing("transfer 0")
+    machine.pump()
+    machine.now += DEADLINE
+    machine.begin(num_blocks=2, chunk=2)
+    machine.compute_all(0)
+    machine.ask(0, 0, knows_engine=False, mixes_up=1)
+    machine.pump()
+    SEEN.clear()
+    machine.every_job_ends_once()
+    assert (machine.open, SEEN["received"]) == (set(), 1)
 
 
 def test_the_thread_opts_out_of_captures_before_it_calls_anything() -> None:

@@ -27,7 +27,7 @@ class Producer:
             LoopbackTransport(net, Pool().pool, replace(info_of(pool), engine_id=f"consumer {number}"))
             for number in range(2)
         ]
-        self.offers = Offers(self.transport, "producer", 1)
+        self.offers = Offers(self.transport, "producer", 1, 60.0, lambda: 0.0)
         self.links = []
         for consumer in self.consumers:
             consumer.grant(consumer.connect("here", self.transport.port), 7, [0, 1])

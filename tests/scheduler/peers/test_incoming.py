@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kv_connector.base import SchedulerOutput
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import PeerAction
@@ -25,6 +27,19 @@ def test_a_request_that_ends_before_it_has_asked_wants_nothing() -> None:
     assert blocks.pins() == {}
     (job,) = run(half).peer
     assert (job.action, job.num_blocks, job.request_id) == (PeerAction.RECEIVE, 0, None)
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_of_a_prompt_without_a_whole_block_the_other_engine_hears_nothing(ends_first: bool) -> None:
+    """It offers nothing of one, so it would remember for nothing that nothing is wanted."""
+    half, blocks = make_half(peer={"secret": "x" * 20, "role": "consumer"})
+    request = Continued("short", list(range(4)))
+    if not ends_first:
+        assert admit(half, request) == 0
+        assert run(half, request).peer == ()
+    half.request_finished(request)
+    assert run(half).peer == ()
+    assert blocks.pins() == {}
 
 
 def test_what_is_on_its_way_to_blocks_that_were_lost_is_called_off() -> None:

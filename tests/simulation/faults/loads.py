@@ -13,6 +13,51 @@ _TESTS = "tests/scheduler/loads/test_choice.py"
 
 LOADS: tuple[Mutant, ...] = (
     Mutant(
+        "lost-blocks-hit",
+        "what a failed load was to fill is hit where its request has ended by then",
+        (
+            Patch(
+                "kv_connector/scheduler/half.py",
+                "            if report.lost_blocks:\n",
+                "            if False:\n",
+            ),
+        ),
+        WORLDS,
+    ),
+    Mutant(
+        "computed-behind-hit",
+        "what was computed behind a failed load is hit",
+        (Patch(_LEASES, "behind.update(*(ids[first:] for ids in tables))", "pass"),),
+        WORLDS,
+    ),
+    Mutant(
+        "ended-behind-hit",
+        "what a request has computed behind a failed load is hit where it had ended or was preempted by then",
+        (
+            Patch(
+                _LEASES,
+                "for tables in (*live, *(tables for _, tables in self.dropped_tables())):",
+                "for tables in live:",
+            ),
+        ),
+        tested(
+            "tests/scheduler/loads/test_leases.py"
+            "::test_nobody_hits_what_a_failed_load_was_to_fill_nor_what_was_computed_behind_it"
+        ),
+    ),
+    Mutant(
+        "told-late",
+        "blocks that were lost are reported a step after the load has ended",
+        (
+            Patch(
+                "kv_connector/worker/half.py",
+                "lost_blocks, self._lost_blocks = self._lost_blocks | self._arrivals.invalid_blocks, set()",
+                "lost_blocks, self._lost_blocks = self._lost_blocks, set()",
+            ),
+        ),
+        tested("tests/worker/test_half.py::test_lost_blocks_are_reported_with_the_load_that_lost_them"),
+    ),
+    Mutant(
         "guard-forgotten",
         "a background load does not wait for steps that still use its blocks",
         (Patch(_LEASES, "num_guarded = sum(device_id in used for device_id in device_ids)", "num_guarded = 0"),),
@@ -27,7 +72,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "awaited-forgotten",
         "a step does not wait for the announced loads that it reads",
-        (Patch(_CHOICE, "            if load.is_noted:\n", "            if False:\n"),),
+        (Patch(_CHOICE, "            if load.engine_knows:\n", "            if False:\n"),),
         WORLDS,
     ),
     Mutant(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, Patch, tested
+from .mutant import Mutant, Patch, simulated, tested
 
 _OUTGOING = "kv_connector/scheduler/peers/outgoing.py"
 _INCOMING = "kv_connector/scheduler/peers/incoming.py"
@@ -85,6 +85,34 @@ PEERS: tuple[Mutant, ...] = (
         "what nobody asks for is held for ever",
         (Patch(_OUTGOING, "t.deadline is not None and t.deadline <= now", "False"),),
         tested(f"{_ASKED}::test_a_hand_over_that_nobody_asks_for_is_let_go_at_the_deadline"),
+    ),
+    Mutant(
+        "nones-fill-up",
+        "where many KV transfers were not wanted, the next one that is not is held to the deadline",
+        (
+            Patch(
+                _OFFERS,
+                "            while len(self._early_nones) >= MOST_EARLY_NONES:\n"
+                "                del self._early_nones[next(iter(self._early_nones))]\n",
+                "            if len(self._early_nones) >= MOST_EARLY_NONES:\n                return\n",
+            ),
+        ),
+        tested(
+            "tests/peer/protocol/test_jobs.py"
+            "::test_a_prompt_that_nobody_wants_is_let_go_however_many_others_were_not_wanted"
+        ),
+    ),
+    Mutant(
+        "nones-for-ever",
+        "what was not wanted before it was offered is remembered as long as the link lives",
+        (Patch(_OFFERS, "            if none.deadline > now:\n", "            if True:\n"),),
+        simulated(20),
+    ),
+    Mutant(
+        "none-of-nothing",
+        "another engine is told that nothing is wanted of a prompt of which it has nothing",
+        (Patch(_INCOMING, "return request.num_tokens > self._shared.block_size", "return True"),),
+        tested("tests/scheduler/peers/test_incoming.py"),
     ),
     Mutant(
         "asked-stays-pinned",

@@ -47,6 +47,18 @@ SAVES: tuple[Mutant, ...] = (
         tested("tests/scheduler/test_step_cost.py::test_no_step_takes_blocks_that_were_not_looked_at"),
     ),
     Mutant(
+        "forgotten-comes-back",
+        "a prefix that was forgotten is known again where nothing behind it is to be, and is never settled",
+        (
+            Patch(
+                "kv_connector/index/tree.py",
+                "            return []  # without its prefix, which nobody would settle\n",
+                "            pass\n",
+            ),
+        ),
+        tested("tests/index/test_tier.py::test_nothing_of_a_forgotten_prefix_does_not_bring_it_back"),
+    ),
+    Mutant(
         "preempted-not-looked-for",
         "under write_back the blocks of a preempted request are taken unsaved",
         (

@@ -41,7 +41,13 @@ SCHEDULER: tuple[Mutant, ...] = (
     Mutant(
         "silence-trusted",
         "a preemption that nobody tells of is not one",
-        (Patch(_HALF, "if self._requests.is_silently_preempted(request.request_id):", "if False:"),),
+        (
+            Patch(
+                _HALF,
+                "if self._requests.is_silently_preempted(request.request_id, block_ids, num_local_tokens):",
+                "if False:",
+            ),
+        ),
         tested(_STEPS),
     ),
     Mutant(
@@ -91,8 +97,20 @@ SCHEDULER: tuple[Mutant, ...] = (
     Mutant(
         "stale-forgotten",
         "what a load brings that was planned before a reset is new behind it",
-        (Patch(_REQUESTS, "state.is_stale &= state.awaits_load", "state.is_stale = False"),),
+        (Patch(_REQUESTS, "state.is_stale &= bool(state.tables)", "state.is_stale = False"),),
         tested("tests/scheduler/peers/test_outgoing.py::test_what_was_loaded_before_a_reset_is_not_offered_behind_it"),
+    ),
+    Mutant(
+        "session-begins-anew",
+        "what a session has computed before a reset is saved behind it with the session's next input",
+        (
+            Patch(
+                _REQUESTS,
+                "return not num_local_tokens or not _go_on(self._states[request_id].tables, block_ids)",
+                "return True",
+            ),
+        ),
+        tested(f"{_RESET}::test_a_session_that_goes_on_after_a_reset_saves_nothing_that_rests_on_its_old_blocks"),
     ),
     Mutant(
         "reset-too-early",
@@ -119,6 +137,18 @@ SCHEDULER: tuple[Mutant, ...] = (
         tested(
             "tests/scheduler/loads/test_leases.py::test_an_id_that_comes_again_waits_for_the_load_of_the_one_before"
         ),
+    ),
+    Mutant(
+        "unpinned-in-part",
+        "a part of a pinned prefix can be unpinned, and the rest never",
+        (
+            Patch(
+                "kv_connector/scheduler/pins.py",
+                "        if name not in self._num_pins:\n",
+                "        if not all(self._grouped.tree.pins[node] for node in self._grouped.find(block_hashes, 0)):\n",
+            ),
+        ),
+        tested("tests/scheduler/test_half.py::test_a_prefix_is_unpinned_as_it_was_pinned_and_no_other_way"),
     ),
     Mutant(
         "watchdog-asleep",
