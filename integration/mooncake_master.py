@@ -18,7 +18,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from kv_connector.config import StorageConfig, parse_size
+from kv_connector.config import StorageConfig
+from kv_connector.values import parse_size
 
 HOST = "127.0.0.1"
 _START_SECONDS = 20.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import PeerRoute
-from .errors import ConfigError
+from .errors import ConfigError, KVConnectorError
 
 if TYPE_CHECKING:
     from .config import Config, PeerConfig, StorageConfig
@@ -27,9 +27,12 @@ logger = logging.getLogger("kv_connector.peer")
 
 
 def build_scheduler(config: Config, block_size: int, world_size: int = 1, **options: Any) -> SchedulerHalf:
-    """The scheduler half of one engine. `block_size` in tokens; `options` as for `SchedulerHalf`."""
+    """The scheduler half of one engine. `block_size` in tokens; `options` as for `SchedulerHalf`. Raises
+    KVConnectorError for a block size or a number of ranks that cannot be, ConfigError for settings."""
     from .scheduler import SchedulerHalf
 
+    _check_argument("block_size", block_size, 1)
+    _check_argument("world_size", world_size, 1)
     return SchedulerHalf(config, block_size, world_size, **options)
 
 
@@ -44,15 +47,23 @@ def build_worker(
     """The worker half of one rank; `options` as for `WorkerHalf`. Imports torch.
 
     `identity` and `engine_id` are those of the scheduler half: storage keeps the identity beside the blocks, and other
-    engines are told both.
+    engines are told both. Raises KVConnectorError for a rank that is none of `world_size`.
     """
     from .worker import WorkerHalf
 
+    _check_argument("world_size", world_size, 1)
+    _check_argument("rank", rank, 0, world_size - 1)
     if config.storage is not None:
         options["open_storage"] = partial(_open_storage, config.storage, identity, rank, world_size)
     if config.peer is not None:
         options["open_peers"] = partial(_open_peers, config.peer, identity, engine_id, rank, world_size)
     return WorkerHalf(config, rank, world_size, **options)
+
+
+def _check_argument(name: str, value: object, least: int, most: int | None = None) -> None:
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        raise KVConnectorError(f"{name}={value!r} cannot be: give an integer {limits}")
 
 
 def _open_storage(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import parse_size
 from .errors import ConfigError
 from .storage.filesystem.survey import PackFile, damaged_blocks, survey, temporary_files
+from .values import parse_size
 
 if TYPE_CHECKING:
     from .transfer.costs.curves import LinkCosts

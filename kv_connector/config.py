@@ -7,21 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from fractions import Fraction
 from typing import Any, TypeVar
 
 from .errors import ConfigError
+from .values import check_integer, choice, is_any_address, parse_size, shown
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
-}
-_E = TypeVar("_E", bound=Enum)
 _S = TypeVar("_S", "Config", "StorageConfig", "PeerConfig")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
 _HOST_AND_PORT = re.compile(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
 _LEAST_SEGMENT = 16 << 20
 _KEYS_OF_KIND = {
@@ -95,20 +86,6 @@ class Protocol(str, Enum):
     RDMA = "rdma"
 
 
-def parse_size(value: object, key: str = "size") -> int:
-    """Bytes from an int or from text such as `"16GiB"`, `"512 MB"` or `"1.5g"` (a bare letter is binary).
-
-    Raises ConfigError naming `key` where the text is not a size.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or (unit == 1 and "." in match[1]):
-        raise ConfigError(f'{key}={value!r} is not a size: give bytes as an integer or text such as "16GiB" or "512MB"')
-    return int(Fraction(match[1]) * unit)
-
-
 @dataclass(frozen=True, slots=True)
 class StorageConfig:
     """The storage tier. Sizes accept text such as `"200GiB"`.
@@ -145,47 +122,46 @@ class StorageConfig:
     max_backup_blocks: int = 4096
 
     def __post_init__(self) -> None:
-        if self.kind not in _KEYS_OF_KIND:
+        if not isinstance(self.kind, str) or self.kind not in _KEYS_OF_KIND:
             raise ConfigError(
-                f"storage.kind={self.kind!r} is unknown: give one of {', '.join(map(repr, _KEYS_OF_KIND))}"
+                f"storage.kind={shown(self.kind)} is unknown: give one of {', '.join(map(repr, _KEYS_OF_KIND))}"
             )
         for name in ("path", "master", "metadata", "devices", "hostname"):
             if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"storage.{name}={getattr(self, name)!r} is not text: give it in quotes")
+                raise ConfigError(f"storage.{name}={shown(getattr(self, name))} is not text: give it in quotes")
         for name in ("capacity", "segment_memory"):
             object.__setattr__(self, name, parse_size(getattr(self, name), f"storage.{name}"))
-        object.__setattr__(self, "protocol", _choice(Protocol, self.protocol, "storage.protocol"))
+        object.__setattr__(self, "protocol", choice(Protocol, self.protocol, "storage.protocol"))
         self._check_kind()
-        object.__setattr__(self, "prefetch", _choice(Prefetch, self.prefetch, "storage.prefetch"))
-        object.__setattr__(self, "backup", _choice(Backup, self.backup, "storage.backup"))
+        object.__setattr__(self, "prefetch", choice(Prefetch, self.prefetch, "storage.prefetch"))
+        object.__setattr__(self, "backup", choice(Backup, self.backup, "storage.backup"))
         for name, least in (("timeout_ms", 0), ("max_backup_blocks", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"storage.{name}={value!r} is too small: give an integer of at least {least}")
+            check_integer(f"storage.{name}", getattr(self, name), least, 1 << 31)
 
     def _check_kind(self) -> None:
         for part in fields(self):
             owner = next((kind for kind, names in _KEYS_OF_KIND.items() if part.name in names), self.kind)
             value = getattr(self, part.name)
             if owner != self.kind and value != part.default:
-                raise ConfigError(f"storage.{part.name}={value!r} is for kind {owner!r} only: leave it out")
+                given = value.value if isinstance(value, Enum) else value
+                raise ConfigError(f"storage.{part.name}={given!r} is for kind {owner!r} only: leave it out")
         if self.kind == "mooncake":
             if not _HOST_AND_PORT.fullmatch(self.master) or not 0 < int(self.master.rpartition(":")[2]) < 1 << 16:
                 raise ConfigError(f'storage.master={self.master!r}: give its host and port, such as "10.0.0.1:50051"')
+            if not self.metadata:
+                raise ConfigError("storage.metadata='': give the URL of a metadata server, or 'P2PHANDSHAKE'")
             if self.segment_memory < 0 or 0 < self.segment_memory < _LEAST_SEGMENT:
-                raise ConfigError(
-                    f"storage.segment_memory={self.segment_memory} is too small: give 0 or at least {_LEAST_SEGMENT}"
-                )
+                given = shown(self.segment_memory)
+                raise ConfigError(f"storage.segment_memory={given} is too small: give 0 or at least {_LEAST_SEGMENT}")
             return
         if not self.path:
             raise ConfigError(f"storage.path={self.path!r}: give the folder to keep blocks in")
         if self.capacity < 1:
-            raise ConfigError(f"storage.capacity={self.capacity!r} is too small: give an integer of at least 1")
+            raise ConfigError(f"storage.capacity={shown(self.capacity)} is too small: give at least 1")
 
 
 _PEER_KINDS = ("shared_memory", "nixl")
 _LEAST_SECRET = 16
-_ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +198,15 @@ class PeerConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in _PEER_KINDS:
-            raise ConfigError(f"peer.kind={self.kind!r} is unknown: give one of {', '.join(map(repr, _PEER_KINDS))}")
+            raise ConfigError(
+                f"peer.kind={shown(self.kind)} is unknown: give one of {', '.join(map(repr, _PEER_KINDS))}"
+            )
         for name in ("bind", "host", "secret", "secret_env"):
             if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"peer.{name} is not text: give it in quotes")
-        object.__setattr__(self, "role", _choice(PeerRole, self.role, "peer.role"))
-        object.__setattr__(self, "route", _choice(PeerRoute, self.route, "peer.route"))
+                given = "" if name == "secret" else f"={shown(getattr(self, name))}"
+                raise ConfigError(f"peer.{name}{given} is not text: give it in quotes")
+        object.__setattr__(self, "role", choice(PeerRole, self.role, "peer.role"))
+        object.__setattr__(self, "route", choice(PeerRoute, self.route, "peer.route"))
         object.__setattr__(self, "staging_memory", parse_size(self.staging_memory, "peer.staging_memory"))
         for name, least, most in (
             ("port", 0, 65_535),
@@ -237,23 +216,30 @@ class PeerConfig:
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise ConfigError(f"peer.{name}={value!r}: give an integer from {least} to {most}")
+                raise ConfigError(f"peer.{name}={shown(value)}: give an integer from {least} to {most}")
         self._check_address_and_secret()
 
     def _check_address_and_secret(self) -> None:
         if not self.host:
             object.__setattr__(self, "host", self.bind)
-        if self.host in _ANY_ADDRESS:
+        if is_any_address(self.host):
             raise ConfigError(
-                f"peer.host={self.host!r} is no address that others can reach, and bind={self.bind!r} is none either: "
-                "give this machine's address"
+                f"peer.host={self.host!r} is no address that others can reach: give this machine's, or give it as "
+                "peer.bind and leave this out"
             )
         if not self.secret:
+            if not _is_variable(self.secret_env):
+                raise ConfigError(
+                    f"peer.secret_env={self.secret_env!r} names no environment variable: give one such as "
+                    "'KV_CONNECTOR_PEER_SECRET', or give peer.secret"
+                )
             object.__setattr__(self, "secret", os.environ.get(self.secret_env, ""))
-        if len(self.secret) < _LEAST_SECRET:
+        num_characters = len(self.secret.strip())
+        if num_characters < _LEAST_SECRET:
             raise ConfigError(
-                f"peer.secret has {len(self.secret)} characters: give at least {_LEAST_SECRET}, or set "
-                f"{self.secret_env} to them, the same for all engines that talk to each other"
+                f"peer.secret has {num_characters} characters: give at least {_LEAST_SECRET}, or set "
+                f"{self.secret_env} to them, the same for all engines that talk to each other; blanks at its ends do "
+                "not count"
             )
 
     @property
@@ -317,12 +303,12 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("host_memory", "save_bandwidth", "layer_group_bytes", "staging_memory"):
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
-        object.__setattr__(self, "write_policy", _choice(WritePolicy, self.write_policy, "write_policy"))
-        object.__setattr__(self, "load_choice", _choice(LoadChoice, self.load_choice, "load_choice"))
-        object.__setattr__(self, "copy_path", _choice(PathName, self.copy_path, "copy_path"))
+        object.__setattr__(self, "write_policy", choice(WritePolicy, self.write_policy, "write_policy"))
+        object.__setattr__(self, "load_choice", choice(LoadChoice, self.load_choice, "load_choice"))
+        object.__setattr__(self, "copy_path", choice(PathName, self.copy_path, "copy_path"))
         for name in ("block_major", "pin_memory", "numa_bind", "trace_loads"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not a boolean: give true or false")
+                raise ConfigError(f"{name}={shown(getattr(self, name))} is not a boolean: give true or false")
         storage: object = self.storage
         if isinstance(storage, Mapping):
             object.__setattr__(self, "storage", _build(StorageConfig, storage, "storage."))
@@ -336,15 +322,14 @@ class Config:
         elif peer is not None and not isinstance(peer, PeerConfig):
             raise ConfigError(f'peer={peer!r} is not an object: give one such as {{"role": "producer", "port": 7100}}')
         if self.storage is not None and not self.host_memory:
-            raise ConfigError("storage needs host_memory: blocks come and go through the host's memory")
+            raise ConfigError(
+                "host_memory=0 is too small: storage needs host_memory for blocks to come and go through, give a size "
+                'such as "16GiB"'
+            )
         if not isinstance(self.calibration, str) or not self.calibration:
             raise ConfigError(f"calibration={self.calibration!r}: give 'auto', 'off' or the path of a file")
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r} is not an integer: give one of at least {least}")
-            if value < least:
-                raise ConfigError(f"{name}={value} is too small: give at least {least}")
+            check_integer(name, getattr(self, name), least, _MOST.get(name))
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> Config:
@@ -363,6 +348,7 @@ _LEAST = {
     "layer_group_bytes": 0,
     "staging_memory": 1 << 20,
 }
+_MOST = {"staging_memory": 1 << 40}
 
 
 def _build(kind: type[_S], settings: Mapping[str, Any], prefix: str = "") -> _S:
@@ -374,12 +360,8 @@ def _build(kind: type[_S], settings: Mapping[str, Any], prefix: str = "") -> _S:
     return kind(**settings)
 
 
-def _choice(kind: type[_E], value: object, key: str) -> _E:
-    try:
-        return kind(value)
-    except ValueError:
-        choices = ", ".join(repr(member.value) for member in kind)
-        raise ConfigError(f"{key}={value!r} is unknown: give one of {choices}") from None
+def _is_variable(name: str) -> bool:
+    return bool(name) and "=" not in name and "\0" not in name
 
 
 def _suggest(key: object, known: list[str]) -> str:

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from kv_connector import Config, KVConnectorError
-from kv_connector.config import PathName, WritePolicy, parse_size
+from kv_connector.build import build_scheduler, build_worker
+from kv_connector.config import PathName, PeerConfig, WritePolicy
 from kv_connector.errors import ConfigError
+from kv_connector.index import CacheIdentity
+from kv_connector.values import parse_size
+
+MOONCAKE = {"kind": "mooncake", "master": "10.0.0.1:50051"}
+FOLDER = {"path": "/data/kv", "capacity": "1GiB"}
+SECRET = {"secret": "sixteen or more characters"}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +60,64 @@ def test_what_is_not_a_size_is_refused_with_an_example(text: object) -> None:
 
 def test_the_largest_number_is_still_a_number() -> None:
     assert parse_size("9" * 400) == int("9" * 400)
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "1" * 1001 + "GiB", "0." + "1" * 5000 + "GiB"])
+def test_a_size_of_thousands_of_digits_is_refused_in_a_message_that_can_be_read(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(host_memory=text)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"host_memory='{text[:100]}")
+    assert "... is not a size: give bytes" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "[fd00::1]", "node-7.example", "1"])
+def test_peers_may_be_told_any_address_or_name(host: str) -> None:
+    assert PeerConfig(host=host, **SECRET).host == host
+
+
+def test_storage_needs_host_memory_to_come_and_go_through() -> None:
+    with pytest.raises(ConfigError, match=r"host_memory=0 is too small: storage needs .* give a size such as .16GiB"):
+        Config(storage=FOLDER)  # type: ignore[arg-type]
+
+
+def test_a_secret_is_long_enough_without_the_blanks_at_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file that ends in a new line leaves it in the environment. All sides must have the same one, as it is."""
+    monkeypatch.setenv("OUR_SECRET", "fifteen letters\n")
+    with pytest.raises(ConfigError, match=r"has 15 characters: .* or set OUR_SECRET to them, .* blanks at its ends do"):
+        PeerConfig(secret_env="OUR_SECRET")
+
+
+IDENTITY = CacheIdentity("m", "bf16", "NHD", 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_size": 0}, "block_size=0 cannot be: give an integer of at least 1"),
+        ({"block_size": 16.0}, "block_size=16.0 cannot be: give an integer of at least 1"),
+        ({"block_size": 16, "world_size": 0}, "world_size=0 cannot be: give an integer of at least 1"),
+    ],
+)
+def test_a_scheduler_half_that_cannot_be_is_not_built(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVConnectorError) as caught:
+        build_scheduler(Config(host_memory=1 << 20), identity=IDENTITY, **arguments)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "message"),
+    [
+        (0, 0, "world_size=0 cannot be: give an integer of at least 1"),
+        (2, 2, "rank=2 cannot be: give an integer from 0 to 1"),
+        (-1, 2, "rank=-1 cannot be: give an integer from 0 to 1"),
+        (0, True, "world_size=True cannot be: give an integer of at least 1"),
+    ],
+)
+def test_a_rank_that_is_none_of_the_engines_is_not_built(rank: int, world_size: int, message: str) -> None:
+    with pytest.raises(KVConnectorError) as caught:
+        build_worker(Config(host_memory=1 << 20), rank, world_size, identity=IDENTITY)
+    assert str(caught.value) == message
 
 
 def test_the_defaults_are_valid_and_keep_the_host_tier_off() -> None:
@@ -131,17 +196,24 @@ WRONG = [
     ({"save_bandwidth": -1}, "save_bandwidth=-1 is too small: give at least 0"),
     ({"save_bandwidth": "8GB/s"}, "save_bandwidth='8GB/s' is not a size"),
     ({"staging_memory": 0}, "staging_memory=0 is too small: give at least 1048576"),
+    ({"staging_memory": "2TiB"}, "staging_memory=2199023255552 is too large: give at most 1099511627776"),
+    ({"host_memory": -(10**5000)}, "host_memory=a number of thousands of digits is too small: give at least 0"),
 ]
 
 
-MOONCAKE = {"kind": "mooncake", "master": "10.0.0.1:50051"}
-FOLDER = {"path": "/data/kv", "capacity": "1GiB"}
 WRONG_STORAGE = [
     ({"kind": "redis"}, "storage.kind='redis' is unknown: give one of 'filesystem', 'mooncake'"),
+    ({"kind": []}, "storage.kind=[] is unknown: give one of 'filesystem', 'mooncake'"),
+    ({"kind": {}}, "storage.kind={} is unknown: give one of 'filesystem', 'mooncake'"),
     ({"capacity": 1}, "storage.path='': give the folder to keep blocks in"),
     ({"path": 1, "capacity": 1}, "storage.path=1 is not text: give it in quotes"),
-    ({"path": "/data/kv"}, "storage.capacity=0 is too small: give an integer of at least 1"),
-    (FOLDER | {"timeout_ms": -1}, "storage.timeout_ms=-1 is too small: give an integer of at least 0"),
+    ({"path": "/data/kv"}, "storage.capacity=0 is too small: give at least 1"),
+    (FOLDER | {"timeout_ms": -1}, "storage.timeout_ms=-1 is too small: give at least 0"),
+    (FOLDER | {"timeout_ms": "5"}, "storage.timeout_ms='5' is not an integer: give one of at least 0"),
+    (FOLDER | {"timeout_ms": 1 << 32}, "storage.timeout_ms=4294967296 is too large: give at most 2147483648"),
+    (FOLDER | {"max_backup_blocks": True}, "storage.max_backup_blocks=True is not an integer: give one of at least 1"),
+    (FOLDER | {"max_backup_blocks": 0}, "storage.max_backup_blocks=0 is too small: give at least 1"),
+    (FOLDER | {"protocol": "rdma"}, "storage.protocol='rdma' is for kind 'mooncake' only: leave it out"),
     (FOLDER | {"master": "a:1"}, "storage.master='a:1' is for kind 'mooncake' only: leave it out"),
     (MOONCAKE | {"path": "/data/kv"}, "storage.path='/data/kv' is for kind 'filesystem' only: leave it out"),
     (MOONCAKE | {"capacity": "1GiB"}, "storage.capacity=1073741824 is for kind 'filesystem' only: leave it out"),
@@ -153,6 +225,7 @@ WRONG_STORAGE = [
     (MOONCAKE | {"segment_memory": 4096}, "storage.segment_memory=4096 is too small: give 0 or at least 16777216"),
     (MOONCAKE | {"segment_memory": "lots"}, "storage.segment_memory='lots' is not a size"),
     (MOONCAKE | {"metadata": None}, "storage.metadata=None is not text"),
+    (MOONCAKE | {"metadata": ""}, "storage.metadata='': give the URL of a metadata server, or 'P2PHANDSHAKE'"),
     (MOONCAKE | {"mastre": "a:1"}, "unknown setting 'storage.mastre' (did you mean 'master'?)"),
 ]
 
@@ -164,7 +237,6 @@ def test_wrong_storage_is_refused_with_value_limit_and_fix(storage: dict[str, An
     assert message in str(caught.value)
 
 
-SECRET = {"secret": "sixteen or more characters"}
 WRONG_PEER = [
     ({}, "peer.secret has 0 characters: give at least 16, or set KV_CONNECTOR_PEER_SECRET to them"),
     ({"secret": "short"}, "peer.secret has 5 characters: give at least 16"),
@@ -176,7 +248,18 @@ WRONG_PEER = [
     (SECRET | {"timeout_ms": 0}, "peer.timeout_ms=0: give an integer from 1 to"),
     (SECRET | {"deadline_ms": "long"}, "peer.deadline_ms='long': give an integer from 1 to"),
     (SECRET | {"bind": "0.0.0.0"}, "peer.host='0.0.0.0' is no address that others can reach"),
-    (SECRET | {"bind": None}, "peer.bind is not text"),
+    (SECRET | {"bind": None}, "peer.bind=None is not text: give it in quotes"),
+    (SECRET | {"host": 7}, "peer.host=7 is not text: give it in quotes"),
+    (SECRET | {"host": "[::]"}, "peer.host='[::]' is no address that others can reach"),
+    (SECRET | {"host": "0"}, "peer.host='0' is no address that others can reach"),
+    (SECRET | {"host": " "}, "peer.host=' ' is no address that others can reach"),
+    (SECRET | {"bind": "0:0:0:0:0:0:0:0"}, "peer.host='0:0:0:0:0:0:0:0' is no address that others can reach"),
+    ({"secret": 5}, "peer.secret is not text: give it in quotes"),
+    ({"secret": " " * 16}, "peer.secret has 0 characters: give at least 16"),
+    ({"secret_env": ""}, "peer.secret_env='' names no environment variable: give one such as 'KV_CONNECTOR_PEER_SECR"),
+    ({"secret_env": "a=b"}, "peer.secret_env='a=b' names no environment variable"),
+    ({"secret_env": 5}, "peer.secret_env=5 is not text: give it in quotes"),
+    (SECRET | {"port": 10**5000}, "peer.port=a number of thousands of digits: give an integer from 0 to 65535"),
     (SECRET | {"staging_memory": "1KiB"}, "peer.staging_memory=1024: give an integer from 65536"),
     (SECRET | {"ports": 1}, "unknown setting 'peer.ports' (did you mean 'port'?)"),
 ]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from kv_connector.config import parse_size
+from kv_connector.values import parse_size
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -35,7 +35,7 @@ from integration.bench.vllm_engine import (
     unavailable,
 )
 from integration.report import Report, hardware
-from kv_connector.config import parse_size
+from kv_connector.values import parse_size
 
 OVER_OFFLOADING = {2048: 1.0, 8192: 0.85, 32768: 0.92}
 """Goals: a host hit of ours over one of OffloadingConnector, by tokens."""

@@ -63,7 +63,8 @@ class FilesystemStorage(ThreadedStorage):
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
         if capacity < room_bytes(1, block_bytes):
-            raise ValueError(f"capacity={capacity} bytes: one block takes {room_bytes(1, block_bytes)}, give more")
+            least = room_bytes(1, block_bytes)
+            raise ValueError(f"storage.capacity={capacity} is too small for one block: give at least {least}")
         super().__init__("filesystem", NUM_THREADS, _NUM_BATCHES, executor)
         self.folder = PackFolder(path, identity, block_bytes, capacity, clock)
         self.is_direct = _supports_direct(path)

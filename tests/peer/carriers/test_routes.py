@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kv_connector.build import open_transport
-from kv_connector.config import PeerConfig, PeerRoute, parse_size
+from kv_connector.config import PeerConfig, PeerRoute
 from kv_connector.errors import ConfigError
 from kv_connector.peer.base import PeerTransport
+from kv_connector.values import parse_size
 from tests.copies import copy_now
 from tests.peer.peers import IDENTITY, PIECES, Arrived, Lost, Pool, Pushed, Side, link_up, needs_nixl, push_all, until
 

@@ -296,7 +296,7 @@ def test_a_clock_that_goes_back_spoils_nothing(tmp_path: Path, monkeypatch: pyte
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="block_bytes=1000: give a multiple of 4096"):
         open_store(tmp_path, block_bytes=1000)
-    with pytest.raises(ValueError, match=r"capacity=100 bytes: one block takes 28672, give more"):
+    with pytest.raises(ValueError, match=r"storage.capacity=100 is too small for one block: give at least 28672"):
         open_store(tmp_path, capacity=100)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):

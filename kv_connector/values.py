@@ -1,0 +1,80 @@
+"""What a setting's value may be (layer 0): each check raises ConfigError with the value, the limit and the fix."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from enum import Enum
+from fractions import Fraction
+from typing import TypeVar
+
+from .errors import ConfigError
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
+}
+_E = TypeVar("_E", bound=Enum)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_LONGEST_SHOWN = 200
+_LONGEST_SIZE = 1000
+"""Characters of a size; Python itself refuses to read numbers of more than 4,300 digits."""
+
+
+def parse_size(value: object, key: str = "size") -> int:
+    """Bytes from an int or from text such as `"16GiB"`, `"512 MB"` or `"1.5g"` (a bare letter is binary).
+
+    Raises ConfigError naming `key` where the text is not a size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) and len(value) <= _LONGEST_SIZE else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or (unit == 1 and "." in match[1]):
+        raise ConfigError(
+            f'{key}={shown(value)} is not a size: give bytes as an integer or text such as "16GiB" or "512MB"'
+        )
+    return int(Fraction(match[1]) * unit)
+
+
+def choice(kind: type[_E], value: object, key: str) -> _E:
+    """The member with this value."""
+    try:
+        return kind(value)
+    except ValueError:
+        choices = ", ".join(repr(member.value) for member in kind)
+        raise ConfigError(f"{key}={shown(value)} is unknown: give one of {choices}") from None
+
+
+def check_integer(key: str, value: object, least: int, most: int | None = None) -> None:
+    """An integer within limits, both included."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{key}={shown(value)} is not an integer: give one of at least {least}")
+    if value < least:
+        raise ConfigError(f"{key}={shown(value)} is too small: give at least {least}")
+    if most is not None and value > most:
+        raise ConfigError(f"{key}={shown(value)} is too large: give at most {most}")
+
+
+def is_any_address(host: str) -> bool:
+    """Whether it stands for every address of a machine, or for none: in full, in brackets, or as short as "0"."""
+    host = host.strip().removeprefix("[").removesuffix("]")
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        pass
+    try:
+        return socket.inet_aton(host) == bytes(4)
+    except (OSError, ValueError):
+        return False
+
+
+def shown(value: object) -> str:
+    """A value in a message, however long it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write numbers of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
