@@ -77,7 +77,6 @@ class RequestTable:
         state.admission = self._num_admissions
         # Who has not lost its blocks comes with the same ones once more: what they hold is as old as it was.
         state.is_stale &= bool(state.tables)
-        state.awaits_load = False
         state.tables = [BlockTable(list(ids), may_save=not state.is_stale) for ids in block_ids]
         state.num_hit_blocks = num_hit_blocks
         state.is_newly_admitted = True

@@ -137,8 +137,7 @@ class LoadLeases:
             self._dropped.popleft()
         if job.request_id is not None:
             self._planner.end(job)
-            if self._job_of.get(job.request_id) == job.job_id:
-                del self._job_of[job.request_id]
+            self._job_of.pop(job.request_id, None)  # of this one: an id with a load under way is not looked up
         if ended.ok:
             self._num_loaded += job.num_blocks
             metrics.loaded_blocks += job.num_blocks
