@@ -69,6 +69,9 @@ class DeviceBlocks(Protocol):
         With several block groups a block's name is `index.group_key` of its hash and group.
         """
 
+    def forget(self, block_ids: Collection[int]) -> None:
+        """No request hits these blocks any more, whoever holds them: what they hold is not what their hashes say."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
@@ -105,9 +108,10 @@ class KVConnectorScheduler(ABC):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own `num_computed_tokens` can be loaded, and whether asynchronously.
 
-        Changes nothing and may be asked any number of times. `None` means "ask again in the next step". The blocks of
-        an asynchronous load are allocated at once; the request is scheduled when every rank's `get_finished` has named
-        it, and is not looked up again unless the load failed.
+        Admits nothing and may be asked any number of times; it may start storage look-ups, and notes the answer for
+        `update_state_after_alloc`. `None` means "ask again in the next step". The blocks of an asynchronous load are
+        allocated at once; the request is scheduled when every rank's `get_finished` has named it, and is not looked up
+        again unless the load failed.
         """
 
     @abstractmethod
@@ -148,7 +152,8 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def has_pending_push_work(self) -> bool:
-        """Whether copies are under way, so that an idle engine keeps stepping until they are reported."""
+        """Whether jobs are open or something waits to be planned, so that an idle engine keeps stepping until all is
+        reported."""
 
     @abstractmethod
     def has_pending_block_frees(self) -> bool:
@@ -172,11 +177,15 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def register_kv_caches(
-        self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int
+        self,
+        kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        num_blocks: int,
+        block_dims: Mapping[str, int] | None = None,
     ) -> None:
         """Name the cache tensors, by layer in the order of the forward pass; called once, before the first step.
 
         Every tensor that a block needs belongs here: keys, values, scales, draft layers. Any strides will do.
+        `block_dims` names, by layer, the dimension that counts blocks where sizes do not tell it. Raises LayoutError.
         """
 
     def handle_preemptions(self, plan: StepPlan) -> None:
@@ -211,7 +220,9 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose asynchronous load ended on this rank since the last call, and those of them that failed."""
+        """Requests whose asynchronous load, since the last call, ended on this rank, or was announced: its bytes may
+        still be arriving, and later steps wait for them. Unlike vLLM's (sending, receiving): (received, failed among
+        them)."""
 
     @abstractmethod
     def get_block_ids_with_load_errors(self) -> set[int]:

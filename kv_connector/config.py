@@ -49,7 +49,7 @@ class PathName(str, Enum):
 
 
 class LoadChoice(str, Enum):
-    """How hits are loaded: see `loads.py`."""
+    """How hits are loaded: see `scheduler/loads/choice.py`."""
 
     AUTO = "auto"
     SYNC = "sync"
@@ -65,7 +65,7 @@ class Prefetch(str, Enum):
 
 
 class Backup(str, Enum):
-    """When a block goes from the host to storage: see `backups.py`."""
+    """When a block goes from the host to storage: see `scheduler/storage/backups.py`."""
 
     ON_SAVE = "on_save"
     ON_EVICTION = "on_eviction"

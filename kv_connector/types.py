@@ -23,7 +23,8 @@ NO_BLOCK = -1
 
 
 class Tier(IntEnum):
-    """Where a copy of a block lies. The value indexes per-tier arrays."""
+    """Where a copy of a block lies. The value indexes per-tier arrays. STORAGE is reserved: what storage holds is not
+    tracked."""
 
     DEVICE = 0
     HOST = 1
@@ -153,17 +154,22 @@ class PeerJob:
 class StepPlan:
     """What the worker half does in one step; `build_connector_meta` makes it and every rank gets the same one.
 
-    `loads` are those of the step's requests, submitted before the forward pass, which waits for them; no request of
-    this step waits for `background_loads`. Those that will end soon are in `announced_loads`, by job id: their requests
-    are received as far as the engine is concerned, and the forward pass of a step that may read such blocks waits for
-    its `awaited_loads`. Saves are submitted after the forward pass: they may read blocks that it computes. With `fence`
-    blocks that copies of earlier steps use may be written by this step: they are waited for. `storage` jobs run beside
-    all of it, and no step waits for them; those in `cancelled_storage`, of this step or of earlier ones, need not be
-    done where they have not begun. `peer` jobs run beside the steps too: what a SEND offers is computed by the end of
-    this step. `withdrawn` KV transfers are offered no more, and those in `cancelled_peer` are received no more.
-    `reported_step` is the last step of which the scheduler half knew what every rank said when it made this plan: a
-    load that failed behind it was not known, so that what this step computes may rest on bytes that never came. A step
-    that not `computes` is there for what runs beside it: it may rest for a moment.
+    step: its number; counts from 1 on.
+    loads: of the step's requests, submitted before the forward pass, which waits for them.
+    saves: submitted after the forward pass, since they may read blocks that it computes.
+    background_loads: no request of this step waits for them.
+    announced_loads: ids of background loads that will end soon. Their requests are reported to the engine as received
+        in this step, before their bytes are known to be there.
+    awaited_loads: ids of announced loads that are still under way and that the step may read: it waits for them first.
+    fence: the step may write blocks that copies of earlier steps use: it waits for those first.
+    storage: jobs beside all of it; no step waits for them.
+    cancelled_storage: ids of storage jobs, of this step or of earlier ones, that need not be done if not yet begun.
+    peer: jobs beside the steps, too; what a SEND offers is computed by the end of this step.
+    withdrawn: ids of KV transfers that are offered no more.
+    cancelled_peer: ids of RECEIVE jobs that are wanted no more.
+    reported_step: the last step of which the scheduler half knew what every rank said when it made this plan. A load
+        that failed behind it was not known: what this step computes may rest on bytes that never came.
+    computes: without, the step is there for what runs beside it, and may rest for a moment.
     """
 
     step: int
@@ -204,7 +210,8 @@ class StepReport:
     belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, how many
     leading keys exist here. `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they
     may have changed, and `peer_counters` those of its links to other engines. `peer_port` is where those reach
-    this rank, 0 if nowhere.
+    this rank, 0 if nowhere. `lost_blocks` are device blocks that loads were to fill and have not, as the engine was
+    told since the report before, or is about to be.
     """
 
     step: int
@@ -223,3 +230,4 @@ class StepReport:
     storage_counters: tuple[tuple[str, float], ...] = ()
     peer_port: int = 0
     peer_counters: tuple[tuple[str, float], ...] = ()
+    lost_blocks: tuple[int, ...] = ()

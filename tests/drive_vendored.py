@@ -48,6 +48,9 @@ class Blocks:
     def next_reused(self, limit: int) -> list[tuple[int, bytes]]:
         return []
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        pass
+
 
 def step(scheduler: Any, worker: Any, scheduled: Sequence[Any] = ()) -> None:
     """One step of an engine, with plan and report pickled as between processes."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from integration import figures
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -77,3 +80,27 @@ def test_what_a_script_runs_is_there(script: Path) -> None:
 )
 def test_what_is_not_there_is_named(text: str, named: list[str]) -> None:
     assert missing(text) == named
+
+
+def test_figures_that_are_written_from_results_are_those_of_the_results() -> None:
+    written = "".join(path.read_text() for path in figures.documents())
+    assert {name for name in figures.WRITERS if f"<!-- figures: {name} -->" in written} == set(figures.WRITERS)
+    for path in figures.documents():
+        text = path.read_text()
+        assert text == figures.renewed(text), "run python -m integration.figures --write"
+
+
+def test_all_say_the_same_memory_of_a_cached_block() -> None:
+    texts = [path.read_text() for path in (*DOCUMENTS, ROOT / "kv_connector" / "index" / "tree.py")]
+    said = [int(number) for text in texts for number in re.findall(r"about (\d+) bytes", text)]
+    assert len(said) == 4 and len(set(said)) == 1
+    measured = json.loads((figures.RESULTS / "index.json").read_text())["claims"]["memory_per_cached_block"]["value"]
+    assert abs(said[0] - measured) < 0.01 * measured
+
+
+def test_a_figure_that_is_not_of_its_result_is_found() -> None:
+    text = "a\n  <!-- figures: mutants -->\n  all of them\n  <!-- end of figures -->\nb\n"
+    lines = figures.renewed(text).splitlines()
+    assert (lines[:2], lines[-2:]) == (["a", "  <!-- figures: mutants -->"], ["  <!-- end of figures -->", "b"])
+    assert "all of them" not in figures.renewed(text) and lines[2].startswith("  The last run of all")
+    assert figures.renewed(figures.renewed(text)) == figures.renewed(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from integration import figures
 from integration.bench import steps
 
 
@@ -19,5 +20,11 @@ def test_a_result_says_what_was_run_on_what(tmp_path: Path) -> None:
     assert result["commit"] is None or len(result["commit"].rstrip("+")) == 40
     assert set(result["hardware"]) == {"cpu", "cores", "memory_gib", "gpu", "driver", "link"}
     assert {row["case"] for row in result["rows"]} >= {"full host", "no room", "write_back", "riders", "reset", "evict"}
+    for row in result["rows"]:
+        names = ("p10", "p90") if row["count"] >= 10 else ("min", "max")  # few samples have no tenths
+        assert [name for name in row if name in ("p10", "p90", "min", "max")] == list(names)
+        assert row[names[0]] <= row["median"] <= row[names[1]]
+    assert set(result["claims"]) == set(figures.STEPS), "each claim has a line in README.md"
+    assert len(figures.steps(result)) > len(figures.STEPS)
     for claim in result["claims"].values():
         assert set(claim) == {"value", "goal", "unit", "better", "holds"}

@@ -4,10 +4,11 @@
     ABSENT --SWAP_IN--> SWAPPING_TO_DEVICE    --FILL--> RESIDENT      device: a load writes it
     ABSENT --SWAP_OUT-> SWAPPING_TO_HOST      --FILL--> RESIDENT      host: a save writes it
     ABSENT --FETCH----> LOADING_FROM_STORAGE  --FILL--> RESIDENT      host: storage writes it
-    ABSENT --BACK_UP--> BACKING_UP            --FILL--> RESIDENT      storage: a backup writes it
+    ABSENT --BACK_UP--> BACKING_UP            --FILL--> RESIDENT      storage: reserved
 
-A copy being written may FAIL back to ABSENT; a resident one may be EVICTed. A copy that somebody still reads or writes
-when it must go is DELETING, matched by nobody, until its last user lets go (FREE).
+Nothing makes copies on the tier STORAGE: storage is asked by hash, and what it holds is not tracked. A copy being
+written may FAIL back to ABSENT; a resident one may be EVICTed. A copy that somebody still reads or writes when it must
+go is DELETING, matched by nobody, until its last user lets go (FREE).
 """
 
 from __future__ import annotations

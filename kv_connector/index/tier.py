@@ -195,6 +195,7 @@ class CacheTier:
     # The names that `DeviceBlocks` has for the same things.
     touch = acquire
     free_blocks = release
+    forget = discard
 
     def unpin(self, nodes: Sequence[int]) -> None:
         """Undo one pin of each node; their copies may be evicted again."""

@@ -1,7 +1,8 @@
 """What a peer backend offers: links to other engines' ranks, short messages over them, and pushes of whole blocks.
 
     A (pushes)                                     B (is pushed to)
-    connect(host, port)  ---- handshake ---->      both get Connected: identities are equal, secrets are
+    connect(host, port)  ---- handshake ---->      both get Connected: identity and secret are equal, by the
+                                                   handshake
     send(link, body)     ---- message ------>      Message(link, body)
                          <--- message -------      grant(link, number, block_ids), send(link, body)
     push(link, push)     ---- blocks ------->      Arrived(link, number, first, count, regions): every byte is there

@@ -2,8 +2,9 @@
 
     arrived -> is_awaited, num_blocks (any number of times) -> admitted -> scheduled, preempted, admitted -> finished
 
-The half tells every companion of every event, in the order in which they were configured: one that has no use for an
-event says so in an empty method, and one that forgets it does not type-check.
+The half tells every companion of every event, peers before storage, but for arrivals: the first that claims a request
+is the last that hears of it. One that has no use for an event says so in an empty method, and one that forgets it does
+not type-check.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Companion(Protocol):
     """What the scheduler half tells and asks; it is the owner of its jobs, too."""
 
     def arrived(self, request: Request) -> bool:
-        """A request has arrived, or is looked up for the first time. True: it is this companion's alone."""
+        """A request has arrived, or is looked up once more. True: it is this companion's alone, and those behind are
+        not told."""
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether the request should wait for what is on its way to the host. Changes nothing."""

@@ -9,7 +9,7 @@ it, so a copy planned in a step can neither read nor overwrite what another copy
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -186,6 +186,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._budget.block_bytes = self._ranks.block_bytes
         self._ranks.fit_host()  # what a look-up has found needs room
         for report in reports:
+            if report.lost_blocks:
+                self._requests.lose(report.lost_blocks)
             self._ledger.take_in(report)
             self._leases.reported(report)
             self.metrics.count_copies(report)
@@ -215,6 +217,11 @@ class SchedulerHalf(KVConnectorScheduler):
         """The request is given up: called before `request_finished`, no other engine is told to continue it."""
         for companion in self._companions:
             companion.given_up(request_id)
+
+    def holding(self, block_ids: Collection[int]) -> list[str]:
+        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is
+        under way."""
+        return self._requests.holding(block_ids)
 
     # What an operator asks.
 

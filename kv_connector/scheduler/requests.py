@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -56,6 +56,18 @@ class RequestTable:
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
+
+    def holding(self, block_ids: Collection[int]) -> list[str]:
+        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is
+        under way."""
+        wanted = set(block_ids)
+        held = [(request_id, [t.block_ids for t in state.tables]) for request_id, state in self._states.items()]
+        lost = ((request_id, tables) for request_id, tables in self._leases.dropped_tables() if request_id in self)
+        return [i for i, tables in (*held, *lost) if any(not wanted.isdisjoint(ids) for ids in tables)]
+
+    def lose(self, block_ids: Sequence[int]) -> None:
+        """Loads were to fill these blocks and have not: see `LoadLeases.lose`."""
+        self._leases.lose(block_ids, [[table.block_ids for table in state.tables] for state in self])
 
     def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_hit_blocks: int) -> RequestState:
         """The request has these device blocks, by group, whatever it had before."""
@@ -115,6 +127,7 @@ class RequestTable:
                 table.unsaved.clear()
 
     def _drop_blocks(self, state: RequestState) -> None:
+        self._leases.dropped(state.request.request_id, [table.block_ids for table in state.tables])
         if state.load is not None:
             self._leases.drop(state.load)
             state.load = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ..base import DeviceBlocks
@@ -35,6 +35,10 @@ class DevicePool:
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
         """As `DeviceBlocks.next_reused`."""
         return self._bound.next_reused(limit)
+
+    def forget(self, block_ids: Collection[int]) -> None:
+        """As `DeviceBlocks.forget`."""
+        self._bound.forget(block_ids)
 
     @property
     def _bound(self) -> DeviceBlocks:

@@ -1,4 +1,4 @@
-"""Copies that no rank reports any more: said once, and nothing new is asked of a link that hangs."""
+"""Copies that some rank has not reported for a minute: logged once, and nothing new is asked of a link that hangs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Arrivals:
         self._waits: dict[tuple[str, int], _Wait] = {}  # by request and admission
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._invalid_blocks: set[int] = set()
+        self.invalid_blocks: set[int] = set()  # device blocks that hold what nobody may use, and that were not taken
         self._has_failed_in_step = False
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class Arrivals:
             return False
         device_ids = () if ok else job.device_ids.tolist()
         if job.request_id is None:
-            self._invalid_blocks.update(device_ids)
+            self.invalid_blocks.update(device_ids)
             self._has_failed_in_step |= not ok
             return not ok
         wait = self._waits[job.request_id, job.admission]
@@ -85,8 +85,8 @@ class Arrivals:
 
     def take_invalid_blocks(self) -> tuple[set[int], bool]:
         """Device blocks that hold what nobody may use, since the last call, and whether steps were to read some."""
-        invalid = self._invalid_blocks, self._has_failed_in_step
-        self._invalid_blocks, self._has_failed_in_step = set(), False
+        invalid = self.invalid_blocks, self._has_failed_in_step
+        self.invalid_blocks, self._has_failed_in_step = set(), False
         return invalid
 
     def open_jobs(self) -> Collection[int]:
@@ -99,5 +99,5 @@ class Arrivals:
             if wait.lost and self._fails_by_request:
                 self._failed.add(wait.request_id)
                 return
-        self._invalid_blocks |= wait.lost
+        self.invalid_blocks |= wait.lost
         self._has_failed_in_step |= wait.is_announced and bool(wait.lost)

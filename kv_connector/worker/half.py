@@ -73,6 +73,7 @@ class WorkerHalf(KVConnectorWorker):
         self._arrivals = Arrivals(fails_by_request)
         self._handed: list[EndedPeerJob] = []  # peer jobs to be reported
         self._distrusted_step = -1  # the last in which a load failed that steps may have computed on
+        self._lost_blocks: set[int] = set()  # load errors that were told since the last report
         self.has_failed_in_step = False  # of the load errors told last, some are of blocks that a step was to read
         self._completed: list[Completion] = []
         self._mark: Event | None = None  # where background loads may start
@@ -187,6 +188,7 @@ class WorkerHalf(KVConnectorWorker):
     def get_block_ids_with_load_errors(self) -> set[int]:
         self._poll()
         block_ids, self.has_failed_in_step = self._arrivals.take_invalid_blocks()
+        self._lost_blocks |= block_ids
         return block_ids
 
     def build_connector_worker_meta(self) -> StepReport:
@@ -194,6 +196,7 @@ class WorkerHalf(KVConnectorWorker):
         completed, self._completed = self._completed, []
         stored = self._storage.poll() if self._storage is not None else []
         handed, self._handed = self._handed, []
+        lost_blocks, self._lost_blocks = self._lost_blocks | self._arrivals.invalid_blocks, set()
         loaded = [c for c in completed if c.direction is Direction.LOAD]
         if not all(c.ok for c in loaded):
             self._distrusted_step = self._step  # the engine hears of it with this report, and not before
@@ -216,6 +219,7 @@ class WorkerHalf(KVConnectorWorker):
             storage_counters=self._storage.counters() if self._storage is not None and stored else (),
             peer_port=self._peers.port if self._peers is not None else 0,
             peer_counters=self._peers.counters() if self._peers is not None else (),
+            lost_blocks=tuple(sorted(lost_blocks)),
         )
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""The worker half's KV transfers (layer 1): which layers of a step are ready to be sent, and what has ended."""
+"""The worker half's KV transfers (layer 2): which layers of a step are ready to be sent, and what has ended."""
 
 from __future__ import annotations
 

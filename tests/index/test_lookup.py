@@ -11,16 +11,8 @@ from kv_connector.types import BlockHash, Tier
 HASHES = [BlockHash(bytes([index]) * 32) for index in range(12)]
 
 
-@given(
-    windows=st.lists(st.one_of(st.none(), st.integers(1, 4)), min_size=1, max_size=3),
-    held=st.lists(st.sets(st.integers(0, 11)), min_size=3, max_size=3),
-    first=st.integers(0, 4),
-    stop=st.integers(0, 12),
-)
-def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
-    windows: list[int | None], held: list[set[int]], first: int, stop: int
-) -> None:
-    windows = sorted(windows, key=lambda window: window is not None)
+def host_with(windows: list[int | None], held: list[set[int]]) -> tuple[GroupedTree, CacheTier]:
+    """A host that holds these blocks, by group."""
     grouped = GroupedTree(PrefixTree(), [BlockGroup(window) for window in windows])
     tier = CacheTier(grouped.tree, Tier.HOST, 64)
     for group, blocks in enumerate(held[: len(windows)]):
@@ -31,20 +23,59 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
             tier.attach(block_ids, [node], Event.SWAP_OUT)
             tier.fill(block_ids)
             tier.release(block_ids)
+    return grouped, tier
+
+
+@st.composite
+def mostly_held(draw: st.DrawFn) -> list[set[int]]:
+    """Of three groups all twelve blocks but a few: of random ones two windows are hardly ever whole."""
+    lost = draw(st.lists(st.sets(st.integers(0, 11), max_size=5), min_size=3, max_size=3))
+    return [set(range(12)) - blocks for blocks in lost]
+
+
+@given(
+    windows=st.lists(st.one_of(st.none(), st.integers(1, 4)), min_size=1, max_size=3),
+    held=st.one_of(mostly_held(), st.lists(st.sets(st.integers(0, 11)), min_size=3, max_size=3)),
+    first=st.integers(0, 4),
+    stop=st.integers(0, 12),
+)
+def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
+    windows: list[int | None], held: list[set[int]], first: int, stop: int
+) -> None:
+    windows = sorted(windows, key=lambda window: window is not None)
+    grouped, tier = host_with(windows, held)
 
     def serves(end: int) -> bool:
         starts = [first if window is None else max(first, end - window) for window in windows]
         return all(set(range(start, end)) <= held[group] for group, start in enumerate(starts))
 
-    expected = max((end for end in range(first, max(first, stop) + 1) if serves(end)), default=first) - first
-    lookup = Lookup(grouped, tier)
-    assert lookup.find(HASHES, first, stop) == expected
-    hit = lookup.hit(HASHES, first, expected)
-    for group, (indices, nodes) in enumerate(zip(hit.indices, hit.nodes, strict=True)):
-        assert [grouped.tree.hash_of(node) for node in nodes] == [group_key(HASHES[i], group) for i in indices]
-    assert Lookup(grouped, tier, drop_last_block=True).find(HASHES, first, stop) <= max(0, expected - bool(expected))
+    def longest(most: int) -> int:
+        """Blocks of the longest prefix of up to so many that every group holds what it needs of."""
+        return max(num_blocks for num_blocks in range(most + 1) if serves(first + num_blocks))
+
+    expected = longest(max(0, stop - first))
+    for drops, num_blocks in ((False, expected), (True, longest(max(0, expected - 1)))):
+        lookup = Lookup(grouped, tier, drop_last_block=drops)
+        assert lookup.find(HASHES, first, stop) == num_blocks
+        hit = lookup.hit(HASHES, first, num_blocks)
+        for group, (indices, nodes) in enumerate(zip(hit.indices, hit.nodes, strict=True)):
+            assert [grouped.tree.hash_of(node) for node in nodes] == [group_key(HASHES[i], group) for i in indices]
     grouped.tree.check()
     tier.check()
+
+
+def test_a_hit_that_ends_earlier_for_one_window_is_whole_for_the_others() -> None:
+    """Full attention has six blocks. The window of one has its block for prefixes of two and of six, and the window of
+    two has its blocks for prefixes of up to four: cut to four for the second, the hit is not whole for the first."""
+    grouped, tier = host_with([None, 1, 2], [{0, 1, 2, 3, 4, 5}, {1, 5}, {0, 1, 2, 3}])
+    assert Lookup(grouped, tier).find(HASHES, 0, 6) == 2
+
+
+def test_what_is_left_without_the_last_block_is_whole_for_every_window() -> None:
+    """A window of one has the blocks that end prefixes of one and of four: three blocks are no hit."""
+    grouped, tier = host_with([None, 1], [{0, 1, 2, 3}, {0, 3}])
+    assert Lookup(grouped, tier).find(HASHES, 0, 4) == 4
+    assert Lookup(grouped, tier, drop_last_block=True).find(HASHES, 0, 4) == 1
 
 
 @given(group=st.integers(0, 9))

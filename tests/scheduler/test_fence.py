@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from kv_connector.config import Config
 from kv_connector.scheduler import SchedulerHalf
-from tests.scheduler.test_half import Asked, admit, make_half, run, save
+from kv_connector.types import StepReport
+from tests.scheduler.test_half import Asked, ForeignBlocks, admit, make_half, report, run, save
 
 FAR = {
     "do_remote_prefill": True,
@@ -50,3 +52,30 @@ def test_the_first_step_that_writes_waits_and_no_other(what: str) -> None:
     assert (bool(plan.background_loads), bool(plan.peer)) == (what == "loads", what == "receives")
     assert plan.fence
     assert not run(half).fence
+
+
+def test_an_engine_that_goes_idle_again_before_any_step_still_waits() -> None:
+    """A request comes and is aborted before it is scheduled: that no copy was pinned at its end says nothing of those
+    that were let go of before."""
+    half = idle_with_a_save()
+    aborted = Asked("aborted", list(range(300, 309)))
+    admit(half, aborted, 20)
+    half.request_finished(aborted)
+    request = Asked("next", list(range(200, 209)))
+    admit(half, request)
+    assert run(half, request).fence, "the save still reads blocks 0 and 1"
+
+
+def test_an_engine_that_writes_to_blocks_before_any_fence_has_them_pinned() -> None:
+    """One that zeroes blocks as it hands them out: no step's wait comes in front of that."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through"})
+    half, blocks = SchedulerHalf(config, 4, unpins_when_idle=False), ForeignBlocks()
+    half.bind_block_pool(blocks)
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=10)])
+    request = Asked("last", list(range(9)))
+    admit(half, request)
+    plan = run(half, request)
+    half.request_finished(request)
+    assert blocks.pins() == {0: 1, 1: 1}
+    report(half, plan)
+    assert blocks.pins() == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -45,6 +45,7 @@ class ForeignBlocks:
         self.pool.allocate(100)
         self.order: list[tuple[int, BlockHash]] = []
         self.looked_ahead = 0
+        self.forgotten: set[int] = set()
 
     def touch(self, block_ids: Sequence[int]) -> None:
         self.pool.acquire(block_ids)
@@ -55,6 +56,9 @@ class ForeignBlocks:
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
         self.looked_ahead = limit
         return self.order[:limit]
+
+    def forget(self, block_ids: Collection[int]) -> None:
+        self.forgotten |= set(block_ids)
 
     def pins(self) -> dict[int, int]:
         return {b: self.pool.refs(b) - 1 for b in self.pool.live_ids() if self.pool.refs(b) > 1}

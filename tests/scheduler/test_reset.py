@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kv_connector.base import SchedulerOutput
 from kv_connector.types import StepReport
 from tests.scheduler.test_half import Asked, admit, make_half, report, run, save
 
@@ -115,4 +116,25 @@ def test_a_reset_is_done_beside_a_load_that_a_step_waits_for() -> None:
     request = Asked("hit", list(range(9)))
     assert admit(half, request) == 8
     assert run(half, request, computed=8).loads
+    assert half.reset_cache()
+
+
+def test_a_reset_does_not_wait_for_a_load_of_blocks_that_were_lost() -> None:
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    admit(half, Asked("hit", list(range(9))))
+    run(half)
+    assert not half.reset_cache()
+    half.build_connector_meta(SchedulerOutput((), {"hit"}))
+    assert half.reset_cache()
+
+
+def test_a_reset_does_not_wait_for_a_load_that_the_engine_did_not_take() -> None:
+    """It was offered one in the background, and computes the prompt."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    request = Asked("hit", list(range(9)))
+    assert half.get_num_new_matched_tokens(request, 0) == (8, True)
+    half.update_state_after_alloc(request, [[0, 1, 2]], 0, 0)
+    run(half, request)
     assert half.reset_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -42,6 +42,8 @@ class Device:
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
         self.num_looked_at = limit
         return self.order[:limit]
+
+    def forget(self, block_ids: Collection[int]) -> None: ...
 
 
 class Engine:

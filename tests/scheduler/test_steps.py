@@ -110,6 +110,30 @@ def test_a_step_without_requests_does_not_end_the_drafts_of_the_one_before() -> 
     assert background_load(half, [0, 1, 2]).num_guarded == 2
 
 
+def test_blocks_of_every_group_that_a_step_writes_are_guarded() -> None:
+    """The request ends, and a load in the background is given a block of its window that the step still writes."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through", "load_choice": "async"})
+    groups = (BlockGroup(), BlockGroup(window_blocks=1))
+    half = SchedulerHalf(config, 4, groups=groups, fails_by_block=False)  # it waits for every load, by request
+    half.bind_block_pool(ForeignBlocks())
+    reported(half, 0)
+    warm = Asked("warm", list(range(9)))
+    half.update_state_after_alloc(warm, [[40, 41, 42], [50, 51, 52]], 0, 0)
+    report(half, run(half, warm))
+    half.request_finished(warm)
+    writes = Asked("writes", list(range(100, 109)))
+    half.get_num_new_matched_tokens(writes, 0)
+    half.update_state_after_alloc(writes, [[0, 1, 2], [10, 11, 12]], 0, 0)
+    run(half, writes)
+    half.request_finished(writes)
+    hit = Asked("hit", list(range(9)))
+    assert half.get_num_new_matched_tokens(hit, 0) == (8, True)
+    half.update_state_after_alloc(hit, [[30, 31, 32], [33, 11, 34]], 0, 8)
+    (job,) = half.build_connector_meta(SchedulerOutput()).background_loads
+    assert job.device_ids.tolist() == [30, 31, 11]
+    assert job.num_guarded == 1
+
+
 def test_a_block_that_has_left_its_window_by_drafts_in_flight_is_not_saved() -> None:
     """The engine counts the drafts as computed, and has given the block to another request of the same step."""
     config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through"})

@@ -6,7 +6,7 @@ import pytest
 
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.watchdog import OVERDUE_SECONDS
-from kv_connector.types import CopyJob
+from kv_connector.types import CopyJob, StepPlan
 from tests.scheduler.test_half import Asked, Clock, admit, make_half, report, run, save
 
 
@@ -28,10 +28,33 @@ def test_while_a_copy_hangs_requests_are_computed_and_nothing_is_saved(caplog: p
     for _ in range(3):
         run(half)
         assert half.get_num_new_matched_tokens(rider, 0) == (0, False)
-    half.update_state_after_alloc(rider, [[10, 11, 12]], 0, 0)
-    assert run(half, rider).saves == ()
+    new = Asked("new", list(range(500, 509)))  # nothing of it is on the host
+    half.update_state_after_alloc(new, [[10, 11, 12]], 0, 0)
+    assert run(half, new).saves == ()
     (said,) = [record.getMessage() for record in caplog.records]
     assert f"job {load.job_id}" in said and "rank(s) 0" in said
+
+
+def test_while_a_copy_hangs_nothing_is_saved_before_its_block_is_reused() -> None:
+    """Under write_back: each such save would pin blocks that a rank which says nothing may never give back."""
+    half, blocks = make_half(load_choice="async", write_policy="write_back")
+    warm, next_in_line = Asked("warm", list(range(9))), Asked("next", list(range(700, 709)))
+    for request, first_block in ((warm, 40), (next_in_line, 60)):
+        admit(half, request, first_block)
+        report(half, run(half, request))
+        half.request_finished(request)
+    blocks.order = [(41, warm.block_hashes[1]), (40, warm.block_hashes[0])]
+    report(half, run(half))
+    blocks.order = []
+    admit(half, Asked("waits", warm.tokens))
+    (load,) = run(half).background_loads
+    clock = half._shared.clock
+    assert isinstance(clock, Clock)
+    clock.now += OVERDUE_SECONDS + 1
+    blocks.order = [(61, next_in_line.block_hashes[1]), (60, next_in_line.block_hashes[0])]
+    assert run(half).saves == ()
+    report(half, StepPlan(half._step, loads=(load,)))
+    assert [job.num_blocks for job in run(half).saves] == [2]
 
 
 def test_an_engine_that_is_short_of_blocks_does_not_wait_for_a_copy_that_hangs() -> None:

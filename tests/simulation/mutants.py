@@ -172,10 +172,10 @@ def main(mutants: Sequence[Mutant] = MUTANTS) -> int:
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]], verdicts: Counter[object]) -> None:
-    num_run = len(rows) - verdicts["skipped"]
     report = Report("mutants", list(rows))
-    report.claim("mutants_caught", verdicts["caught"], num_run, "mutants", "higher")
-    report.claim("mutants_total", num_run, 1, "mutants", "higher")
+    report.claim("mutants_caught", verdicts["caught"], len(rows), "mutants", "higher")
+    for verdict in ("survived", "unsound", "skipped"):
+        report.claim(f"mutants_{verdict}", verdicts[verdict], 0, "mutants", "lower")
     report.write(path)
 
 

@@ -10,7 +10,7 @@ request's own hold.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kv_connector.index import group_key
 from kv_connector.types import BlockHash
@@ -146,3 +146,7 @@ class ConnectorView:
 
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
         return self._pool.next_reused(limit)
+
+    def forget(self, block_ids: Collection[int]) -> None:
+        for block in block_ids:
+            self._pool.forget(block)

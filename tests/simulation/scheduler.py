@@ -8,7 +8,7 @@ connector through `kv_connector.base` alone, with the calls in vLLM's order.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.scheduler import SchedulerHalf
@@ -288,6 +288,8 @@ class SchedulerModel:
                 self._fail_receiving(request)
         invalid = set().union(*(result.invalid for result in results))
         affected = self._handle_invalid(invalid, [*step.items, *later]) if invalid else set()
+        # Preempted by the plan of the next step: vLLM overlooks those, and our adapter ends it then.
+        affected |= {i.request for i in step.items if any(not invalid.isdisjoint(table) for table in i.tables)}
         for item in step.items:
             self._take_output(item, item.request in affected)
         if not self.config.reports_apart:
@@ -396,16 +398,16 @@ class SchedulerModel:
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
 
     def _handle_invalid(self, invalid: set[int], under_way: Sequence[Item]) -> set[SimulatedRequest]:
-        """Blocks that a load has not filled: who holds them computes again, and no output of this step counts."""
+        """Blocks that a load has not filled: who holds them computes again, and no output of this step counts.
+
+        What others may hit stays as it is, as in vLLM, for the connector to forget; an engine that takes its reports in
+        later has to forget it at once.
+        """
         self.met["load of the step failed"] += 1
         affected = set()
         size = self.config.block_size
-        for item in under_way:  # of requests that were aborted meanwhile, too, which vLLM overlooks
-            first = min((t.index(b) for t in item.tables for b in invalid.intersection(t)), default=None)
-            for block in () if first is None else [block for table in item.tables for block in table[first:]]:
-                self.pool.forget(block)
-        for block in invalid:
-            self.pool.forget(block)
+        if self.config.reports_apart:
+            self._forget_behind(invalid, [*(i.tables for i in under_way), *(r.tables for r in self.requests)])
         for request in [*self.holding, *self.running]:
             first = min((t.index(b) for t in request.tables for b in invalid.intersection(t)), default=None)
             if first is None:
@@ -414,13 +416,8 @@ class SchedulerModel:
                 self._fail_receiving(request)
                 continue
             affected.add(request)
-            for group, table in enumerate(request.tables):
-                for block in table[first:]:
-                    if block != NULL_BLOCK:
-                        self.pool.forget(block)
-                request.num_named[group] = min(request.num_named[group], first)
             if request.status is not Status.RUNNING:
-                # vLLM overlooks those: received, and waiting for room (see `_promote`).
+                # Received, and waiting for room (see `_promote`): vLLM overlooks those, and our adapter ends it then.
                 self.met["asynchronous load failed behind its announcement"] += 1
                 self.holding.remove(request)
                 self.blocks.free(request)
@@ -436,6 +433,14 @@ class SchedulerModel:
                 self.running.remove(request)
                 self._preempt(request, drops_stale=True)
         return affected
+
+    def _forget_behind(self, invalid: set[int], requests: Iterable[Sequence[list[int]]]) -> None:
+        for tables in requests:
+            first = min((t.index(b) for t in tables for b in invalid.intersection(t)), default=None)
+            for block in () if first is None else {block for table in tables for block in table[first:]}:
+                self.pool.forget(block)
+        for block in invalid:
+            self.pool.forget(block)
 
     def _reserved(self) -> int:
         """Blocks that prefills under way will still take."""

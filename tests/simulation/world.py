@@ -145,13 +145,13 @@ class World:
 
     def _count_config(self, engine: Engine) -> None:
         config, met = engine.config, self.met
-        met["worlds"] += 1
-        met["worlds asynchronous with drafts"] += config.asynchronous and config.num_drafts > 0
-        met["worlds with ranks"] += config.num_ranks > 1
+        met["engines"] += 1
+        met["engines asynchronous with drafts"] += config.asynchronous and config.num_drafts > 0
+        met["engines with ranks"] += config.num_ranks > 1
         met["engines that remember little"] += config.most_remembered is not None
-        met["worlds with pipelines"] += config.pipeline
-        met["worlds with windows"] += len(config.windows) > 1
-        met[f"worlds with {config.write_policy.value}"] += 1
+        met["engines with pipelines"] += config.pipeline
+        met["engines with windows"] += len(config.windows) > 1
+        met[f"engines with {config.write_policy.value}"] += 1
         if config.role is not None:
             met[f"engines that are {config.role.value}"] += 1
             met[f"worlds with {self.outside.carrier}"] += engine.index == 0

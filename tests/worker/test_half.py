@@ -141,6 +141,31 @@ def test_a_step_with_a_failed_load_saves_nothing(device: torch.device) -> None:
     worker.shutdown()
 
 
+def test_lost_blocks_are_reported_with_the_load_that_lost_them(device: torch.device) -> None:
+    """The scheduler half forgets what else lies behind them, for which it looks while the load is open."""
+    worker, _ = make_worker(device)
+    step(worker, StepPlan(1, (job(1, Direction.LOAD, 2, 10**6),)))
+    worker._completed += worker._transfer.drain()
+    assert worker.get_block_ids_with_load_errors() == {2}
+    report = worker.build_connector_worker_meta()
+    assert (report.failed, report.lost_blocks) == ((1,), (2,))
+    worker._arrivals.begin([job(2, Direction.LOAD, 3, 5)])
+    assert worker.get_block_ids_with_load_errors() == set()
+    worker._end_load(2, ok=False)  # polled behind the engine's question
+    assert worker.build_connector_worker_meta().lost_blocks == (3,)
+    assert worker.get_block_ids_with_load_errors() == {3}
+    worker.shutdown()
+
+
+def test_a_save_is_submitted_once_however_often_it_is_waited_for(device: torch.device) -> None:
+    """An engine may call it at the end of the model and at the end of the step."""
+    worker, _ = make_worker(device)
+    step(worker, StepPlan(1, saves=(job(1, Direction.SAVE, 0, 5),)))
+    worker.wait_for_save()
+    assert finish(worker) == ((1,), (), set())
+    worker.shutdown()
+
+
 def test_empty_steps_report_too(device: torch.device) -> None:
     worker, _ = make_worker(device)
     step(worker, StepPlan(7))
@@ -248,6 +273,22 @@ def test_a_step_that_awaits_a_load_that_failed_saves_nothing(late_worker: Worker
     step(late_worker, StepPlan(2, saves=(job(2, Direction.SAVE, 0, 0),), awaited_loads=(1,)))
     assert late_worker.get_block_ids_with_load_errors() == {1}
     assert finish(late_worker) == ((), (1, 2), set())
+
+
+def test_a_step_planned_before_an_announced_load_was_known_to_fail_saves_nothing(late_worker: WorkerHalf) -> None:
+    """The load has failed and ended before the step that awaits it: no copy is waited for that would say so."""
+    late_worker._transfer._queues[Direction.LOAD].paths[0].num_loads = 0  # type: ignore[attr-defined]
+    step(late_worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
+    assert late_worker.get_finished() == ({"r1"}, set())
+    assert late_worker.build_connector_worker_meta().failed == ()
+    submit_all(late_worker._transfer)
+    step(late_worker, StepPlan(2))
+    late_worker.get_finished()
+    assert late_worker.build_connector_worker_meta().failed == (1,), "the engine hears of it with this report"
+    step(late_worker, StepPlan(3, saves=(job(2, Direction.SAVE, 0, 0),), awaited_loads=(1,), reported_step=1))
+    assert finish(late_worker)[:2] == ((), (2,))
+    step(late_worker, StepPlan(4, saves=(job(3, Direction.SAVE, 0, 0),), reported_step=2))
+    assert finish(late_worker)[:2] == ((3,), ())
 
 
 def test_a_layer_that_was_never_seen_to_wait_is_waited_for_in_front_of_the_step(

@@ -83,6 +83,33 @@ def test_what_a_step_computes_leaves_with_it() -> None:
     producer.worker.shutdown()
 
 
+def test_of_each_part_of_a_prompt_no_layer_leaves_before_it_is_computed() -> None:
+    """A prompt of two steps: that the first step has computed a layer says nothing of the second's blocks."""
+    producer = Producer()
+    first = PeerJob(1, PeerAction.SEND, "t", 0, np.array([2]), names=b"".join(NAMES))
+    assert producer.step(StepPlan(1, peer=(first,))) == [0, PIECE, 2 * PIECE]
+    before = producer.num_sent()
+    assert before == 3 * PIECE
+    producer.worker.get_finished()
+    producer.worker.build_connector_worker_meta()
+    second = PeerJob(2, PeerAction.SEND, "t", 1, np.array([3]))
+    sent = producer.step(StepPlan(2, peer=(second,), reported_step=1))
+    assert [num_bytes - before for num_bytes in sent] == [0, PIECE, 2 * PIECE]
+    producer.worker.shutdown()
+
+
+def test_a_prompt_that_is_withdrawn_and_offered_anew_in_one_step_is_offered() -> None:
+    """A request that is preempted and admitted again between two steps: the plan has both."""
+    producer = Producer()
+    first = PeerJob(1, PeerAction.SEND, "t", 0, np.array([2]), names=b"".join(NAMES))
+    producer.step(StepPlan(1, peer=(first,)))
+    producer.step(StepPlan(2, peer=(send(2),), withdrawn=("t",), reported_step=1))
+    producer.num_sent()
+    producer.worker.get_finished()
+    assert 2 not in producer.worker.build_connector_worker_meta().failed
+    producer.worker.shutdown()
+
+
 @pytest.mark.parametrize("is_planned_ahead", [False, True])
 def test_no_layer_leaves_of_a_step_that_rests_on_a_load_that_failed(is_planned_ahead: bool) -> None:
     """In the step itself, or in the one in front of it, which the engine had not heard of."""

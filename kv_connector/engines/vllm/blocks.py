@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
@@ -50,6 +50,9 @@ class PoolBlocks:
             block = block.next_free_block
             limit -= 1
         return cached
+
+    def forget(self, block_ids: Collection[int]) -> None:
+        self._pool.evict_blocks(set(block_ids))
 
     def _reset_prefix_cache(self) -> bool:
         """As vLLM's, but only blocks that requests hold make it refuse.

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from ...build import build_scheduler
 from ...config import Config
-from ...errors import ConfigError
+from ...errors import ConfigError, KVConnectorError
 from .blocks import PoolBlocks
 from .events import EventFeed
 from .specs import EngineShape
@@ -114,6 +114,16 @@ class SchedulerRole:
         return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids, told)))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Raises KVConnectorError where a request would continue with bytes that never came. When a load fails vLLM
+        looks for its request among those that load or run: not where the load was announced and the request waits for
+        room, nor where the next step's plan has preempted it."""
+        if output.invalid_block_ids:
+            for request_id in self.half.holding(output.invalid_block_ids):
+                if _is_overlooked(self._live[request_id]):
+                    raise KVConnectorError(
+                        f"the load of request {request_id} failed twice, and vLLM, which has no room for the request, "
+                        "would give it wrong tokens: a smaller --max-num-seqs or more device memory leaves room"
+                    )
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
             self.half.update_connector_output(meta.reports)
@@ -149,6 +159,13 @@ class SchedulerRole:
             stats["host_hit_tokens"],
         )
         self.half.shutdown()
+
+
+def _is_overlooked(request: Request) -> bool:
+    """Whether vLLM takes a request that waits for one whose blocks are filled, or keeps what a step in flight brings
+    for it. Older versions do not say that they drop that."""
+    keeps_output = not getattr(request, "drop_stale_output", False)
+    return request.status in _WAITS and (request.num_computed_tokens > 0 or keeps_output)
 
 
 def _may_hold_blocks(request: Request) -> bool:

@@ -29,8 +29,8 @@ class BackgroundLoad:
     is_over: bool = False
     is_wanted: bool = True  # its request waits for it
     announced_in: int | None = None  # step
-    is_noted: bool = False
-    is_awaited: bool = False
+    engine_knows: bool = False
+    is_counted_as_awaited: bool = False
 
 
 class LoadPlanner:
@@ -160,17 +160,17 @@ class LoadPlanner:
             if may_announce and load.expected_end is not None and load.expected_end <= limit:
                 load.announced_in = step
                 announced.append(job_id)
-            if load.is_noted:
+            if load.engine_knows:
                 awaited.append(job_id)
-                self._metrics.awaited_async_loads += not load.is_awaited
-                load.is_awaited = True
+                self._metrics.awaited_async_loads += not load.is_counted_as_awaited
+                load.is_counted_as_awaited = True
         return tuple(announced), tuple(awaited)
 
     def note_reported(self, step: int) -> None:
         """The engine took in what ranks said in this step: it may schedule what was announced until then."""
         self._reported_step = step
         for load in self._background.values():
-            load.is_noted |= load.announced_in is not None and load.announced_in <= step
+            load.engine_knows |= load.announced_in is not None and load.announced_in <= step
 
     def _is_overdue(self, load: BackgroundLoad) -> bool:
         return self._clock() - load.reserved_at > OVERDUE_SECONDS

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,9 @@ from .choice import BackgroundLoad, LoadPlanner
 from .rates import LoadMode
 
 logger = logging.getLogger("kv_connector.scheduler")
+
+Tables = Sequence[list[int]]
+"""Device blocks of a request, by block group."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,9 @@ class LoadLeases:
         self._lookup = lookup
         self._planner = planner
         self._job_of: dict[str, int] = {}  # load in the background, by the request that waits for it
+        self._open: dict[int, None] = {}  # loads that have not ended
+        # What requests have lost since: the last load by then, whose blocks, and which.
+        self._dropped: deque[tuple[int, str, Tables]] = deque()
         self._num_loaded = 0  # blocks, in the report that is being taken in
 
     def take(
@@ -94,12 +101,40 @@ class LoadLeases:
             self._planner.begin(lease.background, job.job_id)
             self._job_of[request_id] = job.job_id
         self._shared.ledger.open(job, self)
+        self._open[job.job_id] = None
         return job
+
+    def dropped(self, request_id: str, tables: Tables) -> None:
+        """A request has lost these blocks, by group; some may be those of a load that fails yet, or lie behind them."""
+        if self._open:
+            self._dropped.append((next(reversed(self._open)), request_id, tables))
+
+    def dropped_tables(self) -> Iterator[tuple[str, Tables]]:
+        """What requests have lost since the oldest load under way was planned."""
+        return ((request_id, tables) for _, request_id, tables in self._dropped)
+
+    def lose(self, block_ids: Sequence[int], live: Iterable[Tables]) -> None:
+        """Loads were to fill these blocks and have not: no request hits them, nor what was computed behind them.
+
+        Engines hit blocks as soon as a step is planned, and look only at the requests that run when they hear of the
+        failure: what ended or was preempted meanwhile is looked at here. `live`: the tables of those that did not.
+        """
+        lost = set(block_ids)
+        behind = set(lost)
+        for tables in (*live, *(tables for _, tables in self.dropped_tables())):
+            first = min((ids.index(block_id) for ids in tables for block_id in lost.intersection(ids)), default=None)
+            if first is not None:
+                behind.update(*(ids[first:] for ids in tables))
+        self._shared.pool.forget(behind - {NO_BLOCK})
 
     def end(self, ended: EndedJob) -> None:
         """Every rank has reported the load."""
         job, metrics = ended.job, self._shared.metrics
         assert isinstance(job, CopyJob)
+        del self._open[job.job_id]
+        oldest = next(iter(self._open), job.job_id + 1)
+        while self._dropped and self._dropped[0][0] < oldest:
+            self._dropped.popleft()
         if job.request_id is not None:
             self._planner.end(job)
             if self._job_of.get(job.request_id) == job.job_id:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_connector.base import SchedulerOutput
+from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import CopyJob, StepReport
 from tests.scheduler.test_half import Asked, make_half, run, save
@@ -26,7 +26,7 @@ def begin(half: SchedulerHalf, request: Asked) -> CopyJob:
     return job
 
 
-def test_nobody_rides_on_a_load_that_was_never_begun() -> None:
+def test_nobody_waits_for_a_load_that_was_never_begun() -> None:
     """Its request ends before the step is planned: a later one with the prefix loads it for itself."""
     half, blocks = make_half(load_choice="async")
     save(half, Asked("warm", PROMPT), first_block=40)
@@ -77,3 +77,60 @@ def test_what_could_not_be_loaded_is_computed_from_now_on() -> None:
     assert half.get_num_new_matched_tokens(Asked("second", PROMPT), 0) == (0, False)
     assert blocks.pins() == {}
     half.check()
+
+
+@pytest.mark.parametrize("end_of", ["it runs", "ended", "preempted"])
+def test_nobody_hits_what_a_failed_load_was_to_fill_nor_what_was_computed_behind_it(end_of: str) -> None:
+    """The engine hits blocks from the plan of a step on, and vLLM looks only at requests that run when the load is said
+    to have failed. What is said later, of another load, concerns who came since."""
+    half, blocks = make_half(load_choice="sync")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    half.update_state_after_alloc(Asked("other", [7] * 9), [[60, 61, 62]], 0, 0)
+    request = Asked("a", PROMPT)
+    assert half.get_num_new_matched_tokens(request, 4) == (4, False)
+    half.update_state_after_alloc(request, [[9, 0, 1]], 4, 4)
+    plan = half.build_connector_meta(SchedulerOutput([ScheduledRequest("a", 8, 1, [[2]])]))
+    assert [job.device_ids.tolist() for job in plan.loads] == [[0]]
+    if end_of == "ended":
+        half.request_finished(request)
+    elif end_of == "preempted":
+        half.build_connector_meta(SchedulerOutput((), {"a"}))
+    half.update_connector_output([StepReport(plan.step, 0, num_host_blocks=10, lost_blocks=(0,))])
+    assert blocks.forgotten == {0, 1, 2}
+    assert half.holding([1, 62]) == (["other"] if end_of == "ended" else ["other", "a"])
+    end(half, plan.loads[0], ok=False)
+    blocks.forgotten.clear()
+    half.update_connector_output([StepReport(plan.step, 0, num_host_blocks=10, lost_blocks=(1,))])
+    assert blocks.forgotten == ({1, 2} if end_of == "it runs" else {1})
+    half.check()
+
+
+def failed(half: SchedulerHalf) -> Asked:
+    """A request that has waited for a load in vain; the prefix is on the host again."""
+    request = Asked("first", PROMPT)
+    end(half, begin(half, request), ok=False)
+    save(half, Asked("warm again", PROMPT), first_block=50)
+    return request
+
+
+def test_who_has_waited_in_vain_does_not_wait_again() -> None:
+    """Its step waits for the load: an engine may refuse blocks to those that wait until others give theirs back."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    assert half.get_num_new_matched_tokens(failed(half), 0) == (8, False)
+
+
+@pytest.mark.parametrize("ends_first", ["request", "load"])
+def test_that_a_request_has_waited_in_vain_ends_with_it(ends_first: str) -> None:
+    """The next of its id may wait; and nothing is remembered for ever of requests that are gone."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    if ends_first == "load":
+        half.request_finished(failed(half))
+    else:
+        request = Asked("first", PROMPT)
+        job = begin(half, request)
+        half.request_finished(request)
+        end(half, job, ok=False)
+        save(half, Asked("warm again", PROMPT), first_block=50)
+    assert half.get_num_new_matched_tokens(Asked("first", PROMPT), 0) == (8, True)

@@ -49,3 +49,11 @@ def test_what_is_on_its_way_to_blocks_that_were_lost_is_called_off() -> None:
     plan = half.build_connector_meta(SchedulerOutput((), {"r"}))
     assert plan.cancelled_peer == (job.job_id,)
     assert len(blocks.pins()) == 4
+
+
+def test_what_is_on_its_way_at_a_reset_is_called_off() -> None:
+    """It was computed before, there as here."""
+    half, _, _ = asking()
+    (job,) = run(half).peer
+    half.reset_cache()
+    assert run(half).cancelled_peer == (job.job_id,)

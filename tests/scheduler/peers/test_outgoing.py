@@ -142,13 +142,34 @@ def test_a_send_behind_a_load_that_failed_withdraws_the_whole_prompt() -> None:
     assert step(half).withdrawn == ("r",), "no rank may be asked for the rest"
 
 
-def test_a_transfer_that_is_done_is_over_before_its_deadline() -> None:
+def test_two_requests_that_name_one_transfer_offer_the_first_of_them() -> None:
+    """And both end, in any order."""
+    half, blocks = producer()
+    first, second = (Prompted(name, list(range(20)), kv_transfer_params=DECODE | {"transfer_id": "t"}) for name in "ab")
+    half.update_state_after_alloc(first, [[0, 1, 2, 3, 4]], 0, 0)
+    half.update_state_after_alloc(second, [[10, 11, 12, 13, 14]], 0, 0)
+    plan = step(half, ("a", 0, 20), ("b", 0, 20))
+    assert sends(plan) == [(0, [0, 1, 2, 3], True)]
+    assert half.request_finished(second)[1] is None
+    params = half.request_finished(first)[1]
+    assert params is not None and params["transfer_id"] == "t"
+    report(half, plan)
+    assert blocks.pins() == {}
+    assert step(half).withdrawn == ()
+
+
+@pytest.mark.parametrize("is_sent_first", [False, True])
+def test_a_transfer_that_is_done_is_over_before_its_deadline(is_sent_first: bool) -> None:
+    """Whether its request ends before the last block was sent or after it."""
     half, blocks = make_half(peer={"secret": "x" * 20, "role": "producer", "deadline_ms": 1000})
     request = Prompted("r", list(range(20)))
     half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, 0)
     plan = step(half, ("r", 0, 20))
-    half.request_finished(request)
-    report(half, plan)
+    if is_sent_first:
+        report(half, plan)
+    assert half.request_finished(request)[1] is not None
+    if not is_sent_first:
+        report(half, plan)
     assert blocks.pins() == {}
     for _ in range(3):  # a second each
         assert step(half).withdrawn == ()

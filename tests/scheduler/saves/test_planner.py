@@ -25,3 +25,39 @@ def test_before_reuse_an_older_block_does_not_push_a_newer_one_off_the_host() ->
     assert next_to_be_reused(half, blocks, newer, 10) == 2
     assert next_to_be_reused(half, blocks, older, 0) == 0
     assert half.get_num_new_matched_tokens(Asked("again", newer.tokens), 0) == (8, False)
+
+
+def test_a_block_that_is_forgotten_as_room_is_made_for_it_is_not_saved() -> None:
+    """Its row of the tree may be another block's next: a copy under that row would be found by another prompt. The
+    room that was made is given back."""
+    half, blocks = make_half(num_host_blocks=1, write_policy="write_back")
+    kept, forgotten = Asked("kept", list(range(5))), Asked("forgotten", list(range(100, 105)))
+    for number, request in enumerate((kept, forgotten)):
+        admit(half, request, 10 * number)
+        run(half, request)
+        half.request_finished(request)
+    blocks.order = [(0, kept.block_hashes[0])]
+    report(half, run(half))
+    assert half.host.num_copies == 1
+    half.tree.max_remembered = 0  # what is evicted next lets the other be forgotten
+    half.tree.touch([node for key in forgotten.block_hashes if (node := half.tree.get(key)) is not None], 1e9)
+    blocks.order = [(10, forgotten.block_hashes[0])]
+    plan = run(half)
+    assert half.tree.get(forgotten.block_hashes[0]) is None
+    assert plan.saves == ()
+    assert half.host.num_available == half.host.pool.capacity
+    half.check()
+
+
+def test_an_idle_engine_does_not_try_a_save_that_failed_again_and_again() -> None:
+    """It steps for as long as there is something to save before reuse."""
+    half, blocks = make_half(write_policy="write_back")
+    request = Asked("r", list(range(9)))
+    admit(half, request)
+    run(half, request)
+    half.request_finished(request)
+    blocks.order = [(1, request.block_hashes[1]), (0, request.block_hashes[0])]
+    plan = run(half)
+    assert plan.saves and half.has_pending_push_work()
+    report(half, plan, ok=False)
+    assert not half.has_pending_push_work()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.storage.reading import LOST_SECONDS
 from kv_connector.types import StepPlan, StepReport, StorageAction
@@ -117,3 +119,57 @@ def test_storage_that_is_slower_than_the_model_keeps_a_share_of_the_host() -> No
         step(half)
     assert half.host.num_available == 75
     half.check()
+
+
+def queue_and_lose(half: SchedulerHalf, number: int = 0) -> None:
+    """At finish: two blocks wait to be written as their request has ended, and a load that reads them fails."""
+    warm, hit = (Asked(f"{name}{number}", prompt(number)[:9]) for name in ("warm", "hit"))
+    saved(half, run_new(half, warm))
+    assert half.get_num_new_matched_tokens(hit, 0) == (8, True)
+    half.update_state_after_alloc(hit, [[0, 1, 2]], 0, 8)
+    (load,) = run(half).background_loads
+    half.request_finished(warm)
+    half.update_connector_output([StepReport(half._step, 0, failed=(load.job_id,), num_host_blocks=100)])
+    half.request_finished(hit)
+
+
+def test_what_could_not_be_loaded_is_not_written_though_it_waits() -> None:
+    """The host has let go of it: its bytes would be kept under a name that nobody knows any more."""
+    half, _, _ = make_half(backup="at_finish", load_choice="async", prefetch="best_effort")
+    queue_and_lose(half)
+    assert [job for job in step(half) if job.action is StorageAction.BACK_UP] == []
+    half.check()
+
+
+@pytest.mark.parametrize("lost_by", ["a failed load", "a reset"])
+def test_what_waits_no_more_leaves_its_place_in_the_queue_to_others(lost_by: str) -> None:
+    """A quarter of the host may wait, 25 blocks."""
+    half, _, _ = make_half(backup="at_finish", load_choice="async", prefetch="best_effort")
+    for number in range(15):
+        if lost_by == "a failed load":
+            queue_and_lose(half, number)
+        else:
+            request = Asked(f"r{number}", prompt(number))
+            saved(half, run_new(half, request))
+            half.request_finished(request)
+            half.reset_cache()
+        step(half)
+    request = Asked("last", prompt(50))
+    saved(half, run_new(half, request))
+    half.request_finished(request)
+    (job,) = step(half)
+    assert job.num_blocks == 10
+
+
+def test_a_save_under_way_at_a_reset_is_not_written_under_its_blocks_next_name() -> None:
+    """Its request had ended. What is saved to the same host block next is due when its own request ends."""
+    half, _, _ = make_half(num_host_blocks=10, backup="at_finish")
+    before, after = Asked("before", PROMPT), Asked("after", prompt(1))
+    plan = run_new(half, before)
+    half.request_finished(before)
+    half.reset_cache()
+    report(half, plan.saves)  # type: ignore[arg-type]
+    plan = run_new(half, after)
+    assert [job.num_blocks for job in plan.saves] == [10], "every host block"
+    report(half, plan.saves)  # type: ignore[arg-type]
+    assert step(half) == ()

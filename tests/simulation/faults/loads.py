@@ -6,11 +6,57 @@ from .mutant import Mutant, Patch, tested
 from .scheduler import WORLDS
 
 _CHOICE = "kv_connector/scheduler/loads/choice.py"
+_LOOKUP = "kv_connector/index/lookup.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
 
 LOADS: tuple[Mutant, ...] = (
+    Mutant(
+        "lost-blocks-hit",
+        "what a failed load was to fill is hit where its request has ended by then",
+        (
+            Patch(
+                "kv_connector/scheduler/half.py",
+                "            if report.lost_blocks:\n",
+                "            if False:\n",
+            ),
+        ),
+        WORLDS,
+    ),
+    Mutant(
+        "computed-behind-hit",
+        "what was computed behind a failed load is hit",
+        (Patch(_LEASES, "behind.update(*(ids[first:] for ids in tables))", "pass"),),
+        WORLDS,
+    ),
+    Mutant(
+        "ended-behind-hit",
+        "what a request has computed behind a failed load is hit where it had ended or was preempted by then",
+        (
+            Patch(
+                _LEASES,
+                "for tables in (*live, *(tables for _, tables in self.dropped_tables())):",
+                "for tables in live:",
+            ),
+        ),
+        tested(
+            "tests/scheduler/loads/test_leases.py"
+            "::test_nobody_hits_what_a_failed_load_was_to_fill_nor_what_was_computed_behind_it"
+        ),
+    ),
+    Mutant(
+        "told-late",
+        "blocks that were lost are reported a step after the load has ended",
+        (
+            Patch(
+                "kv_connector/worker/half.py",
+                "lost_blocks, self._lost_blocks = self._lost_blocks | self._arrivals.invalid_blocks, set()",
+                "lost_blocks, self._lost_blocks = self._lost_blocks, set()",
+            ),
+        ),
+        tested("tests/worker/test_half.py::test_lost_blocks_are_reported_with_the_load_that_lost_them"),
+    ),
     Mutant(
         "guard-forgotten",
         "a background load does not wait for steps that still use its blocks",
@@ -26,7 +72,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "awaited-forgotten",
         "a step does not wait for the announced loads that it reads",
-        (Patch(_CHOICE, "            if load.is_noted:\n", "            if False:\n"),),
+        (Patch(_CHOICE, "            if load.engine_knows:\n", "            if False:\n"),),
         WORLDS,
     ),
     Mutant(
@@ -87,5 +133,23 @@ LOADS: tuple[Mutant, ...] = (
         "an engine that hears of failed loads by request only is told of loads before they have ended",
         (Patch(_CHOICE, "may_announce and self._fails_by_block)", "may_announce)"),),
         tested(f"{_TESTS}::test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request"),
+    ),
+    Mutant(
+        "windows-fitted-once",
+        "a hit that was cut short for one window is not whole for another",
+        (
+            Patch(
+                _LOOKUP,
+                "            if fitted == end:\n                return end\n            end = fitted",
+                "            return fitted",
+            ),
+        ),
+        tested("tests/index/test_lookup.py::test_a_hit_that_ends_earlier_for_one_window_is_whole_for_the_others"),
+    ),
+    Mutant(
+        "window-of-the-dropped-block",
+        "where the last block is left to be computed, the window in front of it need not be there",
+        (Patch(_LOOKUP, "end = self._fit_windows(hashes, first, max(end - 1, first))", "end = max(end - 1, first)"),),
+        tested("tests/index/test_lookup.py"),
     ),
 )

@@ -13,6 +13,7 @@ _STEP = "kv_connector/worker/peers.py"
 _OFFERED = "tests/scheduler/peers/test_outgoing.py"
 _ASKED = "tests/scheduler/peers/test_companion.py"
 _STOPS = "tests/peer/test_stops.py"
+_RECEIVED = "tests/peer/protocol/test_receives.py"
 _WIRE = "tests/peer/wire/test_unauthenticated.py"
 _SENT = "tests/worker/test_peers.py"
 
@@ -263,5 +264,53 @@ PEERS: tuple[Mutant, ...] = (
             ),
         ),
         tested("tests/peer/carriers/test_cuda_ipc.py"),
+    ),
+    Mutant(
+        "layers-of-the-step-before",
+        "layers of a prompt's second part are sent when the first part's are computed",
+        (Patch(_STEP, "        self._saved.clear()\n        self._num_saved = 0\n", ""),),
+        tested(f"{_SENT}::test_of_each_part_of_a_prompt_no_layer_leaves_before_it_is_computed"),
+    ),
+    Mutant(
+        "received-over-a-reset",
+        "what was computed before a reset goes on arriving behind it",
+        (Patch(_INCOMING, "        self._cancelled += self._receiving.values()\n", ""),),
+        tested("tests/scheduler/peers/test_incoming.py::test_what_is_on_its_way_at_a_reset_is_called_off"),
+    ),
+    Mutant(
+        "silent-producer-trusted",
+        "blocks are given back though the producer has not said that it stopped, and its link is open",
+        (
+            Patch(
+                _RECEIVES,
+                "                if entry.link in self._open_links:\n",
+                "                if False:\n",
+            ),
+        ),
+        tested(f"{_RECEIVED}::test_who_does_not_stop_loses_its_link_before_the_blocks_are_given_back"),
+    ),
+    Mutant(
+        "arrived-while-stopping",
+        "a transfer that was told to stop has ended when all of it came, though more may be written",
+        (Patch(_RECEIVES, "or entry.phase is not _Phase.ASKED:", "or False:"),),
+        tested(f"{_RECEIVED}::test_what_was_told_to_stop_has_not_ended_though_all_of_it_came"),
+    ),
+    Mutant(
+        "arrived-from-anybody",
+        "what another peer says has arrived ends a transfer",
+        (
+            Patch(
+                _RECEIVES,
+                "if entry is None or entry.link != event.link or entry.phase",
+                "if entry is None or entry.phase",
+            ),
+        ),
+        tested(f"{_RECEIVED}::test_what_comes_over_another_link_does_not_count"),
+    ),
+    Mutant(
+        "arrived-too-far",
+        "more blocks than were granted count as all of them",
+        (Patch(_RECEIVES, "if stop > entry.job.num_blocks or regions.stop > self._num_regions:", "if False:"),),
+        tested(f"{_RECEIVED}::test_who_claims_more_blocks_than_were_granted_is_dropped"),
     ),
 )

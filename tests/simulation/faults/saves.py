@@ -135,4 +135,18 @@ SAVES: tuple[Mutant, ...] = (
         ),
         tested("tests/scheduler/test_steps.py::test_a_step_without_requests_does_not_end_the_drafts_of_the_one_before"),
     ),
+    Mutant(
+        "forgotten-row-saved",
+        "a block that was forgotten as room was made for it is saved under whatever block gets its row",
+        (
+            Patch(
+                _PLANNER,
+                "            node = self._tree.get(key)\n            if not host_ids or node is None:",
+                "            if not host_ids or node is None:",
+            ),
+        ),
+        tested(
+            "tests/scheduler/saves/test_planner.py::test_a_block_that_is_forgotten_as_room_is_made_for_it_is_not_saved"
+        ),
+    ),
 )

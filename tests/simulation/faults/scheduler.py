@@ -9,6 +9,7 @@ _LEDGER = "kv_connector/scheduler/ledger.py"
 _REQUESTS = "kv_connector/scheduler/requests.py"
 _STEPS = "tests/scheduler/test_steps.py"
 _RESET = "tests/scheduler/test_reset.py"
+_FENCES = "tests/scheduler/test_fence.py"
 _FENCE = "self._fence.take(overwrites=bool(num_tokens or loads or background or plan.peer))"
 WORLDS = simulated(60)
 
@@ -179,5 +180,35 @@ SCHEDULER: tuple[Mutant, ...] = (
         "host blocks that a job writes can be evicted",
         (Patch(_LEDGER, "        self._host.release(entry.host_ids)\n", "        pass\n"),),
         tested("tests/scheduler/test_half.py"),
+    ),
+    Mutant(
+        "fence-of-the-last-idle-time",
+        "an engine that goes idle twice before a step does not wait for the copies of the first time",
+        (
+            Patch(
+                "kv_connector/scheduler/fence.py",
+                "self._is_due |= self._ledger.unpin()",
+                "self._is_due = self._ledger.unpin()",
+            ),
+        ),
+        tested(f"{_FENCES}::test_an_engine_that_goes_idle_again_before_any_step_still_waits"),
+    ),
+    Mutant(
+        "unpinned-without-a-fence",
+        "an idle engine's copies let go of blocks where nothing waits for them before they are written to",
+        (Patch(_HALF, "not len(self._requests) and self._unpins_when_idle", "not len(self._requests)"),),
+        tested(f"{_FENCES}::test_an_engine_that_writes_to_blocks_before_any_fence_has_them_pinned"),
+    ),
+    Mutant(
+        "windows-unguarded",
+        "blocks of windows that a step writes are not guarded",
+        (
+            Patch(
+                _HALF,
+                "            for table in state.tables:\n                written",
+                "            for table in state.tables[:1]:\n                written",
+            ),
+        ),
+        tested(f"{_STEPS}::test_blocks_of_every_group_that_a_step_writes_are_guarded"),
     ),
 )

@@ -103,4 +103,29 @@ STORAGE: tuple[Mutant, ...] = (
         (Patch(_FOLDER, "fcntl.flock(descriptor, fcntl.LOCK_EX)", "fcntl.flock(descriptor, fcntl.LOCK_UN)"),),
         tested("tests/storage/filesystem/test_backend.py::test_nobody_else_makes_room_or_publishes_meanwhile"),
     ),
+    Mutant(
+        "fetched-in-part",
+        "a fetch of which a block is missing is done",
+        (Patch("kv_connector/storage/jobs.py", "all(future.result())", "any(future.result())"),),
+        tested("tests/storage/test_jobs.py::test_a_fetch_with_a_block_that_is_missing_has_failed"),
+    ),
+    Mutant(
+        "lost-blocks-written",
+        "a block that the host has let go of as it waited is written",
+        (
+            Patch(
+                _BACKUPS,
+                "live = [b for b in host_ids if self._host.state(b) is BlockState.RESIDENT]",
+                "live = list(host_ids)",
+            ),
+            Patch(
+                _BACKUPS,
+                "gone = [b for b in host_ids if self._host.state(b) is not BlockState.RESIDENT]",
+                "gone: list[int] = []",
+            ),
+        ),
+        tested(
+            "tests/scheduler/storage/test_backups.py::test_what_could_not_be_loaded_is_not_written_though_it_waits",
+        ),
+    ),
 )

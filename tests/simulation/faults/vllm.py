@@ -27,6 +27,19 @@ VLLM: tuple[Mutant, ...] = (
         f"{_TESTS}/test_vllm_engine.py::test_a_failed_load_is_a_miss_or_one_failed_request",
     ),
     _mutant(
+        "overlooked-continued",
+        "a request that vLLM does not look at continues with a load that has failed",
+        Patch(f"{_FOLDER}/scheduler.py", "if _is_overlooked(self._live[request_id]):", "if False:"),
+        f"{_TESTS}/test_vllm_failed_loads.py"
+        "::test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens",
+    ),
+    _mutant(
+        "lost-blocks-named",
+        "vLLM hits what a failed load was to fill",
+        Patch(f"{_FOLDER}/blocks.py", "        self._pool.evict_blocks(set(block_ids))\n", "        pass\n"),
+        f"{_TESTS}/test_vllm_failed_loads.py::test_what_a_given_up_request_has_not_loaded_is_hit_by_nobody",
+    ),
+    _mutant(
         "pins-refuse-resets",
         "a save under way makes vLLM refuse a reset, and raise where it must not",
         Patch(f"{_FOLDER}/blocks.py", "        if self._is_held():\n", "        if True:\n"),

@@ -90,4 +90,35 @@ WORKER: tuple[Mutant, ...] = (
         (Patch(_ARRIVALS, "return not ok and wait.is_announced", "return False"),),
         tested("tests/worker/test_arrivals.py"),
     ),
+    Mutant(
+        "announced-lost-unsaid",
+        "that a load failed which was announced is not told as one of a step's",
+        (
+            Patch(
+                _ARRIVALS,
+                "        self._has_failed_in_step |= wait.is_announced and bool(wait.lost)\n",
+                "",
+            ),
+        ),
+        tested("tests/worker/test_arrivals.py::test_only_what_steps_may_have_read_casts_doubt_on_them"),
+    ),
+    Mutant(
+        "ended-before-trusted",
+        "an announced load that has failed before the step that awaits it casts no doubt on that step",
+        (
+            Patch(
+                _HALF,
+                "            self._distrusted_step = self._step  # the engine hears of it with this report",
+                "            pass  # the engine hears of it with this report",
+            ),
+            Patch(
+                _HALF,
+                "        if self._arrivals.end(job_id, ok):\n            self._distrusted_step = self._step",
+                "        self._arrivals.end(job_id, ok)",
+            ),
+        ),
+        tested(
+            f"{_TESTS}::test_a_step_planned_before_an_announced_load_was_known_to_fail_saves_nothing",
+        ),
+    ),
 )

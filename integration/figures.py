@@ -1,0 +1,213 @@
+"""Figures in the documents that are written from results, so that they cannot say anything else.
+
+    python -m integration.figures            # print what is not as the results say, and exit with 1 if anything is
+    python -m integration.figures --write    # put it into the documents
+
+A document has `<!-- figures: NAME -->`, the lines of that name below, and `<!-- end of figures -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "integration" / "bench" / "results"
+WIDTH = 120
+_BLOCK = re.compile(
+    r"(?m)^(?P<begin>(?P<indent> *)<!-- figures: (?P<name>\w+) -->\n)(?P<body>.*?)(?=^ *<!-- end of figures -->)", re.S
+)
+
+Result = Mapping[str, Any]
+
+STEPS = {
+    "full_host_to_host_with_room": ("200 requests decode on a host without a free block", "full host", "full", "room"),
+    "reset_of_a_full_host": ("reset of a full host, blocks in use", "reset", "no router listens", ""),
+    "reset_of_a_full_host_with_routers_told": (
+        "the same, with routers that are told of each block",
+        "reset",
+        "routers are told of each block",
+        "",
+    ),
+    "pinned_host_to_host_with_room": (
+        "64 requests decode, prompts unsaved: all of the host pinned",
+        "no room",
+        "pinned",
+        "room",
+    ),
+    "leased_host_to_host_with_room": ("the same, all but one block leased", "no room", "leased", "room"),
+    "write_back_64_steps_after_a_burst_to_before": (
+        "`write_back`: 64 quiet steps after a burst of 12 prompts",
+        "write_back",
+        "the 64 steps after it",
+        "before a burst",
+    ),
+    "write_back_later_to_before": ("`write_back`: the steps after those", "write_back", "later", "before a burst"),
+    "a_hundred_waiting_requests_to_one": ("100 requests wait for one load", "riders", "100 waiting", "1 waiting"),
+    "storage_keys_to_one_sha256_a_block": (
+        "storage keys of a prompt",
+        "storage keys",
+        "adopt_hashes",
+        "one sha256 a block",
+    ),
+    "insert_to_flat_pool": ("index: insert a block", "insert", "kv_connector", "vllm"),
+    "evict_to_flat_pool": ("index: evict a block", "evict", "kv_connector", "vllm"),
+    "match_to_flat_pool": ("index: match a block", "match", "kv_connector", "vllm"),
+}
+"""By claim of `steps.json`: what is measured, its case, its side, and the side that it is compared with, if any."""
+_AGAINST = {
+    "room": "with room",
+    "before a burst": "before it",
+    "1 waiting": "one waits",
+    "one sha256 a block": "one SHA-256 a block",
+    "vllm": "vLLM's block pool",
+    "flat_pool": "a model of vLLM's block pool",
+    "": "",
+}
+
+
+def steps(result: Result) -> list[str]:
+    """A table of all claims, those that are missed in bold."""
+    rows = {(row["case"], row["side"]): row for row in result["rows"]}
+    claims = result["claims"]
+    num_held = sum(claim["holds"] for claim in claims.values())
+    head = (
+        f"`steps.json`, {_origin(result)}: CPU time of the scheduler's thread on {_machine(result)}, median and in "
+        f"brackets the tenths below and above; of fewer than ten samples all, and the longest counts. {num_held} of "
+        f"{len(claims)} goals hold, bold figures miss theirs."
+    )
+    lines = [*_wrapped(head), "", "| | takes | against | ratio or longest | goal |", "|---|---|---|---|---|"]
+    for name, claim in claims.items():
+        what, case, side, other = STEPS[name]
+        other = other if not other or (case, other) in rows else "flat_pool"  # where vLLM is not installed
+        value = f"{claim['value']:.1f} ms" if claim["unit"] == "ms" else f"{claim['value']:.2f}"
+        value = value if claim["holds"] else f"**{value}**"
+        compared = f"{_AGAINST[other]}: {_taken(rows[case, other])}" if other else ""
+        lines.append(f"| {what} | {_taken(rows[case, side])} | {compared} | {value} | {claim['goal']:g} |")
+    return lines
+
+
+def index(result: Result) -> list[str]:
+    """How much longer a block takes among a million than among a thousand."""
+    claims = [
+        result["claims"][f"{operation}_growth_from_1e3_to_1e6_blocks"] for operation in ("match", "insert", "evict")
+    ]
+    match, insert, evict = (f"{claim['value']:.2f}" for claim in claims)
+    times = f"a match takes {match} times as long, an insertion {insert}, an eviction {evict}"
+    return _wrapped(f"`index.json`, {_origin(result)}: from 1,000 to 1,000,000 cached blocks {times}.")
+
+
+def simulation(result: Result) -> list[str]:
+    """What the long run has found, and which floors it has missed."""
+    met = {name: claim for name, claim in result["claims"].items() if name.startswith("met: ")}
+    missed = [
+        f"`{name[5:]}` ({claim['value']} of {claim['goal']})" for name, claim in met.items() if not claim["holds"]
+    ]
+    floors = f"all {len(met)} floors are met" if not missed else f"of {len(met)} floors missed: {', '.join(missed)}"
+    where = f"`integration/bench/results/simulation.json`, {_origin(result)}"
+    return _wrapped(f"The last long run ({where}): {_found(result)}; {floors}.")
+
+
+def simulation_short(result: Result) -> list[str]:
+    """The same in a sentence, without floors."""
+    return _wrapped(f"{_found(result)} (`simulation.json`, {_origin(result)}).")
+
+
+def mutants(result: Result) -> list[str]:
+    """How many are caught, and each that is not."""
+    verdicts = Counter(row["verdict"] for row in result["rows"])
+    others = [
+        f"`{row['name']}` ({row['verdict']}: {row['title']})" for row in result["rows"] if row["verdict"] != "caught"
+    ]
+    rest = f"not: {'; '.join(others)}" if others else "none survived, none is unsound, none was skipped"
+    where = f"`integration/bench/results/mutants.json`, {_origin(result)}"
+    return _wrapped(f"The last run of all ({where}): {verdicts['caught']} of {len(result['rows'])} caught; {rest}.")
+
+
+WRITERS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
+    "steps": ("steps", steps),
+    "index": ("index", index),
+    "simulation": ("simulation", simulation),
+    "simulation_short": ("simulation", simulation_short),
+    "mutants": ("mutants", mutants),
+}
+"""By the name in a document: the result, and what writes its lines."""
+
+
+def renewed(text: str) -> str:
+    """The text of a document, with its figures as the results say."""
+
+    def fill(block: re.Match[str]) -> str:
+        name, write = WRITERS[block["name"]]
+        lines = write(json.loads((RESULTS / f"{name}.json").read_text()))
+        return block["begin"] + "".join(f"{block['indent']}{line}".rstrip() + "\n" for line in lines)
+
+    return _BLOCK.sub(fill, text)
+
+
+def documents() -> list[Path]:
+    """Those that have figures which are written."""
+    every = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    return [path for path in every if _BLOCK.search(path.read_text())]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m integration.figures", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the figures of the results into the documents")
+    arguments = parser.parse_args()
+    stale = [(path, renewed(path.read_text())) for path in documents()]
+    stale = [(path, text) for path, text in stale if text != path.read_text()]
+    for path, text in stale:
+        if arguments.write:
+            path.write_text(text)
+        else:
+            print(f"{path.relative_to(ROOT)}: figures are not those of the results, which say:")
+            print("".join(match["body"] for match in _BLOCK.finditer(text)))
+    return 1 if stale and not arguments.write else 0
+
+
+def _found(result: Result) -> str:
+    ran = next(row for row in result["rows"] if "seeds" in row)
+    claims = result["claims"]
+    names = {
+        "wrong_tokens": "wrong token",
+        "leaks": "leak",
+        "stuck_requests": "request that stands still",
+        "broken_invariants": "broken invariant",
+    }
+    none = [what for name, what in names.items() if not claims[name]["value"]]
+    violations = [row for row in result["rows"] if "violation" in row]
+    seeds = [f"{row['seed']} ({row['violation'].split(':')[0]})" for row in violations]
+    failed = [f"{len(seeds)} worlds failed, of seeds {', '.join(seeds)}"] if seeds else []
+    worlds = f"{ran['steps']:,} engine steps of {ran['seeds']:,} worlds, {ran['requests']:,} requests"
+    return f"{worlds}: " + "; ".join([", ".join(f"no {what}" for what in none), *failed])
+
+
+def _taken(row: Mapping[str, Any]) -> str:
+    low, high = (row["p10"], row["p90"]) if "p10" in row else (row["min"], row["max"])
+    digits = 1 if row["unit"] == "ms" else 0
+    return f"{row['median']:,.{digits}f} {row['unit']} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def _origin(result: Result) -> str:
+    commit = result.get("commit")  # older results have none
+    return f"{result['date'][:10]}, commit {commit[:7]}{'+' * commit.endswith('+')}" if commit else result["date"][:10]
+
+
+def _machine(result: Result) -> str:
+    return f"{result['hardware']['cores']} cores of an {result['hardware']['cpu']}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

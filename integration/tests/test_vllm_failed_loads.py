@@ -1,0 +1,108 @@
+"""Loads that fail twice in a real vLLM engine, where vLLM does not look: no later request reads their bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.tests.vllm_engines import VllmEngine, prompts, running, schedule_ahead, transfer_config
+from kv_connector.errors import KVConnectorError
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "models"
+
+
+def give_up(engine: VllmEngine) -> None:
+    """The clients of all requests go away."""
+    request_ids = list(engine.scheduler.requests)
+    engine.llm.llm_engine.output_processor.abort_requests(request_ids, internal=True)
+    engine.core.abort_requests(request_ids)
+
+
+def fail_and_give_up(engine: VllmEngine, prompt: list[int], in_the_step: bool) -> None:
+    """A request whose load fails, and that is aborted while the step runs or right behind it."""
+    from vllm import SamplingParams
+
+    llm, executor = engine.llm.llm_engine, engine.core.model_executor
+    execute = executor.execute_model
+
+    def execute_and_give_up(*args: Any, **options: Any) -> Any:
+        executor.execute_model = execute
+        output = execute(*args, **options)
+        give_up(engine)
+        return output
+
+    engine.break_loads(True)
+    if in_the_step:
+        executor.execute_model = execute_and_give_up
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    llm.add_request("given up", {"prompt_token_ids": prompt}, params)
+    llm.step()
+    give_up(engine)
+    while llm.has_unfinished_requests():
+        llm.step()
+    engine.break_loads(False)
+    engine.drain()
+
+
+@pytest.mark.parametrize(
+    ("failure", "in_the_step", "ahead"), [("fail", True, True), ("fail", True, False), ("recompute", False, False)]
+)
+def test_what_a_given_up_request_has_not_loaded_is_hit_by_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, failure: str, in_the_step: bool, ahead: bool
+) -> None:
+    """vLLM handles aborts before it hears of failed loads, and then looks only at the requests that are left."""
+    if ahead:
+        schedule_ahead(monkeypatch)
+    settings = {"write_policy": "write_through", "load_choice": "sync"}
+    config = transfer_config(settings, kv_load_failure_policy=failure)
+    (prompt,) = prompts(1, seed=5)
+    with running(folder, num_blocks=100, kv_transfer_config=config) as engine:
+        engine.alone([prompt])
+        expected = engine.alone([prompt])
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
+        engine.alone(prompts(16, seed=9))  # other bytes in all blocks
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
+        fail_and_give_up(engine, prompt, in_the_step)
+        assert engine.alone([prompt]) == expected
+        assert engine.stats()["failed_load_jobs"] == 1
+        engine.check_all_free()
+
+
+def test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens(folder: Path) -> None:
+    """Its request waits for room, where vLLM looks for nobody: it was taken for loaded, or has been preempted."""
+    from vllm.v1.request import RequestStatus
+
+    with running(folder) as engine:
+        role = engine.scheduler.connector._scheduler
+        waiting = SimpleNamespace(request_id="waits", num_tokens=65, block_hashes=[b"0" * 32, b"1" * 32])
+        role.half.update_state_after_alloc(waiting, [[5, 6, 7]], 0, 0)
+        output = SimpleNamespace(invalid_block_ids={6}, kv_connector_worker_meta=None)
+        for status, num_computed_tokens, drops_output, is_overlooked in (
+            (RequestStatus.WAITING_FOR_REMOTE_KVS, 64, False, False),
+            (RequestStatus.RUNNING, 64, False, False),
+            (RequestStatus.WAITING, 64, False, True),
+            (RequestStatus.PREEMPTED, 64, True, True),
+            (RequestStatus.PREEMPTED, 0, True, False),
+            (RequestStatus.PREEMPTED, 0, False, True),
+        ):
+            role._live["waits"] = SimpleNamespace(
+                status=status, num_computed_tokens=num_computed_tokens, drop_stale_output=drops_output
+            )
+            if is_overlooked:
+                with pytest.raises(KVConnectorError, match="the load of request waits failed twice"):
+                    role.update_connector_output(output)
+            else:
+                role.update_connector_output(output)
+        del role._live["waits"]
+        role.half.request_finished(waiting)
+        engine.check_all_free()

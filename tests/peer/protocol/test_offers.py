@@ -1,0 +1,85 @@
+"""Who is served of what a producer offers: the first that asks, and nobody that is gone."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kv_connector.peer.base import Connected, Message
+from kv_connector.peer.protocol.offers import Offers
+from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
+from kv_connector.types import PeerAction, PeerJob
+from tests.peer.peers import Pool, info_of
+
+NAMES = [hashlib.sha256(bytes([number])).digest() for number in range(2)]
+
+
+class Producer:
+    """A rank with one region and a prompt of two blocks, and two other engines."""
+
+    def __init__(self) -> None:
+        net, pool = LoopbackNet(), Pool()
+        self.transport = LoopbackTransport(net, pool.pool, replace(info_of(pool), engine_id="producer"))
+        self.consumers = [
+            LoopbackTransport(net, Pool().pool, replace(info_of(pool), engine_id=f"consumer {number}"))
+            for number in range(2)
+        ]
+        self.offers = Offers(self.transport, "producer", 1, 60.0, lambda: 0.0)
+        self.links = []
+        for consumer in self.consumers:
+            consumer.grant(consumer.connect("here", self.transport.port), 7, [0, 1])
+        for event in self.transport.poll(0.0):
+            assert isinstance(event, Connected)
+            self.offers.connected(event.link, event.num_blocks)
+            self.links.append(event.link)
+
+    def hear_want(self, number: int, engine_id: str) -> None:
+        """A consumer asks for the prompt, at this start of the engine or whichever it is."""
+        body = {"t": "want", "transfer": "t", "engine": engine_id, "grant": 7, "first": 0, "stop": 2}
+        self.offers.hear(self.links[number], body | {"name": NAMES[-1].hex(), "blocks": [0, 1]})
+
+    def compute(self) -> None:
+        """The prompt is offered, and computed."""
+        self.offers.offer(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2, 3]), names=b"".join(NAMES)))
+        self.offers.ready(1, 1)
+
+    def said_to(self, number: int) -> list[dict[str, Any]]:
+        """What a consumer has been told."""
+        return [event.body for event in self.consumers[number].poll(0.0) if isinstance(event, Message)]
+
+
+def test_a_prompt_that_was_asked_for_twice_goes_to_the_first() -> None:
+    """The second is told at once, and computes; else the first waits for blocks that go elsewhere."""
+    producer = Producer()
+    producer.offers.offer(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2, 3]), names=b"".join(NAMES)))
+    for number in range(2):
+        producer.hear_want(number, "producer")
+    assert producer.said_to(0) == []
+    assert [(body["t"], body["grant"]) for body in producer.said_to(1)] == [("refused", 7)]
+    producer.offers.ready(1, 1)
+    producer.transport.poll(0.0)
+    received = [consumer.counters.received_bytes for consumer in producer.consumers]
+    assert received[0] > 0 and received[1] == 0
+
+
+def test_a_prompt_that_is_asked_for_before_it_is_offered_is_sent_when_it_is_computed() -> None:
+    producer = Producer()
+    producer.hear_want(0, "")
+    producer.compute()
+    producer.transport.poll(0.0)
+    assert producer.consumers[0].counters.received_bytes > 0
+
+
+def test_who_is_gone_before_anything_is_offered_is_forgotten() -> None:
+    """Its wish would keep whoever asks next from being served, until the deadline."""
+    producer = Producer()
+    producer.hear_want(0, "")
+    producer.offers.lost(producer.links[0])
+    producer.compute()
+    producer.hear_want(1, "producer")
+    producer.transport.poll(0.0)
+    assert producer.said_to(1) == []
+    assert [consumer.counters.received_bytes > 0 for consumer in producer.consumers] == [False, True]

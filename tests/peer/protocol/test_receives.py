@@ -1,0 +1,91 @@
+"""What a consumer takes for the end of a KV transfer: only what fills its own blocks, from whom it asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kv_connector.peer.base import Arrived
+from kv_connector.peer.protocol.receives import Receives
+from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
+from kv_connector.types import PeerAction, PeerJob
+from tests.peer.peers import Pool, info_of
+
+JOB = 3
+STOP_SECONDS = 1.0
+QUIET_SECONDS = 1.0
+
+
+class Consumer:
+    """A rank with one region, whose peers' copies write into its pool themselves, and that has asked for two blocks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        net, pool = LoopbackNet(), Pool()
+        producer = LoopbackTransport(net, pool.pool, replace(info_of(pool), engine_id="producer"))
+        self.transport = LoopbackTransport(net, pool.pool, info_of(pool))
+        self.transport.is_one_sided, self.transport.quiet_seconds = True, QUIET_SECONDS
+        self.receives = Receives(self.transport, 1, 0, 10.0, STOP_SECONDS, lambda: self.now)
+        ports = (producer.port,)
+        self.receives.receive(
+            PeerJob(JOB, PeerAction.RECEIVE, "t", 0, np.array([0, 1]), names=bytes(32), host="here", ports=ports)
+        )
+        (self.link,) = self.transport.ends
+        self.receives.connected(self.link)
+
+    def arrived(self, count: int = 2, link: int | None = None) -> None:
+        """So many blocks of the grant are said to be there."""
+        self.receives.arrived(Arrived(self.link if link is None else link, JOB, 0, count, range(1)))
+
+
+def test_a_transfer_ends_with_its_last_block() -> None:
+    consumer = Consumer()
+    consumer.arrived(1)
+    assert consumer.receives.ended == []
+    consumer.arrived(2)
+    assert consumer.receives.ended == [(JOB, True)]
+
+
+def test_what_comes_over_another_link_does_not_count() -> None:
+    """Else any peer that guesses a number completes a transfer whose blocks hold whatever was there before."""
+    consumer = Consumer()
+    consumer.receives.connected(consumer.link + 100)
+    consumer.arrived(link=consumer.link + 100)
+    assert consumer.receives.ended == []
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_who_claims_more_blocks_than_were_granted_is_dropped(count: int) -> None:
+    consumer = Consumer()
+    consumer.arrived(count)
+    assert consumer.receives.ended == []
+    assert consumer.link not in consumer.transport.ends
+
+
+def test_what_was_told_to_stop_has_not_ended_though_all_of_it_came() -> None:
+    """The producer's copies may write for as long as it has not said that it stopped: the blocks stay held."""
+    consumer = Consumer()
+    consumer.receives.cancel(JOB)
+    consumer.arrived()
+    assert consumer.receives.ended == []
+    consumer.receives.hear(consumer.link, {"t": "stopped", "grant": JOB})
+    assert consumer.receives.ended == [(JOB, False)]
+
+
+def test_who_does_not_stop_loses_its_link_before_the_blocks_are_given_back() -> None:
+    """A producer that says nothing may still write: its link goes first, and then a while passes."""
+    consumer = Consumer()
+    consumer.receives.cancel(JOB)
+    consumer.now += STOP_SECONDS
+    consumer.receives.give_up_overdue()
+    assert consumer.receives.ended == []
+    assert consumer.link not in consumer.transport.ends
+    consumer.receives.lost(consumer.link)
+    consumer.now += QUIET_SECONDS / 2
+    consumer.receives.give_up_overdue()
+    assert consumer.receives.ended == []
+    consumer.now += QUIET_SECONDS / 2
+    consumer.receives.give_up_overdue()
+    assert consumer.receives.ended == [(JOB, False)]
