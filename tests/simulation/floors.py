@@ -60,7 +60,7 @@ FLOORS = {
     "aborted producer while loading": 5,
     "aborted producer while running": 110,
     "aborted producer while waiting": 380,
-    "aborted while idle": 20,
+    "aborted while idle": 1,
     "aborted while loading": 150,
     "aborted while preempted": 59,
     "aborted while running": 1000,
