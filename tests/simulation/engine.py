@@ -23,7 +23,7 @@ from .device import SimulatedEvent
 from .model import Oracle
 from .pool import BlockPool, ConnectorView
 from .rank import Rank
-from .requests import RankResult, Sampler, SimulatedRequest, Step, shape_of
+from .requests import RankResult, Sampler, SimulatedRequest, Status, Step, shape_of
 from .scheduler import SchedulerModel
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Engine:
         self._failed: set[str] = set()
         self._wants: list[Callable[[], bool]] = []  # what operators try until it is done
         self._progressed_in = 0  # step in which any request went on or ended
+        self.num_resets = 0
         self._step_times = [world.time.now()]  # by step
         self.num_steps = 0
 
@@ -245,7 +246,9 @@ class Engine:
 
     def _count_reset(self) -> None:
         met = self.met
+        self.num_resets += 1
         met["resets"] += 1
+        met["reset while a session waits for input"] += bool(self.scheduler.sessions.idle)
         met["reset with loads under way"] += self.book.has_loads()
         met["reset with saves under way"] += self.book.has_saves()
         met["reset with steps under way"] += bool(self._in_flight)
@@ -260,7 +263,8 @@ class Engine:
             if self.is_asleep:
                 return False
             self.scheduler.is_paused = True
-            if self.scheduler.running or self.scheduler.holding or self.scheduler.dying or self._in_flight:
+            scheduler = self.scheduler
+            if scheduler.running or scheduler.holding or scheduler.dying or scheduler.sessions.idle or self._in_flight:
                 return False
             if self.half.has_pending_push_work():
                 return False
@@ -295,7 +299,9 @@ class Engine:
         return self.scheduler.requests
 
     def quieten(self) -> None:
-        """Faults off."""
+        """Faults off, and no more input for sessions."""
+        for request in self.scheduler.requests:
+            self.scheduler.end_session(request)
         for rank in self.ranks:
             rank.device.stalls = 0.0
             rank.device.faults.clear()
@@ -309,7 +315,7 @@ class Engine:
         self.pool.check()
         if has_changed:
             self.half.check()
-        requests = self.scheduler.requests
+        requests = [request for request in self.scheduler.requests if request.status is not Status.IDLE]
         if not requests or self.scheduler.is_paused:
             return
         now = self.world.time.now()

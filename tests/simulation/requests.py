@@ -22,12 +22,13 @@ from .model import ModelShape, Oracle, Words, token_of
 
 
 class Status(Enum):
-    """As vLLM's: LOADING is WAITING_FOR_REMOTE_KVS."""
+    """As vLLM's: LOADING is WAITING_FOR_REMOTE_KVS, IDLE is WAITING_FOR_STREAMING_REQ."""
 
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    IDLE = "idle"
     FINISHED = "finished"
 
 
@@ -56,6 +57,7 @@ class SimulatedRequest:
     last_sequence: int = -1  # the last step that it was scheduled in, by the count of deferred frees
     is_private: bool = False  # its blocks get no names: a reset has passed over it
     is_aborted: bool = False
+    is_session: bool = False  # at its end it waits for more input
     tables: list[list[int]] = field(default_factory=list)  # by block group; 0: no block
     num_named: list[int] = field(default_factory=list)
     device: DeviceSequence | None = None

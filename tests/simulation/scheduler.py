@@ -20,6 +20,7 @@ from .config import EngineConfig
 from .model import Oracle
 from .pool import NULL_BLOCK, BlockPool
 from .requests import DeviceSequence, Item, RankResult, SimulatedRequest, Status, Step, slots_of
+from .sessions import Sessions
 
 
 class SchedulerModel:
@@ -43,6 +44,7 @@ class SchedulerModel:
         self._preempted: set[str] = set()
         self._prefilling: dict[SimulatedRequest, None] = {}
         self.blocks = RequestBlocks(config, pool)
+        self.sessions = Sessions(config.block_size)
 
     # What users and operators do.
 
@@ -58,6 +60,8 @@ class SchedulerModel:
         is_loading = request.status is Status.LOADING and request.request_id not in self._received
         if request.status is Status.RUNNING:
             self.running.remove(request)
+        elif request.status is Status.IDLE:
+            self.sessions.idle.remove(request)
         else:
             (self.holding if request in self.holding else self.waiting).remove(request)
         if request.status is Status.LOADING:
@@ -66,6 +70,19 @@ class SchedulerModel:
         request.is_aborted = True
         self.half.abort_transfer(request.request_id)
         self._end(request, holds_on=is_loading)
+
+    def go_on(self, request: SimulatedRequest, tokens: list[int], outputs: int) -> None:
+        """More input for a session that waits for it."""
+        request.progressed_in = self.step
+        self.sessions.go_on(request, tokens, outputs)
+        self.holding.append(request)
+
+    def end_session(self, request: SimulatedRequest) -> None:
+        """No more input comes."""
+        request.is_session = False
+        if request.status is Status.IDLE:
+            self.sessions.idle.remove(request)
+            self._end(request)
 
     def preempt_all(self) -> None:
         """As `reset_prefix_cache(reset_running_requests=True)` begins."""
@@ -81,7 +98,7 @@ class SchedulerModel:
     @property
     def requests(self) -> list[SimulatedRequest]:
         """All that are not over."""
-        return [*self.running, *self.holding, *self.waiting]
+        return [*self.running, *self.holding, *self.waiting, *self.sessions.idle]
 
     # A step.
 
@@ -189,7 +206,13 @@ class SchedulerModel:
             reserved = self._reserved() if is_async else 0
             ahead = 0 if is_async else self.config.num_drafts
             if self.blocks.admit(request, count, ahead, hit, num_local, num_external, is_async, reserved) is None:
-                break
+                if not request.is_session or not request.holds_blocks:
+                    break
+                skip(queue)
+                if not self.running and not items:
+                    skipped_holding.pop()
+                    self._preempt(request, drops_stale=True)  # others that hold blocks may wait for this one's
+                continue
             num_before = num_local if hit is not None else request.num_computed_tokens
             self.half.update_state_after_alloc(request, [told(t) for t in request.tables], num_before, num_external)
             request.num_computed_tokens = computed
@@ -311,7 +334,10 @@ class SchedulerModel:
                 self.running.remove(request)
             else:
                 (self.holding if request in self.holding else self.waiting).remove(request)
-            self._end(request)
+            if request.is_session and request.status is Status.RUNNING:
+                self.sessions.stop(request)
+            else:
+                self._end(request)
 
     def _take_tokens(self, request: SimulatedRequest, generated: Sequence[int]) -> tuple[int, bool]:
         for count, token in enumerate(generated, start=1):

@@ -21,7 +21,7 @@ from .config import EngineConfig
 from .model import VOCABULARY
 from .outside import DISK_FAULTS, NETWORK_FAULTS
 from .proxy import CONSUMER, WAYS, Continuation, Proxy
-from .requests import SimulatedRequest
+from .requests import SimulatedRequest, Status
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -279,6 +279,48 @@ class Users:
             _, before = self.requests[of]
             prompt = list(before.tokens) + prompt[-new:]
         self.start(engine, action.number, f"r{action.number}", prompt, outputs)
+
+    def _session(
+        self, engine: Engine, action: Action, document: int, share: float, inputs: Sequence[tuple[float, int, int]]
+    ) -> None:
+        """A request whose input comes in parts, the first of them now. `inputs`: seconds since the part before, new
+        tokens, outputs."""
+        if any(request.is_session for request in engine.scheduler.requests):
+            return  # two could wait for one another's blocks
+        _, new, outputs = inputs[0]
+        prompt = self._prompt(action.number, document, share, new)
+        request = self.start(engine, action.number, f"r{action.number}", prompt, outputs)
+        if request is None:
+            return
+        request.is_session = True
+        time, num_resets = 0.0, engine.num_resets
+        for seconds, new, outputs in inputs[1:]:
+            time += seconds
+            tokens = self._prompt(action.number, document, 0.0, new)
+            call = partial(self._go_on, engine, request, tokens, outputs, num_resets)
+            self._world.time.call_after(time, call, f"{request.request_id} goes on")
+        self._world.time.call_after(time + 0.1, partial(self._end_session, engine, request), "a session ends")
+
+    def _go_on(
+        self, engine: Engine, request: SimulatedRequest, tokens: list[int], outputs: int, num_resets: int
+    ) -> None:
+        """It waits until the part in front of it has come to its end."""
+        outputs = min(outputs, self._most - request.num_tokens - len(tokens))
+        if engine.is_dead or not request.is_session or request.is_finished or outputs < 1:
+            return
+        if request.status is not Status.IDLE:
+            call = partial(self._go_on, engine, request, tokens, outputs, num_resets)
+            self._world.time.call_after(2e-3, call, f"{request.request_id} goes on")
+            return
+        self._world.met["session goes on"] += 1
+        self._world.met["session goes on behind a reset"] += engine.num_resets > num_resets
+        engine.scheduler.go_on(request, tokens, outputs)
+        engine.wake()
+
+    def _end_session(self, engine: Engine, request: SimulatedRequest) -> None:
+        if not engine.is_dead and not request.is_finished:
+            engine.scheduler.end_session(request)
+            engine.wake()
 
     def _hand(
         self,

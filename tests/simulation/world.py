@@ -18,7 +18,7 @@ import numpy as np
 from kv_connector.types import StepPlan
 
 from . import config as configs
-from . import workload
+from . import streams, workload
 from .checks import Violation
 from .clock import VirtualTime
 from .device import seams
@@ -65,6 +65,8 @@ class World:
         self.outside = Outside(self.time, rng, self.configs)
         self.engines: list[Engine] = []
         self.actions = workload.draw(rng, self.configs)
+        self.actions += streams.draw(random.Random(f"{seed}/sessions"), self.configs, self.actions)
+        self.actions.sort(key=lambda action: action.time)
 
     def start(self) -> None:
         """Start all engines."""
