@@ -148,7 +148,8 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def reset_cache(self) -> bool:
-        """Forget every cached block, also with copies in flight. True when nothing old can be matched any more."""
+        """Forget every cached block, also with copies in flight. True when nothing old can be matched any
+        more, nor be sent to another engine: else an engine asks again after a step."""
 
     @abstractmethod
     def has_pending_push_work(self) -> bool:

@@ -74,8 +74,8 @@ class Companion(Protocol):
     def end(self, ended: EndedJob) -> None:
         """Every rank has reported one of this companion's jobs, whose leases are released right after."""
 
-    def reset(self) -> None:
-        """Nothing that was computed until now may be used any more."""
+    def reset(self) -> bool:
+        """Nothing that was computed until now may be used any more; returns whether that is so already."""
 
     @property
     def is_busy(self) -> bool:

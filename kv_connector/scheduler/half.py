@@ -242,10 +242,9 @@ class SchedulerHalf(KVConnectorScheduler):
         self.host.reset()
         self._log_removed()
         self._requests.reset()
-        for companion in self._companions:
-            companion.reset()
+        done = [companion.reset() for companion in self._companions]
         # What such a load brings was cached before, and the engine caches it on the device when it is there.
-        return not any(state.awaits_load for state in self._requests)
+        return all(done) and not any(state.awaits_load for state in self._requests)
 
     def has_pending_push_work(self) -> bool:
         is_busy = any(companion.is_busy for companion in self._companions)

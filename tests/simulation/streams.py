@@ -20,7 +20,6 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig], actions: Sequence[
     """What is to be added to the history: nothing in most worlds."""
     if rng.random() < 0.6:
         return []
-    has_peers = any(config.role for config in configs)  # whose weights are updated together, by the proxy's rules
     drawn: list[Action] = []
 
     def add(time: float, kind: str, engine: int, **what: Any) -> None:
@@ -34,7 +33,7 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig], actions: Sequence[
         add(time, "session", engine, document=document, share=rng.choice([0.2, 0.5, 1.0]), inputs=inputs)
         if rng.random() < 0.6:
             time += rng.uniform(0.0, 0.1)
-            add(time, "reset" if has_peers else rng.choice(["reset", "weights"]), engine)
+            add(time, rng.choice(["reset", "weights"]), engine)
             for _ in range(2):  # what has been saved meanwhile is asked for
                 time += rng.uniform(0.0, 0.1)
                 add(time, "arrive", engine, document=document, share=1.0, new=rng.randint(1, 4), outputs=3)

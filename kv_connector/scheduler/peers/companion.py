@@ -95,10 +95,12 @@ class PeerCompanion(Companion):
         assert isinstance(ended.job, PeerJob)
         (self._outgoing if ended.job.action is PeerAction.SEND else self._incoming).end(ended)
 
-    def reset(self) -> None:
-        """Nothing is offered, and nothing that is on its way is waited for."""
+    def reset(self) -> bool:
+        """Nothing is offered, and nothing that is on its way is waited for. Ranks hear of that with the next plan:
+        until they have, other engines may be sent what was offered."""
         self._outgoing.reset()
         self._incoming.reset()
+        return not self._outgoing.is_stale
 
     def stats(self) -> dict[str, float]:
         """Counters over all ranks."""

@@ -49,11 +49,18 @@ class Outgoing:
         self._sending: dict[str, _Transfer] = {}  # by request that computes its prompt
         self._begun: list[PeerJob] = []  # to be planned
         self._withdrawn: list[str] = []  # to be told
+        self._open: set[int] = set()  # jobs that some rank has not reported
+        self._stale: set[int] = set()  # those of them that were begun before a reset
 
     @property
     def is_busy(self) -> bool:
         """Whether something waits for the next plan."""
         return bool(self._begun or self._withdrawn)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a rank may still send what was computed before a reset: it hears of that with the next plan."""
+        return bool(self._stale)
 
     def admitted(self, request: Request) -> None:
         """A request has its device blocks, for the first time or again: what another engine is to continue is offered
@@ -91,6 +98,7 @@ class Outgoing:
         self._shared.ledger.open(job, self._owner)
         transfer.next_block = stop
         transfer.jobs.add(job.job_id)
+        self._open.add(job.job_id)
         self._begun.append(job)
         self._shared.metrics.offered_blocks += job.num_blocks
 
@@ -143,6 +151,8 @@ class Outgoing:
         have some of it already on one rank, so nothing of the prompt is offered any more."""
         job = ended.job
         assert isinstance(job, PeerJob)
+        self._open.discard(job.job_id)
+        self._stale.discard(job.job_id)
         transfer = self._transfers.get(job.transfer_id)
         if transfer is None or job.job_id not in transfer.jobs:
             return  # withdrawn
@@ -154,6 +164,7 @@ class Outgoing:
 
     def reset(self) -> None:
         """Nothing that was computed until now may be used any more."""
+        self._stale = set(self._open)
         for transfer in list(self._transfers.values()):
             self._withdraw(transfer)
 

@@ -105,11 +105,12 @@ class StorageCompanion(Companion):
                 stats[full_name] = max(values) if full_name in GAUGES else sum(values)
         return stats
 
-    def reset(self) -> None:
+    def reset(self) -> bool:
         """What was cached until now must not be matched any more: keys of before are none of after."""
         self._root = adopt_hash(self._root, b"reset" + np.random.default_rng().bytes(16))
         self._prefetches.reset()
         self._backups.reset()
+        return True
 
     def _keys(self, hashes: Sequence[BlockHash]) -> bytes:
         return adopt_hashes(self._root, hashes)

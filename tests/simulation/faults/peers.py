@@ -19,6 +19,18 @@ _SENT = "tests/worker/test_peers.py"
 
 PEERS: tuple[Mutant, ...] = (
     Mutant(
+        "reset-before-ranks-know",
+        "a reset says that it is done while ranks may still send what was computed before it",
+        (
+            Patch(
+                "kv_connector/scheduler/peers/companion.py",
+                "        return not self._outgoing.is_stale\n",
+                "        return True\n",
+            ),
+        ),
+        tested("tests/scheduler/peers/test_outgoing.py::test_a_reset_withdraws_what_is_offered_and_what_would_be"),
+    ),
+    Mutant(
         "preempted-offers",
         "what is offered of a preempted request keeps its blocks",
         (

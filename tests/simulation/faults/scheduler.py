@@ -115,7 +115,7 @@ SCHEDULER: tuple[Mutant, ...] = (
     Mutant(
         "reset-too-early",
         "a reset is called done while loads bring what was cached",
-        (Patch(_HALF, "return not any(state.awaits_load for state in self._requests)", "return True"),),
+        (Patch(_HALF, "all(done) and not any(state.awaits_load for state in self._requests)", "all(done)"),),
         tested(_RESET),
     ),
     Mutant(
