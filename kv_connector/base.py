@@ -137,7 +137,11 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
-        """Take in what ranks reported; jobs end here, and only here."""
+        """Take in what ranks reported; jobs end here, and only here.
+
+        Called as the engine takes in the outputs of the step. Some ranks' reports of it may come in front of that, but
+        not all: plans take a step that every rank has reported for one whose load errors the engine has heard.
+        """
 
     @abstractmethod
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:

@@ -151,7 +151,7 @@ class Engine:
         if self.is_dead:
             return
         step.results[rank] = result
-        if self.config.reports_apart:
+        if self.config.reports_apart and rank > 0:  # the first's comes with the outputs
             self.book.taken_in(result.report)
             self.scheduler.take_reports([result.report])
         if step.is_done and self._in_flight and step is self._in_flight[0]:
@@ -162,7 +162,7 @@ class Engine:
         for result in results:
             self._received.update(result.received)
             self._failed |= result.failed
-            if not self.config.reports_apart:
+            if result.report.rank == 0 or not self.config.reports_apart:
                 self.book.taken_in(result.report)
         received = {name for name, count in self._received.items() if count == self.config.num_ranks}
         for name in received:

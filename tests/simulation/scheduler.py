@@ -292,8 +292,7 @@ class SchedulerModel:
         affected |= {i.request for i in step.items if any(not invalid.isdisjoint(table) for table in i.tables)}
         for item in step.items:
             self._take_output(item, item.request in affected)
-        if not self.config.reports_apart:
-            self.take_reports([result.report for result in results])
+        self.take_reports([r.report for r in results if r.report.rank == 0 or not self.config.reports_apart])
         for request_id in received:
             self._take_received(request_id)
         if self.config.takes_events:
@@ -400,8 +399,8 @@ class SchedulerModel:
     def _handle_invalid(self, invalid: set[int], under_way: Sequence[Item]) -> set[SimulatedRequest]:
         """Blocks that a load has not filled: who holds them computes again, and no output of this step counts.
 
-        What others may hit stays as it is, as in vLLM, for the connector to forget; an engine that takes its reports in
-        later has to forget it at once.
+        What others may hit stays as it is, as in vLLM, for the connector to forget; an engine that takes reports in
+        before the outputs goes on naming blocks in between, and has to forget them itself.
         """
         self.met["load of the step failed"] += 1
         affected = set()
