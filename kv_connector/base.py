@@ -153,7 +153,7 @@ class KVConnectorScheduler(ABC):
     @abstractmethod
     def reset_cache(self) -> bool:
         """Forget every cached block, also with copies in flight. True when nothing old can be matched any
-        more, nor be sent to another engine: else an engine asks again after a step."""
+        more, nor be sent to another engine: else an engine whose requests are paused asks again after a step."""
 
     @abstractmethod
     def has_pending_push_work(self) -> bool:

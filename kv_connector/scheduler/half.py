@@ -133,7 +133,7 @@ class SchedulerHalf(KVConnectorScheduler):
         assert len(block_ids) == len(self._grouped.groups), "one block table for each block group"
         size, now = self._shared.block_size, self._shared.clock()
         first, count = num_local_tokens // size, num_external_tokens // size
-        self._saves.note_admitted(-(-request.num_tokens // size) - first)
+        self._saves.note_admitted(-(-request.num_tokens // size) - first, first)
         if self._requests.is_silently_preempted(request.request_id, block_ids, num_local_tokens):
             self._preempt(request.request_id)
         state = self._requests.admit(request, block_ids, first + count)
@@ -219,8 +219,8 @@ class SchedulerHalf(KVConnectorScheduler):
             companion.given_up(request_id)
 
     def holding(self, block_ids: Collection[int]) -> list[str]:
-        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is
-        under way."""
+        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is to
+        fill them. Asked before the report is taken in that says that the load has failed."""
         return self._requests.holding(block_ids)
 
     # What an operator asks.

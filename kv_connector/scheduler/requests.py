@@ -58,11 +58,11 @@ class RequestTable:
         return iter(self._states.values())
 
     def holding(self, block_ids: Collection[int]) -> list[str]:
-        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is
-        under way."""
+        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is to
+        fill them."""
         wanted = set(block_ids)
         held = [(request_id, [t.block_ids for t in state.tables]) for request_id, state in self._states.items()]
-        lost = ((request_id, tables) for request_id, tables in self._leases.dropped_tables() if request_id in self)
+        lost = ((request_id, tables) for request_id, tables in self._leases.dropped_since(wanted) if request_id in self)
         return [i for i, tables in (*held, *lost) if any(not wanted.isdisjoint(ids) for ids in tables)]
 
     def lose(self, block_ids: Sequence[int]) -> None:
@@ -76,7 +76,7 @@ class RequestTable:
         self._num_admissions += 1
         state.admission = self._num_admissions
         # Who has not lost its blocks comes with the same ones once more: what they hold is as old as it was.
-        state.is_stale &= bool(state.tables)
+        state.is_stale &= bool(state.tables) and _go_on(state.tables, block_ids)
         state.tables = [BlockTable(list(ids), may_save=not state.is_stale) for ids in block_ids]
         state.num_hit_blocks = num_hit_blocks
         state.is_newly_admitted = True

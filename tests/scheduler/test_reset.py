@@ -138,3 +138,19 @@ def test_a_reset_does_not_wait_for_a_load_that_the_engine_did_not_take() -> None
     half.update_state_after_alloc(request, [[0, 1, 2]], 0, 0)
     run(half, request)
     assert half.reset_cache()
+
+
+def test_what_is_computed_in_other_blocks_behind_a_reset_is_saved() -> None:
+    """A load of before it has failed, and the engine has given its request others."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    request = Asked("a", list(range(9)))
+    assert half.get_num_new_matched_tokens(request, 0) == (8, True)
+    half.update_state_after_alloc(request, [[0, 1, 2]], 0, 8)
+    plan = run(half)
+    assert not half.reset_cache()
+    (job,) = plan.background_loads
+    half.update_connector_output([StepReport(plan.step, 0, (), (job.job_id,), num_host_blocks=10)])
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    half.update_state_after_alloc(request, [[10, 11, 12]], 0, 0)
+    assert [job.device_ids.tolist() for job in run(half, request).saves] == [[10, 11]]

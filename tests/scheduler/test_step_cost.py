@@ -57,9 +57,12 @@ class Engine:
         self.half.update_connector_output([StepReport(0, 0, num_host_blocks=capacity)])
         self.running: list[Prompt] = []
 
-    def admit(self, name: str) -> Prompt:
+    def prompt(self, name: str) -> Prompt:
         hashes = [BlockHash(f"{name}/{index:04}".encode()) for index in range(self.length)]
-        prompt = Prompt(name, hashes, self.length * SIZE + 1)
+        return Prompt(name, hashes, self.length * SIZE + 1)
+
+    def admit(self, name: str) -> Prompt:
+        prompt = self.prompt(name)
         self.half.update_state_after_alloc(prompt, [list(range(self.length + 1))], 0, 0)
         return prompt
 
@@ -175,6 +178,19 @@ def test_no_step_takes_blocks_that_were_not_looked_at() -> None:
         engine.step([ScheduledRequest(prompt.request_id, computed, 50 * SIZE)])
         num_ahead = max(num_ahead - 50, engine.device.num_looked_at)
         assert num_ahead >= 50
+
+
+def test_what_was_looked_at_and_is_hit_on_the_device_is_looked_at_no_more() -> None:
+    """It was next in line, and so are now blocks behind it that nobody has looked at."""
+    engine = Engine(400, capacity=100, write_policy="write_back", write_back_lookahead=20)
+    engine.admit("burst")
+    engine.step()
+    engine.step()
+    assert engine.device.num_looked_at == 20
+    for name in ("a", "b"):
+        engine.half.update_state_after_alloc(engine.prompt(name), [list(range(401))], 400 * SIZE, 0)
+    engine.step([ScheduledRequest(name, 400 * SIZE, 1) for name in ("a", "b")])
+    assert engine.device.num_looked_at >= 401
 
 
 def test_a_block_that_the_device_has_twice_is_saved_before_reuse_once() -> None:

@@ -234,6 +234,8 @@ class Offers:
             self._refuse(want, "the blocks are not held any more")
         elif len(self._early) >= MOST_EARLY_WANTS or transfer_id in self._early:
             self._refuse(want, "too many KV transfers are asked for that nobody has begun, or this one twice")
+        elif transfer_id in self._early_nones:
+            self._refuse(want, "the blocks were not wanted before")
         else:
             self._early[transfer_id] = want
 
@@ -243,7 +245,7 @@ class Offers:
             return
         if offer is not None:
             self._unwanted(offer)
-        elif not engine_id:
+        elif not engine_id and transfer_id not in self._early:
             self._early_nones.pop(transfer_id, None)
             while len(self._early_nones) >= MOST_EARLY_NONES:
                 del self._early_nones[next(iter(self._early_nones))]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,8 +42,9 @@ class LoadLeases:
         self._lookup = lookup
         self._planner = planner
         self._job_of: dict[str, int] = {}  # load in the background, by the request that waits for it
-        self._open: dict[int, None] = {}  # loads that have not ended
-        # What requests have lost since: the last load by then, whose blocks, and which.
+        self._open: dict[int, frozenset[int]] = {}  # device blocks of loads that have not ended
+        self._filling: Counter[int] = Counter()  # by how many of them
+        # What requests have lost of those, and behind them: the last load by then, whose blocks, and which.
         self._dropped: deque[tuple[int, str, Tables]] = deque()
         self._num_loaded = 0  # blocks, in the report that is being taken in
 
@@ -101,17 +102,20 @@ class LoadLeases:
             self._planner.begin(lease.background, job.job_id)
             self._job_of[request_id] = job.job_id
         self._shared.ledger.open(job, self)
-        self._open[job.job_id] = None
+        self._open[job.job_id] = frozenset(lease.device_ids)
+        self._filling.update(self._open[job.job_id])
         return job
 
     def dropped(self, request_id: str, tables: Tables) -> None:
         """A request has lost these blocks, by group; some may be those of a load that fails yet, or lie behind them."""
-        if self._open:
+        if self._open and any(block_id in self._filling for ids in tables for block_id in ids):
             self._dropped.append((next(reversed(self._open)), request_id, tables))
 
-    def dropped_tables(self) -> Iterator[tuple[str, Tables]]:
-        """What requests have lost since the oldest load under way was planned."""
-        return ((request_id, tables) for _, request_id, tables in self._dropped)
+    def dropped_since(self, block_ids: Collection[int]) -> list[tuple[str, Tables]]:
+        """What requests have lost since the first load was planned that is to fill any of these blocks."""
+        loads = [job_id for job_id, filled in self._open.items() if not filled.isdisjoint(block_ids)]
+        first = min(loads, default=None)
+        return [(i, tables) for last, i, tables in self._dropped if first is not None and first <= last]
 
     def lose(self, block_ids: Sequence[int], live: Iterable[Tables]) -> None:
         """Loads were to fill these blocks and have not: no request hits them, nor what was computed behind them.
@@ -121,7 +125,7 @@ class LoadLeases:
         """
         lost = set(block_ids)
         behind = set(lost)
-        for tables in (*live, *(tables for _, tables in self.dropped_tables())):
+        for tables in (*live, *(tables for _, tables in self.dropped_since(lost))):
             first = min((ids.index(block_id) for ids in tables for block_id in lost.intersection(ids)), default=None)
             if first is not None:
                 behind.update(*(ids[first:] for ids in tables))
@@ -131,7 +135,7 @@ class LoadLeases:
         """Every rank has reported the load."""
         job, metrics = ended.job, self._shared.metrics
         assert isinstance(job, CopyJob)
-        del self._open[job.job_id]
+        self._filling -= Counter(self._open.pop(job.job_id))
         oldest = next(iter(self._open), job.job_id + 1)
         while self._dropped and self._dropped[0][0] < oldest:
             self._dropped.popleft()

@@ -96,11 +96,9 @@ class PeerCompanion(Companion):
         (self._outgoing if ended.job.action is PeerAction.SEND else self._incoming).end(ended)
 
     def reset(self) -> bool:
-        """Nothing is offered, and nothing that is on its way is waited for. Ranks hear of that with the next plan:
-        until they have, other engines may be sent what was offered."""
-        self._outgoing.reset()
+        """Nothing is offered, and nothing that is on its way is waited for."""
         self._incoming.reset()
-        return not self._outgoing.is_stale
+        return self._outgoing.reset()
 
     def stats(self) -> dict[str, float]:
         """Counters over all ranks."""

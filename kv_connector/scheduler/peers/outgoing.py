@@ -50,17 +50,11 @@ class Outgoing:
         self._begun: list[PeerJob] = []  # to be planned
         self._withdrawn: list[str] = []  # to be told
         self._open: set[int] = set()  # jobs that some rank has not reported
-        self._stale: set[int] = set()  # those of them that were begun before a reset
 
     @property
     def is_busy(self) -> bool:
         """Whether something waits for the next plan."""
         return bool(self._begun or self._withdrawn)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether a rank may still send what was computed before a reset: it hears of that with the next plan."""
-        return bool(self._stale)
 
     def admitted(self, request: Request) -> None:
         """A request has its device blocks, for the first time or again: what another engine is to continue is offered
@@ -152,7 +146,6 @@ class Outgoing:
         job = ended.job
         assert isinstance(job, PeerJob)
         self._open.discard(job.job_id)
-        self._stale.discard(job.job_id)
         transfer = self._transfers.get(job.transfer_id)
         if transfer is None or job.job_id not in transfer.jobs:
             return  # withdrawn
@@ -162,11 +155,12 @@ class Outgoing:
         elif transfer.deadline is not None and not transfer.jobs:
             del self._transfers[job.transfer_id]
 
-    def reset(self) -> None:
-        """Nothing that was computed until now may be used any more."""
-        self._stale = set(self._open)
+    def reset(self) -> bool:
+        """Nothing that was computed until now may be used any more; returns whether that is so already. A rank hears of
+        it with the next plan, and sends what was offered until then."""
         for transfer in list(self._transfers.values()):
             self._withdraw(transfer)
+        return not self._open
 
     def _withdraw(self, transfer: _Transfer) -> None:
         """Offer nothing of it any more, whatever the request computes until it is admitted again."""

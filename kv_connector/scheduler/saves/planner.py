@@ -48,12 +48,13 @@ class SavePlanner:
         self._most_taken = 0  # in a recent step
         self._num_ahead = 0  # device blocks next in line that were looked at and have not been taken since
 
-    def note_admitted(self, num_blocks: int) -> None:
-        """A request was admitted that will take so many device blocks in all.
+    def note_admitted(self, num_blocks: int, num_hit_blocks: int) -> None:
+        """A request was admitted that will take so many device blocks in all, and has some that the device holds.
 
         It takes them step by step where it computes and all at once where it loads: they are counted as a whole.
         """
         self._num_admitted += num_blocks
+        self._num_ahead -= num_hit_blocks  # they may have been among those next in line
 
     def note_changed(self) -> None:
         """Device blocks were freed: there may be something to save before reuse."""
@@ -145,10 +146,9 @@ class SavePlanner:
         """Device blocks next in line for reuse to look at, so that twice as many as one of the last steps took are kept
         saved: all of them after something was freed, or when half of them are gone, for what was saved stays so.
         """
-        num_taken = max(self._num_admitted, self._num_begun)
+        self._most_taken = max(self._most_taken - self._most_taken // 8, self._num_admitted, self._num_begun)
+        self._num_ahead -= self._num_admitted + self._num_begun
         self._num_admitted = self._num_begun = 0
-        self._most_taken = max(self._most_taken - self._most_taken // 8, num_taken)
-        self._num_ahead -= num_taken
         if not self.may_save_before_reuse and self._num_ahead >= self._most_taken:
             return self._policy.lookahead
         self._num_ahead = max(self._policy.lookahead, 2 * self._most_taken)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kv_connector.peer.base import Connected, Message
 from kv_connector.peer.protocol.offers import Offers
@@ -83,3 +84,19 @@ def test_who_is_gone_before_anything_is_offered_is_forgotten() -> None:
     producer.transport.poll(0.0)
     assert producer.said_to(1) == []
     assert [consumer.counters.received_bytes > 0 for consumer in producer.consumers] == [False, True]
+
+
+@pytest.mark.parametrize("first", ["want", "none"])
+def test_who_asks_early_is_answered_whoever_else_wants_nothing(first: str) -> None:
+    """A proxy that tries again names the same KV transfer; an asker that nobody answers waits until its deadline."""
+    producer = Producer()
+    for said in (first, "none" if first == "want" else "want"):
+        if said == "want":
+            producer.hear_want(1, "")
+        else:
+            producer.offers.hear(producer.links[0], {"t": "none", "transfer": "t", "engine": ""})
+    producer.compute()
+    producer.transport.poll(0.0)
+    refused = [body["t"] for body in producer.said_to(1)]
+    assert (producer.consumers[1].counters.received_bytes > 0, refused) in ((True, []), (False, ["refused"]))
+    assert (first == "want") == (not refused), "who comes first has its way"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.config import Config
+from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.types import CopyJob, StepReport
-from tests.scheduler.test_half import Asked, make_half, run, save
+from kv_connector.types import NO_BLOCK, CopyJob, StepReport
+from tests.scheduler.test_half import Asked, ForeignBlocks, make_half, run, save
 
 PROMPT = list(range(9))
 
@@ -95,14 +97,59 @@ def test_nobody_hits_what_a_failed_load_was_to_fill_nor_what_was_computed_behind
         half.request_finished(request)
     elif end_of == "preempted":
         half.build_connector_meta(SchedulerOutput((), {"a"}))
-    half.update_connector_output([StepReport(plan.step, 0, num_host_blocks=10, lost_blocks=(0,))])
+    assert half.holding([0, 62]) == (["other"] if end_of == "ended" else ["other", "a"])
+    failed = (plan.loads[0].job_id,)
+    half.update_connector_output([StepReport(plan.step, 0, (), failed, num_host_blocks=10, lost_blocks=(0,))])
     assert blocks.forgotten == {0, 1, 2}
-    assert half.holding([1, 62]) == (["other"] if end_of == "ended" else ["other", "a"])
-    end(half, plan.loads[0], ok=False)
     blocks.forgotten.clear()
     half.update_connector_output([StepReport(plan.step, 0, num_host_blocks=10, lost_blocks=(1,))])
     assert blocks.forgotten == ({1, 2} if end_of == "it runs" else {1})
     half.check()
+
+
+def test_what_was_computed_behind_a_failed_load_is_forgotten_in_every_group() -> None:
+    """Also in one that had nothing to load, and from the first block that was lost in any."""
+    groups = (BlockGroup(), BlockGroup(window_blocks=1))
+    half = SchedulerHalf(Config(host_memory=1 << 20, load_choice="sync"), 4, groups=groups)  # type: ignore[arg-type]
+    blocks = ForeignBlocks()
+    half.bind_block_pool(blocks)
+    request = Asked("a", list(range(16)))
+    half.update_state_after_alloc(request, [[1, 2, 3, 4], [NO_BLOCK, NO_BLOCK, 7, 8]], 0, 0)
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=10, lost_blocks=(3, 2))])
+    assert blocks.forgotten == {2, 3, 4, 7, 8}
+
+
+def test_who_had_a_block_before_its_load_was_planned_has_lost_nothing() -> None:
+    """Its blocks were free when they were given to whoever loads; the engine would end for it."""
+    half, blocks = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    begin(half, Asked("hangs", PROMPT))
+    before = Asked("before", [7] * 9)
+    half.update_state_after_alloc(before, [[50, 51, 52]], 0, 0)
+    run(half, before)
+    half.build_connector_meta(SchedulerOutput((), {"before"}))
+    loading = Asked("loading", PROMPT)
+    half.update_state_after_alloc(loading, [[50, 51, 53]], 0, 8)
+    (job,) = run(half).loads
+    assert half.holding([50]) == ["loading"]
+    failed = StepReport(half._step, 0, (), (job.job_id,), num_host_blocks=10, lost_blocks=(50, 51))
+    half.update_connector_output([failed])
+    assert blocks.forgotten == {50, 51, 53}
+
+
+def test_a_load_that_hangs_keeps_nothing_of_requests_that_had_nothing_of_it() -> None:
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    begin(half, Asked("hangs", PROMPT))
+    for number in range(3):
+        other = Asked(str(number), [number] * 9)
+        half.update_state_after_alloc(other, [[50, 51, 52]], 0, 0)
+        half.request_finished(other)
+    sharer = Asked("sharer", PROMPT)
+    half.update_state_after_alloc(sharer, [[0, 1, 53]], 8, 0)
+    half.request_finished(sharer)
+    assert half._leases.dropped_since([0]) == [("sharer", [[0, 1, 53]])]
+    assert half._leases.dropped_since([50]) == []
 
 
 def failed(half: SchedulerHalf) -> Asked:

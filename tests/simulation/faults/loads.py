@@ -36,7 +36,7 @@ LOADS: tuple[Mutant, ...] = (
         (
             Patch(
                 _LEASES,
-                "for tables in (*live, *(tables for _, tables in self.dropped_tables())):",
+                "for tables in (*live, *(tables for _, tables in self.dropped_since(lost))):",
                 "for tables in live:",
             ),
         ),

@@ -23,8 +23,8 @@ PEERS: tuple[Mutant, ...] = (
         "a reset says that it is done while ranks may still send what was computed before it",
         (
             Patch(
-                "kv_connector/scheduler/peers/companion.py",
-                "        return not self._outgoing.is_stale\n",
+                "kv_connector/scheduler/peers/outgoing.py",
+                "        return not self._open\n",
                 "        return True\n",
             ),
         ),

@@ -59,6 +59,20 @@ SAVES: tuple[Mutant, ...] = (
         tested("tests/index/test_tier.py::test_nothing_of_a_forgotten_prefix_does_not_bring_it_back"),
     ),
     Mutant(
+        "hits-not-taken",
+        "under write_back blocks behind those that are hit on the device are taken unsaved",
+        (
+            Patch(
+                _PLANNER,
+                "        self._num_ahead -= num_hit_blocks  # they may have been among those next in line\n",
+                "",
+            ),
+        ),
+        tested(
+            "tests/scheduler/test_step_cost.py::test_what_was_looked_at_and_is_hit_on_the_device_is_looked_at_no_more"
+        ),
+    ),
+    Mutant(
         "preempted-not-looked-for",
         "under write_back the blocks of a preempted request are taken unsaved",
         (
