@@ -152,6 +152,7 @@ class SchedulerHalf(KVConnectorScheduler):
             mode = mode or LoadMode.SYNC
             state.load = self._leases.take(request, state.tables, first, num_loaded, mode, not num_brought)
         state.awaits_load = count > 0 and mode is LoadMode.ASYNC
+        state.awaits_both = num_loaded > 0 and num_brought > 0
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
         for request_id in output.preempted_req_ids:
@@ -243,8 +244,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._log_removed()
         self._requests.reset()
         done = [companion.reset() for companion in self._companions]
-        # What such a load brings was cached before, and the engine caches it on the device when it is there.
-        return all(done) and not any(state.awaits_load for state in self._requests)
+        return all(done) and not any(map(self._brings_old, self._requests))
 
     def has_pending_push_work(self) -> bool:
         is_busy = any(companion.is_busy for companion in self._companions)
@@ -312,6 +312,13 @@ class SchedulerHalf(KVConnectorScheduler):
         )
         for companion in self._companions:
             companion.admitted(admission)
+
+    def _brings_old(self, state: RequestState) -> bool:
+        """Whether the request waits for what was cached before: the engine caches it on the device when it is there. Not
+        where it has failed and the request waits to be admitted: an engine may admit nobody until a reset is done."""
+        request_id = state.request.request_id
+        has_failed = self._ledger.has_failed(request_id) and not self._ledger.is_awaited(request_id)
+        return state.awaits_load and (state.awaits_both or not has_failed)
 
     def _preempt(self, request_id: str) -> None:
         self._requests.preempt(request_id)

@@ -26,6 +26,7 @@ class RequestState:
     load: LoadLease | None = None  # to be planned
     is_newly_admitted: bool = False  # since the last step was planned
     awaits_load: bool = False  # it is admitted once more when what it waits for is there
+    awaits_both: bool = False  # a load, and what a companion brings behind it
     is_stale: bool = False  # what its blocks hold was computed before a reset
 
     @property

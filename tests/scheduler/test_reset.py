@@ -151,6 +151,7 @@ def test_what_is_computed_in_other_blocks_behind_a_reset_is_saved() -> None:
     assert not half.reset_cache()
     (job,) = plan.background_loads
     half.update_connector_output([StepReport(plan.step, 0, (), (job.job_id,), num_host_blocks=10)])
+    assert half.reset_cache(), "an engine that is to sleep admits the request when it is awake again"
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
     half.update_state_after_alloc(request, [[10, 11, 12]], 0, 0)
     assert [job.device_ids.tolist() for job in run(half, request).saves] == [[10, 11]]

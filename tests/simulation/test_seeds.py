@@ -11,6 +11,7 @@ from tests.simulation.world import simulate
 
 SEEDS = {
     858: "a session that went on after a reset saved what it had computed before it, and others matched that",
+    3001960: "an engine that was to sleep waited for ever: a reset was not done before a failed load had come",
     20017: "drafts of a step wrote to blocks that a load had filled: a step without requests was reported in between",
     101197: "two requests whose loads had failed waited for one another",
     101621: "two requests whose loads had failed waited for one another, as in 101197",

@@ -126,7 +126,9 @@ class World:
     def _rest(self, since: float) -> None:
         before = self.num_steps
         while not all(engine.is_at_rest for engine in self.engines):
-            is_over = self.num_steps - before > MOST_STEPS_TO_REST and self.time.now() - since > MOST_SECONDS_TO_REST
+            seconds = self.time.now() - since
+            is_over = self.num_steps - before > MOST_STEPS_TO_REST and seconds > MOST_SECONDS_TO_REST
+            is_over |= seconds > 100 * MOST_SECONDS_TO_REST  # an engine that waits for something takes no steps
             if is_over or not self.time.run_next():
                 raise Violation("stuck", "; ".join(self._why_not_at_rest()))
         # What was left behind may still do harm.

@@ -115,7 +115,19 @@ SCHEDULER: tuple[Mutant, ...] = (
     Mutant(
         "reset-too-early",
         "a reset is called done while loads bring what was cached",
-        (Patch(_HALF, "all(done) and not any(state.awaits_load for state in self._requests)", "all(done)"),),
+        (Patch(_HALF, "all(done) and not any(map(self._brings_old, self._requests))", "all(done)"),),
+        tested(_RESET),
+    ),
+    Mutant(
+        "reset-never-done",
+        "a reset waits for a load that has failed, of a request that nobody admits until the reset is done",
+        (
+            Patch(
+                _HALF,
+                "return state.awaits_load and (state.awaits_both or not has_failed)",
+                "return state.awaits_load",
+            ),
+        ),
         tested(_RESET),
     ),
     Mutant(
