@@ -314,8 +314,10 @@ class SchedulerHalf(KVConnectorScheduler):
             companion.admitted(admission)
 
     def _brings_old(self, state: RequestState) -> bool:
-        """Whether the request waits for what was cached before: the engine caches it on the device when it is there. Not
-        where it has failed and the request waits to be admitted: an engine may admit nobody until a reset is done."""
+        """Whether the request waits for what was cached before: the engine caches it on the device when it is there.
+
+        Not where it has failed and the request waits to be admitted: an engine may admit nobody until a reset is done.
+        """
         request_id = state.request.request_id
         has_failed = self._ledger.has_failed(request_id) and not self._ledger.is_awaited(request_id)
         return state.awaits_load and (state.awaits_both or not has_failed)
