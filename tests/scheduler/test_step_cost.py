@@ -150,12 +150,18 @@ def test_a_burst_under_write_back_is_looked_ahead_for_once_and_not_in_every_step
     assert engine.device.num_looked_at >= 401, "steps that follow soon take as much again at most"
 
 
-def test_what_was_preempted_is_looked_for_as_what_has_ended_is() -> None:
+def behind_a_burst() -> Engine:
+    """Its blocks were looked ahead for, and the step after it has looked at the least."""
     engine = Engine(400, capacity=100, write_policy="write_back", write_back_lookahead=20)
     engine.admit("burst")
     engine.step()
     engine.step()
     assert engine.device.num_looked_at == 20
+    return engine
+
+
+def test_what_was_preempted_is_looked_for_as_what_has_ended_is() -> None:
+    engine = behind_a_burst()
     engine.half.build_connector_meta(SchedulerOutput((), preempted_req_ids={"burst"}))
     assert engine.device.num_looked_at >= 401
 
@@ -182,11 +188,7 @@ def test_no_step_takes_blocks_that_were_not_looked_at() -> None:
 
 def test_what_was_looked_at_and_is_hit_on_the_device_is_looked_at_no_more() -> None:
     """It was next in line, and so are now blocks behind it that nobody has looked at."""
-    engine = Engine(400, capacity=100, write_policy="write_back", write_back_lookahead=20)
-    engine.admit("burst")
-    engine.step()
-    engine.step()
-    assert engine.device.num_looked_at == 20
+    engine = behind_a_burst()
     for name in ("a", "b"):
         engine.half.update_state_after_alloc(engine.prompt(name), [list(range(401))], 400 * SIZE, 0)
     engine.step([ScheduledRequest(name, 400 * SIZE, 1) for name in ("a", "b")])

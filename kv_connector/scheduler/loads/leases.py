@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +43,6 @@ class LoadLeases:
         self._planner = planner
         self._job_of: dict[str, int] = {}  # load in the background, by the request that waits for it
         self._open: dict[int, frozenset[int]] = {}  # device blocks of loads that have not ended
-        self._filling: Counter[int] = Counter()  # by how many of them
         # What requests have lost of those, and behind them: the last load by then, whose blocks, and which.
         self._dropped: deque[tuple[int, str, Tables]] = deque()
         self._num_loaded = 0  # blocks, in the report that is being taken in
@@ -103,12 +102,11 @@ class LoadLeases:
             self._job_of[request_id] = job.job_id
         self._shared.ledger.open(job, self)
         self._open[job.job_id] = frozenset(lease.device_ids)
-        self._filling.update(self._open[job.job_id])
         return job
 
     def dropped(self, request_id: str, tables: Tables) -> None:
         """A request has lost these blocks, by group; some may be those of a load that fails yet, or lie behind them."""
-        if self._open and any(block_id in self._filling for ids in tables for block_id in ids):
+        if any(not filled.isdisjoint(ids) for filled in self._open.values() for ids in tables):
             self._dropped.append((next(reversed(self._open)), request_id, tables))
 
     def dropped_since(self, block_ids: Collection[int]) -> list[tuple[str, Tables]]:
@@ -135,7 +133,7 @@ class LoadLeases:
         """Every rank has reported the load."""
         job, metrics = ended.job, self._shared.metrics
         assert isinstance(job, CopyJob)
-        self._filling -= Counter(self._open.pop(job.job_id))
+        del self._open[job.job_id]
         oldest = next(iter(self._open), job.job_id + 1)
         while self._dropped and self._dropped[0][0] < oldest:
             self._dropped.popleft()
