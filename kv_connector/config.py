@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from .errors import ConfigError
-from .values import check_integer, choice, is_any_address, parse_size, shown
+from .values import check_integer, check_text, choice, is_any_address, parse_size, shown
 
 _S = TypeVar("_S", "Config", "StorageConfig", "PeerConfig")
 _HOST_AND_PORT = re.compile(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
@@ -127,8 +127,7 @@ class StorageConfig:
                 f"storage.kind={shown(self.kind)} is unknown: give one of {', '.join(map(repr, _KEYS_OF_KIND))}"
             )
         for name in ("path", "master", "metadata", "devices", "hostname"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"storage.{name}={shown(getattr(self, name))} is not text: give it in quotes")
+            check_text(f"storage.{name}", getattr(self, name))
         for name in ("capacity", "segment_memory"):
             object.__setattr__(self, name, parse_size(getattr(self, name), f"storage.{name}"))
         object.__setattr__(self, "protocol", choice(Protocol, self.protocol, "storage.protocol"))
@@ -144,10 +143,12 @@ class StorageConfig:
             value = getattr(self, part.name)
             if owner != self.kind and value != part.default:
                 given = value.value if isinstance(value, Enum) else value
-                raise ConfigError(f"storage.{part.name}={given!r} is for kind {owner!r} only: leave it out")
+                raise ConfigError(f"storage.{part.name}={shown(given)} is for kind {owner!r} only: leave it out")
         if self.kind == "mooncake":
             if not _HOST_AND_PORT.fullmatch(self.master) or not 0 < int(self.master.rpartition(":")[2]) < 1 << 16:
-                raise ConfigError(f'storage.master={self.master!r}: give its host and port, such as "10.0.0.1:50051"')
+                raise ConfigError(
+                    f'storage.master={shown(self.master)}: give its host and port, such as "10.0.0.1:50051"'
+                )
             if not self.metadata:
                 raise ConfigError("storage.metadata='': give the URL of a metadata server, or 'P2PHANDSHAKE'")
             if self.segment_memory < 0 or 0 < self.segment_memory < _LEAST_SEGMENT:
@@ -201,10 +202,10 @@ class PeerConfig:
             raise ConfigError(
                 f"peer.kind={shown(self.kind)} is unknown: give one of {', '.join(map(repr, _PEER_KINDS))}"
             )
-        for name in ("bind", "host", "secret", "secret_env"):
-            if not isinstance(getattr(self, name), str):
-                given = "" if name == "secret" else f"={shown(getattr(self, name))}"
-                raise ConfigError(f"peer.{name}{given} is not text: give it in quotes")
+        for name in ("bind", "host", "secret_env"):
+            check_text(f"peer.{name}", getattr(self, name))
+        if not isinstance(self.secret, str):
+            raise ConfigError("peer.secret is not text: give it in quotes")
         object.__setattr__(self, "role", choice(PeerRole, self.role, "peer.role"))
         object.__setattr__(self, "route", choice(PeerRoute, self.route, "peer.route"))
         object.__setattr__(self, "staging_memory", parse_size(self.staging_memory, "peer.staging_memory"))
@@ -224,16 +225,18 @@ class PeerConfig:
             object.__setattr__(self, "host", self.bind)
         if is_any_address(self.host):
             raise ConfigError(
-                f"peer.host={self.host!r} is no address that others can reach: give this machine's, or give it as "
+                f"peer.host={shown(self.host)} is no address that others can reach: give this machine's, or give it as "
                 "peer.bind and leave this out"
             )
         if not self.secret:
-            if not _is_variable(self.secret_env):
+            if not self.secret_env or "=" in self.secret_env:
                 raise ConfigError(
-                    f"peer.secret_env={self.secret_env!r} names no environment variable: give one such as "
+                    f"peer.secret_env={shown(self.secret_env)} names no environment variable: give one such as "
                     "'KV_CONNECTOR_PEER_SECRET', or give peer.secret"
                 )
             object.__setattr__(self, "secret", os.environ.get(self.secret_env, ""))
+        if not _is_encodable(self.secret):
+            raise ConfigError(f"peer.secret, or {self.secret_env}, is not UTF-8: give it as text of that encoding")
         num_characters = len(self.secret.strip())
         if num_characters < _LEAST_SECRET:
             raise ConfigError(
@@ -314,20 +317,24 @@ class Config:
             object.__setattr__(self, "storage", _build(StorageConfig, storage, "storage."))
         elif storage is not None and not isinstance(storage, StorageConfig):
             raise ConfigError(
-                f'storage={storage!r} is not an object: give one such as {{"path": "/data/kv", "capacity": "1TiB"}}'
+                f"storage={shown(storage)} is not an object: give one such as "
+                '{"path": "/data/kv", "capacity": "1TiB"}'
             )
         peer: object = self.peer
         if isinstance(peer, Mapping):
             object.__setattr__(self, "peer", _build(PeerConfig, peer, "peer."))
         elif peer is not None and not isinstance(peer, PeerConfig):
-            raise ConfigError(f'peer={peer!r} is not an object: give one such as {{"role": "producer", "port": 7100}}')
+            raise ConfigError(
+                f'peer={shown(peer)} is not an object: give one such as {{"role": "producer", "port": 7100}}'
+            )
         if self.storage is not None and not self.host_memory:
             raise ConfigError(
                 "host_memory=0 is too small: storage needs host_memory for blocks to come and go through, give a size "
                 'such as "16GiB"'
             )
         if not isinstance(self.calibration, str) or not self.calibration:
-            raise ConfigError(f"calibration={self.calibration!r}: give 'auto', 'off' or the path of a file")
+            raise ConfigError(f"calibration={shown(self.calibration)}: give 'auto', 'off' or the path of a file")
+        check_text("calibration", self.calibration)
         for name, least in _LEAST.items():
             check_integer(name, getattr(self, name), least, _MOST.get(name))
 
@@ -335,7 +342,9 @@ class Config:
     def from_mapping(cls, settings: Mapping[str, Any]) -> Config:
         """A Config from a parsed JSON object; an unknown key is refused with the nearest known one."""
         if not isinstance(settings, Mapping):
-            raise ConfigError(f'settings={settings!r} is not an object: give one such as {{"host_memory": "16GiB"}}')
+            raise ConfigError(
+                f'settings={shown(settings)} is not an object: give one such as {{"host_memory": "16GiB"}}'
+            )
         return _build(cls, settings)
 
 
@@ -360,8 +369,8 @@ def _build(kind: type[_S], settings: Mapping[str, Any], prefix: str = "") -> _S:
     return kind(**settings)
 
 
-def _is_variable(name: str) -> bool:
-    return bool(name) and "=" not in name and "\0" not in name
+def _is_encodable(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _suggest(key: object, known: list[str]) -> str:

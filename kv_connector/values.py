@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import unicodedata
 from enum import Enum
 from fractions import Fraction
 from typing import TypeVar
@@ -56,6 +57,14 @@ def check_integer(key: str, value: object, least: int, most: int | None = None) 
         raise ConfigError(f"{key}={shown(value)} is too small: give at least {least}")
     if most is not None and value > most:
         raise ConfigError(f"{key}={shown(value)} is too large: give at most {most}")
+
+
+def check_text(key: str, value: object) -> None:
+    """Text of one line that the operating system takes for a name: no control characters, no halves of a character."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}={shown(value)} is not text: give it in quotes")
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
+        raise ConfigError(f"{key}={shown(value)} has a control character, or half of one: leave it out")
 
 
 def is_any_address(host: str) -> bool:
