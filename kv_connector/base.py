@@ -69,6 +69,10 @@ class DeviceBlocks(Protocol):
         With several block groups a block's name is `index.group_key` of its hash and group.
         """
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now, those among them that hold a cached block."""
+
     def forget(self, block_ids: Collection[int]) -> None:
         """No request hits these blocks any more, whoever holds them: what they hold is not what their hashes say."""
 
@@ -235,7 +239,8 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def build_connector_worker_meta(self) -> StepReport:
-        """What has completed since the last report. Called once a step, also for empty ones."""
+        """What has completed since the last report. Called once a step, also for empty ones, behind `get_finished` and
+        `get_block_ids_with_load_errors`, which look for it."""
 
     @abstractmethod
     def shutdown(self) -> None:

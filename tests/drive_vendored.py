@@ -48,6 +48,8 @@ class Blocks:
     def next_reused(self, limit: int) -> list[tuple[int, bytes]]:
         return []
 
+    num_available = NUM_BLOCKS
+
     def forget(self, block_ids: Sequence[int]) -> None:
         pass
 

@@ -87,6 +87,8 @@ class Device:
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         pass
 
+    num_available = 1 << 30
+
     def forget(self, block_ids: Collection[int]) -> None:
         pass
 

@@ -30,7 +30,7 @@ from .loads.rates import LoadMode
 from .peers.companion import PeerCompanion
 from .pins import PinnedPrefixes
 from .ranks import RankStates
-from .requests import RequestState, RequestTable
+from .requests import RequestState, RequestTable, num_blocks_of
 from .saves.budget import SaveBudget
 from .saves.planner import SavePlanner
 from .shared import DevicePool, Shared
@@ -301,8 +301,20 @@ class SchedulerHalf(KVConnectorScheduler):
         num_hit = num_blocks * size
         num_new = request.num_tokens - num_computed_tokens - num_hit
         others = len(self._requests) > (request.request_id in self._requests)
-        may_wait = not self._ledger.has_failed(request.request_id)
+        may_wait = not self._ledger.has_failed(request.request_id) and self._has_room_to_wait(request)
         return self._loads.choose(request.request_id, num_blocks, num_hit, num_new, others, first_blocks, may_wait)
+
+    def _has_room_to_wait(self, request: Request) -> bool:
+        """Whether all that wait for loads, and this one, could begin anew at once.
+
+        A request whose load has failed begins anew, and vLLM lets nobody behind it run until it has its blocks: those
+        hold theirs. vLLM keeps them free for it, but for those that windows had left behind.
+        """
+        groups, size = self._grouped.groups, self._shared.block_size
+        if all(group.window_blocks is None for group in groups):
+            return True
+        num_needed = len(groups) * num_blocks_of(request, size) + self._requests.num_missing(size)
+        return num_needed <= self._pool.num_available
 
     def _admit_with_companions(self, state: RequestState, first: int, num_loaded: int, num_brought: int) -> None:
         start = first + num_loaded
@@ -318,9 +330,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
         Not where it has failed and the request waits to be admitted: an engine may admit nobody until a reset is done.
         """
-        request_id = state.request.request_id
-        has_failed = self._ledger.has_failed(request_id) and not self._ledger.is_awaited(request_id)
-        return state.awaits_load and (state.awaits_both or not has_failed)
+        return state.awaits_load and (state.awaits_both or not self._ledger.has_failed(state.request.request_id))
 
     def _preempt(self, request_id: str) -> None:
         self._requests.preempt(request_id)

@@ -13,6 +13,9 @@ from .loads.leases import LoadLease, LoadLeases
 from .steps import InFlightSteps
 from .tables import BlockTable
 
+_NUM_DRAFTED = 2
+"""Blocks, of each group, for the tokens that an engine drafts beyond those that it knows."""
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -29,10 +32,20 @@ class RequestState:
     awaits_both: bool = False  # a load, and what a companion brings behind it
     is_stale: bool = False  # what its blocks hold was computed before a reset
 
+    def num_missing(self, block_size: int) -> int:
+        """Device blocks that it would take over those that it holds, if it began anew."""
+        num_blocks = num_blocks_of(self.request, block_size)
+        return sum(num_blocks - len(table.block_ids) + table.block_ids.count(NO_BLOCK) for table in self.tables)
+
     @property
     def num_unsaved(self) -> int:
         """Blocks that the write policy wants and that found no room."""
         return sum(len(table.unsaved) for table in self.tables)
+
+
+def num_blocks_of(request: Request, block_size: int) -> int:
+    """Device blocks that it takes of each group, with drafts, if it is computed from its first token on."""
+    return -(-request.num_tokens // block_size) + _NUM_DRAFTED
 
 
 class RequestTable:
@@ -65,6 +78,11 @@ class RequestTable:
         held = [(request_id, [t.block_ids for t in state.tables]) for request_id, state in self._states.items()]
         lost = ((request_id, tables) for request_id, tables in self._leases.dropped_since(wanted) if request_id in self)
         return [i for i, tables in (*held, *lost) if any(not wanted.isdisjoint(ids) for ids in tables)]
+
+    def num_missing(self, block_size: int) -> int:
+        """Device blocks that requests which wait for a load would take over those that they hold, if they began anew:
+        those that their windows have left behind, and what they have not reached."""
+        return sum(state.num_missing(block_size) for state in self if state.awaits_load)
 
     def lose(self, block_ids: Sequence[int]) -> None:
         """Loads were to fill these blocks and have not: see `LoadLeases.lose`."""

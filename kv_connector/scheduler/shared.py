@@ -36,6 +36,11 @@ class DevicePool:
         """As `DeviceBlocks.next_reused`."""
         return self._bound.next_reused(limit)
 
+    @property
+    def num_available(self) -> int:
+        """As `DeviceBlocks.num_available`."""
+        return self._bound.num_available
+
     def forget(self, block_ids: Collection[int]) -> None:
         """As `DeviceBlocks.forget`."""
         self._bound.forget(block_ids)

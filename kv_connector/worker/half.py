@@ -192,11 +192,11 @@ class WorkerHalf(KVConnectorWorker):
         return block_ids
 
     def build_connector_worker_meta(self) -> StepReport:
-        self._poll()
+        # Polled before, and not again: a load that fails would be reported a step before its blocks are told.
         completed, self._completed = self._completed, []
         stored = self._storage.poll() if self._storage is not None else []
         handed, self._handed = self._handed, []
-        lost_blocks, self._lost_blocks = self._lost_blocks | self._arrivals.invalid_blocks, set()
+        lost_blocks, self._lost_blocks = self._lost_blocks, set()
         loaded = [c for c in completed if c.direction is Direction.LOAD]
         if not all(c.ok for c in loaded):
             self._distrusted_step = self._step  # the engine hears of it with this report, and not before

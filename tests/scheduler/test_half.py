@@ -57,6 +57,8 @@ class ForeignBlocks:
         self.looked_ahead = limit
         return self.order[:limit]
 
+    num_available = 100
+
     def forget(self, block_ids: Collection[int]) -> None:
         self.forgotten |= set(block_ids)
 

@@ -9,7 +9,7 @@ import pytest
 
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.config import Config
-from kv_connector.index import CacheTier, Event, PrefixTree
+from kv_connector.index import BlockGroup, CacheTier, Event, PrefixTree
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import BlockHash, StepReport, Tier
 from tests.effort import count_instructions
@@ -43,16 +43,21 @@ class Device:
         self.num_looked_at = limit
         return self.order[:limit]
 
+    num_available = 1 << 30
+
     def forget(self, block_ids: Collection[int]) -> None: ...
 
 
 class Engine:
     """A scheduler half whose copies end at once, with requests of `length` blocks that decode."""
 
-    def __init__(self, length: int, capacity: int, **settings: object) -> None:
-        self.device, self.length, self.capacity = Device(), length, capacity
+    def __init__(self, length: int, capacity: int, num_groups: int = 1, **settings: object) -> None:
+        self.device, self.length, self.capacity, self.clock = Device(), length, capacity, Clock()
         given = {"host_memory": 1, "write_policy": "write_through", "load_choice": "sync", **settings}
-        self.half = SchedulerHalf(Config.from_mapping(given), SIZE, clock=Clock())
+        self.half = SchedulerHalf(
+            Config.from_mapping(given), SIZE, clock=self.clock, groups=(BlockGroup(),) * num_groups
+        )
+        self.num_groups = num_groups
         self.half.bind_block_pool(self.device)
         self.half.update_connector_output([StepReport(0, 0, num_host_blocks=capacity)])
         self.running: list[Prompt] = []
@@ -63,7 +68,7 @@ class Engine:
 
     def admit(self, name: str) -> Prompt:
         prompt = self.prompt(name)
-        self.half.update_state_after_alloc(prompt, [list(range(self.length + 1))], 0, 0)
+        self.half.update_state_after_alloc(prompt, [list(range(self.length + 1))] * self.num_groups, 0, 0)
         return prompt
 
     def start(self, count: int = NUM_REQUESTS) -> None:
@@ -176,14 +181,15 @@ def test_after_a_while_a_burst_is_forgotten() -> None:
     assert engine.device.num_looked_at == 20
 
 
-def test_no_step_takes_blocks_that_were_not_looked_at() -> None:
-    """A prompt that is filled step by step takes what the step before it took, whatever a burst has needed."""
-    engine = Engine(4000, capacity=100, write_policy="write_back", write_back_lookahead=1)
+@pytest.mark.parametrize("num_groups", [1, 6])
+def test_no_step_takes_blocks_that_were_not_looked_at(num_groups: int) -> None:
+    """A prompt that is filled step by step takes of each group what the step before took, whatever a burst needed."""
+    engine = Engine(4000, 100, num_groups, write_policy="write_back", write_back_lookahead=1)
     prompt, num_ahead = engine.admit("long"), 0
     for computed in range(0, 4000 * SIZE, 50 * SIZE):
         engine.step([ScheduledRequest(prompt.request_id, computed, 50 * SIZE)])
-        num_ahead = max(num_ahead - 50, engine.device.num_looked_at)
-        assert num_ahead >= 50
+        num_ahead = max(num_ahead - 50 * num_groups, engine.device.num_looked_at)
+        assert num_ahead >= 50 * num_groups
 
 
 def test_what_was_looked_at_and_is_hit_on_the_device_is_looked_at_no_more() -> None:
@@ -250,3 +256,25 @@ def test_a_request_that_waits_for_anothers_load_is_looked_up_once() -> None:
         assert engine.half.get_num_new_matched_tokens(second, length * SIZE) == (0, False)
         assert engine.half.metrics.coalesced_loads == 1
     assert efforts[0] == efforts[1]
+
+
+def test_requests_that_end_cost_no_more_where_many_loads_are_under_way() -> None:
+    """Whether a load fills one of their blocks is not asked of each load."""
+    efforts = []
+    for num_loads in (4, 64):
+        engine = Engine(400, capacity=num_loads, load_choice="async")
+        for index in range(num_loads):
+            prompt = Prompt(f"load {index}", store(engine.half.host, f"warm {index}", 1), SIZE + 1)
+            assert engine.half.get_num_new_matched_tokens(prompt, 0) == (SIZE, True)
+            engine.half.update_state_after_alloc(prompt, [[1000, 1001]], 0, SIZE)
+            engine.half.build_connector_meta(SchedulerOutput(()))
+            engine.clock.now = 0  # none of them hangs
+        efforts.append(effort_of_ends(engine))
+    assert efforts[1] < 1.3 * efforts[0]
+
+
+def effort_of_ends(engine: Engine) -> int:
+    """Of eight requests, in instructions."""
+    prompts = [engine.admit(str(index)) for index in range(8)]
+    engine.half.build_connector_meta(SchedulerOutput(()))
+    return count_instructions(lambda: [engine.half.request_finished(prompt) for prompt in prompts])

@@ -90,6 +90,7 @@ FLOORS = {
     "async loads": 4900,
     "asynchronous load": 5200,
     "asynchronous load failed": 4500,
+    "asynchronous load failed in part": 300,
     "asynchronous load failed behind its announcement": 2,
     "awaited loads": 6500,
     "back_up done": 8900,

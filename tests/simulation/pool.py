@@ -147,6 +147,10 @@ class ConnectorView:
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
         return self._pool.next_reused(limit)
 
+    @property
+    def num_available(self) -> int:
+        return self._pool.num_free
+
     def forget(self, block_ids: Collection[int]) -> None:
         for block in block_ids:
             self._pool.forget(block)

@@ -8,7 +8,7 @@ connector through `kv_connector.base` alone, with the calls in vLLM's order.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.scheduler import SchedulerHalf
@@ -288,8 +288,7 @@ class SchedulerModel:
                 self._fail_receiving(request)
         invalid = set().union(*(result.invalid for result in results))
         affected = self._handle_invalid(invalid, [*step.items, *later]) if invalid else set()
-        # Preempted by the plan of the next step: vLLM overlooks those, and our adapter ends it then.
-        affected |= {i.request for i in step.items if any(not invalid.isdisjoint(table) for table in i.tables)}
+        affected |= self._overlooked(invalid, step.items, affected)
         for item in step.items:
             self._take_output(item, item.request in affected)
         self.take_reports([r.report for r in results if r.report.rank == 0 or not self.config.reports_apart])
@@ -376,8 +375,8 @@ class SchedulerModel:
         else:
             raise Violation("job", f"request {request_id} is said to be received, and waits for nothing")
 
-    def _fail_receiving(self, request: SimulatedRequest) -> None:
-        request.num_computed_tokens = 0
+    def _fail_receiving(self, request: SimulatedRequest, num_valid_tokens: int = 0) -> None:
+        request.num_computed_tokens = num_valid_tokens
         self._failed_receiving.add(request.request_id)
 
     def _promote(self, request: SimulatedRequest) -> None:
@@ -387,8 +386,11 @@ class SchedulerModel:
         if request_id in self._failed_receiving:
             self.met["asynchronous load failed"] += 1
             self._failed_receiving.discard(request_id)
-            self.blocks.free(request)
-            request.num_computed_tokens = 0
+            if request.num_computed_tokens:
+                self.met["asynchronous load failed in part"] += 1
+                self.blocks.name(request, request.num_computed_tokens)
+            else:
+                self.blocks.free(request)
         else:
             self.met["asynchronous load"] += 1
             self.blocks.name(request, request.num_computed_tokens)
@@ -412,7 +414,7 @@ class SchedulerModel:
             if first is None:
                 continue
             if request.status is Status.LOADING:
-                self._fail_receiving(request)
+                self._fail_receiving(request, first * size if len(request.tables) == 1 else 0)
                 continue
             affected.add(request)
             if request.status is not Status.RUNNING:
@@ -432,6 +434,18 @@ class SchedulerModel:
                 self.running.remove(request)
                 self._preempt(request, drops_stale=True)
         return affected
+
+    def _overlooked(
+        self, invalid: set[int], items: Sequence[Item], affected: Collection[SimulatedRequest]
+    ) -> set[SimulatedRequest]:
+        """Preempted by the plan of the next step: vLLM overlooks those, and our adapter, which asks the connector for
+        them, ends it then."""
+        overlooked = {i.request for i in items if any(not invalid.isdisjoint(table) for table in i.tables)}
+        missed = {r.request_id for r in overlooked - set(affected) if not r.is_finished}
+        missed -= set(self.half.holding(invalid)) if missed else set()
+        if missed:
+            raise Violation("check", f"nobody finds {sorted(missed)}, which computed on blocks that no load has filled")
+        return overlooked
 
     def _forget_behind(self, invalid: set[int], requests: Iterable[Sequence[list[int]]]) -> None:
         for tables in requests:

@@ -149,11 +149,8 @@ def test_lost_blocks_are_reported_with_the_load_that_lost_them(device: torch.dev
     assert worker.get_block_ids_with_load_errors() == {2}
     report = worker.build_connector_worker_meta()
     assert (report.failed, report.lost_blocks) == ((1,), (2,))
-    worker._arrivals.begin([job(2, Direction.LOAD, 3, 5)])
     assert worker.get_block_ids_with_load_errors() == set()
-    worker._end_load(2, ok=False)  # polled behind the engine's question
-    assert worker.build_connector_worker_meta().lost_blocks == (3,)
-    assert worker.get_block_ids_with_load_errors() == {3}
+    assert worker.build_connector_worker_meta().lost_blocks == ()
     worker.shutdown()
 
 
@@ -264,6 +261,21 @@ def test_blocks_of_an_awaited_load_that_failed_are_told_before_its_end_has_come(
     for event in lanes[0].marks:
         event.done = True
     assert finish(worker) == ((), (1,), set())
+
+
+def test_a_load_that_fails_is_reported_in_the_step_that_tells_its_blocks(late_worker: WorkerHalf) -> None:
+    """It fails between the engine's two questions: once it is reported, nobody knows who has computed on its blocks."""
+    late_worker._transfer._queues[Direction.LOAD].paths[0].num_loads = 0  # type: ignore[attr-defined]
+    step(late_worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
+    assert late_worker.get_finished() == ({"r1"}, set())
+    assert late_worker.get_block_ids_with_load_errors() == set()
+    submit_all(late_worker._transfer)
+    report = late_worker.build_connector_worker_meta()
+    assert (report.failed, report.lost_blocks) == ((), ())
+    step(late_worker, StepPlan(2, awaited_loads=(1,)))
+    assert late_worker.get_block_ids_with_load_errors() == {1}
+    report = late_worker.build_connector_worker_meta()
+    assert (report.failed, report.lost_blocks) == ((1,), (1,))
 
 
 def test_a_step_that_awaits_a_load_that_failed_saves_nothing(late_worker: WorkerHalf) -> None:

@@ -51,6 +51,10 @@ class PoolBlocks:
             limit -= 1
         return cached
 
+    @property
+    def num_available(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
     def forget(self, block_ids: Collection[int]) -> None:
         self._pool.evict_blocks(set(block_ids))
 

@@ -43,18 +43,19 @@ class SavePlanner:
         self._metrics = shared.metrics
         # Windows first: what they cannot save in a step is lost, and what full attention cannot save waits.
         self._order = sorted(range(len(grouped.groups)), key=lambda group: grouped.groups[group].window_blocks is None)
+        self._num_groups = len(grouped.groups)
         self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
         self._num_begun = 0  # device blocks that this step begins to fill
         self._most_taken = 0  # in a recent step
         self._num_ahead = 0  # device blocks next in line that were looked at and have not been taken since
 
     def note_admitted(self, num_blocks: int, num_hit_blocks: int) -> None:
-        """A request was admitted that will take so many device blocks in all, and has some that the device holds.
+        """A request was admitted that will take so many blocks of each group, and has some that the device holds.
 
         It takes them step by step where it computes and all at once where it loads: they are counted as a whole.
         """
-        self._num_admitted += num_blocks
-        self._num_ahead -= num_hit_blocks  # they may have been among those next in line
+        self._num_admitted += self._num_groups * num_blocks
+        self._num_ahead -= self._num_groups * num_hit_blocks  # they may have been among those next in line
 
     def note_changed(self) -> None:
         """Device blocks were freed: there may be something to save before reuse."""
@@ -72,7 +73,7 @@ class SavePlanner:
         self._budget.fill(now)
         size = self._shared.block_size
         num_tokens = item.num_computed_tokens + item.num_scheduled_tokens
-        self._num_begun += -(-num_tokens // size) - -(-item.num_computed_tokens // size)
+        self._num_begun += self._num_groups * (-(-num_tokens // size) - -(-item.num_computed_tokens // size))
         full = min(num_tokens // size, len(request.block_hashes))
         pairs = []
         for group in self._order if tables else ():

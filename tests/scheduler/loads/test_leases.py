@@ -181,3 +181,26 @@ def test_that_a_request_has_waited_in_vain_ends_with_it(ends_first: str) -> None
         end(half, job, ok=False)
         save(half, Asked("warm again", PROMPT), first_block=50)
     assert half.get_num_new_matched_tokens(Asked("first", PROMPT), 0) == (8, True)
+
+
+@pytest.mark.parametrize(("num_available", "is_async"), [(23, True), (22, False)])
+def test_a_load_waits_only_where_all_that_wait_could_begin_anew(num_available: int, is_async: bool) -> None:
+    """One of them fails and needs its whole window again: vLLM gives it blocks before others go on that hold theirs."""
+    groups = (BlockGroup(), BlockGroup(window_blocks=1))
+    config = Config(host_memory=1 << 20, load_choice="async", write_policy="write_through")  # type: ignore[arg-type]
+    half = SchedulerHalf(config, 4, groups=groups)
+    blocks = ForeignBlocks()
+    half.bind_block_pool(blocks)
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=20)])
+    for start in (0, 100):
+        warm = Asked(f"warm {start}", list(range(start, start + 17)))
+        half.update_state_after_alloc(warm, [[40, 41, 42, 43, 44], [50, 51, 52, 53, 54]], 0, 0)
+        (job,) = run(half, warm).saves
+        half.update_connector_output([StepReport(half._step, 0, (job.job_id,), num_host_blocks=20)])
+    first = Asked("first", list(range(17)))
+    assert half.get_num_new_matched_tokens(first, 0) == (16, True)
+    # Of seven blocks of each group, two of them for drafts, it has four and one. The next one needs as many.
+    half.update_state_after_alloc(first, [[0, 1, 2, 3], [NO_BLOCK, NO_BLOCK, NO_BLOCK, 7]], 0, 16)
+    run(half)
+    blocks.num_available = num_available
+    assert half.get_num_new_matched_tokens(Asked("second", list(range(100, 117))), 0) == (16, is_async)

@@ -6,9 +6,9 @@ import pytest
 
 from kv_connector.base import SchedulerOutput
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.types import PeerAction
+from kv_connector.types import PeerAction, StepReport
 from tests.scheduler.test_fence import Continued
-from tests.scheduler.test_half import ForeignBlocks, admit, make_half, run
+from tests.scheduler.test_half import Asked, ForeignBlocks, admit, make_half, run, save
 
 
 def asking() -> tuple[SchedulerHalf, ForeignBlocks, Continued]:
@@ -57,3 +57,28 @@ def test_what_is_on_its_way_at_a_reset_is_called_off() -> None:
     (job,) = run(half).peer
     half.reset_cache()
     assert run(half).cancelled_peer == (job.job_id,)
+
+
+def waiting_for_both() -> tuple[SchedulerHalf, Continued, int, int]:
+    """A request waits for two blocks of the host and two of another engine; with their jobs."""
+    half, _ = make_half(load_choice="async", peer={"secret": "x" * 20, "role": "consumer"})
+    save(half, Asked("warm", list(range(9))), first_block=40)
+    request = Continued("r", list(range(18)))
+    assert admit(half, request) == 16
+    plan = run(half)
+    return half, request, plan.background_loads[0].job_id, plan.peer[0].job_id
+
+
+def end(half: SchedulerHalf, job_id: int, ok: bool) -> None:
+    done, failed = ((job_id,), ()) if ok else ((), (job_id,))
+    half.update_connector_output([StepReport(half._step, 0, done, failed, num_host_blocks=10)])
+
+
+def test_a_reset_is_not_done_while_a_request_waits_whose_host_blocks_came() -> None:
+    """What the other engine was to send has not come: an engine may keep what is in front of it, as old as it is."""
+    half, request, load, receive = waiting_for_both()
+    end(half, load, ok=True)
+    end(half, receive, ok=False)
+    assert not half.reset_cache()
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 8, 0)
+    assert half.reset_cache()

@@ -8,6 +8,7 @@ from .scheduler import WORLDS
 _CHOICE = "kv_connector/scheduler/loads/choice.py"
 _LOOKUP = "kv_connector/index/lookup.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
+_HALF = "kv_connector/scheduler/half.py"
 _GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
 
@@ -51,11 +52,40 @@ LOADS: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/worker/half.py",
-                "lost_blocks, self._lost_blocks = self._lost_blocks | self._arrivals.invalid_blocks, set()",
-                "lost_blocks, self._lost_blocks = self._lost_blocks, set()",
+                "        self._lost_blocks |= block_ids\n",
+                "        self._lost_blocks, self._told = self._told, block_ids\n",
+            ),
+            Patch(
+                "kv_connector/worker/half.py",
+                "        self._lost_blocks: set[int] = set()",
+                "        self._told: set[int] = set()\n        self._lost_blocks: set[int] = set()",
             ),
         ),
         tested("tests/worker/test_half.py::test_lost_blocks_are_reported_with_the_load_that_lost_them"),
+    ),
+    Mutant(
+        "reported-early",
+        "a load is reported to have failed a step before its blocks are told",
+        (
+            Patch(
+                "kv_connector/worker/half.py",
+                "        completed, self._completed = self._completed, []\n",
+                "        self._poll()\n        completed, self._completed = self._completed, []\n",
+            ),
+        ),
+        tested("tests/worker/test_half.py::test_a_load_that_fails_is_reported_in_the_step_that_tells_its_blocks"),
+    ),
+    Mutant(
+        "no-room-to-begin-anew",
+        "loads run in the background that leave no room for one that fails and left its window behind",
+        (Patch(_HALF, "return num_needed <= self._pool.num_available", "return True"),),
+        tested(f"{_GONE}::test_a_load_waits_only_where_all_that_wait_could_begin_anew"),
+    ),
+    Mutant(
+        "waiting-not-counted",
+        "requests that wait for loads are kept no room to begin anew",
+        (Patch(_HALF, " + self._requests.num_missing(size)\n", "\n"),),
+        tested(f"{_GONE}::test_a_load_waits_only_where_all_that_wait_could_begin_anew"),
     ),
     Mutant(
         "guard-forgotten",

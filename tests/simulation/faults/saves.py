@@ -47,6 +47,12 @@ SAVES: tuple[Mutant, ...] = (
         tested("tests/scheduler/test_step_cost.py::test_no_step_takes_blocks_that_were_not_looked_at"),
     ),
     Mutant(
+        "groups-not-counted",
+        "under write_back a step of many block groups takes blocks that were not looked at",
+        (Patch(_PLANNER, "self._num_groups = len(grouped.groups)", "self._num_groups = 1"),),
+        tested("tests/scheduler/test_step_cost.py::test_no_step_takes_blocks_that_were_not_looked_at"),
+    ),
+    Mutant(
         "forgotten-comes-back",
         "a prefix that was forgotten is known again where nothing behind it is to be, and is never settled",
         (
@@ -64,8 +70,8 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "        self._num_ahead -= num_hit_blocks  # they may have been among those next in line\n",
-                "",
+                "self._num_ahead -= self._num_groups * num_hit_blocks",
+                "self._num_ahead -= 0",
             ),
         ),
         tested(

@@ -8,6 +8,7 @@ _HALF = "kv_connector/scheduler/half.py"
 _LEDGER = "kv_connector/scheduler/ledger.py"
 _REQUESTS = "kv_connector/scheduler/requests.py"
 _STEPS = "tests/scheduler/test_steps.py"
+_RESET_OF_TWO = "tests/scheduler/peers/test_incoming.py"
 _RESET = "tests/scheduler/test_reset.py"
 _FENCES = "tests/scheduler/test_fence.py"
 _FENCE = "self._fence.take(overwrites=bool(num_tokens or loads or background or plan.peer))"
@@ -124,11 +125,17 @@ SCHEDULER: tuple[Mutant, ...] = (
         (
             Patch(
                 _HALF,
-                "return state.awaits_load and (state.awaits_both or not has_failed)",
-                "return state.awaits_load",
+                "return state.awaits_load and (state.awaits_both or not self._ledger",
+                "return state.awaits_load and (True or not self._ledger",
             ),
         ),
         tested(_RESET),
+    ),
+    Mutant(
+        "reset-done-beside-a-part",
+        "a reset is done while a request waits for two parts of which one has failed: the engine may keep the other",
+        (Patch(_HALF, "(state.awaits_both or not self", "(not self"),),
+        tested(_RESET_OF_TWO),
     ),
     Mutant(
         "largest-rank",
