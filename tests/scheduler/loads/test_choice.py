@@ -189,3 +189,14 @@ def test_who_has_waited_in_vain_does_not_wait_again(fails_by_block: bool, mode: 
     planner = LoadPlanner(Config(load_choice="async"), CacheMetrics(), lambda: 10.0, fails_by_block)
     assert planner.choose("r", 10, 160, 1, True, ()) is LoadMode.ASYNC
     assert planner.choose("r", 10, 160, 1, True, (), may_wait=False) is mode
+
+
+def test_who_asks_again_and_again_rides_on_a_load_once() -> None:
+    """An engine asks for every request that waits, in every step."""
+    metrics = CacheMetrics()
+    planner = LoadPlanner(Config(load_choice="async"), metrics, lambda: 10.0)
+    planner.reserve(range(10))
+    for request_id in ("a", "b"):
+        for _ in range(3):
+            assert planner.choose(request_id, 10, 160, 1, True, first_blocks=(0,)) is LoadMode.COALESCED
+    assert metrics.coalesced_loads == 2

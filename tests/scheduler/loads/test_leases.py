@@ -122,13 +122,15 @@ def test_what_was_computed_behind_a_failed_load_is_forgotten_in_every_group() ->
     assert blocks.forgotten == {2, 3, 4, 7, 8}
 
 
-def test_who_had_a_block_before_its_load_was_planned_has_lost_nothing() -> None:
-    """Its blocks were free when they were given to whoever loads; the engine would end for it."""
+@pytest.mark.parametrize("had", [[50, 51, 52], [0, 1, 50, 54]])
+def test_who_had_a_block_before_its_load_was_planned_has_lost_nothing(had: list[int]) -> None:
+    """Its blocks were free when they were given to whoever loads; the engine would end for it. What it had of another
+    load, which hangs, is nothing to this one."""
     half, blocks = make_half(load_choice="async")
     save(half, Asked("warm", PROMPT), first_block=40)
     begin(half, Asked("hangs", PROMPT))
     before = Asked("before", [7] * 9)
-    half.update_state_after_alloc(before, [[50, 51, 52]], 0, 0)
+    half.update_state_after_alloc(before, [had], 0, 0)
     run(half, before)
     half.build_connector_meta(SchedulerOutput((), {"before"}))
     loading = Asked("loading", PROMPT)

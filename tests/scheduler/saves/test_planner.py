@@ -65,20 +65,22 @@ def test_an_idle_engine_does_not_try_a_save_that_failed_again_and_again() -> Non
 
 def test_what_has_waited_for_room_counts_as_used_when_it_is_saved() -> None:
     """Its request runs: the blocks of one that has ended in between go first."""
-    half, _ = make_half(num_host_blocks=3)
-    before, waits, between = Asked("before", [8] * 12), Asked("waits", list(range(8))), Asked("between", [9] * 4)
+    half, _ = make_half(num_host_blocks=4)
+    before, waits, between = Asked("before", [8] * 12), Asked("waits", list(range(12))), Asked("between", [9] * 4)
     admit(half, before, 30)
-    plan = run(half, before)
+    saves_before = run(half, before)
     admit(half, waits)
-    assert run(half, waits).saves == (), "the host is leased"
+    plan = run(half, waits)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[0]], "the rest of the host is leased"
+    report(half, saves_before)
     report(half, plan)
     half.request_finished(before)
     save(half, between, 20)
-    waits.tokens.append(8)
-    plan = run(half, waits, computed=8)
-    assert [job.device_ids.tolist() for job in plan.saves] == [[0, 1]]
+    waits.tokens.append(12)
+    plan = run(half, waits, computed=12)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[1, 2]]
     report(half, plan)
     save(half, Asked("newcomer", [7] * 4), 40)
-    assert half.get_num_new_matched_tokens(Asked("again", waits.tokens), 0) == (8, False)
+    assert half.get_num_new_matched_tokens(Asked("again", waits.tokens), 0) == (12, False)
     assert half.get_num_new_matched_tokens(Asked("gone", [*between.tokens, 0]), 0) == (0, False)
     half.check()
