@@ -36,6 +36,17 @@ def test_what_a_live_request_computed_before_a_reset_is_not_saved_after_it() -> 
     half.check()
 
 
+def test_what_waits_for_room_at_a_reset_is_not_counted_as_lost() -> None:
+    """Nobody wants it any more."""
+    half, _ = make_half(num_host_blocks=1)
+    request = Asked("a", list(range(12)))
+    admit(half, request)
+    assert [job.device_ids.tolist() for job in run(half, request).saves] == [[0]], "there is no room for more"
+    half.reset_cache()
+    half.request_finished(request)
+    assert half.get_kv_connector_stats()["dropped_saves_blocks"] == 0
+
+
 def test_a_request_that_begins_anew_after_a_reset_is_saved() -> None:
     half, _ = make_half()
     request = Asked("a", list(range(12)))
