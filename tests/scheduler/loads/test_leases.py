@@ -159,7 +159,7 @@ def test_a_load_that_hangs_keeps_nothing_of_requests_that_had_nothing_of_it() ->
 
 def two_loads() -> tuple[SchedulerHalf, ForeignBlocks, list[CopyJob]]:
     """Of a step under way, one to blocks 0 and 1, then one to blocks 10 and 11; their requests have ended."""
-    half, blocks = make_half(load_choice="sync", num_host_blocks=20)
+    half, blocks = make_half(load_choice="sync")
     for tokens in (PROMPT, OTHER):
         save(half, Asked("warm", tokens), first_block=40)
     hits = [Asked("hit", PROMPT), Asked("other hit", OTHER)]
@@ -183,7 +183,7 @@ def lose(half: SchedulerHalf, jobs: list[CopyJob]) -> None:
     """These loads have failed, by one report."""
     lost = tuple(block_id for job in jobs for block_id in job.device_ids.tolist())
     ids = tuple(job.job_id for job in jobs)
-    half.update_connector_output([StepReport(half._step, 0, (), ids, num_host_blocks=20, lost_blocks=lost)])
+    half.update_connector_output([StepReport(half._step, 0, (), ids, num_host_blocks=10, lost_blocks=lost)])
 
 
 @pytest.mark.parametrize(("number", "tokens", "first"), [(0, PROMPT, 0), (1, OTHER, 10)])
