@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.base import SchedulerOutput
-from kv_connector.types import StepReport
-from tests.scheduler.test_half import Asked, admit, make_half, report, run, save
+from kv_connector.config import Config
+from kv_connector.index import BlockGroup
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import NO_BLOCK, StepReport
+from tests.scheduler.test_half import Asked, ForeignBlocks, admit, make_half, report, run, save
 
 
 def test_what_a_live_request_computed_before_a_reset_is_not_saved_after_it() -> None:
@@ -31,6 +34,17 @@ def test_what_a_live_request_computed_before_a_reset_is_not_saved_after_it() -> 
     report(half, run(half, again))
     assert half.get_num_new_matched_tokens(Asked("hit", list(range(13))), 0) == (12, False), "new blocks are cached"
     half.check()
+
+
+def test_what_waits_for_room_at_a_reset_is_not_counted_as_lost() -> None:
+    """Nobody wants it any more."""
+    half, _ = make_half(num_host_blocks=1)
+    request = Asked("a", list(range(12)))
+    admit(half, request)
+    assert [job.device_ids.tolist() for job in run(half, request).saves] == [[0]], "there is no room for more"
+    half.reset_cache()
+    half.request_finished(request)
+    assert half.get_kv_connector_stats()["dropped_saves_blocks"] == 0
 
 
 def test_a_request_that_begins_anew_after_a_reset_is_saved() -> None:
@@ -71,6 +85,23 @@ def test_a_session_that_goes_on_after_a_reset_saves_nothing_that_rests_on_its_ol
         assert run(half, session, computed=num_before).saves == ()
     assert half.get_num_new_matched_tokens(Asked("other", session.tokens), 0) == (0, False)
     half.request_finished(session)
+    half.check()
+
+
+def test_a_session_whose_window_has_slid_goes_on_after_a_reset() -> None:
+    """The engine names no block for what has left the window: the others are those of before."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through"})
+    half = SchedulerHalf(config, 4, groups=(BlockGroup(), BlockGroup(window_blocks=1)))
+    half.bind_block_pool(ForeignBlocks())
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=20)])
+    session = Asked("session", list(range(9)))
+    half.update_state_after_alloc(session, [[0, 1, 2], [10, 11, 12]], 0, 0)
+    report(half, run(half, session))
+    assert half.reset_cache()
+    session.tokens += list(range(9, 14))
+    half.update_state_after_alloc(session, [[0, 1, 2, 3], [NO_BLOCK, NO_BLOCK, 12, 13]], 9, 0)
+    assert run(half, session, computed=9).saves == ()
+    assert half.get_num_new_matched_tokens(Asked("other", session.tokens), 0) == (0, False)
     half.check()
 
 

@@ -6,6 +6,7 @@ from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.config import Config
 from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.steps import first_written
 from kv_connector.types import CopyJob, StepReport
 from tests.scheduler.test_half import Asked, ForeignBlocks, admit, make_half, report, run, save
 
@@ -47,6 +48,20 @@ def test_where_drafts_may_be_rejected_the_block_of_the_last_known_token_is_guard
     job = background_load(half, [0, 50, 51])
     assert job.device_ids.tolist() == [50, 0], "the block that is free is filled at once"
     assert job.num_guarded == 1
+
+
+def test_a_step_may_write_the_block_of_the_last_known_token_and_none_in_front_of_it() -> None:
+    """Whose tokens are counted as computed, all of them and drafts, computes the last one of them at least."""
+    assert [first_written(num_computed_tokens, 8, 4) for num_computed_tokens in (0, 3, 4, 7, 8, 12)] == [
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert first_written(12, 9, 4) == 2
+    assert first_written(0, 0, 4) == 0
 
 
 def test_a_step_is_in_flight_until_every_rank_has_reported_the_next() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kv_connector.index import CacheTier, PrefixTree
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.scheduler.watchdog import OVERDUE_SECONDS
-from kv_connector.types import CopyJob, StepPlan
+from kv_connector.scheduler.ledger import JobLedger
+from kv_connector.scheduler.shared import DevicePool
+from kv_connector.scheduler.watchdog import OVERDUE_SECONDS, CopyWatchdog
+from kv_connector.types import CopyJob, StepPlan, Tier
 from tests.scheduler.test_half import Asked, Clock, admit, make_half, report, run, save
 
 
@@ -90,3 +93,23 @@ def test_who_waits_for_a_load_that_hangs_is_let_go_though_no_step_has_looked() -
     assert isinstance(clock, Clock)
     clock.now += OVERDUE_SECONDS
     assert half.get_num_new_matched_tokens(rider, 0) != (None, False)
+
+
+class CountingLedger(JobLedger):
+    """Counts the walks over its jobs."""
+
+    num_walks = 0
+
+    def overdue(self, seconds: float) -> list[tuple[int, tuple[int, ...]]]:
+        self.num_walks += 1
+        return super().overdue(seconds)
+
+
+def test_open_jobs_are_walked_once_a_second_however_many_steps_there_are() -> None:
+    now = 0.0
+    ledger = CountingLedger(1, DevicePool(), CacheTier(PrefixTree(), Tier.HOST, 0), lambda: now)
+    watchdog = CopyWatchdog(ledger, lambda: now)
+    for step in range(1, 33):
+        now = step / 8
+        watchdog.look()
+    assert ledger.num_walks == 4

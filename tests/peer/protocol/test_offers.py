@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_connector.peer.base import Connected, Message
+from kv_connector.peer.base import Connected, Message, Pushed
 from kv_connector.peer.protocol.offers import Offers
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
@@ -42,10 +42,10 @@ class Producer:
         body = {"t": "want", "transfer": "t", "engine": engine_id, "grant": 7, "first": 0, "stop": 2}
         self.offers.hear(self.links[number], body | {"name": NAMES[-1].hex(), "blocks": [0, 1]})
 
-    def compute(self) -> None:
+    def compute(self, job_id: int = 1) -> None:
         """The prompt is offered, and computed."""
-        self.offers.offer(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2, 3]), names=b"".join(NAMES)))
-        self.offers.ready(1, 1)
+        self.offers.offer(PeerJob(job_id, PeerAction.SEND, "t", 0, np.array([2, 3]), names=b"".join(NAMES)))
+        self.offers.ready(job_id, 1)
 
     def said_to(self, number: int) -> list[dict[str, Any]]:
         """What a consumer has been told."""
@@ -80,6 +80,27 @@ def test_who_is_gone_before_anything_is_offered_is_forgotten() -> None:
     producer.hear_want(0, "")
     producer.offers.lost(producer.links[0])
     producer.compute()
+    producer.hear_want(1, "producer")
+    producer.transport.poll(0.0)
+    assert producer.said_to(1) == []
+    assert [consumer.counters.received_bytes > 0 for consumer in producer.consumers] == [False, True]
+
+
+def test_what_ends_of_an_earlier_offer_leaves_the_next_one_of_its_name() -> None:
+    """A consumer gives up while the blocks are on their way, and so does the producer's request; it comes once more,
+    for another consumer, before the first push has ended."""
+    producer = Producer()
+    producer.hear_want(0, "")
+    producer.compute()
+    producer.offers.hear(producer.links[0], {"t": "stop", "grant": 7})
+    producer.offers.withdraw("t")
+    assert producer.offers.ended == [], "a push is under way"
+    producer.compute(job_id=2)
+    for event in producer.transport.poll(0.0):
+        if isinstance(event, Pushed):
+            producer.offers.pushed(event)
+    assert producer.offers.ended == [(1, True)]
+    assert [body["t"] for body in producer.said_to(0)] == ["stopped"]
     producer.hear_want(1, "producer")
     producer.transport.poll(0.0)
     assert producer.said_to(1) == []

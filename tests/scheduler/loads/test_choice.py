@@ -129,6 +129,29 @@ def test_an_engine_that_plans_ahead_is_told_a_step_earlier() -> None:
     assert loads.plan()[0] == (1,), "0.3 s are left, and the engine takes note while the next step runs"
 
 
+def test_loads_follow_one_another_on_the_link() -> None:
+    """Each is expected to end when those before it have: told sooner, the engine would plan steps that wait for it."""
+    loads = Background()
+    loads.load(1, 0, 50), loads.load(2, 100, 45)  # end at + 0.5 and + 0.95
+    announced = []
+    for _ in range(5):
+        announced.append(loads.plan()[0])
+        loads.planner.note_reported(loads.step)
+    assert announced == [(), (1,), (), (2,), ()]
+
+
+def test_a_step_does_not_wait_for_a_load_that_the_engine_has_not_heard_of() -> None:
+    """Where steps are planned ahead, what comes in is of one from before the announcement: nobody reads the blocks."""
+    loads = Background()
+    loads.load(1, 0, 10)  # ends at + 0.1
+    assert loads.plan() == ((1,), ())
+    loads.planner.note_reported(loads.step - 1)
+    assert loads.plan() == ((), ())
+    assert loads.metrics.awaited_async_loads == 0
+    loads.planner.note_reported(loads.step - 1)
+    assert loads.plan() == ((), (1,))
+
+
 def test_loads_behind_one_that_took_longer_end_later() -> None:
     loads = Background()
     first, _ = loads.load(1, 0, 10), loads.load(2, 100, 20)  # end at + 0.1 and + 0.3
@@ -166,3 +189,14 @@ def test_who_has_waited_in_vain_does_not_wait_again(fails_by_block: bool, mode: 
     planner = LoadPlanner(Config(load_choice="async"), CacheMetrics(), lambda: 10.0, fails_by_block)
     assert planner.choose("r", 10, 160, 1, True, ()) is LoadMode.ASYNC
     assert planner.choose("r", 10, 160, 1, True, (), may_wait=False) is mode
+
+
+def test_who_asks_again_and_again_rides_on_a_load_once() -> None:
+    """An engine asks for every request that waits, in every step."""
+    metrics = CacheMetrics()
+    planner = LoadPlanner(Config(load_choice="async"), metrics, lambda: 10.0)
+    planner.reserve(range(10))
+    for request_id in ("a", "b"):
+        for _ in range(3):
+            assert planner.choose(request_id, 10, 160, 1, True, first_blocks=(0,)) is LoadMode.COALESCED
+    assert metrics.coalesced_loads == 2

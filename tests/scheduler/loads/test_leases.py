@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from kv_connector.base import ScheduledRequest, SchedulerOutput
@@ -12,6 +14,7 @@ from kv_connector.types import NO_BLOCK, CopyJob, StepReport
 from tests.scheduler.test_half import Asked, ForeignBlocks, make_half, run, save
 
 PROMPT = list(range(9))
+OTHER = [5] * 9
 
 
 def end(half: SchedulerHalf, job: CopyJob, ok: bool = True) -> None:
@@ -119,13 +122,15 @@ def test_what_was_computed_behind_a_failed_load_is_forgotten_in_every_group() ->
     assert blocks.forgotten == {2, 3, 4, 7, 8}
 
 
-def test_who_had_a_block_before_its_load_was_planned_has_lost_nothing() -> None:
-    """Its blocks were free when they were given to whoever loads; the engine would end for it."""
+@pytest.mark.parametrize("had", [[50, 51, 52], [0, 1, 50, 54]])
+def test_who_had_a_block_before_its_load_was_planned_has_lost_nothing(had: list[int]) -> None:
+    """Its blocks were free when they were given to whoever loads; the engine would end for it. What it had of another
+    load, which hangs, is nothing to this one."""
     half, blocks = make_half(load_choice="async")
     save(half, Asked("warm", PROMPT), first_block=40)
     begin(half, Asked("hangs", PROMPT))
     before = Asked("before", [7] * 9)
-    half.update_state_after_alloc(before, [[50, 51, 52]], 0, 0)
+    half.update_state_after_alloc(before, [had], 0, 0)
     run(half, before)
     half.build_connector_meta(SchedulerOutput((), {"before"}))
     loading = Asked("loading", PROMPT)
@@ -150,6 +155,91 @@ def test_a_load_that_hangs_keeps_nothing_of_requests_that_had_nothing_of_it() ->
     half.request_finished(sharer)
     assert half._leases.dropped_since([0]) == [("sharer", [[0, 1, 53]])]
     assert half._leases.dropped_since([50]) == []
+
+
+def two_loads() -> tuple[SchedulerHalf, ForeignBlocks, list[CopyJob]]:
+    """Of a step under way, one to blocks 0 and 1, then one to blocks 10 and 11; their requests have ended."""
+    half, blocks = make_half(load_choice="sync")
+    for tokens in (PROMPT, OTHER):
+        save(half, Asked("warm", tokens), first_block=40)
+    hits = [Asked("hit", PROMPT), Asked("other hit", OTHER)]
+    for hit, block_ids in zip(hits, ([0, 1, 2], [10, 11, 12]), strict=True):
+        assert half.get_num_new_matched_tokens(hit, 0) == (8, False)
+        half.update_state_after_alloc(hit, [block_ids], 0, 8)
+    jobs = run(half).loads
+    for hit in hits:
+        half.request_finished(hit)
+    return half, blocks, list(jobs)
+
+
+def share(half: SchedulerHalf, tokens: list[int], first: int) -> None:
+    """A request hits the two blocks that a load is to fill, computes block 70 behind them, and ends."""
+    sharer = Asked("sharer", tokens)
+    half.update_state_after_alloc(sharer, [[first, first + 1, 70]], 8, 0)
+    half.request_finished(sharer)
+
+
+def lose(half: SchedulerHalf, jobs: list[CopyJob]) -> None:
+    """These loads have failed, by one report."""
+    lost = tuple(block_id for job in jobs for block_id in job.device_ids.tolist())
+    ids = tuple(job.job_id for job in jobs)
+    half.update_connector_output([StepReport(half._step, 0, (), ids, num_host_blocks=10, lost_blocks=lost)])
+
+
+@pytest.mark.parametrize(("number", "tokens", "first"), [(0, PROMPT, 0), (1, OTHER, 10)])
+def test_who_has_ended_rested_on_any_of_the_loads_under_way(number: int, tokens: list[int], first: int) -> None:
+    """Not only on the oldest of them, nor only on the newest."""
+    half, blocks, jobs = two_loads()
+    share(half, tokens, first)
+    lose(half, [jobs[number]])
+    assert blocks.forgotten == {first, first + 1, first + 2, 70}
+    half.check()
+
+
+def test_what_was_computed_behind_a_load_is_known_until_that_one_ends() -> None:
+    """An older one ends before."""
+    half, blocks, jobs = two_loads()
+    share(half, OTHER, 10)
+    end(half, jobs[0])
+    lose(half, [jobs[1]])
+    assert blocks.forgotten == {10, 11, 12, 70}
+    half.check()
+
+
+def test_of_loads_that_fail_together_the_oldest_says_who_has_rested_on_them() -> None:
+    """The other one was planned when the request that hit the oldest had ended."""
+    half, blocks, jobs = two_loads()
+    share(half, PROMPT, 0)
+    save(half, Asked("warm", [6] * 9), first_block=60)
+    late = Asked("late", [6] * 9)
+    assert half.get_num_new_matched_tokens(late, 0) == (8, False)
+    half.update_state_after_alloc(late, [[20, 21, 22]], 0, 8)
+    (job,) = run(half).loads
+    lose(half, [jobs[0], job])
+    assert blocks.forgotten == {0, 1, 2, 20, 21, 22, 70}
+    half.check()
+
+
+def test_nothing_is_kept_of_who_has_shared_a_load_that_has_ended() -> None:
+    """An engine does so for months: every list that a round has made is gone behind it."""
+    half, _ = make_half(load_choice="sync")
+    save(half, Asked("warm", PROMPT), first_block=40)
+
+    def num_lists(rounds: int) -> int:
+        for _ in range(rounds):
+            hit = Asked("hit", PROMPT)
+            assert half.get_num_new_matched_tokens(hit, 0) == (8, False)
+            half.update_state_after_alloc(hit, [[0, 1, 2]], 0, 8)
+            (job,) = run(half).loads
+            half.request_finished(hit)
+            share(half, PROMPT, 0)
+            end(half, job)
+            list(half.take_events())
+        gc.collect()
+        return sum(type(kept) is list for kept in gc.get_objects())
+
+    num_before = num_lists(10)
+    assert num_lists(50) == num_before
 
 
 def failed(half: SchedulerHalf) -> Asked:

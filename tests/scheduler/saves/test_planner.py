@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kv_connector.scheduler import SchedulerHalf
-from tests.scheduler.test_half import Asked, ForeignBlocks, admit, make_half, report, run
+from tests.scheduler.test_half import Asked, ForeignBlocks, admit, make_half, report, run, save
 
 
 def next_to_be_reused(half: SchedulerHalf, blocks: ForeignBlocks, request: Asked, first_block: int) -> int:
@@ -61,3 +61,23 @@ def test_an_idle_engine_does_not_try_a_save_that_failed_again_and_again() -> Non
     assert plan.saves and half.has_pending_push_work()
     report(half, plan, ok=False)
     assert not half.has_pending_push_work()
+
+
+def test_what_has_waited_for_room_counts_as_used_when_it_is_saved() -> None:
+    """Its request runs: the blocks of one that has ended in between go first."""
+    half, _ = make_half(num_host_blocks=1)
+    waits, between = Asked("waits", list(range(12))), Asked("between", [9] * 4)
+    admit(half, waits)
+    plan = run(half, waits)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[0]], "there is no room for more"
+    report(half, plan, num_host_blocks=2)
+    save(half, between, 20)
+    report(half, run(half), num_host_blocks=4)
+    waits.tokens.append(12)
+    plan = run(half, waits, computed=12)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[1, 2]]
+    report(half, plan)
+    save(half, Asked("newcomer", [7] * 4), 40)
+    assert half.get_num_new_matched_tokens(Asked("again", waits.tokens), 0) == (12, False)
+    assert half.get_num_new_matched_tokens(Asked("gone", [*between.tokens, 0]), 0) == (0, False)
+    half.check()

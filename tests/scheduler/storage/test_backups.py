@@ -7,7 +7,17 @@ import pytest
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.storage.reading import LOST_SECONDS
 from kv_connector.types import StepPlan, StepReport, StorageAction
-from tests.scheduler.storage.test_companion import PROMPT, arrive, compute, drain, make_half, prompt, report, step
+from tests.scheduler.storage.test_companion import (
+    PROMPT,
+    arrive,
+    compute,
+    drain,
+    fetch,
+    make_half,
+    prompt,
+    report,
+    step,
+)
 from tests.scheduler.test_half import Asked, admit, run, save
 
 
@@ -96,6 +106,22 @@ def test_at_finish_a_save_under_way_is_written_when_it_has_arrived() -> None:
     saved(half, plan)
     (job,) = step(half)
     assert job.num_blocks == 10
+
+
+def test_what_a_fetch_takes_the_place_of_was_not_written_and_what_it_brings_need_not_be() -> None:
+    """At finish: the blocks of a request that is still computed are evicted for those of another, from storage."""
+    half, _, _ = make_half(num_host_blocks=10, backup="at_finish")
+    first, second = Asked("first", PROMPT), Asked("second", prompt(1)[:21])
+    report(half, run_new(half, first).saves)  # type: ignore[arg-type]
+    (job,) = fetch(half, second, found=5)
+    report(half, [job])
+    stats = half.get_kv_connector_stats()
+    assert (stats["fetched_blocks"], stats["host_evicted_blocks"], stats["dropped_backups_blocks"]) == (5, 5, 5)
+    assert admit(half, second, 50) == 20
+    report(half, run(half, second, computed=20).loads)  # type: ignore[arg-type]
+    half.request_finished(second)
+    assert step(half) == (), "storage has them"
+    half.check()
 
 
 def test_nothing_is_queued_for_storage_that_does_not_answer() -> None:

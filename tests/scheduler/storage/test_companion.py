@@ -225,13 +225,15 @@ def test_a_request_that_starts_without_them_wants_its_blocks_no_more(prefetch: s
     assert plan.cancelled_storage == ((job.job_id,) if is_called_off else ())
 
 
-def test_ranks_agree_on_the_shortest_prefix() -> None:
+@pytest.mark.parametrize("found", [(7, 3), (3, 7)])
+def test_ranks_agree_on_the_shortest_prefix(found: tuple[int, int]) -> None:
+    """Whichever of them says so first."""
     half, _, _ = make_half(world_size=2)
     request = Asked("a", PROMPT)
     job = arrive(half, request)
-    report(half, [job], found=7, rank=0)
+    report(half, [job], found=found[0], rank=0)
     assert step(half) == ()
-    report(half, [job], found=3, rank=1)
+    report(half, [job], found=found[1], rank=1)
     (job,) = step(half)
     assert job.num_blocks == 3
     report(half, [job], rank=0)

@@ -182,4 +182,46 @@ LOADS: tuple[Mutant, ...] = (
         (Patch(_LOOKUP, "end = self._fit_windows(hashes, first, max(end - 1, first))", "end = max(end - 1, first)"),),
         tested("tests/index/test_lookup.py"),
     ),
+    Mutant(
+        "rested-on-the-newest",
+        "where two loads fail at once, what was computed behind the older one is hit",
+        (Patch(_LEASES, "first = min(loads, default=None)", "first = max(loads, default=None)"),),
+        tested(f"{_GONE}::test_of_loads_that_fail_together_the_oldest_says_who_has_rested_on_them"),
+    ),
+    Mutant(
+        "rested-forgotten",
+        "what was computed behind a load that fails is hit where an older load has ended since",
+        (Patch(_LEASES, "self._dropped[0][0] < oldest", "self._dropped[0][0] <= oldest"),),
+        tested(f"{_GONE}::test_what_was_computed_behind_a_load_is_known_until_that_one_ends"),
+    ),
+    Mutant(
+        "rested-before",
+        "what was lost before a load was planned counts as computed behind it",
+        (Patch(_LEASES, "if first is not None and first <= last]", "if first is not None]"),),
+        tested(f"{_GONE}::test_who_had_a_block_before_its_load_was_planned_has_lost_nothing"),
+    ),
+    Mutant(
+        "rested-for-ever",
+        "what requests have lost of loads is remembered when those have ended",
+        (Patch(_LEASES, "            self._dropped.popleft()\n", "            break\n"),),
+        tested(f"{_GONE}::test_nothing_is_kept_of_who_has_shared_a_load_that_has_ended"),
+    ),
+    Mutant(
+        "all-at-once",
+        "loads in the background are expected to run beside each other",
+        (Patch(_CHOICE, "max(now, self._busy_until) + seconds", "now + seconds"),),
+        tested(f"{_TESTS}::test_loads_follow_one_another_on_the_link"),
+    ),
+    Mutant(
+        "awaited-before-it-is-known",
+        "steps wait for a load that the engine has not heard of yet",
+        (Patch(_CHOICE, " and load.announced_in <= step", ""),),
+        tested(f"{_TESTS}::test_a_step_does_not_wait_for_a_load_that_the_engine_has_not_heard_of"),
+    ),
+    Mutant(
+        "coalesced-at-every-look",
+        "who waits for another's load is counted each time that it asks",
+        (Patch(_CHOICE, "coalesced_loads += before is not mode", "coalesced_loads += 1"),),
+        tested(f"{_TESTS}::test_who_asks_again_and_again_rides_on_a_load_once"),
+    ),
 )

@@ -325,4 +325,12 @@ PEERS: tuple[Mutant, ...] = (
         (Patch(_RECEIVES, "if stop > entry.job.num_blocks or regions.stop > self._num_regions:", "if False:"),),
         tested(f"{_RECEIVED}::test_who_claims_more_blocks_than_were_granted_is_dropped"),
     ),
+    Mutant(
+        "next-offer-ended",
+        "what ends of an earlier offer ends the next one of its name",
+        (Patch(_OFFERS, " and self._offers.get(offer.transfer_id) is offer:", ":"),),
+        tested(
+            "tests/peer/protocol/test_offers.py::test_what_ends_of_an_earlier_offer_leaves_the_next_one_of_its_name"
+        ),
+    ),
 )

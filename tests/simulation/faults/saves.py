@@ -169,4 +169,10 @@ SAVES: tuple[Mutant, ...] = (
             "tests/scheduler/saves/test_planner.py::test_a_block_that_is_forgotten_as_room_is_made_for_it_is_not_saved"
         ),
     ),
+    Mutant(
+        "waited-unused",
+        "blocks that have waited for room are evicted before older ones",
+        (Patch(_PLANNER, "        self._tree.touch(known, now)\n", ""),),
+        tested("tests/scheduler/saves/test_planner.py::test_what_has_waited_for_room_counts_as_used_when_it_is_saved"),
+    ),
 )

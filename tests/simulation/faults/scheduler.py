@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant, Patch, simulated, tested
 
 _HALF = "kv_connector/scheduler/half.py"
+_HITS = "kv_connector/scheduler/hits.py"
 _LEDGER = "kv_connector/scheduler/ledger.py"
 _REQUESTS = "kv_connector/scheduler/requests.py"
 _STEPS = "tests/scheduler/test_steps.py"
@@ -229,5 +230,71 @@ SCHEDULER: tuple[Mutant, ...] = (
             ),
         ),
         tested(f"{_STEPS}::test_blocks_of_every_group_that_a_step_writes_are_guarded"),
+    ),
+    Mutant(
+        "found-on-the-last-rank",
+        "of what ranks find in storage the last answer counts, and not the least",
+        (
+            Patch(
+                _LEDGER,
+                "entry.found = found if entry.found is None else min(entry.found, found)",
+                "entry.found = found",
+            ),
+        ),
+        tested("tests/scheduler/storage/test_companion.py::test_ranks_agree_on_the_shortest_prefix"),
+    ),
+    Mutant(
+        "distrust-too-early",
+        "what was saved before a load was planned is thrown away where that fails",
+        (Patch(_LEDGER, "if later_id > job_id and entry.job", "if entry.job"),),
+        tested("tests/scheduler/test_ledger.py::test_what_was_computed_before_a_load_that_fails_is_kept"),
+    ),
+    Mutant(
+        "distrust-behind-saves",
+        "what is saved behind a save that fails is thrown away",
+        (Patch(_LEDGER, "if not (isinstance(job, CopyJob) and job.brings):", "if False:"),),
+        tested("tests/scheduler/test_ledger.py::test_a_save_that_fails_spoils_no_other"),
+    ),
+    Mutant(
+        "slid-window-begins-anew",
+        "what a session has computed before a reset is saved behind it where a window has slid since",
+        (
+            Patch(
+                _REQUESTS,
+                "all(new in (old, NO_BLOCK) for old, new in zip(table.block_ids, ids, strict=False))",
+                "all(new == old for old, new in zip(table.block_ids, ids, strict=False))",
+            ),
+        ),
+        tested(f"{_RESET}::test_a_session_whose_window_has_slid_goes_on_after_a_reset"),
+    ),
+    Mutant(
+        "gone-are-admitted",
+        "who has lost its blocks since its admission is taken for admitted",
+        (Patch(_REQUESTS, "[state for state in admitted if state.is_newly_admitted]", "admitted"),),
+        tested("tests/scheduler/test_requests.py::test_who_has_lost_its_blocks_since_its_admission_is_not_planned"),
+    ),
+    Mutant(
+        "remembered-too-little",
+        "of a large host's evicted blocks no more are remembered than of a small one's",
+        (Patch("kv_connector/scheduler/ranks.py", "max(LEAST_REMEMBERED, capacity)", "LEAST_REMEMBERED"),),
+        tested("tests/scheduler/test_ranks.py::test_as_many_blocks_are_remembered_as_the_host_has"),
+    ),
+    Mutant(
+        "recomputed-in-blocks",
+        "tokens that are computed though the host has them are counted as blocks",
+        (
+            Patch(
+                _HITS,
+                "metrics.recomputed_tokens += num_recomputed * size",
+                "metrics.recomputed_tokens += num_recomputed",
+            ),
+        ),
+        tested("tests/scheduler/test_hits.py"),
+    ),
+    Mutant(
+        "missed-on-the-host",
+        "blocks that are on the host are counted as being saved yet",
+        (Patch(_HITS, "is not BlockState.SWAPPING_TO_HOST", "is BlockState.ABSENT"),),
+        tested("tests/scheduler/test_hits.py"),
     ),
 )

@@ -128,4 +128,19 @@ STORAGE: tuple[Mutant, ...] = (
             "tests/scheduler/storage/test_backups.py::test_what_could_not_be_loaded_is_not_written_though_it_waits",
         ),
     ),
+    Mutant(
+        "fetched-is-written",
+        "what a fetch has brought in the place of unwritten blocks is written once more, and those are not counted",
+        (
+            Patch(
+                _BACKUPS,
+                'which has them."""\n        self._note_replaced(host_ids)\n',
+                'which has them."""\n',
+            ),
+        ),
+        tested(
+            "tests/scheduler/storage/test_backups.py"
+            "::test_what_a_fetch_takes_the_place_of_was_not_written_and_what_it_brings_need_not_be"
+        ),
+    ),
 )
