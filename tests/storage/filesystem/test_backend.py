@@ -155,14 +155,14 @@ def test_memory_that_does_not_begin_on_a_page_is_served_too(store: FilesystemSto
     assert [bytes(block) for block in blocks] == [content(block_key) for block_key in keys]
 
 
-def test_a_folder_of_the_least_capacity_takes_part_of_a_batch_that_is_larger(tmp_path: Path) -> None:
+def test_a_folder_of_the_least_capacity_takes_part_of_a_batch_that_would_fill_it(tmp_path: Path) -> None:
     """A pack never fills it alone: nothing would be written, now or later."""
     least = 8 << 20
     with pytest.raises(ConfigError, match=f"storage.capacity={least - 1} is too small: give at least {least}"):
         StorageConfig(path=str(tmp_path), capacity=least - 1)
     store = FilesystemStorage(tmp_path, IDENTITY, BLOCK, StorageConfig(path=str(tmp_path), capacity=least).capacity)
     for name in "ab":
-        keys = keys_of(name, least // BLOCK + 16)
+        keys = keys_of(name, least // BLOCK)
         written = put(store, keys)
         assert any(written)
         assert get(store, keys) == written
