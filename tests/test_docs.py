@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -117,6 +118,7 @@ def test_every_variable_that_is_set_for_mooncake_is_told() -> None:
 def test_a_benchmark_that_is_none_is_named_before_anything_is_installed(tmp_path: Path) -> None:
     """Here nothing can be: there is no Python."""
     command = ["make", "bench", "BENCH=typo", f"VENV={tmp_path / 'venv'}", "PYTHON=false"]
-    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    child = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert child.returncode == 2
     assert child.stderr.splitlines()[0] == "no benchmark typo: see integration/bench"
