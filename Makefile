@@ -21,7 +21,7 @@ MODEL_STAMP := $(VENV)/.smollm2
 BENCHES := $(filter-out %/__init__.py,$(wildcard integration/bench/$(BENCH).py))
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: help demo demo-pd simulate mutants test test-vllm test-vllm-matrix vllm bench lint vendor venv model clean
+.PHONY: help demo demo-pd simulate mutants test test-vllm test-vllm-matrix vllm bench known-bench lint vendor venv model clean
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
@@ -63,11 +63,14 @@ test-vllm-matrix: model $(VLLM_VERSIONS:%=.venv-vllm-%/.deps)
 
 vllm: .venv-vllm-$(VLLM)/.deps
 
-bench: venv
-	@[ -n "$(BENCHES)" ] || { echo 'no benchmark $(BENCH): see integration/bench' >&2; exit 2; }
+bench: known-bench venv
 	@for file in $(BENCHES:.py=); do \
 		printf '\n==> %s\n' "$$file"; $(PY) -m "$${file//\//.}" $(ARGS); \
 	done
+
+# Before anything is installed.
+known-bench:
+	@[ -n "$(BENCHES)" ] || { echo 'no benchmark $(BENCH): see integration/bench' >&2; exit 2; }
 
 # The second mypy reads a vendored copy, where the package's own imports of the kernels resolve.
 lint: venv

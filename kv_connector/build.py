@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import PeerRoute
 from .errors import ConfigError, KVConnectorError
+from .values import shortened, shown
 
 if TYPE_CHECKING:
     from .config import Config, PeerConfig, StorageConfig
@@ -56,14 +57,14 @@ def build_worker(
     if config.storage is not None:
         options["open_storage"] = partial(_open_storage, config.storage, identity, rank, world_size)
     if config.peer is not None:
-        options["open_peers"] = partial(_open_peers, config.peer, identity, engine_id, rank, world_size)
+        options["open_peers"] = partial(_open_peers, config.peer, identity, engine_id, rank)
     return WorkerHalf(config, rank, world_size, **options)
 
 
 def _check_argument(name: str, value: object, least: int, most: int | None = None) -> None:
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        raise KVConnectorError(f"{name}={value!r} cannot be: give an integer {limits}")
+        raise KVConnectorError(f"{name}={shown(value)} cannot be: give an integer {limits}")
 
 
 def _open_storage(
@@ -85,9 +86,9 @@ def _open_storage(
     from .storage.filesystem.backend import FilesystemStorage
 
     try:
-        return FilesystemStorage(Path(config.path), digest, block_bytes, config.capacity)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"storage at {config.path!r} cannot be used: {error}") from error
+        return FilesystemStorage(Path(config.path).expanduser(), digest, block_bytes, config.capacity)
+    except (OSError, ValueError, RuntimeError) as error:  # the last where `~` is nobody's
+        raise ConfigError(f"storage at {shown(config.path)} cannot be used: {shortened(str(error))}") from error
 
 
 _Where = tuple["PeerInfo", str, int, bytes, float]
@@ -95,7 +96,7 @@ _Open = Callable[[], "PeerTransport"]
 
 
 def _open_peers(
-    config: PeerConfig, identity: CacheIdentity | None, engine_id: str, rank: int, world_size: int, pool: PeerPool
+    config: PeerConfig, identity: CacheIdentity | None, engine_id: str, rank: int, pool: PeerPool
 ) -> PeerJobs:
     from .peer.base import PeerIdentity
     from .peer.protocol.jobs import PeerJobs

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from .errors import ConfigError
 from .storage.filesystem.survey import PackFile, damaged_blocks, survey, temporary_files
-from .values import parse_size
+from .values import check_integer, parse_size, shown
 
 if TYPE_CHECKING:
     from .transfer.costs.curves import LinkCosts
 
 _BAR = 30  # characters
+_MOST_BYTES = 1 << 40
+"""Of a copy that is shown."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,13 +68,14 @@ def _calibrate(options: argparse.Namespace) -> int:
     from .transfer.costs.curves import BUILT_IN, decode
     from .transfer.costs.envelope import draw, table
 
+    num_bytes = parse_size(options.bytes, "--bytes")
+    check_integer("--bytes", num_bytes, 1, _MOST_BYTES)
     if options.show is None:
         costs = _measured(options.device)
     elif options.show == "built-in":
         costs = BUILT_IN
     else:
-        costs = decode(Path(options.show).read_text(), options.show)
-    num_bytes = parse_size(options.bytes, "--bytes")
+        costs = decode(_text_of(options.show), options.show)
     print(table(costs, num_bytes))
     if options.json is not None:
         options.json.write_text(costs.encode())
@@ -81,12 +84,22 @@ def _calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _text_of(file: str) -> str:
+    try:
+        return Path(file).read_text()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{shown(file)} cannot be read: {error}") from error
+
+
 def _measured(number: int) -> LinkCosts:
     """Of the GPU of this number, on host memory of its own."""
     import torch
 
+    check_integer("--device", number, 0)
     if number >= torch.cuda.device_count():
-        raise ConfigError(f"GPU {number}: there are {torch.cuda.device_count()} here; --show shows an earlier result")
+        raise ConfigError(
+            f"GPU {shown(number)}: there are {torch.cuda.device_count()} here; --show shows an earlier result"
+        )
     from .transfer.costs.calibration import measure
     from .transfer.memory.host_pool import HostPool
 
@@ -115,6 +128,8 @@ def _stat(options: argparse.Namespace) -> int:
 
 
 def _ls(options: argparse.Namespace) -> int:
+    if options.limit is not None:
+        check_integer("--limit", options.limit, 1)
     packs = sorted(survey(options.path), key=lambda pack: -pack.used_ns)
     for pack in packs[: options.limit]:
         blocks = len(pack.header.keys) if pack.header else 0
@@ -155,12 +170,16 @@ def _gc(options: argparse.Namespace) -> int:
 
 
 def _rm(options: argparse.Namespace) -> int:
-    if not options.names and not options.identity and not options.all:
-        raise ConfigError("nothing to delete: give names, --identity or --all")
     names = tuple(options.names)
+    if "" in names or options.identity == "" or not (names or options.identity or options.all):
+        raise ConfigError("nothing to delete: give names, --identity or --all, none of them empty")
+    packs = list(survey(options.path))
+    for name in names:  # before anything is deleted: it may be a slip of the keyboard
+        if not any(pack.name.startswith(name) for pack in packs):
+            raise ConfigError(f"no pack is named {shown(name)}: see kv-connector storage ls; nothing was deleted")
     chosen = [
         pack
-        for pack in survey(options.path)
+        for pack in packs
         if options.all
         or (names and pack.name.startswith(names))
         or (options.identity and pack.header and pack.header.identity.hex().startswith(options.identity))

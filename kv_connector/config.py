@@ -10,11 +10,13 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from .errors import ConfigError
-from .values import check_integer, check_text, choice, is_any_address, parse_size, shown
+from .values import check_host, check_integer, check_text, choice, is_any_address, parse_size, shortened, shown
 
 _S = TypeVar("_S", "Config", "StorageConfig", "PeerConfig")
-_HOST_AND_PORT = re.compile(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
+_HOST_AND_PORT = re.compile(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _LEAST_SEGMENT = 16 << 20
+_LEAST_CAPACITY = 8 << 20
+"""What a folder is written in: see `storage/filesystem/backend.py`."""
 _KEYS_OF_KIND = {
     "filesystem": ("path", "capacity"),
     "mooncake": ("master", "metadata", "protocol", "devices", "hostname", "segment_memory"),
@@ -92,8 +94,8 @@ class StorageConfig:
 
     kind: `filesystem` is a folder, which engines of one machine may share, or of several over a network file system;
         `mooncake` is Mooncake Store, memory of many machines that all engines share.
-    path: the folder.
-    capacity: bytes that may lie there, over all that share it.
+    path: the folder; `~` at its start is the user's own.
+    capacity: bytes that may lie there, over all that share it; at least 8 MiB, and somewhat more than a block.
     master: host and port of the Mooncake master.
     metadata: where its transfer engines find each other, an URL; by asking each other where it is `P2PHANDSHAKE`.
     protocol: `tcp` or `rdma`.
@@ -151,14 +153,14 @@ class StorageConfig:
                 )
             if not self.metadata:
                 raise ConfigError("storage.metadata='': give the URL of a metadata server, or 'P2PHANDSHAKE'")
-            if self.segment_memory < 0 or 0 < self.segment_memory < _LEAST_SEGMENT:
+            check_integer("storage.segment_memory", self.segment_memory, 0)
+            if 0 < self.segment_memory < _LEAST_SEGMENT:
                 given = shown(self.segment_memory)
                 raise ConfigError(f"storage.segment_memory={given} is too small: give 0 or at least {_LEAST_SEGMENT}")
             return
         if not self.path:
-            raise ConfigError(f"storage.path={self.path!r}: give the folder to keep blocks in")
-        if self.capacity < 1:
-            raise ConfigError(f"storage.capacity={shown(self.capacity)} is too small: give at least 1")
+            raise ConfigError("storage.path='': give the folder to keep blocks in")
+        check_integer("storage.capacity", self.capacity, _LEAST_CAPACITY)
 
 
 _PEER_KINDS = ("shared_memory", "nixl")
@@ -202,8 +204,9 @@ class PeerConfig:
             raise ConfigError(
                 f"peer.kind={shown(self.kind)} is unknown: give one of {', '.join(map(repr, _PEER_KINDS))}"
             )
-        for name in ("bind", "host", "secret_env"):
-            check_text(f"peer.{name}", getattr(self, name))
+        for name in ("bind", "host"):
+            object.__setattr__(self, name, check_host(f"peer.{name}", getattr(self, name)))
+        check_text("peer.secret_env", self.secret_env)
         if not isinstance(self.secret, str):
             raise ConfigError("peer.secret is not text: give it in quotes")
         object.__setattr__(self, "role", choice(PeerRole, self.role, "peer.role"))
@@ -236,13 +239,15 @@ class PeerConfig:
                 )
             object.__setattr__(self, "secret", os.environ.get(self.secret_env, ""))
         if not _is_encodable(self.secret):
-            raise ConfigError(f"peer.secret, or {self.secret_env}, is not UTF-8: give it as text of that encoding")
+            raise ConfigError(
+                f"peer.secret, or {shortened(self.secret_env)}, is not UTF-8: give it as text of that encoding"
+            )
         num_characters = len(self.secret.strip())
         if num_characters < _LEAST_SECRET:
             raise ConfigError(
                 f"peer.secret has {num_characters} characters: give at least {_LEAST_SECRET}, or set "
-                f"{self.secret_env} to them, the same for all engines that talk to each other; blanks at its ends do "
-                "not count"
+                f"{shortened(self.secret_env)} to them, the same for all engines that talk to each other; blanks "
+                "at its ends do not count"
             )
 
     @property
@@ -336,7 +341,7 @@ class Config:
             raise ConfigError(f"calibration={shown(self.calibration)}: give 'auto', 'off' or the path of a file")
         check_text("calibration", self.calibration)
         for name, least in _LEAST.items():
-            check_integer(name, getattr(self, name), least, _MOST.get(name))
+            check_integer(name, getattr(self, name), least, *_MOST.get(name, ()))
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> Config:
@@ -357,7 +362,7 @@ _LEAST = {
     "layer_group_bytes": 0,
     "staging_memory": 1 << 20,
 }
-_MOST = {"staging_memory": 1 << 40}
+_MOST = {"staging_memory": (1 << 40,)}
 
 
 def _build(kind: type[_S], settings: Mapping[str, Any], prefix: str = "") -> _S:
@@ -365,7 +370,8 @@ def _build(kind: type[_S], settings: Mapping[str, Any], prefix: str = "") -> _S:
     for key in settings:
         if key not in known:
             near = _suggest(key, known)
-            raise ConfigError(f"unknown setting {prefix + str(key)!r}{near}: known settings are {', '.join(known)}")
+            given = shown(prefix + key if isinstance(key, str) else key)
+            raise ConfigError(f"unknown setting {given}{near}: known settings are {', '.join(known)}")
     return kind(**settings)
 
 
@@ -376,5 +382,5 @@ def _is_encodable(text: str) -> bool:
 def _suggest(key: object, known: list[str]) -> str:
     from difflib import get_close_matches
 
-    near = get_close_matches(str(key), known, n=1)
+    near = get_close_matches(shortened(key) if isinstance(key, str) else "", known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -63,8 +63,8 @@ class CacheMetrics:
         self.load_stall_milliseconds += sum(sum(timing.load_stall_ms) for timing in report.load_timings)
 
     def snapshot(self) -> dict[str, float]:
-        """All counters by name, one of them under its old name too."""
-        return asdict(self) | {"exposed_wait_milliseconds": self.load_stall_milliseconds}
+        """All counters by name."""
+        return asdict(self)
 
 
 DOCUMENTATION = {
@@ -106,7 +106,6 @@ DOCUMENTATION = {
     "loaded_bytes": "Bytes loaded, all ranks.",
     "load_milliseconds": "Time in which loads ran on the link, all ranks.",
     "load_stall_milliseconds": "Time that the model waited for layers of a load, all ranks.",
-    "exposed_wait_milliseconds": "Old name of load_stall_milliseconds, for this version.",
     "storage_read_blocks": "Blocks that storage read, on all ranks.",
     "storage_read_bytes": "Bytes that storage read, all ranks.",
     "storage_missed_blocks": "Blocks that were asked of storage and were not there.",

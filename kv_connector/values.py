@@ -18,7 +18,9 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
 }
 _E = TypeVar("_E", bound=Enum)
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_MOST_INTEGER = 1 << 62
+"""Of any setting: what is over it is no number of bytes, and cannot be turned into seconds."""
 _LONGEST_SHOWN = 200
 _LONGEST_SIZE = 1000
 """Characters of a size; Python itself refuses to read numbers of more than 4,300 digits."""
@@ -42,20 +44,20 @@ def parse_size(value: object, key: str = "size") -> int:
 
 def choice(kind: type[_E], value: object, key: str) -> _E:
     """The member with this value."""
-    try:
-        return kind(value)
-    except ValueError:
-        choices = ", ".join(repr(member.value) for member in kind)
-        raise ConfigError(f"{key}={shown(value)} is unknown: give one of {choices}") from None
+    for member in kind:  # `kind(value)` would write the value into an error of its own, however deep it is
+        if member.value == value:
+            return member
+    choices = ", ".join(repr(member.value) for member in kind)
+    raise ConfigError(f"{key}={shown(value)} is unknown: give one of {choices}")
 
 
-def check_integer(key: str, value: object, least: int, most: int | None = None) -> None:
+def check_integer(key: str, value: object, least: int, most: int = _MOST_INTEGER) -> None:
     """An integer within limits, both included."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{key}={shown(value)} is not an integer: give one of at least {least}")
     if value < least:
         raise ConfigError(f"{key}={shown(value)} is too small: give at least {least}")
-    if most is not None and value > most:
+    if value > most:
         raise ConfigError(f"{key}={shown(value)} is too large: give at most {most}")
 
 
@@ -67,9 +69,20 @@ def check_text(key: str, value: object) -> None:
         raise ConfigError(f"{key}={shown(value)} has a control character, or half of one: leave it out")
 
 
+def check_host(key: str, value: object) -> str:
+    """A machine's name or address as the operating system takes it: an IPv6 address may be given in brackets, as in an
+    URL, and is returned without them."""
+    check_text(key, value)
+    host = str(value)
+    if host.startswith("[") and host.endswith("]") and ":" in host:
+        host = host[1:-1]
+    if any(character.isspace() or character in "[]" for character in host):
+        raise ConfigError(f"{key}={shown(value)} is no host: give a name or an address, without blanks and brackets")
+    return host
+
+
 def is_any_address(host: str) -> bool:
-    """Whether it stands for every address of a machine, or for none: in full, in brackets, or as short as "0"."""
-    host = host.strip().removeprefix("[").removesuffix("]")
+    """Whether it stands for every address of a machine, or for none: in full, or as short as "0"."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -86,4 +99,11 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # Python does not write numbers of more than 4,300 digits
         return "a number of thousands of digits"
+    except RecursionError:
+        return "lists or objects thousands of levels deep"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """Text in a message, however long it is."""
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."

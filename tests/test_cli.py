@@ -90,6 +90,46 @@ def test_rm_deletes_by_name_and_by_identity(folder: Path, capsys: pytest.Capture
     assert not list(folder.rglob("*.pack"))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [[""], ["", "--all"], ["--identity", ""], ["--all", "--identity", ""], ["nothing-of-this-name"], ["{}", "nothing"]],
+)
+def test_rm_deletes_nothing_by_a_name_that_is_none(
+    folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty variable in a script is not every pack, and one slip among names deletes none of them."""
+    packs = sorted(folder.rglob("*.pack"))
+    given = [argument.format(packs[0].stem) for argument in arguments]
+    assert main(["storage", "rm", str(folder), *given]) == 2
+    assert capsys.readouterr().err.startswith("error: no")
+    assert sorted(folder.rglob("*.pack")) == packs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "-1"], "--device=-1 is too small: give at least 0"),
+        (["--show", "built-in", "--bytes", "9" * 900], f"is too large: give at most {1 << 40}"),
+        (["--show", "built-in", "--bytes", "0"], "--bytes=0 is too small: give at least 1"),
+        (["--show", "latin"], "'latin' cannot be read: 'utf-8' codec can't decode"),
+        (["--show", "deep"], "deep is no result of `kv-connector calibrate`"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin").write_bytes(b"\xe4\xf6\xfc")
+    Path("deep").write_text("[" * 60_000)
+    assert main(["calibrate", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
 def test_an_engine_that_uses_the_folder_only_misses(folder: Path) -> None:
     store = FilesystemStorage(folder, IDENTITY, BLOCK, 8 << 20)
     assert exists(store, keys_of("a")) == 4
@@ -133,6 +173,7 @@ def test_a_gpu_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["stat", "/no/such/folder"], "/no/such/folder"),
         (["gc", ".", "--capacity", "many"], "--capacity='many' is not a size"),
         (["rm", "."], "nothing to delete: give names, --identity or --all"),
+        (["ls", ".", "--limit", "-1"], "--limit=-1 is too small: give at least 1"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kv_connector import Config, KVConnectorError
 from kv_connector.build import build_scheduler, build_worker
@@ -62,6 +64,54 @@ def test_the_largest_number_is_still_a_number() -> None:
     assert parse_size("9" * 400) == int("9" * 400)
 
 
+@pytest.mark.parametrize("text", ["\uff11\uff16GiB", "16\N{KELVIN SIGN}iB", "\u0661GiB", "\u200916GiB"])
+def test_a_size_has_plain_digits_and_letters(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size: give bytes"):
+        parse_size(text)
+
+
+NESTED: Any = []
+for _ in range(5000):
+    NESTED = [NESTED]
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"host_memory": NESTED},
+        {"write_policy": NESTED},
+        {"storage": NESTED},
+        {"storage": FOLDER | {"path": NESTED}},
+        {"peer": SECRET | {"kind": NESTED}},
+        {10**5000: 1},
+        {LONG: 1},
+        {"calibration": NESTED},
+        {"storage": {LONG: 1}},
+        {"storage": FOLDER | {"path": f"{LONG}\n"}},
+        {"storage": FOLDER | {"master": LONG}},
+        {"storage": MOONCAKE | {"master": LONG}},
+        {"peer": {"secret_env": LONG}},
+        {"peer": SECRET | {"host": f"[{LONG}"}},
+    ],
+)
+def test_values_that_nobody_can_read_are_refused_in_a_message_that_can_be(settings: dict[Any, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_mapping({"host_memory": 1 << 20} | settings)
+    assert len(str(caught.value)) < 900
+
+
+INTEGERS = ["host_memory", "write_through_threshold", "write_back_lookahead", "save_bandwidth", "max_load_stall_ms"]
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, "layer_group_bytes"])
+def test_every_integer_has_a_largest_value(name: str) -> None:
+    """Of more than 308 digits one cannot even be divided: it would fail where it is used, not where it is given."""
+    assert getattr(Config.from_mapping({name: 1 << 62}), name) == 1 << 62
+    with pytest.raises(ConfigError, match=f"{name}=1000.* is too large: give at most {1 << 62}"):
+        Config.from_mapping({name: 10**309})
+
+
 @pytest.mark.parametrize("text", ["1" * 5000, "1" * 1001 + "GiB", "0." + "1" * 5000 + "GiB"])
 def test_a_size_of_thousands_of_digits_is_refused_in_a_message_that_can_be_read(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -71,9 +121,17 @@ def test_a_size_of_thousands_of_digits_is_refused_in_a_message_that_can_be_read(
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "[fd00::1]", "node-7.example", "1"])
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "node-7.example", "1"])
 def test_peers_may_be_told_any_address_or_name(host: str) -> None:
     assert PeerConfig(host=host, **SECRET).host == host
+
+
+@pytest.mark.parametrize("key", ["host", "bind"])
+@pytest.mark.parametrize("address", ["::1", "fd00::1", "fe80::1%eth0"])
+def test_an_address_in_brackets_is_the_address(key: str, address: str) -> None:
+    """As in an URL: what is told to others, and listened at, is what a socket takes."""
+    config = PeerConfig(**{key: f"[{address}]"}, **SECRET)  # type: ignore[arg-type]
+    assert (getattr(config, key), config.host) == (address, address)
 
 
 def test_storage_needs_host_memory_to_come_and_go_through() -> None:
@@ -118,6 +176,26 @@ def test_a_rank_that_is_none_of_the_engines_is_not_built(rank: int, world_size: 
     with pytest.raises(KVConnectorError) as caught:
         build_worker(Config(host_memory=1 << 20), rank, world_size, identity=IDENTITY)
     assert str(caught.value) == message
+
+
+def test_a_folder_may_be_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    layer = [torch.zeros(4, 4096, dtype=torch.uint8)]
+    worker = build_worker(Config(host_memory=1 << 20, storage=FOLDER | {"path": "~/kv"}))  # type: ignore[arg-type]
+    worker.register_kv_caches({"layer": layer}, 4)
+    worker.shutdown()
+    assert (tmp_path / "home" / "kv" / "lock").exists()
+    assert not Path("~").exists()
+
+
+def test_a_folder_of_nobody_is_refused() -> None:
+    worker = build_worker(
+        Config(host_memory=1 << 20, storage=FOLDER | {"path": "~nobody-of-this-name/kv"})  # type: ignore[arg-type]
+    )
+    with pytest.raises(ConfigError, match="storage at '~nobody-of-this-name/kv' cannot be used: "):
+        worker.register_kv_caches({"layer": [torch.zeros(4, 4096, dtype=torch.uint8)]}, 4)
+    worker.shutdown()
 
 
 def test_the_defaults_are_valid_and_keep_the_host_tier_off() -> None:
@@ -208,7 +286,12 @@ WRONG_STORAGE = [
     ({"kind": {}}, "storage.kind={} is unknown: give one of 'filesystem', 'mooncake'"),
     ({"capacity": 1}, "storage.path='': give the folder to keep blocks in"),
     ({"path": 1, "capacity": 1}, "storage.path=1 is not text: give it in quotes"),
-    ({"path": "/data/kv"}, "storage.capacity=0 is too small: give at least 1"),
+    ({"path": "/data/kv"}, "storage.capacity=0 is too small: give at least 8388608"),
+    (FOLDER | {"capacity": "1MiB"}, "storage.capacity=1048576 is too small: give at least 8388608"),
+    (FOLDER | {"capacity": 10**309}, f"... is too large: give at most {1 << 62}"),
+    (MOONCAKE | {"segment_memory": 10**309}, f"... is too large: give at most {1 << 62}"),
+    (MOONCAKE | {"segment_memory": -1}, "storage.segment_memory=-1 is too small: give at least 0"),
+    (MOONCAKE | {"master": "h:\uff11"}, "storage.master='h:\uff11': give its host and port"),
     (FOLDER | {"timeout_ms": -1}, "storage.timeout_ms=-1 is too small: give at least 0"),
     (FOLDER | {"timeout_ms": "5"}, "storage.timeout_ms='5' is not an integer: give one of at least 0"),
     (FOLDER | {"timeout_ms": 1 << 32}, "storage.timeout_ms=4294967296 is too large: give at most 2147483648"),
@@ -255,9 +338,14 @@ WRONG_PEER = [
     (SECRET | {"bind": "0.0.0.0"}, "peer.host='0.0.0.0' is no address that others can reach"),
     (SECRET | {"bind": None}, "peer.bind=None is not text: give it in quotes"),
     (SECRET | {"host": 7}, "peer.host=7 is not text: give it in quotes"),
-    (SECRET | {"host": "[::]"}, "peer.host='[::]' is no address that others can reach"),
+    (SECRET | {"host": "[::]"}, "peer.host='::' is no address that others can reach"),
     (SECRET | {"host": "0"}, "peer.host='0' is no address that others can reach"),
-    (SECRET | {"host": " "}, "peer.host=' ' is no address that others can reach"),
+    (SECRET | {"host": " "}, "peer.host=' ' is no host: give a name or an address, without blanks and brackets"),
+    (SECRET | {"host": "10.0.0.1 "}, "peer.host='10.0.0.1 ' is no host"),
+    (SECRET | {"host": "[::1"}, "peer.host='[::1' is no host"),
+    (SECRET | {"bind": "::1]"}, "peer.bind='::1]' is no host"),
+    (SECRET | {"bind": "[]"}, "peer.bind='[]' is no host"),
+    (SECRET | {"host": "[[::1]]"}, "peer.host='[[::1]]' is no host"),
     (SECRET | {"bind": "0:0:0:0:0:0:0:0"}, "peer.host='0:0:0:0:0:0:0:0' is no address that others can reach"),
     ({"secret": 5}, "peer.secret is not text: give it in quotes"),
     ({"secret": " " * 16}, "peer.secret has 0 characters: give at least 16"),

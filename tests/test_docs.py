@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,19 @@ def test_a_figure_that_is_not_of_its_result_is_found() -> None:
     assert (lines[:2], lines[-2:]) == (["a", "  <!-- figures: mutants -->"], ["  <!-- end of figures -->", "b"])
     assert "all of them" not in figures.renewed(text) and lines[2].startswith("  The last run of all")
     assert figures.renewed(figures.renewed(text)) == figures.renewed(text)
+
+
+def test_every_variable_that_is_set_for_mooncake_is_told() -> None:
+    source = (ROOT / "kv_connector/storage/mooncake/client.py").read_text()
+    names = set(re.findall(r'"(MC_\w+)"', source))
+    assert len(names) > 5
+    assert names - set(re.findall(r"MC_\w+", (ROOT / "docs/mooncake.md").read_text())) == set()
+
+
+def test_a_benchmark_that_is_none_is_named_before_anything_is_installed(tmp_path: Path) -> None:
+    """Here nothing can be: there is no Python."""
+    command = ["make", "bench", "BENCH=typo", f"VENV={tmp_path / 'venv'}", "PYTHON=false"]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    child = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert child.returncode == 2
+    assert child.stderr.splitlines()[0] == "no benchmark typo: see integration/bench"

@@ -63,7 +63,9 @@ class HalvesMachine(RuleBasedStateMachine):
             layer_group_bytes=1,
             load_choice=choice,
             max_load_stall_ms=stall,  # at 10 s every load is announced in the step that begins it
-            storage=StorageConfig(path="unused", capacity=1, prefetch=prefetch, backup=backup, max_backup_blocks=6)
+            storage=StorageConfig(
+                path="unused", capacity=8 << 20, prefetch=prefetch, backup=backup, max_backup_blocks=6
+            )
             if prefetch is not None and host_kib
             else None,
         )

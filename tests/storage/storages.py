@@ -16,7 +16,7 @@ import numpy as np
 from kv_connector.storage.base import Storage, ThreadedStorage
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.folder import room_bytes
-from kv_connector.storage.memory import MemoryStorage
+from kv_connector.testing.memory import MemoryStorage
 from tests.storage.mooncake.stores import make_imitated, make_mooncake
 
 R = TypeVar("R")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kv_connector.storage.jobs import EndedStorageJob, StorageJobs
-from kv_connector.storage.memory import MemoryStorage
+from kv_connector.testing.memory import MemoryStorage
 from kv_connector.types import StorageAction, StorageJob
 from tests.storage.storages import BLOCK, content, key, put
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...log_limiter import LogLimiter
 from ...types import PeerJob
 from ..base import Arrived, PeerError, PeerTransport, check_int, check_text
-from ..wire.log_limiter import LogLimiter
 
 
 class _Phase(Enum):

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import ConfigError
+from ...log_limiter import LogLimiter
+from ...values import shown
 from ..base import Connected, Lost, Message, PeerCounters, PeerError, PeerEvent
 from .handshake import Handshake, PeerInfo
-from .log_limiter import LogLimiter
 from .sockets import Connection
 
 _MOST_UNAUTHENTICATED = 64
@@ -52,10 +53,10 @@ class SideChannel:
         try:
             family = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((bind, port), family=family, backlog=128)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             raise ConfigError(
-                f"peer.bind={bind!r}, port {port}: cannot listen there ({error}); give an address of this machine and "
-                "a port that is free for every rank: the port, and as many behind it"
+                f"peer.bind={shown(bind)}, port {port}: cannot listen there ({error}); give an address of this machine "
+                "and a port that is free for every rank: the port, and as many behind it"
             ) from error
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]

@@ -6,7 +6,6 @@ background; what fails is computed
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +13,12 @@ import numpy as np
 from ...base import Request
 from ...config import PeerConfig
 from ...index import adopt_hash
+from ...log_limiter import LogLimiter
 from ...types import BlockHash, PeerAction, PeerJob
 from ..companion import Admission
 from ..ledger import EndedJob, JobOwner
 from ..shared import Shared
 from .params import params_of, ports, text
-
-logger = logging.getLogger("kv_connector.scheduler")
 
 
 @dataclass(slots=True)
@@ -58,6 +56,7 @@ class Incoming:
         self._receiving: dict[str, int] = {}  # by request: its job under way
         self._asking: list[_Asking] = []
         self._cancelled: list[int] = []
+        self._log_limiter = LogLimiter(shared.clock)
 
     @property
     def is_busy(self) -> bool:
@@ -123,11 +122,14 @@ class Incoming:
         assert isinstance(job, PeerJob)
         if job.request_id is not None and self._receiving.get(job.request_id) == job.job_id:
             del self._receiving[job.request_id]
+        who = f"{job.host}:{job.ports[0]}"
         if ended.ok:
             metrics.received_blocks += job.num_blocks
+            self._log_limiter.well(who)
         elif job.num_blocks:
             metrics.failed_receive_jobs += 1
-            logger.warning("KV transfer %s did not come: %d blocks will be computed", job.transfer_id, job.num_blocks)
+            example = f"{job.transfer_id!r}, {job.num_blocks} blocks"
+            self._log_limiter.fault(who, "KV transfers do not come, their blocks are computed here", example)
 
     def reset(self) -> None:
         """Nothing that was computed until now may be used any more."""

@@ -6,7 +6,6 @@ deadline has passed; a request that is preempted has its blocks let go, and they
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +15,11 @@ import numpy as np
 from ...base import Request, ScheduledRequest
 from ...config import PeerConfig
 from ...index import adopt_hashes
+from ...log_limiter import LogLimiter
 from ...types import BlockHash, PeerAction, PeerJob
 from ..ledger import EndedJob, JobOwner
 from ..shared import Shared
 from .params import MOST_TEXT, params_of, text
-
-logger = logging.getLogger("kv_connector.scheduler")
 
 
 @dataclass(slots=True)
@@ -50,6 +48,7 @@ class Outgoing:
         self._begun: list[PeerJob] = []  # to be planned
         self._withdrawn: list[str] = []  # to be told
         self._open: set[int] = set()  # jobs that some rank has not reported
+        self._log_limiter = LogLimiter(shared.clock)
 
     @property
     def is_busy(self) -> bool:
@@ -134,7 +133,8 @@ class Outgoing:
         now = self._shared.clock()
         for transfer in [t for t in self._transfers.values() if t.deadline is not None and t.deadline <= now]:
             self._shared.metrics.expired_transfers += 1
-            logger.warning("KV transfer %s: nobody asked for it in time, its blocks are freed", transfer.transfer_id)
+            reason = "nobody asked for KV transfers in time, their blocks are freed"
+            self._log_limiter.fault("unknown", reason, f"{transfer.transfer_id!r}, {transfer.num_blocks} blocks")
             self._withdraw(transfer)
         begun, self._begun = self._begun, []
         withdrawn, self._withdrawn = self._withdrawn, []

@@ -71,7 +71,9 @@ class FilesystemStorage(ThreadedStorage):
         """Whether the page cache is passed by."""
         self._identity = identity
         self._block_bytes = block_bytes
-        self._blocks_per_pack = min(MAX_BLOCKS, -(-target_bytes // block_bytes))
+        # Of half the capacity at most, so that there is room for the one that is written and an older one.
+        most = max(1, capacity // 2 // block_bytes)
+        self._blocks_per_pack = min(MAX_BLOCKS, -(-target_bytes // block_bytes), most)
         self._blocks_per_piece = min(_BUFFERS_PER_CALL, -(-_PIECE_BYTES // block_bytes))
         self.recovered = self._run(self._looking, self.folder.recover, None)
         """Done when everything that was in the folder is known."""

@@ -140,7 +140,7 @@ class MooncakeClient:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS) as link:
                 own_address = str(link.getsockname()[0])
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter where the name has a part that is empty or too long
             raise StoreUnreachable(f"no master at {self._options.master}: {error}") from error
         with self._lock:
             if self._store is None:

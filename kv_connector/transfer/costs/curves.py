@@ -16,6 +16,7 @@ from typing import Any
 from ...config import PathName
 from ...errors import ConfigError
 from ...types import Direction
+from ...values import shortened, shown
 
 EDGE_BYTES = 8 << 20
 """Of the staged path's chunk that nothing runs beside, the first of a save and the last of a load."""
@@ -27,6 +28,9 @@ _FASTER = 0.97
 _GROUP_STARTS = 20
 """A layer group takes as long as so many starts of a copy, so that starting costs it a twentieth."""
 _LIMIT = 1 << 16  # characters of a file
+_MOST_LENGTH = 1 << 40
+_LEAST_RATE, _MOST_RATE = 1e-6, 1e6
+_MOST_START_US = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,15 @@ class Curve:
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.lengths, self.lengths[1:], strict=False))
-        rates_ok = all(math.isfinite(rate) and rate > 0 for rate in self.gigabytes_per_second)
-        if not (self.lengths and ascending and self.lengths[0] > 0 and rates_ok):
-            raise ConfigError(f"lengths {self.lengths} with rates {self.gigabytes_per_second}: give rates above 0")
-        if len(self.lengths) != len(self.gigabytes_per_second) or not 0 <= self.start_us < math.inf:
+        if not (self.lengths and ascending and self.lengths[0] > 0 and self.lengths[-1] <= _MOST_LENGTH):
+            raise ConfigError(f"lengths {shown(self.lengths)}: give them ascending, from 1 to {_MOST_LENGTH}")
+        if not all(_LEAST_RATE <= rate <= _MOST_RATE for rate in self.gigabytes_per_second):
+            given = shown(self.gigabytes_per_second)
+            raise ConfigError(f"rates {given}: give them from {_LEAST_RATE:g} to {_MOST_RATE:g}")
+        if len(self.lengths) != len(self.gigabytes_per_second):
             raise ConfigError(f"{len(self.lengths)} lengths, {len(self.gigabytes_per_second)} rates: give one for each")
+        if not 0 <= self.start_us <= _MOST_START_US:
+            raise ConfigError(f"start_us {self.start_us}: give it from 0 to {_MOST_START_US:g}")
 
     def rate(self, length: float) -> float:
         """GB/s at this length: between those known by its logarithm, and beyond them as at the last."""
@@ -127,8 +135,9 @@ def decode(text: str, name: str) -> LinkCosts:
     try:
         found: Any = json.loads(text[:_LIMIT])
         return LinkCosts(_direction(found["load"]), _direction(found["save"]), str(found["source"])[:200])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{name} is no result of `kv-connector calibrate`: {error!r}; measure anew") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        given, reason = shortened(name), shown(error)
+        raise ConfigError(f"{given} is no result of `kv-connector calibrate`: {reason}; measure anew") from error
 
 
 def _direction(found: Mapping[str, Any]) -> DirectionCosts:

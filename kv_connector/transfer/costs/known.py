@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...config import Config
 from ...errors import ConfigError
+from ...values import shortened, shown
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
 from .curves import BUILT_IN, LinkCosts, decode
@@ -20,7 +21,9 @@ def link_costs(layout: CacheLayout, host: HostPool, config: Config) -> LinkCosts
         try:
             return decode(Path(config.calibration).read_text(), config.calibration)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"calibration={config.calibration!r} cannot be read: {error}") from error
+            raise ConfigError(
+                f"calibration={shown(config.calibration)} cannot be read: {shortened(str(error))}"
+            ) from error
     if config.calibration == "off" or layout.device.type != "cuda" or not host.is_pinned:
         return BUILT_IN
     from .calibration import remembered_costs  # only this needs Triton

@@ -373,6 +373,12 @@ def test_a_port_in_use_is_named(listener: Side) -> None:
         SharedMemoryTransport(Pool().pool, info_of(Pool()), "127.0.0.1", listener.transport.port, SECRET, 1.0, STAGING)
 
 
+def test_an_address_that_cannot_be_is_named() -> None:
+    """A part of a name has at most 63 characters, and the system does not even look such a one up."""
+    with pytest.raises(ConfigError, match=r"peer.bind='x+\.local', port 0: cannot listen there"):
+        SharedMemoryTransport(Pool().pool, info_of(Pool()), f"{'x' * 64}.local", 0, SECRET, 1.0, STAGING)
+
+
 def test_too_little_staging_memory_is_named() -> None:
     with pytest.raises(ConfigError, match=r"peer.staging_memory=4096 is too small: give at least \d+"):
         SharedMemoryTransport(Pool().pool, info_of(Pool()), "127.0.0.1", 0, SECRET, 1.0, 4096)

@@ -82,3 +82,37 @@ def test_a_reset_is_not_done_while_a_request_waits_whose_host_blocks_came() -> N
     assert not half.reset_cache()
     half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 8, 0)
     assert half.reset_cache()
+
+
+def fail(half: SchedulerHalf, number: int, transfer_id: str = "t") -> None:
+    """A request whose blocks do not come."""
+    request = Continued(f"r{number}", list(range(18)))
+    request.kv_transfer_params |= {"transfer_id": transfer_id}
+    assert admit(half, request) == 16
+    plan = run(half)
+    (job,) = plan.peer
+    half.update_connector_output([StepReport(plan.step, 0, failed=(job.job_id,))])
+    half.request_finished(request)
+
+
+def test_a_dead_engine_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    half, _ = make_half(peer={"secret": "x" * 20, "role": "consumer"})
+    for number in range(5):
+        fail(half, number, f"t{number}")
+    assert half.metrics.failed_receive_jobs == 5
+    (record,) = caplog.records
+    assert "KV transfers do not come, their blocks are computed here ('t0', 4 blocks)" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["transfer_id", "remote_host"])
+def test_what_a_request_says_cannot_begin_a_line_of_the_log(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    half, _ = make_half(peer={"secret": "x" * 20, "role": "consumer"})
+    request = Continued("r", list(range(18)))
+    request.kv_transfer_params |= {name: "t\nCRITICAL all is lost\r\x1b[2J\u2028"}
+    assert admit(half, request) == 16
+    plan = run(half)
+    (job,) = plan.peer
+    half.update_connector_output([StepReport(plan.step, 0, failed=(job.job_id,))])
+    (record,) = caplog.records
+    assert "t\\nCRITICAL all is lost\\r\\x1b[2J\\u2028" in record.getMessage().replace("\\\\", "\\")
+    assert record.getMessage().isprintable()

@@ -175,3 +175,19 @@ def test_a_transfer_that_is_done_is_over_before_its_deadline(is_sent_first: bool
     for _ in range(3):  # a second each
         assert step(half).withdrawn == ()
     assert half.metrics.expired_transfers == 0
+
+
+def test_requests_that_nobody_continues_are_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    half, _ = make_half(peer={"secret": "x" * 20, "role": "producer", "deadline_ms": 1000})
+    for number in range(3):
+        request = Prompted(f"r{number}", list(range(20)))
+        request.kv_transfer_params |= {"transfer_id": f"t{number}\nforged"}
+        half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, 0)
+        step(half, (request.request_id, 0, 20))
+        assert half.request_finished(request)[1] is not None
+    for _ in range(3):  # a second each
+        step(half)
+    assert half.metrics.expired_transfers == 3
+    (record,) = caplog.records
+    assert "nobody asked for KV transfers in time" in record.getMessage()
+    assert record.getMessage().isprintable()

@@ -31,7 +31,7 @@ class Ticks:
 def make_half(
     num_host_blocks: int = 100, world_size: int = 1, load_choice: str = "sync", **storage: object
 ) -> tuple[SchedulerHalf, ForeignBlocks, Ticks]:
-    settings = {"path": "unused", "capacity": 1, "prefetch": "wait_complete"} | storage
+    settings = {"path": "unused", "capacity": 8 << 20, "prefetch": "wait_complete"} | storage
     config = Config.from_mapping(
         {"host_memory": 1 << 20, "write_policy": "write_through", "load_choice": load_choice, "storage": settings}
     )
@@ -156,7 +156,7 @@ def test_storage_that_hangs_holds_up_one_request_and_no_other(prefetch: str, cap
 
 def test_the_first_request_of_an_engine_finds_what_storage_has() -> None:
     """The step that answers its look-up is also the one that says how much host memory there is."""
-    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "unused", "capacity": 1}})
+    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "unused", "capacity": "8MiB"}})
     half = SchedulerHalf(config, 4)
     half.bind_block_pool(ForeignBlocks())
     job = arrive(half, Asked("a", PROMPT))
@@ -357,7 +357,7 @@ def test_a_preempted_request_may_look_again() -> None:
 
 
 def test_windows_are_refused() -> None:
-    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "x", "capacity": 1}})
+    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "x", "capacity": "8MiB"}})
     with pytest.raises(ConfigError, match="storage with 2 block groups is not supported"):
         SchedulerHalf(config, 4, groups=(BlockGroup(), BlockGroup(window_blocks=3)))
 
@@ -377,7 +377,7 @@ def test_settings_that_cannot_be_are_named(storage: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Config.from_mapping({"host_memory": "1GiB", "storage": storage})
     with pytest.raises(ConfigError, match="storage needs host_memory"):
-        Config.from_mapping({"storage": {"path": "x", "capacity": 1}})
+        Config.from_mapping({"storage": {"path": "x", "capacity": "8MiB"}})
 
 
 def test_one_answer_that_is_lost_hangs_neither_its_request_nor_those_with_its_prefix() -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from kv_connector.config import StorageConfig
+from kv_connector.errors import ConfigError
 from kv_connector.storage.filesystem import backend, folder, journal, temporaries
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.folder import PackFolder
@@ -151,6 +153,21 @@ def test_memory_that_does_not_begin_on_a_page_is_served_too(store: FilesystemSto
     memory[:] = bytes(len(memory))
     assert all(store.read(keys, blocks).result(SECONDS))
     assert [bytes(block) for block in blocks] == [content(block_key) for block_key in keys]
+
+
+def test_a_folder_of_the_least_capacity_takes_part_of_a_batch_that_would_fill_it(tmp_path: Path) -> None:
+    """A pack never fills it alone: nothing would be written, now or later."""
+    least = 8 << 20
+    with pytest.raises(ConfigError, match=f"storage.capacity={least - 1} is too small: give at least {least}"):
+        StorageConfig(path=str(tmp_path), capacity=least - 1)
+    store = FilesystemStorage(tmp_path, IDENTITY, BLOCK, StorageConfig(path=str(tmp_path), capacity=least).capacity)
+    for name in "ab":
+        keys = keys_of(name, least // BLOCK)
+        written = put(store, keys)
+        assert any(written)
+        assert get(store, keys) == written
+    store.close()
+    assert size_of(tmp_path) <= least
 
 
 def test_batches_longer_than_one_system_call(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def serve_for_ever(root: Path, seed: int, pipe: Connection) -> None:
     config = Config(
         host_memory=16 * PAGE,
         write_policy=WritePolicy.WRITE_THROUGH,
-        storage=StorageConfig(path=str(root), capacity=CAPACITY_OF_ENGINE, prefetch=Prefetch.WAIT_COMPLETE),
+        storage=StorageConfig(path=str(root), capacity=8 << 20, prefetch=Prefetch.WAIT_COMPLETE),
     )
     storage = FilesystemStorage(root, IDENTITY, PAGE, CAPACITY_OF_ENGINE)
     engine = make_engine(config, model=model, storages=[storage])

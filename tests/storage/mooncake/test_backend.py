@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -287,6 +288,19 @@ def test_after_a_close_no_thread_is_left(tmp_path: Path) -> None:
     put(storage, [key(1)], SMALL)
     storage.close()
     assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("master", ["10.0.0..1:50051", f"{'x' * 64}.svc:50051"])
+def test_a_master_whose_name_cannot_be_is_one_that_does_not_answer(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the thread that probes for it dies, and nobody ever hears why there are no hits."""
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.store", ModuleType("mooncake.store"))
+    monkeypatch.setattr(sys.modules["mooncake"], "store", sys.modules["mooncake.store"], raising=False)
+    client = MooncakeClient(MooncakeOptions.of(StorageConfig(kind="mooncake", master=master), 1))
+    with pytest.raises(StoreUnreachable, match="no master at"):
+        client.connect([])
 
 
 def test_without_the_wheel_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

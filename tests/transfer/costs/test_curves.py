@@ -100,11 +100,22 @@ def spoiled(**changes: object) -> str:
         spoiled(gigabytes_per_second=[1.0, 1.0, 1.0, 1.0, 1.0, float("nan")]),
         spoiled(start_us=-1),
         spoiled(start_us="soon"),
+        spoiled(start_us=1e10),
+        spoiled(start_us=float("inf")),
+        spoiled(gigabytes_per_second=[1.0, 1.0, 1.0, 1.0, 1.0, 1e7]),
+        spoiled(gigabytes_per_second=[1.0, 1.0, 1.0, 1.0, 1.0, 10**400]),
+        spoiled(gigabytes_per_second=[1.0, 1.0, 1.0, 1.0, 1.0, float("inf")]),
+        spoiled(lengths=[1, 2, 3, 4, 5, float("inf")]),
+        spoiled(lengths=[1, 2, 3, 4, 5, 10**400]),
+        spoiled(lengths=[1, 2, 3, 4, 5, (1 << 40) + 1]),
+        spoiled(lengths=[*range(1, 10_000)]),
+        "[" * 100_000,
     ],
 )
 def test_a_spoiled_file_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as caught:
         decode(text, "x.json")
+    assert len(str(caught.value)) < 500
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError, match=r"x\.json"):
         costs_of(Config(host_memory=1, calibration=str(tmp_path / "x.json")))

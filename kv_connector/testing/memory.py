@@ -1,10 +1,10 @@
-"""A storage backend in this process's memory: for tests, and to see what storage would bring."""
+"""A storage backend in this process's memory, for tests."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from .base import ThreadedStorage
+from ..storage.base import ThreadedStorage
 
 
 class MemoryStorage(ThreadedStorage):

@@ -1,4 +1,4 @@
-"""Limits the rate of log lines: one for each episode of faults, however often a peer tries."""
+"""Limits the rate of log lines about peers (layer 0): one for each episode of faults, however often a peer tries."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class LogLimiter:
         self._clock = clock
         self._told: dict[str, tuple[str, float]] = {}
 
-    def fault(self, who: str, what: str) -> None:
-        """A fault of somebody; it is told where the same was not told a moment ago."""
+    def fault(self, who: str, what: str, example: str = "") -> None:
+        """A fault of somebody; it is told where the same was not told a moment ago. `example` is told with it, and may
+        differ every time. Texts may come from anybody: they cannot begin a line of the log."""
         now = self._clock()
         before = self._told.get(who)
         if before is not None and before[0] == what and now - before[1] < _SECONDS:
@@ -27,8 +28,12 @@ class LogLimiter:
         if len(self._told) >= _MOST_REMEMBERED:
             del self._told[next(iter(self._told))]
         self._told[who] = what, now
-        logger.warning("peer %s: %s", who, what)
+        logger.warning("peer %s: %s", _one_line(who), _one_line(f"{what} ({example})" if example else what))
 
     def well(self, who: str) -> None:
         """All is well with somebody."""
         self._told.pop(who, None)
+
+
+def _one_line(text: str) -> str:
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
