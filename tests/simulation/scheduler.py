@@ -414,7 +414,8 @@ class SchedulerModel:
             if first is None:
                 continue
             if request.status is Status.LOADING:
-                self._fail_receiving(request, first * size if len(request.tables) == 1 else 0)
+                num_valid = min(request.num_computed_tokens, first * size)  # other ranks may have lost more before
+                self._fail_receiving(request, num_valid if len(request.tables) == 1 else 0)
                 continue
             affected.add(request)
             if request.status is not Status.RUNNING:
