@@ -206,7 +206,8 @@ class SchedulerModel:
             reserved = self._reserved() if is_async else 0
             ahead = 0 if is_async else self.config.num_drafts
             if self.blocks.admit(request, count, ahead, hit, num_local, num_external, is_async, reserved) is None:
-                if not request.is_session or not request.holds_blocks:
+                # Where sessions hold blocks while they wait, vLLM may stand still, with a connector or without one.
+                if not request.holds_blocks or not any(r.is_session for r in (*self.holding, *skipped_holding)):
                     break
                 skip(queue)
                 if not self.running and not items:
