@@ -83,6 +83,12 @@ def _open_storage(
 
         client = MooncakeClient(MooncakeOptions.of(config, world_size))
         return MooncakeStorage(client, digest, block_bytes, pool)
+    if config.is_external:
+        from .storage.checked import CheckedStorage, object_bytes
+        from .storage.external import StorageContext, open_external
+
+        context = StorageContext(digest, object_bytes(block_bytes), rank, world_size)
+        return CheckedStorage(config.kind, open_external(config.kind, config.options, context), digest, block_bytes)
     from .storage.filesystem.backend import FilesystemStorage
 
     try:

@@ -281,7 +281,11 @@ WRONG = [
 
 
 WRONG_STORAGE = [
-    ({"kind": "redis"}, "storage.kind='redis' is unknown: give one of 'filesystem', 'mooncake'"),
+    ({"kind": "redis"}, "storage.kind='redis' is unknown: give one of 'filesystem', 'mooncake', 'module:function'"),
+    ({"kind": "my store:open"}, "storage.kind='my store:open' is unknown"),
+    ({"kind": "my_store:open", "path": "/data"}, "storage.path='/data' is for kind 'filesystem' only"),
+    ({"kind": "my_store:open", "options": [1]}, "storage.options=[1] is not an object"),
+    ({"path": "/data", "capacity": "1GiB", "options": {"a": 1}}, "storage.options={'a': 1} is for kind 'module:funct"),
     ({"kind": []}, "storage.kind=[] is unknown: give one of 'filesystem', 'mooncake'"),
     ({"kind": {}}, "storage.kind={} is unknown: give one of 'filesystem', 'mooncake'"),
     ({"capacity": 1}, "storage.path='': give the folder to keep blocks in"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,61 +10,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from kv_connector.storage.base import Storage, ThreadedStorage
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.folder import room_bytes
 from kv_connector.testing.memory import MemoryStorage
+from kv_connector.testing.storage_contract import OBJECT_BYTES as BLOCK
+from kv_connector.testing.storage_contract import SECONDS, exists, get, put
+from kv_connector.testing.storage_contract import content_of as content
+from kv_connector.testing.storage_contract import key_of as key
+from kv_connector.testing.storage_contract import make_buffers as buffers
 from tests.storage.mooncake.stores import make_imitated, make_mooncake
 
+__all__ = ["BLOCK", "SECONDS", "buffers", "content", "exists", "get", "key", "put"]
 R = TypeVar("R")
-BLOCK = 16384
 IDENTITY = hashlib.sha256(b"model").digest()
-SECONDS = 30.0  # a future that takes longer hangs
 CAPACITY = 8 << 20
 PACK_BYTES = 1 << 20
 PER_PACK = PACK_BYTES // BLOCK
-
-
-def key(name: object) -> bytes:
-    """Some block's key."""
-    return hashlib.sha256(str(name).encode()).digest()
-
-
-def content(block_key: bytes, block_bytes: int = BLOCK) -> bytes:
-    """What belongs under a key."""
-    seed = int.from_bytes(block_key[:8], "little")
-    return np.random.default_rng(seed).integers(0, 256, block_bytes, dtype=np.uint8).tobytes()
-
-
-def buffers(count: int, block_bytes: int = BLOCK) -> list[memoryview]:
-    """Empty blocks on page boundaries, as those of the host pool are."""
-    memory = memoryview(mmap.mmap(-1, max(1, count) * block_bytes))
-    return [memory[i * block_bytes : (i + 1) * block_bytes] for i in range(count)]
-
-
-def put(storage: Storage, keys: Sequence[bytes], block_bytes: int = BLOCK) -> list[bool]:
-    """Write what belongs under these keys."""
-    blocks = buffers(len(keys), block_bytes)
-    for block_key, block in zip(keys, blocks, strict=True):
-        block[:] = content(block_key, block_bytes)
-    return storage.write(keys, blocks).result(SECONDS)
-
-
-def get(storage: Storage, keys: Sequence[bytes], block_bytes: int = BLOCK) -> list[bool]:
-    """Read keys; asserts that whatever is found is what belongs there."""
-    blocks = buffers(len(keys), block_bytes)
-    found = storage.read(keys, blocks).result(SECONDS)
-    assert len(found) == len(keys)
-    for block_key, block, good in zip(keys, blocks, found, strict=True):
-        assert not good or bytes(block) == content(block_key, block_bytes), "bytes that were never written"
-    return found
-
-
-def exists(storage: Storage, keys: Sequence[bytes]) -> int:
-    """How many of the leading keys are there."""
-    return storage.exists(keys).result(SECONDS)
 
 
 class FaultyStorage:

@@ -10,7 +10,34 @@ _READING = "kv_connector/scheduler/storage/reading.py"
 _FOLDER = "kv_connector/storage/filesystem/folder.py"
 _TESTS = "tests/scheduler/storage/test_companion.py"
 
+_CHECKED = "kv_connector/storage/checked.py"
+_OTHERS = "tests/storage/test_checked.py"
+
 STORAGE: tuple[Mutant, ...] = (
+    Mutant(
+        "object-not-named",
+        "an object that a backend of the user's own has under another key is taken for the right one",
+        (Patch(_CHECKED, "return label == (_MAGIC, name,", "return label == (_MAGIC, label[1],"),),
+        tested(f"{_OTHERS}::test_other_bytes_are_a_miss_and_are_removed"),
+    ),
+    Mutant(
+        "object-not-checked",
+        "bytes of a backend of the user's own are not compared with their checksum",
+        (Patch(_CHECKED, "name, zlib.crc32(view[: self._block_bytes]))", "name, label[2])"),),
+        tested(f"{_OTHERS}::test_other_bytes_are_a_miss_and_are_removed"),
+    ),
+    Mutant(
+        "hung-backend-asked",
+        "a backend that hangs is asked again and again",
+        (Patch(_CHECKED, "        if not self.breaker.allows:\n", "        if False:\n"),),
+        tested(f"{_OTHERS}::test_what_is_written_when_nobody_waits_any_more_lands_nowhere"),
+    ),
+    Mutant(
+        "keys-of-all-ranks",
+        "keys of another rank or model are the same to a backend of the user's own",
+        (Patch(_CHECKED, "digest_size=32, key=self._identity)", "digest_size=32)"),),
+        tested(f"{_OTHERS}::test_another_model_or_rank_that_shares_the_backend_finds_nothing"),
+    ),
     Mutant(
         "backups-take-all",
         "what waits to be written may take the whole host",

@@ -1,0 +1,236 @@
+"""A backend of the user's own, behind our checks: whatever it does costs a miss, never a byte and never an engine."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_connector.build import _open_storage
+from kv_connector.config import StorageConfig
+from kv_connector.errors import ConfigError
+from kv_connector.storage import Storage, StorageContext
+from kv_connector.storage.breaker import BreakerState
+from kv_connector.storage.checked import CheckedStorage, object_bytes
+from kv_connector.testing import storage_contract
+from kv_connector.testing.memory import MemoryStorage
+from tests.storage.storages import BLOCK, IDENTITY, SECONDS, buffers, exists, get, key, put
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "storage_backends.md"
+KEYS = [key(i) for i in range(4)]
+
+
+class Odd(MemoryStorage):
+    """Does what it should until a test says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(object_bytes(BLOCK), 64 * object_bytes(BLOCK))
+        self.answer: Callable[[str, Future[Any], Sequence[memoryview]], Future[Any]] | None = None
+
+    def read(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> Future[list[bool]]:
+        return self._odd("read", super().read(keys, views), views)
+
+    def write(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> Future[list[bool]]:
+        return self._odd("write", super().write(keys, views), views)
+
+    def exists(self, keys: Sequence[bytes]) -> Future[int]:
+        return self._odd("exists", super().exists(keys), ())
+
+    def _odd(self, call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+        return future if self.answer is None else self.answer(call, future, views)
+
+
+class Clock:
+    """Stands still unless it is told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def inner() -> Odd:
+    return Odd()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def storage(inner: Odd, clock: Clock) -> Iterator[CheckedStorage]:
+    storage = CheckedStorage("mine", inner, IDENTITY, BLOCK, clock, seconds=0.05)
+    yield storage
+    storage.close()
+
+
+def example() -> Callable[[StorageContext, dict[str, Any]], Storage]:
+    """The backend that the document shows."""
+    source = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
+    module: dict[str, Any] = {}
+    exec(source, module)
+    open_storage: Callable[[StorageContext, dict[str, Any]], Storage] = module["open_storage"]
+    return open_storage
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+@pytest.mark.parametrize("check", storage_contract.CHECKS, ids=lambda check: str(check.__name__))
+def test_the_documents_backend_keeps_the_contract(
+    check: Callable[[Callable[[], Storage]], None], is_checked: bool, tmp_path: Path
+) -> None:
+    def opened() -> Storage:
+        size = object_bytes(BLOCK) if is_checked else BLOCK
+        storage = example()(StorageContext(IDENTITY, size), {"folder": str(tmp_path)})
+        return CheckedStorage("mine", storage, IDENTITY, BLOCK) if is_checked else storage
+
+    check(opened)
+
+
+def test_an_engine_that_starts_again_finds_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the setting, as an engine opens it; another rank, or another model, finds nothing."""
+    monkeypatch.setitem(sys.modules, "my_store", module := types.ModuleType("my_store"))
+    module.open_storage = example()  # type: ignore[attr-defined]
+    config = StorageConfig(kind="my_store:open_storage", options={"folder": str(tmp_path)})
+
+    def opened(rank: int = 0) -> Storage:
+        return _open_storage(config, None, rank, 2, BLOCK, memoryview(bytearray(1)))
+
+    first, other = opened(), opened(rank=1)
+    assert put(first, KEYS) == [True] * 4
+    first.close()
+    again = opened()
+    assert (exists(again, KEYS), exists(other, KEYS)) == (4, 0)
+    assert get(again, KEYS) == [True] * 4
+    again.close()
+    other.close()
+
+
+def test_another_model_or_rank_that_shares_the_backend_finds_nothing(inner: Odd) -> None:
+    here, there = (CheckedStorage("mine", inner, identity, BLOCK) for identity in (bytes(32), IDENTITY))
+    assert put(here, KEYS) == [True] * 4
+    assert (exists(here, KEYS), exists(there, KEYS)) == (4, 0)
+    assert get(there, KEYS) == [False] * 4
+    here.close()
+
+
+def flipped(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+    future.result(SECONDS)
+    if call == "read":
+        views[1][7] ^= 1
+    return future
+
+
+def swapped(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+    future.result(SECONDS)
+    if call == "read" and len(views) > 1:
+        views[0][:], views[1][:] = bytes(views[1]), bytes(views[0])
+    return future
+
+
+def empty(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+    future.result(SECONDS)
+    for view in views if call == "read" else ():
+        view[:] = bytes(len(view))
+    return future
+
+
+@pytest.mark.parametrize(("answer", "found"), [(flipped, [1, 0, 1, 1]), (swapped, [0, 0, 1, 1]), (empty, [0, 0, 0, 0])])
+def test_other_bytes_are_a_miss_and_are_removed(
+    storage: CheckedStorage, inner: Odd, answer: Callable[..., Future[Any]], found: list[int]
+) -> None:
+    put(storage, KEYS)
+    inner.answer = answer
+    assert get(storage, KEYS) == [bool(is_found) for is_found in found]
+    inner.answer = None
+    assert get(storage, KEYS) == [bool(is_found) for is_found in found], "what was not whole was removed"
+    assert storage.stats()["corrupt_blocks"] == found.count(0)
+
+
+def test_what_is_written_when_nobody_waits_any_more_lands_nowhere(
+    storage: CheckedStorage, inner: Odd, clock: Clock
+) -> None:
+    """A store that hangs, then writes late; it is left alone meanwhile, and asked again later."""
+    put(storage, KEYS)
+    held: list[tuple[Future[Any], Sequence[memoryview]]] = []
+
+    def hang(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+        held.append((Future(), views))
+        return held[-1][0]
+
+    inner.answer = hang
+    blocks = buffers(4)
+    assert storage.read(KEYS, blocks).result(SECONDS) == [False] * 4
+    assert storage.breaker.state is BreakerState.OPEN
+    assert get(storage, KEYS) == [False] * 4
+    assert len(held) == 1, "it is asked for nothing while it is left alone"
+    for view in held[0][1]:
+        view[:] = b"\xdd" * len(view)
+    held[0][0].set_result([True] * 4)
+    assert all(bytes(block) == bytes(BLOCK) for block in blocks)
+    clock.now += 1
+    assert get(storage, KEYS) == [False] * 4, "no request is the probe"
+    assert storage.breaker.state is BreakerState.HALF_OPEN
+    held[1][0].set_result(0)
+    inner.answer = None
+    assert get(storage, KEYS) == [True] * 4
+
+
+@pytest.mark.parametrize("answers", [[True] * 3, [True] * 5, None, OSError("gone")])
+def test_answers_that_cannot_be_are_misses(storage: CheckedStorage, inner: Odd, answers: object) -> None:
+    put(storage, KEYS)
+
+    def answer(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+        odd: Future[Any] = Future()
+        if isinstance(answers, OSError):
+            odd.set_exception(answers)
+        else:
+            odd.set_result(answers)
+        return odd
+
+    inner.answer = answer
+    for _ in range(2):
+        assert get(storage, KEYS) == [False] * 4
+        assert put(storage, KEYS) == [False] * 4
+        assert exists(storage, KEYS) == 0
+
+
+def test_statistics_wait_for_nobody(inner: Odd) -> None:
+    """The thread that launches the model asks for them."""
+    asked = []
+    inner.stats = lambda: asked.append(threading.current_thread()) or {"stored_objects": 3}  # type: ignore[method-assign,func-returns-value]
+    storage = CheckedStorage("mine", inner, IDENTITY, BLOCK)
+    put(storage, KEYS)
+    assert storage.stats()["stored_objects"] == 3
+    assert threading.current_thread() not in asked
+    storage.close()
+
+
+def raising(context: StorageContext, options: dict[str, Any]) -> Storage:
+    raise ValueError("no such bucket")
+
+
+def nothing(context: StorageContext, options: dict[str, Any]) -> object:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module_at_all:open", "cannot be imported"),
+        (f"{__name__}:no_such_function", "cannot be imported"),
+        (f"{__name__}:raising", "cannot be opened: ValueError('no such bucket')"),
+        (f"{__name__}:nothing", "returned None, which has no exists, read, write, remove, stats, close"),
+    ],
+)
+def test_what_is_no_backend_is_refused_at_the_start(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        _open_storage(StorageConfig(kind=name), None, 0, 1, BLOCK, memoryview(bytearray(1)))
