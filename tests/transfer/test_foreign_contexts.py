@@ -268,7 +268,7 @@ def test_a_graph_can_be_captured_while_links_come_and_go(by_kernel: bool, monkey
 def test_a_graph_can_be_captured_while_another_process_connects_and_goes() -> None:
     pool = DevicePool()
     config = PeerConfig(kind="shared_memory", secret=SECRET.decode(), staging_memory=STAGING, timeout_ms=20_000)
-    jobs = _open_peers(config, CacheIdentity("model", "float32", "NHD", 16), "a", 0, 1, pool.pool)
+    jobs = _open_peers(config, CacheIdentity("model", "float32", "NHD", 16), "a", 0, "", pool.pool)
     transport = jobs._transport
     assert isinstance(transport, CudaIpcTransport), "only this one opens the other's memory"
     far = FarSide("cuda", 30, 2, "b", device=0)
