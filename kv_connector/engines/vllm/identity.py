@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from ...index import CacheIdentity
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 logger = logging.getLogger("kv_connector.vllm")
 
@@ -64,6 +66,44 @@ def read_backend(vllm_config: VllmConfig) -> str:
     layers = vllm_config.compilation_config.static_forward_context.values()
     found = {layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend")}
     return ", ".join(sorted(f"{backend.__module__}.{backend.__qualname__}" for backend in found))
+
+
+class Adapters:
+    """Fingerprints of LoRA adapters by request, as `Roots` wants them. The scheduler's thread calls.
+
+    An adapter is looked at when the first request with it comes: vLLM has read it by then, or is about to. Those that
+    cannot be looked at, or under a name whose weights have changed since the start, are known to this process alone:
+    vLLM's own cache tells adapters apart by name (and path, in newer versions), so what is computed on a hit there may
+    rest on either.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int, str], str] = {}  # by what vLLM reads an adapter anew for
+        self._first: dict[str, str] = {}  # by name
+        self._unsure: set[str] = set()  # names
+        self._nonce = secrets.token_hex(16)
+
+    def __call__(self, request: Request) -> str:
+        """ "" where the request has no adapter. Files are looked at where an adapter is new, or is read in place."""
+        lora = request.lora_request
+        if lora is None:
+            return ""
+        key = (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        if key not in self._found or lora.load_inplace:
+            self._found[key] = self._look(lora.lora_name, lora.lora_path)
+        found = self._found[key]
+        if self._first.setdefault(lora.lora_name, found) != found:
+            self._unsure.add(lora.lora_name)
+        return f"{found} {self._nonce}" if lora.lora_name in self._unsure else found
+
+    def _look(self, name: str, path: str) -> str:
+        found = local_fingerprint(path)
+        if found is None:
+            self._unsure.add(name)
+            logger.warning(
+                "adapter %s at %s has no name: this start alone finds in storage what it computes", name, path
+            )
+        return found or ""
 
 
 def local_fingerprint(name: str, revision: str | None = None, download_dir: str | None = None) -> str | None:

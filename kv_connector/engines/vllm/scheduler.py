@@ -14,6 +14,7 @@ from ...errors import ConfigError, KVConnectorError
 from ...index import CacheIdentity
 from .blocks import PoolBlocks
 from .events import EventFeed
+from .identity import Adapters
 from .specs import EngineShape
 from .stats import StatsFeed, TieredStats
 from .steps import TELLS_FAILED_REQUESTS, PlanMetadata, ReadyMetadata, ReportMetadata, to_step, to_tables
@@ -44,6 +45,7 @@ class SchedulerRole:
             drop_last_block=shape.drop_last_block,
             unpins_when_idle=shape.unpins_when_idle,
             identity=identity,
+            adapter_of=Adapters(),
             engine_id=shape.engine_id,
             publishes_events=shape.publishes_events,
             # Block ids do not say which group lost them: with several groups vLLM ends the engine over any.
