@@ -40,7 +40,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(folder: Path, stores: bool = True, adapter: Any = None, **options: Any) -> tuple[list[list[int]], int]:
-    """An engine on the model in the folder, from its start to its end: what it answers, and how many blocks it found."""
+    """An engine on the model in the folder, from start to end: what it answers, and how many blocks it found."""
     storage = {"path": str(folder / "store"), "capacity": "64MiB", "prefetch": "wait_complete"}
     settings = {"write_policy": "write_through"} | ({"storage": storage} if stores else {})
     with running(folder, num_blocks=200, kv_transfer_config=transfer_config(settings), **options) as engine:

@@ -101,7 +101,7 @@ class Adapters:
         if found is None:
             self._unsure.add(name)
             logger.warning(
-                "adapter %s at %s has no name: this start alone finds in storage what it computes", name, path
+                "adapter %s at %s has no name: only this start finds in storage what it computes", name, path
             )
         return found or ""
 
