@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,11 +58,11 @@ def build_worker(
 
     _check_argument("world_size", world_size, 1)
     _check_argument("rank", rank, 0, world_size - 1)
+    own = RankIdentity(identity, rank, world_size, backend)
     if config.storage is not None:
-        own = RankIdentity(identity, rank, world_size, backend)
         options["open_storage"] = partial(_open_storage, config.storage, own)
     if config.peer is not None:
-        options["open_peers"] = partial(_open_peers, config.peer, identity, engine_id, rank, backend)
+        options["open_peers"] = partial(_open_peers, config.peer, own, engine_id)
     return WorkerHalf(config, rank, world_size, **options)
 
 
@@ -100,38 +100,27 @@ _Where = tuple["PeerInfo", str, int, bytes, float]
 _Open = Callable[[], "PeerTransport"]
 
 
-def _open_peers(
-    config: PeerConfig, identity: CacheIdentity | None, engine_id: str, rank: int, backend: str, pool: PeerPool
-) -> PeerJobs:
-    from .peer.base import PeerIdentity
+def _open_peers(config: PeerConfig, identity: RankIdentity, engine_id: str, pool: PeerPool) -> PeerJobs:
     from .peer.protocol.jobs import PeerJobs
 
-    if identity is None:
-        raise ConfigError("peer needs the engine's identity: pass it to build_scheduler and build_worker")
-    known = PeerIdentity(
-        model=identity.model,
-        cache_dtype=identity.cache_dtype,
-        layout=identity.layout,
-        block_size=identity.block_size,
-        tp_size=identity.tp_size,
-        pp_size=identity.pp_size,
-        rank=rank,
-        pieces=pool.pieces,
-        engine=identity.engine,
-        config=identity.config,
-        settings=identity.settings,
-        weights=identity.weights,
-        draft_weights=identity.draft_weights,
-        backend=backend,
-        arrangement=pool.arrangement,
-    )
+    known = _peer_identity(replace(identity, arrangement=pool.arrangement), pool.pieces)
     transport = open_transport(config, known, engine_id, pool)
     deadline, timeout = config.deadline_ms / 1e3, config.timeout_ms / 1e3
     jobs = PeerJobs(
-        transport, engine_id, len(pool.regions), rank, deadline, timeout, prepare_thread=pool.prepare_thread
+        transport, engine_id, len(pool.regions), identity.rank, deadline, timeout, prepare_thread=pool.prepare_thread
     )
     jobs.start()
     return jobs
+
+
+def _peer_identity(identity: RankIdentity, pieces: tuple[int, ...]) -> PeerIdentity:
+    from .peer.base import PeerIdentity
+
+    cache, rank = identity.cache, identity.rank
+    if cache is None:
+        raise ConfigError("peer needs the engine's identity: pass it to build_scheduler and build_worker")
+    backend, arrangement = identity.backend, identity.arrangement
+    return PeerIdentity(**asdict(cache), rank=rank, pieces=pieces, backend=backend, arrangement=arrangement)
 
 
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:

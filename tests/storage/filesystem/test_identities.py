@@ -16,7 +16,7 @@ from kv_connector.storage.filesystem.identities import note_identity
 
 BLOCK = 4096
 CACHE = CacheIdentity("org/model@main", "auto/bfloat16", "", 16, engine="vllm 0.32.0", weights="commit a")
-RANK = RankIdentity(CACHE, 0, 1, "FlashAttention")
+RANK = RankIdentity(CACHE, 0, 1, "FlashAttention", "uint8[0:64 1:64] in 4096")
 
 
 def start(folder: Path, identity: RankIdentity, caplog: pytest.LogCaptureFixture, keys: list[bytes]) -> tuple[int, str]:
@@ -24,7 +24,7 @@ def start(folder: Path, identity: RankIdentity, caplog: pytest.LogCaptureFixture
     caplog.clear()
     config = StorageConfig(path=str(folder), capacity=16 << 20)
     pool = bytearray(len(keys) * BLOCK)
-    storage = _open_storage(config, identity, BLOCK, memoryview(pool), "uint8[0:4096] in 4096")
+    storage = _open_storage(config, identity, BLOCK, memoryview(pool), identity.arrangement)
     try:
         buffers = [memoryview(pool)[i * BLOCK : (i + 1) * BLOCK] for i in range(len(keys))]
         found = storage.exists(keys).result(60)
@@ -60,6 +60,7 @@ def test_a_change_is_said_with_both_values_and_finds_nothing(tmp_path: Path, cap
             for name in ("engine", "config", "settings", "weights", "draft_weights", "cache_dtype", "layout")
         ),
         replace(RANK, cache=None),
+        replace(RANK, arrangement="uint8[1:64 0:64] in 4096"),
     ],
 )
 def test_whatever_differs_is_another_identity(
@@ -77,10 +78,9 @@ def test_the_folder_says_whose_blocks_it_holds(tmp_path: Path, caplog: pytest.Lo
     (path,) = (tmp_path / "identities").iterdir()
     told = json.loads(path.read_text())
     assert (told["model"], told["weights"], told["rank"]) == ("org/model@main", "commit a", "0 of 1")
-    assert told["arrangement"] == "uint8[0:4096] in 4096"
+    assert told["arrangement"] == "uint8[0:64 1:64] in 4096"
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    found = replace(RANK, arrangement="uint8[0:4096] in 4096").digest().hex()[:16]
-    assert path.name == f"{found}.json", "as `kv-connector storage stat` shows it"
+    assert path.name == f"{RANK.digest().hex()[:16]}.json", "as `kv-connector storage stat` shows it"
 
 
 def test_other_models_and_damage_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
