@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from integration.models import tiny
 from integration.tests.vllm_engines import prompts, running, transfer_config
+from kv_connector.engines.vllm import identity
 from kv_connector.engines.vllm.identity import Adapters, local_fingerprint
 from kv_connector.errors import ConfigError
 from kv_connector.scheduler.storage import reading
@@ -145,6 +147,53 @@ def test_scales_that_change_with_every_start_are_refused(tmp_path: Path) -> None
         pytest.skip("this vLLM takes scales from the checkpoint alone")
     with pytest.raises((ConfigError, RuntimeError), match="take the scales of the checkpoint"):
         start(tmp_path, calculate_kv_scales=True)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def weights_of(model: str, load_format: str = "auto", model_weights: str = "", **load: Any) -> str:
+    """What the weights are known by, of a model and a load configuration as vLLM has them."""
+    config = SimpleNamespace(model=model, model_weights=model_weights, revision=None, seed=3)
+    load = {"load_format": load_format, "download_dir": None, "model_loader_extra_config": {}} | load
+    return identity._weights(config, SimpleNamespace(**load))
+
+
+def test_what_weights_are_known_by(tmp_path: Path) -> None:
+    """A hub's snapshot by its commit, wherever it was downloaded to; one file by itself; dummies by their seed."""
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / COMMIT
+    for folder in (snapshot, tmp_path / "local"):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(COMMIT)
+    assert weights_of("org/name", download_dir=str(tmp_path / "hub")) == f"commit {COMMIT}"
+    assert weights_of(str(snapshot)) == f"commit {COMMIT}"
+    assert weights_of(str(tmp_path / "local")).startswith("1 file of 7 bytes, ")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert weights_of(str(tmp_path / "model.gguf"), "gguf").startswith("1 file of 4 bytes, ")
+    assert weights_of(str(tmp_path / "local"), "runai_streamer").startswith("1 file of 7 bytes, ")
+    assert weights_of(str(tmp_path / "local"), "dummy") == "dummy, seed 3"
+
+
+def test_what_cannot_be_looked_at_is_known_by_its_place_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(identity.logger, "warning", lambda text, *values: said.append(text % values))
+    (tmp_path / "model.safetensors").write_bytes(b"not what is loaded")
+    uris = [{"tensorizer_uri": f"s3://bucket/{name}"} for name in "ab"]
+    found = [weights_of(str(tmp_path), "tensorizer", model_loader_extra_config=uri) for uri in uris]
+    assert len({*found, weights_of(str(tmp_path / "other"), "tensorizer", model_loader_extra_config=uris[0])}) == 3
+    streamed = weights_of(str(tmp_path), "runai_streamer", model_weights="s3://bucket/model")
+    assert "s3://bucket/model" in streamed
+    said.clear()
+    assert weights_of(str(tmp_path), "runai_streamer", model_weights="s3://bucket/model") == streamed
+    assert said == [], "once"
+    weights_of(str(tmp_path), "runai_streamer", model_weights="s3://bucket/new")
+    assert len(said) == 1
+    assert "clear the storage" in said[0]
 
 
 class Asked:

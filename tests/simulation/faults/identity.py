@@ -68,7 +68,13 @@ IDENTITY: tuple[Mutant, ...] = (
     Mutant(
         "ended-adapters-unnamed",
         "blocks that are stored behind the end of their request have no adapter",
-        (Patch(_NAMES, "            self._note(noted)\n            self._forget_lost()\n", ""),),
+        (
+            Patch(
+                _NAMES,
+                "            self._note(noted)\n            self._forget_lost()\n",
+                "            self._forget_lost()\n",
+            ),
+        ),
         tested(_ADAPTED),
     ),
     Mutant(
