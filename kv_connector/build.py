@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import PeerRoute
 from .errors import ConfigError, KVConnectorError
+from .index import RankIdentity
 from .values import shortened, shown
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("kv_connector.peer")
+storage_logger = logging.getLogger("kv_connector.storage")
 
 
 def build_scheduler(config: Config, block_size: int, world_size: int = 1, **options: Any) -> SchedulerHalf:
@@ -43,21 +45,24 @@ def build_worker(
     world_size: int = 1,
     identity: CacheIdentity | None = None,
     engine_id: str = "",
+    backend: str = "",
     **options: Any,
 ) -> WorkerHalf:
     """The worker half of one rank; `options` as for `WorkerHalf`. Imports torch.
 
     `identity` and `engine_id` are those of the scheduler half: storage keeps the identity beside the blocks, and other
-    engines are told both. Raises KVConnectorError for a rank that is none of `world_size`.
+    engines are told both, and `backend`, what computes attention on this rank. Raises KVConnectorError for a rank that
+    is none of `world_size`.
     """
     from .worker import WorkerHalf
 
     _check_argument("world_size", world_size, 1)
     _check_argument("rank", rank, 0, world_size - 1)
+    own = RankIdentity(identity, rank, world_size, backend)
     if config.storage is not None:
-        options["open_storage"] = partial(_open_storage, config.storage, identity, rank, world_size)
+        options["open_storage"] = partial(_open_storage, config.storage, own)
     if config.peer is not None:
-        options["open_peers"] = partial(_open_peers, config.peer, identity, engine_id, rank)
+        options["open_peers"] = partial(_open_peers, config.peer, own, engine_id)
     return WorkerHalf(config, rank, world_size, **options)
 
 
@@ -68,20 +73,16 @@ def _check_argument(name: str, value: object, least: int, most: int | None = Non
 
 
 def _open_storage(
-    config: StorageConfig,
-    identity: CacheIdentity | None,
-    rank: int,
-    world_size: int,
-    block_bytes: int,
-    pool: memoryview,
+    config: StorageConfig, identity: RankIdentity, block_bytes: int, pool: memoryview, arrangement: str
 ) -> Storage:
-    name = (identity.encode() if identity is not None else b"") + f"|rank {rank} of {world_size}".encode()
-    digest = hashlib.sha256(b"kvc1.storage" + name).digest()
+    identity = replace(identity, arrangement=arrangement)
+    digest, parts = identity.digest(), identity.parts()
+    storage_logger.info("blocks are stored as %s: %s", digest.hex()[:16], parts)
     if config.kind == "mooncake":
         from .storage.mooncake.backend import MooncakeStorage
         from .storage.mooncake.client import MooncakeClient, MooncakeOptions
 
-        client = MooncakeClient(MooncakeOptions.of(config, world_size))
+        client = MooncakeClient(MooncakeOptions.of(config, identity.world_size))
         return MooncakeStorage(client, digest, block_bytes, pool)
     if config.is_external:
         from .storage.checked import CheckedStorage, object_bytes
@@ -90,42 +91,42 @@ def _open_storage(
         context = StorageContext(digest, object_bytes(block_bytes), rank, world_size)
         return CheckedStorage(config.kind, open_external(config.kind, config.options, context), digest, block_bytes)
     from .storage.filesystem.backend import FilesystemStorage
+    from .storage.filesystem.identities import note_identity
 
     try:
-        return FilesystemStorage(Path(config.path).expanduser(), digest, block_bytes, config.capacity)
+        path = Path(config.path).expanduser()
+        storage = FilesystemStorage(path, digest, block_bytes, config.capacity)
     except (OSError, ValueError, RuntimeError) as error:  # the last where `~` is nobody's
         raise ConfigError(f"storage at {shown(config.path)} cannot be used: {shortened(str(error))}") from error
+    note_identity(path, digest, parts)
+    return storage
 
 
 _Where = tuple["PeerInfo", str, int, bytes, float]
 _Open = Callable[[], "PeerTransport"]
 
 
-def _open_peers(
-    config: PeerConfig, identity: CacheIdentity | None, engine_id: str, rank: int, pool: PeerPool
-) -> PeerJobs:
-    from .peer.base import PeerIdentity
+def _open_peers(config: PeerConfig, identity: RankIdentity, engine_id: str, pool: PeerPool) -> PeerJobs:
     from .peer.protocol.jobs import PeerJobs
 
-    if identity is None:
-        raise ConfigError("peer needs the engine's identity: pass it to build_scheduler and build_worker")
-    known = PeerIdentity(
-        model=identity.model,
-        cache_dtype=identity.cache_dtype,
-        layout=identity.layout,
-        block_size=identity.block_size,
-        tp_size=identity.tp_size,
-        pp_size=identity.pp_size,
-        rank=rank,
-        pieces=pool.pieces,
-    )
+    known = _peer_identity(replace(identity, arrangement=pool.arrangement), pool.pieces)
     transport = open_transport(config, known, engine_id, pool)
     deadline, timeout = config.deadline_ms / 1e3, config.timeout_ms / 1e3
     jobs = PeerJobs(
-        transport, engine_id, len(pool.regions), rank, deadline, timeout, prepare_thread=pool.prepare_thread
+        transport, engine_id, len(pool.regions), identity.rank, deadline, timeout, prepare_thread=pool.prepare_thread
     )
     jobs.start()
     return jobs
+
+
+def _peer_identity(identity: RankIdentity, pieces: tuple[int, ...]) -> PeerIdentity:
+    from .peer.base import PeerIdentity
+
+    cache, rank = identity.cache, identity.rank
+    if cache is None:
+        raise ConfigError("peer needs the engine's identity: pass it to build_scheduler and build_worker")
+    backend, arrangement = identity.backend, identity.arrangement
+    return PeerIdentity(**asdict(cache), rank=rank, pieces=pieces, backend=backend, arrangement=arrangement)
 
 
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:

@@ -121,7 +121,7 @@ class LateWorker(WorkerHalf):
     def __init__(
         self, config: Config, rank: int = 0, world_size: int = 1, storages: Sequence[Storage] | None = None
     ) -> None:
-        open_storage = None if storages is None else lambda block_bytes, pool: storages[rank]
+        open_storage = None if storages is None else lambda *_: storages[rank]
         super().__init__(config, rank, world_size, self._make_faulty, open_storage=open_storage)
         self.hold = False
         self.num_awaited = 0

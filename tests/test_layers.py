@@ -16,7 +16,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "kv_connector"
 
-THIRD_PARTY = {"torch", "triton", "numpy", "cuda", "vllm", "prometheus_client", "mooncake", "matplotlib"}
+THIRD_PARTY = {
+    "torch",
+    "triton",
+    "numpy",
+    "cuda",
+    "vllm",
+    "prometheus_client",
+    "mooncake",
+    "huggingface_hub",
+    "matplotlib",
+}
 # One thread and a clock that is passed in: a run is repeatable from a seed.
 FORBIDDEN = {
     "threads": {"threading", "asyncio", "concurrent", "multiprocessing", "queue"},

@@ -1,6 +1,7 @@
 """What is cached where: Python and a little NumPy, no torch, no threads, no clock of its own (layer 1)."""
 
-from .hashing import BlockHasher, CacheIdentity, MultimodalItem, adopt_hash, adopt_hashes, root_hash
+from .hashing import BlockHasher, MultimodalItem, adopt_hash, adopt_hashes, root_hash
+from .identity import CacheIdentity, RankIdentity
 from .lookup import BlockGroup, GroupedTree, Hit, Lookup, group_key, split_key
 from .policy import SavePolicy
 from .pool import BlockPool
@@ -24,6 +25,7 @@ __all__ = [
     "Lookup",
     "MultimodalItem",
     "PrefixTree",
+    "RankIdentity",
     "SavePolicy",
     "adopt_hash",
     "adopt_hashes",

@@ -24,36 +24,17 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import ConfigError
 from ..types import BlockHash
+from .identity import CacheIdentity, encode_field
 
 _HASH_BYTES = 32
 _U32 = struct.Struct("<I")
 _I64 = struct.Struct("<q")
-
-
-@dataclass(frozen=True, slots=True)
-class CacheIdentity:
-    """What must be equal for two engines to share cached bytes; it is hashed into every block.
-
-    model: name and revision of the weights. cache_dtype: element type and quantisation of the cache. layout: how a
-    block's bytes are arranged. block_size: tokens a block. tp_size, pp_size: how ranks split a block.
-    """
-
-    model: str
-    cache_dtype: str
-    layout: str
-    block_size: int
-    tp_size: int = 1
-    pp_size: int = 1
-
-    def encode(self) -> bytes:
-        """The identity as bytes: each field as `field`, in the order above, numbers as decimal text."""
-        return b"".join(_field(str(getattr(self, part.name))) for part in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +48,7 @@ class MultimodalItem:
 
 def root_hash(identity: CacheIdentity, lora: str | None = None, salt: str | None = None) -> BlockHash:
     """The parent of a sequence's first block. Sequences with different adapters or salts share no block."""
-    text = b"kvc1.root" + _field(identity.encode()) + _field(lora) + _field(salt)
+    text = b"kvc1.root" + encode_field(identity.encode()) + encode_field(lora) + encode_field(salt)
     return BlockHash(hashlib.sha256(text).digest())
 
 
@@ -140,10 +121,3 @@ def _encode_tokens(token_ids: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         words.byteswap()
     return _U32.pack(len(words)) + words.tobytes()
-
-
-def _field(value: str | bytes | None) -> bytes:
-    if value is None:
-        return b"\0"
-    raw = value.encode() if isinstance(value, str) else value
-    return b"\1" + _U32.pack(len(raw)) + raw

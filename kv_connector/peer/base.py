@@ -45,7 +45,8 @@ class PeerError(KVConnectorError):
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """What must be equal on both sides. `pieces` are the bytes of one block in each region, in order."""
+    """What must be equal on both sides: the fields of `index.RankIdentity`. `pieces` are the bytes of one block in each
+    region, in order."""
 
     model: str
     cache_dtype: str
@@ -55,6 +56,13 @@ class PeerIdentity:
     pp_size: int
     rank: int
     pieces: tuple[int, ...]
+    engine: str = ""
+    config: str = ""
+    settings: str = ""
+    weights: str = ""
+    draft_weights: str = ""
+    backend: str = ""
+    arrangement: str = ""
 
     def differences(self, other: PeerIdentity) -> list[str]:
         """Each field that differs, with both values; "here" is this identity."""
@@ -72,13 +80,12 @@ class PeerIdentity:
     @classmethod
     def decode(cls, body: object) -> PeerIdentity:
         """The reverse of `encode`; raises PeerError for anything else."""
-        names = [part.name for part in fields(cls)]
-        if not isinstance(body, Mapping) or sorted(body) != sorted(names):
-            raise PeerError(f"an identity has the fields {', '.join(names)}")
-        for part in names:
-            wanted = list if part == "pieces" else str if part in ("model", "cache_dtype", "layout") else int
-            if type(body[part]) is not wanted:
-                raise PeerError(f"the identity's {part} is not of type {wanted.__name__}")
+        types = {part.name: str(part.type).partition("[")[0].replace("tuple", "list") for part in fields(cls)}
+        if not isinstance(body, Mapping) or sorted(body) != sorted(types):
+            raise PeerError(f"an identity has the fields {', '.join(types)}")
+        for name, wanted in types.items():
+            if type(body[name]).__name__ != wanted:
+                raise PeerError(f"the identity's {name} is not of type {wanted}")
         if not all(type(piece) is int for piece in body["pieces"]):
             raise PeerError("the identity's pieces are not integers")
         return cls(**{**body, "pieces": tuple(body["pieces"])})
@@ -126,15 +133,16 @@ class Marker(Protocol):
 class PeerPool:
     """The device blocks that peers may be sent and may fill; valid until the transport is closed.
 
-    `device` is -1 for the CPU's memory, else the index of a CUDA device; then `copy`, `writer` and `mark` are given: a
-    copier, a maker of writers into a pool that is mapped here, and a maker of markers behind what was enqueued so far,
-    all on `stream`, a stream of the driver's that is ours. `prepare_thread` is what the thread that drives the
-    transport calls first, so that nothing it does spoils a CUDA graph that is being captured. `keeps` keeps the memory
-    alive.
+    `arrangement` says what their bytes are: see `CacheLayout`. `device` is -1 for the CPU's memory, else the index of a
+    CUDA device; then `copy`, `writer` and `mark` are given: a copier, a maker of writers into a pool that is mapped
+    here, and a maker of markers behind what was enqueued so far, all on `stream`, a stream of the driver's that is
+    ours. `prepare_thread` is what the thread that drives the transport calls first, so that nothing it does spoils a
+    CUDA graph that is being captured. `keeps` keeps the memory alive.
     """
 
     num_blocks: int
     regions: tuple[PoolRegion, ...]
+    arrangement: str = ""
     device: int = -1
     copy: Copier | None = None
     writer: Callable[[Sequence[PoolRegion]], Writer] | None = None

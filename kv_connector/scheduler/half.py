@@ -27,6 +27,7 @@ from .ledger import JobLedger
 from .loads.choice import LoadPlanner
 from .loads.leases import LoadLeases
 from .loads.rates import LoadMode
+from .names import Roots, no_adapter
 from .peers.companion import PeerCompanion
 from .pins import PinnedPrefixes
 from .ranks import RankStates
@@ -49,6 +50,7 @@ class SchedulerHalf(KVConnectorScheduler):
     back; it orders evictions and times loads.
     `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
     and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
+    `adapter_of` tells adapters apart that the engine's hashes do not: see `Roots`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class SchedulerHalf(KVConnectorScheduler):
         publishes_events: bool = True,
         identity: CacheIdentity | None = None,
         engine_id: str = "",
+        adapter_of: Callable[[Request], str] = no_adapter,
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
         # It grows as ranks report memory that is ready.
@@ -90,7 +93,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._watchdog = CopyWatchdog(self._ledger, clock)
         self._ranks = RankStates(world_size, self.host)
         root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
-        self._companions = _companions(config, shared, self._loads, root, engine_id, world_size)
+        self._companions = _companions(config, shared, self._loads, Roots(root, adapter_of), engine_id, world_size)
         self._step = 0
         self._unpins_when_idle = unpins_when_idle
 
@@ -389,7 +392,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
 
 def _companions(
-    config: Config, shared: Shared, loads: LoadPlanner, root: BlockHash, engine_id: str, world_size: int
+    config: Config, shared: Shared, loads: LoadPlanner, roots: Roots, engine_id: str, world_size: int
 ) -> tuple[Companion, ...]:
     """Those that the user has configured. What another engine brings is not looked up in storage: peers come first."""
     for name, part in (("storage", config.storage), ("peer", config.peer)):
@@ -397,7 +400,7 @@ def _companions(
             raise ConfigError(f"{name} with {len(shared.grouped.groups)} block groups is not supported: leave it out")
     companions: list[Companion] = []
     if config.peer is not None:
-        companions.append(PeerCompanion(config.peer, shared, root, engine_id, world_size))
+        companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size))
     if config.storage is not None:
-        companions.append(StorageCompanion(config.storage, shared, loads, root))
+        companions.append(StorageCompanion(config.storage, shared, loads, roots))
     return tuple(companions)

@@ -41,8 +41,8 @@ class WorkerHalf(KVConnectorWorker):
     `make_path` makes the copy path that moves the bytes; tests put one that fails in its place. `fails_by_request`:
     background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
     `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
-    `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given, `open_peers`
-    the links to other engines.
+    `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given, arranged as
+    the text says; `open_peers` opens the links to other engines.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WorkerHalf(KVConnectorWorker):
         make_path: Callable[[CacheLayout, HostPool, Config, LinkCosts], CopyPath] = make_path,
         fails_by_request: bool = True,
         retries_loads: bool = False,
-        open_storage: Callable[[int, memoryview], Storage] | None = None,
+        open_storage: Callable[[int, memoryview, str], Storage] | None = None,
         open_peers: OpenPeers | None = None,
     ) -> None:
         self._config = config
@@ -104,7 +104,7 @@ class WorkerHalf(KVConnectorWorker):
             self._engine = TransferEngine(layout, self._host, self._config, path, fallback, costs)
             if self._open_storage is not None:
                 blocks = self._host.tensor.numpy()
-                storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data)
+                storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data, layout.arrangement)
                 self._storage = StorageJobs(storage, blocks)
         if self._open_peers is not None:
             self._peers = StepPeers(layout, self._config, self._open_peers)

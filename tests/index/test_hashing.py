@@ -25,7 +25,7 @@ def hashes(tokens: list[int], items: list[MultimodalItem] | None = None, root: B
 
 
 def test_the_encoding_is_the_documented_one() -> None:
-    parts = ["org/model@main", "bfloat16", "NHD", "4", "1", "1"]
+    parts = ["org/model@main", "bfloat16", "NHD", "4", "1", "1", *[""] * 5]  # the last are not given
     identity = b"".join(b"\1" + struct.pack("<I", len(part)) + part.encode() for part in parts)
     root = hashlib.sha256(b"kvc1.root\1" + struct.pack("<I", len(identity)) + identity + b"\0\0").digest()
     assert root == ROOT

@@ -14,7 +14,7 @@ from kv_connector.triton_kernels import copy_pieces
 
 from kv_connector.build import _open_peers
 from kv_connector.config import Config, PathName, PeerConfig
-from kv_connector.index import CacheIdentity
+from kv_connector.index import CacheIdentity, RankIdentity
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.transfer.costs import calibration
 from kv_connector.transfer.costs.curves import BUILT_IN
@@ -268,7 +268,7 @@ def test_a_graph_can_be_captured_while_links_come_and_go(by_kernel: bool, monkey
 def test_a_graph_can_be_captured_while_another_process_connects_and_goes() -> None:
     pool = DevicePool()
     config = PeerConfig(kind="shared_memory", secret=SECRET.decode(), staging_memory=STAGING, timeout_ms=20_000)
-    jobs = _open_peers(config, CacheIdentity("model", "float32", "NHD", 16), "a", 0, pool.pool)
+    jobs = _open_peers(config, RankIdentity(CacheIdentity("model", "float32", "NHD", 16), 0, 1), "a", pool.pool)
     transport = jobs._transport
     assert isinstance(transport, CudaIpcTransport), "only this one opens the other's memory"
     far = FarSide("cuda", 30, 2, "b", device=0)

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 
 from ...errors import KVConnectorError
+from .identity import read_backend, read_identity
 from .specs import read_config, read_shape
 from .stats import PromMetrics, TieredStats
 
@@ -56,16 +57,18 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ConfigError for settings or a model that are not served, before any memory is taken."""
         super().__init__(vllm_config, role, kv_cache_config)
         config, shape = read_config(vllm_config), read_shape(vllm_config, kv_cache_config)
+        is_shared = config.storage is not None or config.peer is not None
+        identity = read_identity(vllm_config, kv_cache_config, shape.block_size) if is_shared else None
         self._scheduler_role: SchedulerRole | None = None
         self._worker_role: WorkerRole | None = None
         if role is KVConnectorRole.SCHEDULER:
             from .scheduler import SchedulerRole
 
-            self._scheduler_role = SchedulerRole(config, shape)
+            self._scheduler_role = SchedulerRole(config, shape, identity)
         else:
             from .worker import WorkerRole
 
-            self._worker_role = WorkerRole(config, shape)
+            self._worker_role = WorkerRole(config, shape, identity, read_backend(vllm_config))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -11,8 +11,10 @@ from vllm.v1.request import RequestStatus
 from ...build import build_scheduler
 from ...config import Config
 from ...errors import ConfigError, KVConnectorError
+from ...index import CacheIdentity
 from .blocks import PoolBlocks
 from .events import EventFeed
+from .identity import Adapters
 from .specs import EngineShape
 from .stats import StatsFeed, TieredStats
 from .steps import TELLS_FAILED_REQUESTS, PlanMetadata, ReadyMetadata, ReportMetadata, to_step, to_tables
@@ -33,7 +35,7 @@ logger = logging.getLogger("kv_connector.vllm")
 class SchedulerRole:
     """Translates; `half` decides."""
 
-    def __init__(self, config: Config, shape: EngineShape) -> None:
+    def __init__(self, config: Config, shape: EngineShape, identity: CacheIdentity | None) -> None:
         self.shape = shape
         self.half = build_scheduler(
             config,
@@ -42,7 +44,8 @@ class SchedulerRole:
             groups=shape.groups,
             drop_last_block=shape.drop_last_block,
             unpins_when_idle=shape.unpins_when_idle,
-            identity=shape.identity,
+            identity=identity,
+            adapter_of=Adapters(),
             engine_id=shape.engine_id,
             publishes_events=shape.publishes_events,
             # Block ids do not say which group lost them: with several groups vLLM ends the engine over any.

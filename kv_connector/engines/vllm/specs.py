@@ -12,7 +12,7 @@ from vllm.v1.core import kv_cache_utils
 
 from ...config import Config, PeerRole
 from ...errors import ConfigError
-from ...index import BlockGroup, CacheIdentity
+from ...index import BlockGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +50,6 @@ class EngineShape:
     recomputes_ahead: bool
     drop_last_block: bool
     unpins_when_idle: bool
-    identity: CacheIdentity
     engine_id: str
 
 
@@ -82,7 +81,7 @@ def _with_role(config: Config, kv_role: str) -> Config:
 
 def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineShape:
     """The engine's shape. Raises ConfigError, naming the reason and what would help, for what is not served."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     if not kv_cache_config.kv_cache_groups:
         raise ConfigError(
             "this engine has no KV cache (it may be the encoder of a multimodal model): there is nothing to keep; "
@@ -93,7 +92,6 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
     block_size = _block_size(kv_cache_config)
     groups.sort(key=lambda entry: entry[1].window_blocks is not None)
     speculative = vllm_config.speculative_config
-    model = vllm_config.model_config
     return EngineShape(
         block_size=block_size,
         num_blocks=kv_cache_config.num_blocks,
@@ -109,14 +107,6 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         drop_last_block=speculative is not None and _drops_last_block(speculative),
         # Freshly allocated blocks are zeroed before a connector can order anything in front of that.
         unpins_when_idle=not getattr(kv_cache_config, "needs_kv_cache_zeroing", False),
-        identity=CacheIdentity(
-            model=f"{model.model}@{model.revision or ''}",
-            cache_dtype=f"{cache.cache_dtype}/{model.dtype}",
-            layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or ""),
-            block_size=block_size,
-            tp_size=parallel.tensor_parallel_size,
-            pp_size=parallel.pipeline_parallel_size,
-        ),
         engine_id=str(getattr(vllm_config.kv_transfer_config, "engine_id", None) or ""),
     )
 

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from ...build import build_worker
 from ...config import Config
 from ...errors import KVConnectorError
+from ...index import CacheIdentity
 from .specs import EngineShape
 from .stats import TieredStats
 from .steps import TELLS_FAILED_REQUESTS, ReadyMetadata, ReportMetadata
@@ -31,14 +32,15 @@ NEEDS_WORKER_STATS = not hasattr(base.KVConnectorBase_V1, "on_new_request")
 class WorkerRole:
     """Translates; `half` moves the bytes."""
 
-    def __init__(self, config: Config, shape: EngineShape) -> None:
+    def __init__(self, config: Config, shape: EngineShape, identity: CacheIdentity | None, backend: str) -> None:
         self._shape = shape
         # A failed load in front of a step is what vLLM takes worst: it may kill the engine under async scheduling.
         self.half = build_worker(
             config,
             shape.rank,
             shape.world_size,
-            identity=shape.identity,
+            identity=identity,
+            backend=backend,
             engine_id=shape.engine_id,
             fails_by_request=TELLS_FAILED_REQUESTS,
             retries_loads=True,

@@ -12,9 +12,10 @@ from typing import Any
 
 from ...base import Request, ScheduledRequest
 from ...config import PeerConfig
-from ...types import BlockHash, PeerAction, PeerJob, StepPlan, StepReport
+from ...types import PeerAction, PeerJob, StepPlan, StepReport
 from ..companion import Admission, Companion
 from ..ledger import EndedJob
+from ..names import Roots
 from ..shared import Shared
 from ..tables import BlockTable
 from .incoming import Incoming
@@ -22,12 +23,12 @@ from .outgoing import Outgoing
 
 
 class PeerCompanion(Companion):
-    """What the scheduler half knows of other engines. `engine_id` names this start of the engine, `root` what its own
+    """What the scheduler half knows of other engines. `engine_id` names this start of the engine, `roots` what its own
     hashes leave out."""
 
-    def __init__(self, config: PeerConfig, shared: Shared, root: BlockHash, engine_id: str, world_size: int) -> None:
-        self._outgoing = Outgoing(config, shared, root, engine_id, self)
-        self._incoming = Incoming(config, shared, root, self)
+    def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, engine_id: str, world_size: int) -> None:
+        self._outgoing = Outgoing(config, shared, roots, engine_id, self)
+        self._incoming = Incoming(config, shared, roots, self)
         self._host = config.host
         self._ports = [config.port + rank if config.port else 0 for rank in range(world_size)]
         self._counters: dict[int, dict[str, float]] = {}  # by rank

@@ -14,9 +14,10 @@ from ...base import Request
 from ...config import PeerConfig
 from ...index import adopt_hash
 from ...log_limiter import LogLimiter
-from ...types import BlockHash, PeerAction, PeerJob
+from ...types import PeerAction, PeerJob
 from ..companion import Admission
 from ..ledger import EndedJob, JobOwner
+from ..names import Roots
 from ..shared import Shared
 from .params import params_of, ports, text
 
@@ -45,12 +46,12 @@ class _Asking:
 
 
 class Incoming:
-    """`root` names what the engine's own hashes leave out; `owner` opens the jobs."""
+    """`roots` name what the engine's own hashes leave out; `owner` opens the jobs."""
 
-    def __init__(self, config: PeerConfig, shared: Shared, root: BlockHash, owner: JobOwner) -> None:
+    def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, owner: JobOwner) -> None:
         self._config = config
         self._shared = shared
-        self._root = root
+        self._roots = roots
         self._owner = owner
         self._sources: dict[str, _Source] = {}  # by request
         self._receiving: dict[str, int] = {}  # by request: its job under way
@@ -88,7 +89,7 @@ class Incoming:
         self._shared.pool.touch(device_ids)
         first, name = admission.first + admission.num_loaded, b""
         if device_ids:
-            name = adopt_hash(self._root, request.block_hashes[first + len(device_ids) - 1])
+            name = adopt_hash(self._roots.of(request), request.block_hashes[first + len(device_ids) - 1])
         self._asking.append(_Asking(source, request.request_id, admission.number, first, device_ids, name))
 
     def lost_blocks(self, request_id: str) -> None:

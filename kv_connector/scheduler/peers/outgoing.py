@@ -16,8 +16,9 @@ from ...base import Request, ScheduledRequest
 from ...config import PeerConfig
 from ...index import adopt_hashes
 from ...log_limiter import LogLimiter
-from ...types import BlockHash, PeerAction, PeerJob
+from ...types import PeerAction, PeerJob
 from ..ledger import EndedJob, JobOwner
+from ..names import Roots
 from ..shared import Shared
 from .params import MOST_TEXT, params_of, text
 
@@ -35,12 +36,12 @@ class _Transfer:
 
 
 class Outgoing:
-    """`engine_id` names this start of the engine, `root` what its own hashes leave out; `owner` opens the jobs."""
+    """`engine_id` names this start of the engine, `roots` what its own hashes leave out; `owner` opens the jobs."""
 
-    def __init__(self, config: PeerConfig, shared: Shared, root: BlockHash, engine_id: str, owner: JobOwner) -> None:
+    def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, engine_id: str, owner: JobOwner) -> None:
         self._config = config
         self._shared = shared
-        self._root = root
+        self._roots = roots
         self._engine_id = engine_id
         self._owner = owner
         self._transfers: dict[str, _Transfer] = {}  # by transfer id
@@ -65,7 +66,7 @@ class Outgoing:
         num_blocks = (request.num_tokens - 1) // self._shared.block_size
         if transfer_id in self._transfers or num_blocks < 1:
             return
-        names = adopt_hashes(self._root, request.block_hashes[:num_blocks])
+        names = adopt_hashes(self._roots.of(request), request.block_hashes[:num_blocks])
         transfer = _Transfer(transfer_id, names, num_blocks)
         self._transfers[transfer_id] = self._sending[request.request_id] = transfer
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ...base import Request, ScheduledRequest
 from ...config import StorageConfig
-from ...index import adopt_hash, adopt_hashes
 from ...metrics import DOCUMENTATION, GAUGES
-from ...types import BlockHash, StepPlan, StepReport, StorageAction, StorageJob
+from ...types import StepPlan, StepReport, StorageAction, StorageJob
 from ..companion import Admission, Companion
 from ..ledger import EndedJob
 from ..loads.choice import LoadPlanner
+from ..names import BlockNames, Roots
 from ..shared import Shared
 from ..tables import BlockTable
 from .backups import BackupPlanner
@@ -27,16 +25,17 @@ from .prefetches import PrefetchPlanner
 class StorageCompanion(Companion):
     """What the scheduler half knows of storage."""
 
-    def __init__(self, config: StorageConfig, shared: Shared, loads: LoadPlanner, root: BlockHash) -> None:
-        """`root` is hashed into every key: it stands for whatever the engine's own hashes leave out."""
+    def __init__(self, config: StorageConfig, shared: Shared, loads: LoadPlanner, roots: Roots) -> None:
+        """`roots` are in every key: they stand for whatever the engine's own hashes leave out."""
         self._shared = shared
-        self._backups = BackupPlanner(config, shared, self, self._keys)
-        self._prefetches = PrefetchPlanner(config, shared, loads, self, self._keys, self._backups.fetched)
-        self._root = root
+        self._names = names = BlockNames(roots, shared.grouped.tree)
+        self._backups = BackupPlanner(config, shared, self, names.of)
+        self._prefetches = PrefetchPlanner(config, shared, loads, self, names.of, self._backups.fetched)
         self._counters: dict[int, dict[str, float]] = {}  # by rank
 
     def arrived(self, request: Request) -> bool:
         """What the host does not hold of the request is looked up, once."""
+        self._names.admitted(request)
         self._prefetches.arrived(request, (request.num_tokens - 1) // self._shared.block_size)
         return False
 
@@ -50,6 +49,7 @@ class StorageCompanion(Companion):
 
     def admitted(self, admission: Admission) -> None:
         """The request waits for storage no more."""
+        self._names.admitted(admission.request)
         self._prefetches.admitted(admission.request.request_id, admission.first, admission.num_loaded)
 
     def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable]) -> None:
@@ -63,6 +63,7 @@ class StorageCompanion(Companion):
 
     def finished(self, request: Request) -> None:
         """Nobody waits for what is fetched for this request alone; what it has used may be written."""
+        self._names.finished(request)
         self._prefetches.withdrawn(request.request_id)
         if self._backups.follows_requests:
             host = self._shared.host
@@ -107,10 +108,7 @@ class StorageCompanion(Companion):
 
     def reset(self) -> bool:
         """What was cached until now must not be matched any more: keys of before are none of after."""
-        self._root = adopt_hash(self._root, b"reset" + np.random.default_rng().bytes(16))
+        self._names.reset()
         self._prefetches.reset()
         self._backups.reset()
         return True
-
-    def _keys(self, hashes: Sequence[BlockHash]) -> bytes:
-        return adopt_hashes(self._root, hashes)

@@ -16,13 +16,13 @@ def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride * tensor.itemsize for stride in tensor.stride())
 
 
-def piece_views(layer: str, tensor: torch.Tensor, num_blocks: int, block_dim: int | None) -> list[torch.Tensor]:
+def piece_views(layer: str, tensor: torch.Tensor, num_blocks: int, dim: int) -> list[torch.Tensor]:
     """The fewest strided columns of bytes that together are the tensor: uint8 views of shape (num_blocks, bytes).
+    Dimension `dim` counts blocks.
 
     Block b of the tensor is row b of every view, in the order of the tensor's dimensions. The views share the tensor's
-    storage. Raises LayoutError where the block dimension cannot be told or two elements share a byte.
+    storage. Raises LayoutError where two elements share a byte.
     """
-    dim = _block_dim(layer, tensor, num_blocks, block_dim)
     strides = byte_strides(tensor)
     kernel_blocks = tensor.shape[dim] // num_blocks
     block_stride = strides[dim] * kernel_blocks
@@ -37,22 +37,17 @@ def piece_views(layer: str, tensor: torch.Tensor, num_blocks: int, block_dim: in
     return [_view(tensor, start + shift, num_blocks, block_stride, piece) for shift in _shifts(apart)]
 
 
-def check_apart(pieces: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise LayoutError where two of the (layer, uint8 view) pairs share a byte."""
-    order = sorted(range(len(pieces)), key=lambda i: pieces[i][1].data_ptr())
-    cluster: list[int] = []
-    end = 0
-    for i in order:
-        view = pieces[i][1]
-        if cluster and view.data_ptr() >= end:
-            _check_cluster([pieces[j] for j in cluster])
-            cluster = []
-        cluster.append(i)
-        end = max(end, view.data_ptr() + (view.shape[0] - 1) * view.stride(0) + view.shape[1])
-    _check_cluster([pieces[j] for j in cluster])
+def arrangement_of(tensor: torch.Tensor, dim: int, pieces: Sequence[int]) -> str:
+    """What the bytes of a block's `pieces` (bytes of each) are: element type, and the tensor's dimensions but `dim`,
+    which counts blocks, each with its size, the one with the longest stride first. However many blocks there are."""
+    strides: tuple[int, ...] = tensor.stride()
+    order = sorted((i for i, size in enumerate(tensor.shape) if i != dim and size > 1), key=lambda i: (-strides[i], i))
+    dims = " ".join(f"{i}:{tensor.shape[i]}" for i in order)
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{dims}] in {'+'.join(map(str, pieces))}"
 
 
-def _block_dim(layer: str, tensor: torch.Tensor, num_blocks: int, given: int | None) -> int:
+def block_dim(layer: str, tensor: torch.Tensor, num_blocks: int, given: int | None) -> int:
+    """Which dimension counts blocks: `given` where the engine says so. Raises LayoutError where it cannot be told."""
     shape = tuple(tensor.shape)
     if given is not None:
         if not -len(shape) <= given < len(shape) or shape[given] == 0 or shape[given] % num_blocks:
@@ -73,6 +68,21 @@ def _block_dim(layer: str, tensor: torch.Tensor, num_blocks: int, given: int | N
         f"layer {layer!r}: cannot tell which dimension of shape {shape} counts blocks for num_blocks={num_blocks} "
         f"({problem}): pass block_dims={{{layer!r}: <dimension>}}"
     )
+
+
+def check_apart(pieces: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise LayoutError where two of the (layer, uint8 view) pairs share a byte."""
+    order = sorted(range(len(pieces)), key=lambda i: pieces[i][1].data_ptr())
+    cluster: list[int] = []
+    end = 0
+    for i in order:
+        view = pieces[i][1]
+        if cluster and view.data_ptr() >= end:
+            _check_cluster([pieces[j] for j in cluster])
+            cluster = []
+        cluster.append(i)
+        end = max(end, view.data_ptr() + (view.shape[0] - 1) * view.stride(0) + view.shape[1])
+    _check_cluster([pieces[j] for j in cluster])
 
 
 def _check_no_overlap(layer: str, tensor: torch.Tensor, dims: list[tuple[int, int]]) -> None:

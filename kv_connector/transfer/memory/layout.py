@@ -12,12 +12,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 
 from ...errors import LayoutError
-from .geometry import byte_strides, check_apart, piece_views
+from .geometry import arrangement_of, block_dim, byte_strides, check_apart, piece_views
 
 PIECE_ALIGN = 16
 """A piece's offset in its host block is a multiple of this, the widest load of a GPU thread."""
@@ -65,10 +65,15 @@ class CacheLayout:
     block_bytes: size of a host block, a multiple of `BLOCK_ALIGN`.
     piece_bytes: bytes that a copy of one block moves: `block_bytes` less the padding.
     device: where the tensors lie.
+    arrangement: what the bytes of a host block are: equal text, equal meaning of every byte. See `arrangement_of`.
     """
 
     def __init__(
-        self, num_blocks: int, pieces: Sequence[tuple[str, torch.Tensor]], last_region: Mapping[str, int]
+        self,
+        num_blocks: int,
+        pieces: Sequence[tuple[str, torch.Tensor]],
+        last_region: Mapping[str, int],
+        arrangement: str = "",
     ) -> None:
         """`pieces` are (layer, uint8 view) in order; `last_region[name]` is the last region that a layer reads.
 
@@ -81,6 +86,7 @@ class CacheLayout:
             regions.append(Region(layer, view, offset))
             end = offset + view.shape[1]
         self.num_blocks = num_blocks
+        self.arrangement = arrangement
         self.regions = tuple(regions)
         self.layer_names = tuple(last_region)
         self.block_bytes = _round_up(end, BLOCK_ALIGN)
@@ -110,13 +116,16 @@ class CacheLayout:
         pieces: list[tuple[str, torch.Tensor]] = []
         last_region: dict[str, int] = {}
         seen: dict[object, int] = {}
+        arranged: list[str] = []
         devices = set()
         for name, entry in kv_caches.items():
             for tensor in [entry] if isinstance(entry, torch.Tensor) else entry:
                 geometry = (tensor.data_ptr(), tuple(tensor.shape), byte_strides(tensor), tensor.itemsize)
                 if geometry not in seen:
-                    views = piece_views(name, tensor, num_blocks, None if block_dims is None else block_dims.get(name))
+                    dim = block_dim(name, tensor, num_blocks, None if block_dims is None else block_dims.get(name))
+                    views = piece_views(name, tensor, num_blocks, dim)
                     pieces.extend((name, view) for view in views)
+                    arranged.append(arrangement_of(tensor, dim, [view.shape[1] for view in views]))
                     seen[geometry] = len(pieces) - 1
                 devices.add(tensor.device)
                 last_region[name] = max(last_region.get(name, -1), seen[geometry])
@@ -126,7 +135,8 @@ class CacheLayout:
         if len(devices) > 1:
             raise LayoutError(f"cache tensors lie on {sorted(map(str, devices))}: register one rank's tensors only")
         check_apart(pieces)
-        return cls(num_blocks, pieces, last_region)
+        runs = [(text, len(list(run))) for text, run in groupby(arranged)]
+        return cls(num_blocks, pieces, last_region, ", ".join(f"{count} x {text}" for text, count in runs))
 
     def last_region(self, layer_name: str) -> int:
         """Index of the last region that the layer reads; an alias reads its owner's. -1 for an unknown layer."""

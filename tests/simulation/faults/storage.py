@@ -117,8 +117,8 @@ STORAGE: tuple[Mutant, ...] = (
         "what storage has from before a reset is found behind it",
         (
             Patch(
-                "kv_connector/scheduler/storage/companion.py",
-                'self._root = adopt_hash(self._root, b"reset" + np.random.default_rng().bytes(16))',
+                "kv_connector/scheduler/names.py",
+                "self._salt = adopt_hash(self._salt, np.random.default_rng().bytes(32))",
                 "pass",
             ),
         ),

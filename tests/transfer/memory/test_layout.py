@@ -262,3 +262,35 @@ def test_regions_of_device_tensors() -> None:
     assert layout.device == tensor.device
     for region, half in zip(layout.regions, tensor, strict=True):
         assert torch.equal(region.view, half.view(torch.uint8))
+
+
+def arrangement(*tensors: torch.Tensor, num_blocks: int = B) -> str:
+    return CacheLayout.from_tensors({f"layer {i}": t for i, t in enumerate(tensors)}, num_blocks).arrangement
+
+
+def test_the_arrangement_tells_what_the_bytes_are_where_regions_do_not() -> None:
+    """Heads in front of tokens, or behind: the same regions, and other bytes in every one of them."""
+    nhd, hnd = torch.zeros(B, N, H, D), torch.zeros(B, H, N, D).transpose(1, 2)
+    assert regions_of(nhd) == regions_of(hnd)
+    kinds = {
+        arrangement(nhd),
+        arrangement(hnd),
+        arrangement(nhd.to(torch.int32)),
+        arrangement(torch.zeros(B, N, 2 * H, D // 2)),
+        arrangement(torch.zeros(2, B, N, H, D // 2)),
+        arrangement(nhd, nhd.clone()),
+        arrangement(nhd, hnd.clone()),
+    }
+    assert len(kinds) == 7
+
+
+def test_the_arrangement_is_of_a_block_and_not_of_the_memory_around_it() -> None:
+    """Engines with more blocks, or that keep the layers of a block side by side, have the same bytes in a block."""
+    layers = [torch.zeros(B, N, H, D) for _ in range(3)]
+    assert arrangement(*layers) == f"3 x float32[1:{N} 2:{H} 3:{D}] in {N * H * D * 4}"
+    assert arrangement(*(torch.zeros(2 * B, N, H, D) for _ in range(3)), num_blocks=2 * B) == arrangement(*layers)
+    assert arrangement(*torch.zeros(B, 3, N, H, D).unbind(1)) == arrangement(*layers)
+    apart = [torch.zeros(2, count, N, H, D) for count in (B, 3 * B)]
+    assert arrangement(apart[0]) == arrangement(apart[1], num_blocks=3 * B)
+    one_head = torch.zeros(B, N, 1, D), torch.zeros(B, 1, N, D).transpose(1, 2)
+    assert arrangement(one_head[0]) == arrangement(one_head[1]), "there is one order of one head"

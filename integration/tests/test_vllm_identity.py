@@ -1,0 +1,227 @@
+"""A restarted vLLM whose weights, settings, backend or adapter have changed finds nothing of before, and answers right.
+
+Each of them changes what a layer writes into the cache, and neither prompts nor vLLM's own block hashes tell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from integration.models import tiny
+from integration.tests.vllm_engines import prompts, running, transfer_config
+from kv_connector.engines.vllm import identity
+from kv_connector.engines.vllm.identity import Adapters, local_fingerprint
+from kv_connector.errors import ConfigError
+from kv_connector.scheduler.storage import reading
+
+NUM_BLOCKS = 2 * 13
+ASKED = prompts(2)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10000.0}
+
+
+@pytest.fixture(autouse=True)
+def stable_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stands still for seconds, as a busy host's do, is not a storage that never answers."""
+    monkeypatch.setattr(reading, "STALL_SECONDS", 60.0)
+
+
+def start(folder: Path, stores: bool = True, adapter: Any = None, **options: Any) -> tuple[list[list[int]], int]:
+    """An engine on the model in the folder, from start to end: what it answers, and how many blocks it found."""
+    storage = {"path": str(folder / "store"), "capacity": "64MiB", "prefetch": "wait_complete"}
+    settings = {"write_policy": "write_through"} | ({"storage": storage} if stores else {})
+    with running(folder, num_blocks=200, kv_transfer_config=transfer_config(settings), **options) as engine:
+        answers = engine.alone(ASKED, adapter=adapter)
+        again = engine.alone(ASKED, adapter=adapter)
+        engine.check_all_free()
+        found = int(engine.stats().get("fetched_blocks", 0))
+    return (again if found == 0 else answers), found
+
+
+def changed_parts(folder: Path) -> set[str]:
+    """What the folder says is different between the last two identities that have used it."""
+    files = sorted((folder / "store" / "identities").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    before, after = (json.loads(path.read_text()) for path in files[-2:])
+    return {name for name in after if before[name] != after[name]}
+
+
+def retrain(path: Path) -> None:
+    """Other weights in the same file: names, shapes and size stay."""
+    weights = load_file(path)
+    generator = torch.Generator().manual_seed(7)
+    save_file(
+        {
+            name: tensor + torch.randn(tensor.shape, generator=generator) * tensor.std() if tensor.dim() > 1 else tensor
+            for name, tensor in weights.items()
+        },
+        path,
+        metadata={"format": "pt"},
+    )
+
+
+def test_weights_that_were_replaced_at_the_same_path(tmp_path: Path) -> None:
+    old, found = start(tmp_path)
+    assert found == 0
+    assert start(tmp_path) == (old, NUM_BLOCKS), "the same weights find everything"
+    path = tmp_path / "dense" / "model.safetensors"
+    size = path.stat().st_size
+    retrain(path)
+    assert path.stat().st_size == size
+    right, _ = start(tmp_path, stores=False)
+    assert right != old
+    assert start(tmp_path) == (right, 0)
+    assert changed_parts(tmp_path) == {"weights"}
+    assert start(tmp_path) == (right, NUM_BLOCKS)
+
+
+def test_yarn_on_and_off(tmp_path: Path) -> None:
+    off, _ = start(tmp_path)
+    yarn = {"hf_overrides": {"rope_parameters": YARN, "rope_scaling": YARN}}
+    right, _ = start(tmp_path, stores=False, **yarn)
+    assert right != off
+    assert start(tmp_path, **yarn) == (right, 0)
+    assert changed_parts(tmp_path) == {"config", "settings"}
+    assert start(tmp_path) == (off, NUM_BLOCKS), "what was stored without it is found again"
+
+
+def test_another_attention_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU vLLM has one: another class takes its place."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import cpu_attn
+
+    if not current_platform.is_cpu():
+        pytest.skip("the class that is put in place is the CPU's")
+    right, _ = start(tmp_path)
+    other = type("OtherBackend", (cpu_attn.CPUAttentionBackend,), {})
+    monkeypatch.setattr(cpu_attn, "CPUAttentionBackend", other)
+    clear_choice()
+    assert start(tmp_path) == (right, 0)
+    assert changed_parts(tmp_path) == {"backend"}
+    monkeypatch.undo()
+    clear_choice()
+
+
+def clear_choice() -> None:
+    """vLLM remembers which backend it has chosen."""
+    from vllm.v1.attention import selector
+
+    for value in vars(selector).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+
+
+def test_an_adapter_that_was_retrained_at_the_same_path(tmp_path: Path) -> None:
+    """vLLM hashes its name, and in newer versions its path."""
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("a", 1, str(tiny.write_adapter(tmp_path / "adapter", seed=1)))
+    options: dict[str, Any] = {"adapter": adapter, "enable_lora": True, "max_lora_rank": 8}
+    old, _ = start(tmp_path, **options)
+    assert start(tmp_path, **options) == (old, NUM_BLOCKS), "the same adapter finds everything"
+    tiny.write_adapter(tmp_path / "adapter", seed=2)
+    right, _ = start(tmp_path, stores=False, **options)
+    assert right != old
+    assert start(tmp_path, **options) == (right, 0)
+    assert start(tmp_path, **options) == (right, NUM_BLOCKS)
+
+
+def test_scales_that_change_with_every_start_are_refused(tmp_path: Path) -> None:
+    from vllm.config import CacheConfig
+
+    if not hasattr(CacheConfig, "calculate_kv_scales"):
+        pytest.skip("this vLLM takes scales from the checkpoint alone")
+    with pytest.raises((ConfigError, RuntimeError), match="take the scales of the checkpoint"):
+        start(tmp_path, calculate_kv_scales=True)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def weights_of(model: str, load_format: str = "auto", model_weights: str = "", **load: Any) -> str:
+    """What the weights are known by, of a model and a load configuration as vLLM has them."""
+    config = SimpleNamespace(model=model, model_weights=model_weights, revision=None, seed=3)
+    load = {"load_format": load_format, "download_dir": None, "model_loader_extra_config": {}} | load
+    return identity._weights(config, SimpleNamespace(**load))
+
+
+def test_what_weights_are_known_by(tmp_path: Path) -> None:
+    """A hub's snapshot by its commit, wherever it was downloaded to; one file by itself; dummies by their seed."""
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / COMMIT
+    for folder in (snapshot, tmp_path / "local"):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(COMMIT)
+    assert weights_of("org/name", download_dir=str(tmp_path / "hub")) == f"commit {COMMIT}"
+    assert weights_of(str(snapshot)) == f"commit {COMMIT}"
+    assert weights_of(str(tmp_path / "local")).startswith("1 file of 7 bytes, ")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert weights_of(str(tmp_path / "model.gguf"), "gguf").startswith("1 file of 4 bytes, ")
+    assert weights_of(str(tmp_path / "local"), "runai_streamer").startswith("1 file of 7 bytes, ")
+    assert weights_of(str(tmp_path / "local"), "dummy") == "dummy, seed 3"
+
+
+def test_what_cannot_be_looked_at_is_known_by_its_place_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(identity.logger, "warning", lambda text, *values: said.append(text % values))
+    (tmp_path / "model.safetensors").write_bytes(b"not what is loaded")
+    uris = [{"tensorizer_uri": f"s3://bucket/{name}"} for name in "ab"]
+    found = [weights_of(str(tmp_path), "tensorizer", model_loader_extra_config=uri) for uri in uris]
+    assert len({*found, weights_of(str(tmp_path / "other"), "tensorizer", model_loader_extra_config=uris[0])}) == 3
+    streamed = weights_of(str(tmp_path), "runai_streamer", model_weights="s3://bucket/model")
+    assert "s3://bucket/model" in streamed
+    said.clear()
+    assert weights_of(str(tmp_path), "runai_streamer", model_weights="s3://bucket/model") == streamed
+    assert said == [], "once"
+    weights_of(str(tmp_path), "runai_streamer", model_weights="s3://bucket/new")
+    assert len(said) == 1
+    assert "clear the storage" in said[0]
+
+
+class Asked:
+    """A request, as far as adapters are concerned."""
+
+    def __init__(self, adapter: Any) -> None:
+        self.lora_request = adapter
+
+
+def test_an_adapter_is_known_by_its_weights(tmp_path: Path) -> None:
+    """Once it has changed under its name, what this process computes with it is for nobody else, whatever follows."""
+    from vllm.lora.request import LoRARequest
+
+    path = tiny.write_adapter(tmp_path / "adapter", seed=1)
+    times = os.stat(path / "adapter_model.safetensors").st_mtime_ns
+    first, second = LoRARequest("a", 1, str(path)), LoRARequest("a", 2, str(path))
+    adapters = Adapters()
+    assert adapters(Asked(None)) == ""
+    known = adapters(Asked(first))
+    assert known == local_fingerprint(str(path)) == adapters(Asked(second))
+    tiny.write_adapter(path, seed=2)
+    assert adapters(Asked(first)) == known, "vLLM has not read it again"
+    assert Adapters()(Asked(first)) == local_fingerprint(str(path)) != known
+    changed = adapters(Asked(LoRARequest("a", 3, str(path))))
+    assert changed not in (known, local_fingerprint(str(path)))
+    tiny.write_adapter(path, seed=1)
+    os.utime(path / "adapter_model.safetensors", ns=(times, times))
+    assert local_fingerprint(str(path)) == known
+    assert adapters(Asked(LoRARequest("a", 4, str(path)))) != known, "vLLM's own cache may have both"
+    lost = LoRARequest("b", 5, str(tmp_path / "nowhere"))
+    assert adapters(Asked(lost)) not in ("", Adapters()(Asked(lost))), "no two processes agree on what has no name"

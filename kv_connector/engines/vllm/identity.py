@@ -1,0 +1,166 @@
+"""What decides the bytes of vLLM's KV cache, read once at start from its configuration and the files of the weights.
+
+vLLM's own `ModelConfig.compute_hash` covers what decides the computation (versions 0.20 to 0.32: every field but those
+of the front end, and the model's configuration after `hf_overrides` was applied to it); it knows weights by their path
+alone, so their fingerprint is added, and what else it leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+from ...errors import ConfigError
+from ...fingerprint import fingerprint_of
+from ...index import CacheIdentity
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("kv_connector.vllm")
+
+_FROM_FILES = {
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral", "gguf"),
+    *("bitsandbytes", "sharded_state", "runai_streamer", "runai_streamer_sharded"),
+}
+"""Load formats under which weights are read from the model's own folder, unless that is an URL."""
+
+
+def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> CacheIdentity:
+    """The identity of what this engine caches: the same in every process of it. Raises ConfigError for what cannot be
+    named."""
+    kv_cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    if getattr(kv_cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales=True is not supported with storage or peer: every start finds other scales, and its "
+            "blocks mean nothing to others; leave it out, and take the scales of the checkpoint"
+        )
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    load = vllm_config.load_config
+    return CacheIdentity(
+        model=f"{model.model_weights or model.model}@{model.revision or ''}",
+        cache_dtype=f"{kv_cache.cache_dtype}/{model.dtype}",
+        layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or ""),
+        block_size=block_size,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        engine=f"vllm {vllm.__version__}",
+        config="/".join(_hash(config) for config in (model, draft) if config is not None),
+        settings=_settings(model),
+        weights=_weights(model, load),
+        draft_weights=_weights(draft, getattr(speculative, "draft_load_config", None) or load) if draft else "",
+    )
+
+
+def read_backend(vllm_config: VllmConfig) -> str:
+    """The classes that compute attention on this rank, whose model is loaded."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    found = {layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend")}
+    return ", ".join(sorted(f"{backend.__module__}.{backend.__qualname__}" for backend in found))
+
+
+class Adapters:
+    """Fingerprints of LoRA adapters by request, as `Roots` wants them. The scheduler's thread calls.
+
+    An adapter is looked at when the first request with it comes: vLLM has read it by then, or is about to. Those that
+    cannot be looked at, or under a name whose weights have changed since the start, are known to this process alone:
+    vLLM's own cache tells adapters apart by name (and path, in newer versions), so what is computed on a hit there may
+    rest on either.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int, str], str] = {}  # by what vLLM reads an adapter anew for
+        self._first: dict[str, str] = {}  # by name
+        self._unsure: set[str] = set()  # names
+        self._nonce = secrets.token_hex(16)
+
+    def __call__(self, request: Request) -> str:
+        """ "" where the request has no adapter. Files are looked at where an adapter is new, or is read in place."""
+        lora = request.lora_request
+        if lora is None:
+            return ""
+        key = (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        if key not in self._found or lora.load_inplace:
+            self._found[key] = self._look(lora.lora_name, lora.lora_path)
+        found = self._found[key]
+        if self._first.setdefault(lora.lora_name, found) != found:
+            self._unsure.add(lora.lora_name)
+        return f"{found} {self._nonce}" if lora.lora_name in self._unsure else found
+
+    def _look(self, name: str, path: str) -> str:
+        found = local_fingerprint(path)
+        if found is None:
+            self._unsure.add(name)
+            logger.warning(
+                "adapter %s at %s has no name: only this start finds in storage what it computes", name, path
+            )
+        return found or ""
+
+
+def local_fingerprint(name: str, revision: str | None = None, download_dir: str | None = None) -> str | None:
+    """The fingerprint of weights by a path or by a hub's name for what has been downloaded; None for neither."""
+    path = Path(name).expanduser()
+    try:
+        if not path.exists():
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
+        return fingerprint_of(path)
+    except (OSError, ValueError) as error:
+        logger.warning("the weights of %s cannot be looked at: %s", name, error)
+        return None
+
+
+def _hash(model: ModelConfig) -> str:
+    try:
+        return str(model.compute_hash())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the configuration of {model.model!r} has no name: {error}; its blocks cannot be told from others: "
+            "leave storage and peer out"
+        ) from error
+
+
+def _settings(model: ModelConfig) -> str:
+    """Of what is in the hash the part that a user sets and may want to read."""
+    overrides = model.hf_overrides
+    shown = {
+        "quantization": model.quantization,
+        "max_model_len": model.max_model_len,
+        "hf_overrides": f"{overrides.__module__}.{overrides.__qualname__}" if callable(overrides) else overrides,
+    }
+    return json.dumps({name: value for name, value in shown.items() if value}, sort_keys=True, default=str)
+
+
+def _weights(model: ModelConfig, load: Any) -> str:
+    """Their fingerprint; where there is none, what is known of where they come from, and a line in the log."""
+    load_format = str(load.load_format)
+    if load_format == "dummy":
+        return f"dummy, seed {model.seed}"
+    found = None
+    if load_format in _FROM_FILES and not model.model_weights:
+        found = local_fingerprint(model.model, model.revision, load.download_dir)
+    if found is not None:
+        return found
+    source = f"{load_format} {model.model_weights or model.model}@{model.revision or ''}"
+    _say_unnamed(source)
+    return f"{source} {json.dumps(load.model_loader_extra_config, sort_keys=True, default=str)}"
+
+
+@cache
+def _say_unnamed(source: str) -> None:
+    """Once a process."""
+    logger.warning(
+        "the weights (%s) are known by this and the model's configuration alone: when they are replaced at the same "
+        "place, clear the storage",
+        source,
+    )

@@ -1,0 +1,72 @@
+"""Fingerprints of weights: which ones they are, told without reading them (layer 0).
+
+    a snapshot of a hub's cache        the commit that its folder is named by: files under it never change
+    a folder, or one file              of every file that weights are read from: name, size, time of its last change,
+                                       and a digest of its two ends, where formats keep their headers;
+                                       of small files of settings all bytes, and no time
+
+Who replaces weights at the same path changes a time, whatever else stays. A copy is taken for the same weights where it
+was made with its times (`cp -p`, `rsync -a`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_HEAD_BYTES = 64 << 10
+"""Of a safetensors file the shapes and names of its tensors, as a rule all of them."""
+_TAIL_BYTES = 4 << 10
+_SETTINGS_BYTES = 1 << 20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".npz")
+_SETTINGS = re.compile(r"(?!tokenizer|generation|preprocessor|processor).*config.*\.json")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+"""Of Git; a hub's cache has folders `models--NAME/snapshots/COMMIT`."""
+
+
+def fingerprint_of(path: Path) -> str | None:
+    """One line for the weights in a folder or a file: equal where they are the same ones. None where there are none.
+
+    Reads 68 KiB a file at most, 1 MiB of settings. Raises OSError where something cannot be read.
+    """
+    folder = path.parent if path.is_file() else path
+    if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
+        return f"commit {folder.name}"
+    if path.is_file():
+        weights, settings = [path], []
+    elif path.is_dir():
+        with os.scandir(path) as entries:
+            files = sorted(Path(entry) for entry in entries if entry.is_file())
+        weights = [file for file in files if file.name.endswith(_WEIGHTS)]
+        settings = [file for file in files if _SETTINGS.fullmatch(file.name)]
+    else:
+        return None
+    if not weights:
+        return None
+    digest = hashlib.sha256()
+    for part in (*map(_weights, weights), *map(_settings, settings)):
+        digest.update(part)
+    num_bytes = sum(file.stat().st_size for file in weights)
+    count = "1 file" if len(weights) == 1 else f"{len(weights)} files"
+    return f"{count} of {num_bytes} bytes, {digest.hexdigest()[:32]}"
+
+
+def _weights(path: Path) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        head = os.pread(file.fileno(), _HEAD_BYTES, 0)
+        tail = os.pread(file.fileno(), _TAIL_BYTES, max(0, status.st_size - _TAIL_BYTES))
+    return _digest((path.name.encode(), b"%d %d" % (status.st_size, status.st_mtime_ns), head, tail))
+
+
+def _settings(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return _digest((path.name.encode(), file.read(_SETTINGS_BYTES)))
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    """Of digests: where one part ends and the next begins is told."""
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()

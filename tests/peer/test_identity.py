@@ -1,0 +1,36 @@
+"""Two engines exchange blocks only where all that decides their bytes is equal, and a refusal names what is not."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from kv_connector.build import _peer_identity
+from kv_connector.index import CacheIdentity, RankIdentity
+from kv_connector.peer.base import PeerError, PeerIdentity
+
+CACHE = CacheIdentity("m@", "auto/bfloat16", "", 16, weights="commit a")
+HERE = _peer_identity(RankIdentity(CACHE, 0, 1, "FlashAttention", "2 x bfloat16[1:16 2:8] in 256"), (256, 256))
+
+
+def test_an_identity_of_a_rank_is_told_as_a_whole() -> None:
+    """No field is left out on the way from the engine to the other one."""
+    assert PeerIdentity.decode(HERE.encode()) == HERE
+    named = {part.name for part in (*fields(CacheIdentity), *fields(RankIdentity))} - {"cache", "world_size"}
+    assert {part.name for part in fields(PeerIdentity)} == named | {"pieces"}
+    assert (HERE.weights, HERE.backend, HERE.arrangement[:3]) == ("commit a", "FlashAttention", "2 x")
+
+
+@pytest.mark.parametrize("name", ["engine", "config", "settings", "weights", "draft_weights", "backend", "arrangement"])
+def test_each_difference_is_named_with_both_values(name: str) -> None:
+    there = replace(HERE, **{name: "other"})
+    assert HERE.differences(there) == [f"{name} is {getattr(HERE, name)!r} here and 'other' there"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"weights": 1}, {"rank": "0"}, {"rank": True}, {"pieces": "256"}, {"pieces": ["a"]}]
+)
+def test_what_is_none_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(PeerError, match="identity's"):
+        PeerIdentity.decode(HERE.encode() | change)

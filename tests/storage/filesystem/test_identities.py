@@ -1,0 +1,106 @@
+"""A start says what has changed since the last one in the same folder, and the folder says whose blocks it holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kv_connector.build import _open_storage
+from kv_connector.config import StorageConfig
+from kv_connector.index import CacheIdentity, RankIdentity
+from kv_connector.storage.filesystem.identities import note_identity
+
+BLOCK = 4096
+CACHE = CacheIdentity("org/model@main", "auto/bfloat16", "", 16, engine="vllm 0.32.0", weights="commit a")
+RANK = RankIdentity(CACHE, 0, 1, "FlashAttention", "uint8[0:64 1:64] in 4096")
+
+
+def start(folder: Path, identity: RankIdentity, caplog: pytest.LogCaptureFixture, keys: list[bytes]) -> tuple[int, str]:
+    """An engine opens the folder, writes a block for each key, and ends: how many were there, and its warnings."""
+    caplog.clear()
+    config = StorageConfig(path=str(folder), capacity=16 << 20)
+    pool = bytearray(len(keys) * BLOCK)
+    storage = _open_storage(config, identity, BLOCK, memoryview(pool), identity.arrangement)
+    try:
+        buffers = [memoryview(pool)[i * BLOCK : (i + 1) * BLOCK] for i in range(len(keys))]
+        found = storage.exists(keys).result(60)
+        storage.write(keys, buffers).result(60)
+    finally:
+        storage.close()
+    return found, "\n".join(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+
+
+def test_a_change_is_said_with_both_values_and_finds_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = [bytes([i]) * 32 for i in range(3)]
+    assert start(tmp_path, RANK, caplog, keys) == (0, "")
+    assert start(tmp_path, RANK, caplog, keys) == (3, "")
+    retrained = replace(RANK, cache=replace(CACHE, weights="commit b"))
+    found, said = start(tmp_path, retrained, caplog, keys)
+    assert found == 0
+    assert "weights was 'commit a' and is 'commit b'" in said
+    assert said.count(" was ") == 1, "nothing else has changed"
+    assert start(tmp_path, retrained, caplog, keys) == (3, "")
+    found, said = start(tmp_path, RANK, caplog, keys)
+    assert found == 3, "what was stored for the weights of before is still theirs"
+    assert "weights was 'commit b' and is 'commit a'" in said
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(RANK, backend="FlashInfer"),
+        replace(RANK, rank=1, world_size=2),
+        replace(RANK, cache=replace(CACHE, model="org/other@main")),
+        *(
+            replace(RANK, cache=replace(CACHE, **{name: "other"}))
+            for name in ("engine", "config", "settings", "weights", "draft_weights", "cache_dtype", "layout")
+        ),
+        replace(RANK, cache=None),
+        replace(RANK, arrangement="uint8[1:64 0:64] in 4096"),
+    ],
+)
+def test_whatever_differs_is_another_identity(
+    other: RankIdentity, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [b"k" * 32]
+    assert other.digest() != RANK.digest()
+    start(tmp_path, RANK, caplog, keys)
+    assert start(tmp_path, other, caplog, keys)[0] == 0
+    assert start(tmp_path, RANK, caplog, keys)[0] == 1
+
+
+def test_the_folder_says_whose_blocks_it_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start(tmp_path, RANK, caplog, [])
+    (path,) = (tmp_path / "identities").iterdir()
+    told = json.loads(path.read_text())
+    assert (told["model"], told["weights"], told["rank"]) == ("org/model@main", "commit a", "0 of 1")
+    assert told["arrangement"] == "uint8[0:64 1:64] in 4096"
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert path.name == f"{RANK.digest().hex()[:16]}.json", "as `kv-connector storage stat` shows it"
+
+
+def test_other_models_and_damage_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder is shared, and anything may lie in it."""
+    start(tmp_path, replace(RANK, cache=replace(CACHE, model="org/other@main")), caplog, [])
+    folder = tmp_path / "identities"
+    (folder / "torn.json").write_text('{"model": "org/mo')
+    (folder / "list.json").write_text("[1]")
+    (folder / "folder.json").mkdir()
+    (folder / "link.json").symlink_to("/dev/zero")
+    assert start(tmp_path, RANK, caplog, []) == (0, "")
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "identities").write_text("a file")
+    note_identity(tmp_path, b"d" * 32, RANK.parts())
+    assert "cannot be noted there" in caplog.text
+
+
+def test_files_of_long_ago_go(tmp_path: Path) -> None:
+    for number in range(300):
+        note_identity(tmp_path, number.to_bytes(32, "little"), {"model": str(number)})
+    assert len(list((tmp_path / "identities").iterdir())) <= 257

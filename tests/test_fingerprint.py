@@ -1,0 +1,103 @@
+"""What tells weights from others, told from the two ends of their files and their times."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kv_connector.fingerprint import fingerprint_of
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Two files of weights beside settings and what decides no byte of a cache."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"model-{number}.safetensors").write_bytes(bytes([number]) * 200_000)
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "README.md").write_text("a model")
+    return folder
+
+
+def test_the_same_weights_have_the_same_fingerprint_wherever_they_lie(model: Path, tmp_path: Path) -> None:
+    first = fingerprint_of(model)
+    assert first is not None
+    assert first.startswith("2 files of 400000 bytes, ")
+    assert fingerprint_of(model) == first
+    assert fingerprint_of(Path(shutil.copytree(model, tmp_path / "copy"))) == first, "copied with their times"
+    (model / "README.md").write_text("a good model")
+    (model / "tokenizer_config.json").write_text('{"a": 1}')
+    os.utime(model / "config.json", ns=(0, 0))
+    assert fingerprint_of(model) == first, "none of these decides what a layer computes"
+
+
+@pytest.mark.parametrize("change", ["time", "head", "tail", "size", "name", "fewer", "more", "settings"])
+def test_whatever_is_replaced_is_noticed(model: Path, change: str) -> None:
+    """Each alone, the time left as it was unless it is the time."""
+    first = fingerprint_of(model)
+    path = model / "model-1.safetensors"
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    if change == "head":
+        content[1000] ^= 1
+    elif change == "tail":
+        content[-1] ^= 1
+    elif change == "size":
+        content += b"\1"
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + (change == "time")))
+    if change == "name":
+        path.rename(model / "model-2.safetensors")
+    elif change == "fewer":
+        path.unlink()
+    elif change == "more":
+        (model / "other.bin").write_bytes(b"")
+    elif change == "settings":
+        (model / "hf_quant_config.json").write_text('{"quant_algo": "FP8"}')
+    assert fingerprint_of(model) != first
+
+
+def test_a_snapshot_of_a_hub_is_its_commit(model: Path, tmp_path: Path) -> None:
+    """As their cache lays it out: the same on every machine, whatever the times of a download."""
+    folder = tmp_path / "models--org--name" / "snapshots" / COMMIT
+    shutil.copytree(model, folder)
+    assert fingerprint_of(folder) == f"commit {COMMIT}"
+    assert fingerprint_of(folder / "model-0.safetensors") == f"commit {COMMIT}"
+
+
+def test_one_file_is_weights_too(model: Path) -> None:
+    """Such as a GGUF file, which may have any name."""
+    first = fingerprint_of(model / "model-0.safetensors")
+    assert first is not None
+    assert first.startswith("1 file of 200000 bytes, ")
+    os.utime(model / "model-0.safetensors", ns=(1, 1))
+    assert fingerprint_of(model / "model-0.safetensors") != first
+
+
+def test_where_no_weights_are_there_is_no_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert fingerprint_of(tmp_path) is None
+    assert fingerprint_of(tmp_path / "org" / "name") is None
+
+
+def test_whole_files_are_not_read(tmp_path: Path) -> None:
+    """200 files of a gigabyte: a few megabytes of them are looked at."""
+    for number in range(200):
+        with open(tmp_path / f"model-{number:03}.safetensors", "wb") as file:
+            file.truncate(1 << 30)
+    before = _bytes_read()
+    assert fingerprint_of(tmp_path) is not None
+    assert _bytes_read() - before < 200 * (80 << 10)
+
+
+def _bytes_read() -> int:
+    """By this process, by all its calls."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
