@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .index import CacheIdentity
     from .peer.base import PeerIdentity, PeerPool, PeerTransport
     from .peer.protocol.jobs import PeerJobs
-    from .peer.wire.handshake import PeerInfo
+    from .peer.wire.peer_info import PeerInfo
     from .scheduler import SchedulerHalf
     from .storage.base import Storage
     from .worker import WorkerHalf
@@ -125,7 +125,7 @@ def _open_peers(
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
     """The links of one rank, for its pool. Raises ConfigError where they cannot be opened."""
     from .peer.base import PeerError
-    from .peer.wire.handshake import PeerInfo
+    from .peer.wire.peer_info import PeerInfo
 
     info = PeerInfo(identity, engine_id, pool.num_blocks)
     port = config.port + identity.rank if config.port else 0

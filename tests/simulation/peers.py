@@ -20,7 +20,7 @@ from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.staged.transport import StagedTransport
 from kv_connector.peer.protocol.jobs import PeerJobs
-from kv_connector.peer.wire.handshake import PeerInfo
+from kv_connector.peer.wire.peer_info import PeerInfo
 
 from .carriers import Allocations, SharedSlots, SimulatedAgent, SimulatedDriver, Stream
 from .network import Network, Process, SimulatedChannel
@@ -122,6 +122,7 @@ class SimulatedPeers(Process):
         if jobs is None:
             return
         jobs.turn(0.0)
+        assert not self._transport.counters.link_faults, "an error of this side has cost a link"
         assert self._channel is not None
         if self._transport._events:
             self.wake()

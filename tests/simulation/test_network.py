@@ -251,7 +251,7 @@ class World:
         blocks = engine.take(transfer.num_blocks - first)
         if blocks is None:
             return
-        is_right = rng.random() < 0.95
+        is_right = not blocks or rng.random() < 0.95
         name = name_of(transfer.name if is_right else "another", transfer.num_blocks - 1)
         knows = rng.random() < 0.5 and transfer.num_offered
         engine_id = transfer.engine_id if knows else ""

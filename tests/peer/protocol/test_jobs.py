@@ -131,8 +131,9 @@ class TransferMachine(RuleBasedStateMachine):
             self.asked[job.job_id] = transfer, first, blocks
         self.receives.receive(job)
 
-    def want_nothing(self, transfer: str) -> None:
-        self.receives.receive(self.job(PeerAction.RECEIVE, transfer, 0, []))
+    def want_nothing(self, transfer: str, num_blocks: int = 2) -> None:
+        name = hashlib.sha256(f"{transfer} {num_blocks - 1}".encode()).digest()
+        self.receives.receive(self.job(PeerAction.RECEIVE, transfer, 0, [], names=name))
 
     @rule(which=st.integers(0, 50))
     def compute_wrongly(self, which: int) -> None:
@@ -205,7 +206,7 @@ class TransferMachine(RuleBasedStateMachine):
         elif isinstance(event, Lost):
             part.lost(event.link)
         elif isinstance(event, Message):
-            assert part.hear(event.link, event.body), f"{event.body} is for nobody"
+            assert part.hear(event.link, event.message), f"{event.message} is for nobody"
         elif isinstance(event, Pushed):
             self.offers.pushed(event)
         elif isinstance(event, Arrived):
