@@ -149,3 +149,16 @@ def test_nothing_leaves_before_the_loads_have_ended_that_its_step_awaited(
     report = producer.worker.build_connector_worker_meta()
     assert (2 in report.done, 2 in report.failed) == (not fails, fails)
     producer.worker.shutdown()
+
+
+def test_a_peer_thread_that_has_broken_is_in_the_next_report() -> None:
+    """The scheduler half promises nothing of other engines from then on."""
+    producer = Producer()
+    producer.step(StepPlan(1))
+    report = producer.worker.build_connector_worker_meta()
+    assert report is not None and not report.peers_are_broken
+    assert producer.jobs is not None
+    producer.jobs.close()  # what the thread does at its end, however it comes to it
+    producer.step(StepPlan(2))
+    report = producer.worker.build_connector_worker_meta()
+    assert report is not None and report.peers_are_broken

@@ -322,6 +322,24 @@ def test_what_a_stranger_answers_is_shown_to_nobody(answers: str, caplog: pytest
     side.transport.close()
 
 
+def test_what_a_peer_says_behind_an_introduction_that_is_refused_is_nobodys(listener: Side) -> None:
+    """Both come at once; slots of one byte are none that one can work with."""
+    info = info_of(Pool())
+    handshake = Handshake(SECRET, replace(info, extra={**info.extra, "slot_bytes": 1}), is_caller=True)
+    raw = Raw(listener)
+    raw.sock.sendall(frame(handshake.begin()[0]))
+    challenge = raw.hear_bytes()
+    assert challenge is not None
+    (introduction,) = handshake.take(challenge)
+    assert handshake.session is not None
+    want = handshake.session.seal(encode(Want("t", "", 1, 0, 1, bytes(32), (0,))))
+    raw.sock.sendall(frame(introduction) + frame(want))
+    until(lambda: bool(listener.of(Lost)), listener)
+    assert "slot_bytes" in listener.of(Lost)[0].reason
+    assert not listener.of(Message) and len(listener.of(Connected)) == 1
+    raw.sock.close()
+
+
 @pytest.mark.parametrize("backend", STAGED)
 @pytest.mark.parametrize(
     "payload",
