@@ -119,7 +119,7 @@ class SimulatedPeers(Process):
     def turn(self) -> None:
         """See `Process.turn`. Whatever it raises is a fault: production would go on without peers."""
         jobs = self.jobs
-        if jobs is None:
+        if jobs is None or jobs.is_broken:
             return
         jobs.turn(0.0)
         assert not self._transport.counters.link_faults, "an error of this side has cost a link"
@@ -157,6 +157,11 @@ class SimulatedPeers(Process):
             self._below.abandon()
             self._gone()
 
+    def break_down(self) -> None:
+        """The peer thread ends, as after an error that nobody thought of; the process goes on. Time may pass."""
+        if self.jobs is not None and not self.jobs.is_broken:
+            self.jobs._close()
+
     def accepts(self, start: int, grant: int) -> bool:
         """Whether what was granted in a start of this process is still being received."""
         return self.jobs is not None and self._num_starts == start and grant in self.jobs._receives
@@ -170,7 +175,7 @@ class SimulatedPeers(Process):
         """No job is open, nothing is offered, wanted, refused or granted, no copy is under way and nothing waits to be
         said."""
         jobs = self.jobs
-        if jobs is None:
+        if jobs is None or jobs.is_broken:
             return
         offers, receives, transport = jobs._offers, jobs._receives, self._transport
         left: dict[str, object] = {

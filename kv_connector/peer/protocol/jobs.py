@@ -161,8 +161,9 @@ class PeerJobs:
         self._report()
 
     def _say(self, behind: Marker | None, word: Callable[[], None]) -> None:
-        self._words.append((behind, word))
-        self._transport.wake()
+        if not self._is_broken:
+            self._words.append((behind, word))
+            self._transport.wake()
 
     # On the thread.
 
