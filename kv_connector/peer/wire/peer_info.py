@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...values import shown
 from ..base import PeerError, PeerIdentity, check_int, check_text
 
 
@@ -30,7 +31,7 @@ class PeerInfo:
         found = self.identity.differences(other.identity)
         ours, theirs = self.extra.get("transport"), other.extra.get("transport")
         if ours != theirs:
-            values = f"{ours!r} here and {str(theirs)[:40]!r} there"
+            values = f"{shown(ours)} here and {shown(theirs)} there"
             found.append(f"transport is {values}: give both the same peer.kind and peer.route")
         return found
 

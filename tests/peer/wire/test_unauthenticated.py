@@ -147,6 +147,7 @@ def pairs_still_work(listener: Side, backend: str) -> Iterator[None]:
     push_all(good, link, [3], [0], grant=77)
     until(lambda: bool([event for event in listener.of(Arrived) if event.grant == 77]), good, listener)
     assert not good.of(Lost)
+    assert listener.transport.counters.link_faults == 0, "it has met an error that nobody thought of"
     good.transport.close()
 
 

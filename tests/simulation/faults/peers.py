@@ -277,7 +277,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "halves-of-characters",
         "text that cannot be written in UTF-8 is taken",
-        (Patch("kv_connector/peer/base.py", " <= character <= ", " == character != "),),
+        (Patch("kv_connector/peer/base.py", " <= character <= ", " > character > "),),
         tested("tests/peer/wire/test_messages.py"),
     ),
     Mutant(
