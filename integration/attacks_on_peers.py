@@ -469,4 +469,4 @@ def relay(tries: int, seed: int) -> Outcome:
     return Outcome(claims, {"messages_changed": changed, "received_unchanged": received, "nixl": int(is_nixl)})
 
 
-PEER_ATTACKS = (Attack("fuzz", 100_000, fuzz), Attack("junk", 50_000, junk), Attack("relay", 140, relay))
+PEER_ATTACKS = (Attack("fuzz", 100_000, fuzz), Attack("junk", 50_000, junk), Attack("relay", 70, relay))

@@ -7,7 +7,7 @@ import pytest
 from integration.attack import Attack
 from integration.attacks_on_peers import PEER_ATTACKS
 
-SHARE = {"fuzz": 0.02, "junk": 0.01, "relay": 0.05}
+SHARE = {"fuzz": 0.02, "junk": 0.01, "relay": 0.1}
 
 
 @pytest.mark.parametrize("attack", PEER_ATTACKS, ids=lambda attack: attack.name)
