@@ -2,8 +2,8 @@
 
 Threading model: one thread of its own, begun by `start`, drives the transport and both parts of the protocol by taking
 one `turn` after the other; the model-runner thread leaves words in a queue, wakes it, and never waits for it
-but in `close`. Who does not call `start` takes the turns itself. A turn begins with what peers have said, and only then
-pushes what the engine has made ready: who was told to stop, or has lost a link, begins nothing.
+but in `close`. Who does not call `start` takes the turns itself. A turn takes in what the engine offers, then what
+peers have said, and only then pushes what is ready: who was told to stop, or has lost a link, begins nothing.
 
 What a peer says can cost it its link, and nobody anything else. Where the thread breaks all the same, every job fails,
 and `is_broken` says that none will ever succeed.
@@ -153,9 +153,12 @@ class PeerJobs:
     def turn(self, timeout: float = _IDLE_SECONDS) -> None:
         """Do what was asked for and what peers have said, for up to `timeout` seconds where there is nothing to do. The
         thread calls, or the caller where there is none. Raises what the transport does; jobs have to be closed then."""
-        for event in self._transport.poll(min(timeout, _MARKER_SECONDS) if self._gated else timeout):
-            self._take(event)
         self._take_words()
+        if self._gated:
+            timeout = 0.0 if self._gated[0][0].query() else min(timeout, _MARKER_SECONDS)
+        for event in self._transport.poll(timeout):
+            self._take(event)
+        self._pass_markers()
         self._receives.give_up_overdue()
         self._offers.forget_overdue()
         self._report()
@@ -208,13 +211,16 @@ class PeerJobs:
             self._is_broken = True
 
     def _take_words(self) -> None:
-        waiting, self._gated = self._gated, []
+        """Nothing is pushed here: what is ready waits behind a marker, reached or not."""
         while self._words:
             behind, word = self._words.popleft()
             if behind is None:
                 word()
             else:
-                waiting.append((behind, word))
+                self._gated.append((behind, word))
+
+    def _pass_markers(self) -> None:
+        waiting, self._gated = self._gated, []
         for marker, word in waiting:
             # In order: what is behind a marker that is not reached waits, and so does all behind it.
             if self._gated or not marker.query():

@@ -346,6 +346,19 @@ def test_what_peers_have_said_is_heard_before_anything_is_pushed() -> None:
     assert [(job.job_id, job.ok) for job in served.jobs.poll()] == [(1, True)]
 
 
+def test_what_the_engine_offers_is_known_when_it_is_asked_for() -> None:
+    """The peer thread was busy: the offer waits to be taken in, and so does the want of who was told of it."""
+    served = Served()
+    served.jobs.begin(PeerJob(2, PeerAction.SEND, "u", 0, np.array([4, 5]), names=bytes(64)), Here())
+    served.consumer.grant(served.link, 8, [2, 3])
+    served.consumer.send(served.link, Want("u", ENGINE, 8, 0, 2, bytes(32), (2, 3)))
+    served.jobs.ready([2], len(PIECES), Here())
+    for _ in range(3):
+        served.jobs.turn(0.0)
+    assert served.transport.counters.sent_bytes == 2 * sum(PIECES)
+    assert not [event for event in served.consumer.poll(0.0) if isinstance(event, Message)], "refused"
+
+
 def test_a_peer_that_says_what_nobody_expects_loses_its_link_and_what_it_said_behind_that() -> None:
     served = Served()
     served.consumer.send(served.link, Hello(1, bytes(32)))
