@@ -2,8 +2,8 @@
 
 Threading model: one thread of its own, begun by `start`, drives the transport and both parts of the protocol by taking
 one `turn` after the other; the model-runner thread leaves words in a queue, wakes it, and never waits for it
-but in `close`. Who does not call `start` takes the turns itself. A turn takes in what the engine offers, then what
-peers have said, and only then pushes what is ready: who was told to stop, or has lost a link, begins nothing.
+but in `close`. Who does not call `start` takes the turns itself. A turn reads the channel, takes in what the
+engine offers, then what peers have said, and only then pushes what is ready: who was told to stop begins nothing.
 
 What a peer says can cost it its link, and nobody anything else. Where the thread breaks all the same, every job fails,
 and `is_broken` says that none will ever succeed.
@@ -153,10 +153,9 @@ class PeerJobs:
     def turn(self, timeout: float = _IDLE_SECONDS) -> None:
         """Do what was asked for and what peers have said, for up to `timeout` seconds where there is nothing to do. The
         thread calls, or the caller where there is none. Raises what the transport does; jobs have to be closed then."""
-        self._take_words()
-        if self._gated:
-            timeout = 0.0 if self._gated[0][0].query() else min(timeout, _MARKER_SECONDS)
-        for event in self._transport.poll(timeout):
+        events = self._transport.poll(min(timeout, _MARKER_SECONDS) if self._gated else timeout)
+        self._take_words()  # before what was heard: who asks may have been told of what is offered here
+        for event in events:
             self._take(event)
         self._pass_markers()
         self._receives.give_up_overdue()
