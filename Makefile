@@ -21,7 +21,7 @@ MODEL_STAMP := $(VENV)/.smollm2
 BENCHES := $(filter-out %/__init__.py,$(wildcard integration/bench/$(BENCH).py))
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: help demo demo-pd simulate mutants test test-vllm test-vllm-matrix vllm bench known-bench lint vendor venv model clean
+.PHONY: help demo demo-pd simulate mutants attacks test test-vllm test-vllm-matrix vllm bench known-bench lint vendor venv model clean
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
@@ -29,6 +29,7 @@ help:
 	@echo 'make test [ARGS="-k config"]   all tests that this machine can run'
 	@echo 'make simulate                  worlds of engines under faults, all from one seed; ARGS="--seed 1 --steps 20000"'
 	@echo 'make mutants                   faults put back one by one: each must be caught'
+	@echo 'make attacks                   strangers and hostile peers, each attack counted; ARGS="--share 0.1"'
 	@echo 'make test-vllm [VLLM=0.25.1]   the tests in real vLLM engines on the CPU, part of make test'
 	@echo 'make test-vllm-matrix          the same with vLLM $(VLLM_VERSIONS)'
 	@echo 'make bench [BENCH=index]       benchmarks, one or all; ARGS="--json out.json" goes to each'
@@ -52,6 +53,9 @@ simulate: venv
 
 mutants: venv
 	@OMP_NUM_THREADS=1 $(PY) -m tests.simulation.mutants $(ARGS)
+
+attacks: venv
+	@OMP_NUM_THREADS=1 $(PY) -m integration.attacks $(ARGS)
 
 test-vllm: vllm model
 	$(call run_vllm_tests,$(VLLM)) $(ARGS)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .index import CacheIdentity
     from .peer.base import PeerIdentity, PeerPool, PeerTransport
     from .peer.protocol.jobs import PeerJobs
-    from .peer.wire.handshake import PeerInfo
+    from .peer.wire.peer_info import PeerInfo
     from .scheduler import SchedulerHalf
     from .storage.base import Storage
     from .worker import WorkerHalf
@@ -88,7 +88,7 @@ def _open_storage(
         from .storage.checked import CheckedStorage, object_bytes
         from .storage.external import StorageContext, open_external
 
-        context = StorageContext(digest, object_bytes(block_bytes), rank, world_size)
+        context = StorageContext(digest, object_bytes(block_bytes), identity.rank, identity.world_size)
         return CheckedStorage(config.kind, open_external(config.kind, config.options, context), digest, block_bytes)
     from .storage.filesystem.backend import FilesystemStorage
     from .storage.filesystem.identities import note_identity
@@ -132,7 +132,7 @@ def _peer_identity(identity: RankIdentity, pieces: tuple[int, ...]) -> PeerIdent
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
     """The links of one rank, for its pool. Raises ConfigError where they cannot be opened."""
     from .peer.base import PeerError
-    from .peer.wire.handshake import PeerInfo
+    from .peer.wire.peer_info import PeerInfo
 
     info = PeerInfo(identity, engine_id, pool.num_blocks)
     port = config.port + identity.rank if config.port else 0

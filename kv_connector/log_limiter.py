@@ -8,26 +8,33 @@ from collections.abc import Callable
 logger = logging.getLogger("kv_connector.peer")
 
 _MOST_REMEMBERED = 256
+_MOST_REASONS = 8
+_MOST_CHARACTERS = 300
 _SECONDS = 60.0
 
 
 class LogLimiter:
-    """Who is in a fault, by a name such as a host. An episode ends when the peer is heard well, or after a minute."""
+    """Who is in a fault, by a name such as a host. An episode ends when the peer is heard well, or after a minute; a
+    few different faults of it are told."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._told: dict[str, tuple[str, float]] = {}
+        self._told: dict[str, tuple[float, set[str]]] = {}  # since when, and what
 
     def fault(self, who: str, what: str, example: str = "") -> None:
         """A fault of somebody; it is told where the same was not told a moment ago. `example` is told with it, and may
-        differ every time. Texts may come from anybody: they cannot begin a line of the log."""
+        differ every time. Texts may come from anybody: they cannot begin a line of the log, or fill it."""
         now = self._clock()
-        before = self._told.get(who)
-        if before is not None and before[0] == what and now - before[1] < _SECONDS:
-            return
-        if len(self._told) >= _MOST_REMEMBERED:
+        since, told = self._told.pop(who, (now, set()))
+        if now - since >= _SECONDS:
+            since, told = now, set()
+        is_new = what not in told and len(told) < _MOST_REASONS
+        if not told and len(self._told) >= _MOST_REMEMBERED:
             del self._told[next(iter(self._told))]
-        self._told[who] = what, now
+        self._told[who] = since, told
+        if not is_new:
+            return
+        told.add(what)
         logger.warning("peer %s: %s", _one_line(who), _one_line(f"{what} ({example})" if example else what))
 
     def well(self, who: str) -> None:
@@ -36,4 +43,5 @@ class LogLimiter:
 
 
 def _one_line(text: str) -> str:
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    shown = (character if character.isprintable() else ascii(character)[1:-1] for character in text[:_MOST_CHARACTERS])
+    return "".join(shown) + ("..." if len(text) > _MOST_CHARACTERS else "")

@@ -125,6 +125,7 @@ DOCUMENTATION = {
     "peer_received_bytes": "Bytes that came from other engines, all ranks.",
     "peer_refused_links": "Connections from or to other engines that were refused.",
     "peer_lost_links": "Connections between engines that were lost.",
+    "peer_link_faults": "Errors of this engine that cost a connection between engines; the log has them.",
     "host_capacity_blocks": "Blocks of host memory that are ready for use.",
     "host_cached_blocks": "Blocks of host memory that hold a cached block.",
     "host_leased_blocks": "Blocks of host memory that copies under way read or write, or that wait to be backed up.",

@@ -123,7 +123,8 @@ class PeerJob:
     `transfer_id` names the KV transfer on both sides; the blocks are those of the prompt from position `first` on.
     A SEND has in `names`, where it is the first of its KV transfer, the names of all blocks that will be offered, 32
     bytes each. A RECEIVE has the name of its last block there, and asks `engine_id` (any where empty) at `host` and
-    `ports`, one for each rank or that of rank 0. Without blocks it tells the producer that nothing is wanted.
+    `ports`, one for each rank or that of rank 0. Without blocks it tells the producer that nothing is wanted of the
+    prompt whose last whole block has that name.
     `request_id` names the request that waits for it, and `admission` numbers that wait, since ids come again.
     """
 
@@ -209,9 +210,9 @@ class StepReport:
     one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
     belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, how many
     leading keys exist here. `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they
-    may have changed, and `peer_counters` those of its links to other engines. `peer_port` is where those reach
-    this rank, 0 if nowhere. `lost_blocks` are device blocks that loads were to fill and have not, as the engine was
-    told since the report before, or is about to be.
+    may have changed, and `peer_counters` those of its links to other engines. `peer_port` is where those reach this
+    rank, 0 if nowhere; where `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were
+    to fill and have not, as the engine was told since the report before, or is about to be.
     """
 
     step: int
@@ -230,4 +231,5 @@ class StepReport:
     storage_counters: tuple[tuple[str, float], ...] = ()
     peer_port: int = 0
     peer_counters: tuple[tuple[str, float], ...] = ()
+    peers_are_broken: bool = False
     lost_blocks: tuple[int, ...] = ()

@@ -3,8 +3,8 @@
     A (pushes)                                     B (is pushed to)
     connect(host, port)  ---- handshake ---->      both get Connected: identity and secret are equal, by the
                                                    handshake
-    send(link, body)     ---- message ------>      Message(link, body)
-                         <--- message -------      grant(link, number, block_ids), send(link, body)
+    send(link, message)  ---- message ------>      Message(link, message)
+                         <--- message -------      grant(link, number, block_ids), send(link, message)
     push(link, push)     ---- blocks ------->      Arrived(link, number, first, count, regions): every byte is there
     Pushed(number, ok)                             revoke(link, number)
 
@@ -25,15 +25,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import KVConnectorError
 from ..transfer.cuda.driver import Copier
+from ..values import shown
 
-VERSION = 1
+if TYPE_CHECKING:
+    from .wire.messages import WireMessage
+
+VERSION = 2
 """Of the messages between peers; both sides must speak the same."""
 
 Ids = NDArray[np.int64]
@@ -68,9 +72,7 @@ class PeerIdentity:
         """Each field that differs, with both values; "here" is this identity."""
         pairs = [(part.name, getattr(self, part.name), getattr(other, part.name)) for part in fields(self)]
         return [
-            f"{name} is {_shown(ours)} here and {_shown(theirs)} there"
-            for name, ours, theirs in pairs
-            if ours != theirs
+            f"{name} is {shown(ours)} here and {shown(theirs)} there" for name, ours, theirs in pairs if ours != theirs
         ]
 
     def encode(self) -> dict[str, Any]:
@@ -89,11 +91,6 @@ class PeerIdentity:
         if not all(type(piece) is int for piece in body["pieces"]):
             raise PeerError("the identity's pieces are not integers")
         return cls(**{**body, "pieces": tuple(body["pieces"])})
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +182,10 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The peer said something; `body` is a JSON object of bounded size and otherwise unchecked."""
+    """The peer said something; every value is within the limits of its kind."""
 
     link: int
-    body: dict[str, Any]
+    message: WireMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +197,6 @@ class Arrived:
     first: int
     count: int
     regions: range
-
-    @classmethod
-    def decode(cls, link: int, body: Mapping[str, Any], num_regions: int) -> Arrived:
-        """What `announce` wrote, from a peer. Raises PeerError for anything else."""
-        grant, first, count = check_int(body, "grant"), check_int(body, "first"), check_int(body, "count", 1)
-        start = check_int(body, "from", 0, num_regions - 1)
-        return cls(link, grant, first, count, range(start, check_int(body, "to", start + 1, num_regions)))
-
-
-def announce(grant: int, first: int, count: int, regions: range) -> dict[str, int]:
-    """As plain JSON, what arrives at positions `first` to `first + count` of a grant."""
-    return {"grant": grant, "first": first, "count": count, "from": regions.start, "to": regions.stop}
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +226,7 @@ class PeerCounters:
     received_bytes: int = 0
     refused_links: int = 0  # of peers that failed the handshake
     lost_links: int = 0  # that were open
+    link_faults: int = 0  # errors of this side that cost a link
 
 
 class PeerTransport(Protocol):
@@ -257,7 +243,7 @@ class PeerTransport(Protocol):
     def connect(self, host: str, port: int) -> int:
         """Begin a link; Connected or Lost tells what came of it."""
 
-    def send(self, link: int, body: Mapping[str, Any]) -> None:
+    def send(self, link: int, message: WireMessage) -> None:
         """Say something, in order with everything else that is said; nothing on a link that is lost.
 
         Raises PeerError where the message is over the bound.
@@ -288,10 +274,8 @@ class PeerTransport(Protocol):
         """Close every link and free everything. Idempotent."""
 
 
-def check_ids(ids: object, num_blocks: int) -> Ids:
-    """Block ids from a message: distinct integers in [0, num_blocks). Raises PeerError."""
-    if not isinstance(ids, list) or not all(type(value) is int for value in ids):
-        raise PeerError("block ids are not a list of integers")
+def check_ids(ids: Sequence[int], num_blocks: int) -> Ids:
+    """Block ids from a message: distinct, and in [0, num_blocks). Raises PeerError."""
     outside = [value for value in ids if not 0 <= value < num_blocks]
     if outside:
         raise PeerError(f"block {outside[0]} is outside of a pool of {num_blocks} blocks")
@@ -304,13 +288,35 @@ def check_int(body: Mapping[str, Any], name: str, least: int = 0, most: int = 1 
     """An integer field of a message. Raises PeerError."""
     value = body.get(name)
     if type(value) is not int or not least <= value <= most:
-        raise PeerError(f"{name}={value!r} is not an integer from {least} to {most}")
+        raise PeerError(f"{name}={shown(value)} is not an integer from {least} to {most}")
     return value
 
 
 def check_text(body: Mapping[str, Any], name: str, most: int = 512) -> str:
-    """A text field of a message. Raises PeerError."""
+    """A text field of a message, which can be written in UTF-8. Raises PeerError."""
     value = body.get(name)
     if type(value) is not str or len(value) > most:
         raise PeerError(f"{name} is not text of up to {most} characters")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise PeerError(f"{name} is not text: it has half a character")
     return value
+
+
+def check_hex(body: Mapping[str, Any], name: str, num_bytes: int) -> bytes:
+    """A field of so many bytes, in hexadecimal. Raises PeerError."""
+    value = body.get(name)
+    try:
+        found = bytes.fromhex(value) if type(value) is str and len(value) == 2 * num_bytes else b""
+    except ValueError:
+        found = b""
+    if len(found) != num_bytes:
+        raise PeerError(f"{name} is not {num_bytes} bytes in hexadecimal")
+    return found
+
+
+def check_numbers(body: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """A field that is a list of numbers of blocks. Raises PeerError."""
+    value = body.get(name)
+    if type(value) is not list or not all(type(number) is int and 0 <= number < 1 << 32 for number in value):
+        raise PeerError(f"{name} is not a list of integers from 0 to {(1 << 32) - 1}")
+    return tuple(value)

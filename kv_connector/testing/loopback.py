@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
 
 import numpy as np
 
 from ..peer.base import Arrived, Connected, Ids, Lost, Message, PeerCounters, PeerEvent, PeerPool, Push, Pushed
 from ..peer.carriers.pool import HostBlocks
-from ..peer.wire.frames import encode
-from ..peer.wire.handshake import PeerInfo
+from ..peer.wire.messages import WireMessage, decode, encode
+from ..peer.wire.peer_info import PeerInfo
 
 
 class LoopbackNet:
@@ -83,13 +82,13 @@ class LoopbackTransport:
             other._tell(Connected(back, self._info.engine_id, self._info.num_blocks))
             return link
 
-    def send(self, link: int, body: Mapping[str, Any]) -> None:
+    def send(self, link: int, message: WireMessage) -> None:
         """See `PeerTransport.send`."""
-        encode(body)
+        heard = decode(encode(message))
         with self._net.changed:
             if link in self.ends:
                 other, back = self.ends[link]
-                other._tell(Message(back, dict(body)))
+                other._tell(Message(back, heard))
 
     def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
         """See `PeerTransport.grant`."""

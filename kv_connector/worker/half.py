@@ -219,6 +219,7 @@ class WorkerHalf(KVConnectorWorker):
             storage_counters=self._storage.counters() if self._storage is not None and stored else (),
             peer_port=self._peers.port if self._peers is not None else 0,
             peer_counters=self._peers.counters() if self._peers is not None else (),
+            peers_are_broken=self._peers is not None and self._peers.is_broken,
             lost_blocks=tuple(sorted(lost_blocks)),
         )
 

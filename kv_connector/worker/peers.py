@@ -61,6 +61,11 @@ class StepPeers:
         """Where other engines reach this rank."""
         return self._jobs.port
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing is handed over any more, ever."""
+        return self._jobs.is_broken
+
     def counters(self) -> tuple[tuple[str, float], ...]:
         """Sums since the start, by name."""
         return self._jobs.counters()

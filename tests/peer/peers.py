@@ -28,7 +28,7 @@ from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.nixl_agent import start_agent, why_not
 from kv_connector.peer.carriers.staged.nixl import NixlStagedTransport
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
-from kv_connector.peer.wire.handshake import PeerInfo
+from kv_connector.peer.wire.peer_info import PeerInfo
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 
 SECRET = b"a secret that both sides know"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kv_connector.peer.base import PeerError
-from kv_connector.peer.wire.frames import MAX_MESSAGE
+from kv_connector.peer.wire.messages import MAX_MESSAGE, Refused, Stop, Want, encode
 from tests.peer.peer_process import FarSide, open_on
 from tests.peer.peers import (
     BACKENDS,
@@ -135,13 +135,18 @@ def test_more_than_fits_on_the_way_at_once(two: Two) -> None:
 
 
 def test_messages_come_in_order_and_up_to_the_bound(two: Two) -> None:
-    said = [{"t": "x", "n": n} for n in range(200)] + [{"t": "long", "text": "y" * (MAX_MESSAGE - 100)}]
-    for body in said:
-        two.a.transport.send(two.link, body)
+    said: list[Any] = [Stop(number) for number in range(200)]
+    said.append(Want("t", "", 1, 0, 100_000, bytes(32), tuple(range(10**8, 10**8 + 100_000))))
+    assert len(encode(said[-1])) > 0.9 * MAX_MESSAGE
+    said.append(Refused(7, 'anything: "\\\n\x00\u00e9\U0001f600'))
+    for message in said:
+        two.a.transport.send(two.link, message)
     two.until(lambda: len(two.b.of(Message)) == len(said))
-    assert [event.body for event in two.b.of(Message)] == said
+    assert [event.message for event in two.b.of(Message)] == said
     with pytest.raises(PeerError, match="over the bound"):
-        two.a.transport.send(two.link, {"t": "long", "text": "y" * MAX_MESSAGE})
+        two.a.transport.send(two.link, Want("t", "", 1, 0, 200_000, bytes(32), (10**8,) * 200_000))
+    two.a.transport.send(two.link, Stop(1000))
+    two.until(lambda: two.b.of(Message)[-1].message == Stop(1000))
 
 
 def test_a_revoked_grant_is_not_filled(two: Two) -> None:
@@ -152,7 +157,7 @@ def test_a_revoked_grant_is_not_filled(two: Two) -> None:
     two.b.transport.revoke(two.back, 3)
     push_all(two.a, two.link, [1, 2], [1, 2], grant=3)
     two.until(lambda: two.a.of(Pushed))
-    two.a.transport.send(two.link, {"t": "x"})
+    two.a.transport.send(two.link, Stop(1))
     two.until(lambda: two.b.of(Message))
     assert two.target.all_bytes() == before
     assert not two.b.of(Arrived)
@@ -180,7 +185,7 @@ def test_every_push_ends_once_where_the_link_is_lost(two: Two) -> None:
     numbers.append(push_all(two.a, two.link, [1], [1], grant=0))
     two.until(lambda: len(two.a.of(Pushed)) == 21)
     assert not two.a.of(Pushed)[-1].ok
-    two.a.transport.send(two.link, {"t": "x"})  # nothing happens
+    two.a.transport.send(two.link, Stop(1))  # nothing happens
 
 
 def test_a_cancelled_push_ends(two: Two) -> None:

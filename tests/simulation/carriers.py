@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +20,7 @@ import numpy as np
 from kv_connector.peer.base import Ids, Marker, PeerError, PeerPool, PoolRegion, Push
 from kv_connector.peer.carriers.cuda_ipc import Driver
 from kv_connector.peer.carriers.staged import ring
+from kv_connector.peer.wire.messages import RingMapped, RingOffered
 
 from .clock import Event
 
@@ -33,23 +35,26 @@ class SharedSlots:
     """See `carriers.Carrier`: memory that both sides map, without the Unix socket over which it is handed over."""
 
     extra: Mapping[str, Any] = {}
-    _rings: ClassVar[dict[int, ring.Ring]] = {}  # of all processes, by token
+    _rings: ClassVar[dict[str, ring.Ring]] = {}  # of all processes, by token
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._ways: list[_Way] = []
 
-    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Way, dict[str, Any]]:
-        memory = ring.Ring(ring.create(num_slots, slot_bytes), num_slots, slot_bytes)
-        token = self._network.rng.getrandbits(62)
-        self._rings[token] = memory
-        return self._way(memory, token), {"token": token}
+    def start(self, watch: Callable[[socket.socket, Callable[[], None]], None]) -> None:
+        """See `Carrier.start`."""
 
-    def accept(self, body: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Way, dict[str, Any]]:
-        memory = self._rings.get(body["token"])
+    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Way, str]:
+        memory = ring.Ring(ring.create(num_slots, slot_bytes), num_slots, slot_bytes)
+        token = str(self._network.rng.getrandbits(62))
+        self._rings[token] = memory
+        return self._way(memory, token), token
+
+    def accept(self, offered: RingOffered) -> tuple[_Way, RingMapped]:
+        memory = self._rings.get(offered.token)
         if memory is None:
             raise PeerError("shared memory was told of and never sent")
-        return self._way(ring.Ring(os.dup(memory.fd), num_slots, slot_bytes), None), {}
+        return self._way(ring.Ring(os.dup(memory.fd), offered.slots, offered.slot_bytes), None), RingMapped(0, "")
 
     @property
     def left_behind(self) -> str:
@@ -64,11 +69,11 @@ class SharedSlots:
     def close(self) -> None:
         """See `Carrier.close`."""
 
-    def forget(self, token: int | None) -> None:
+    def forget(self, token: str | None) -> None:
         if token is not None:
             self._rings.pop(token, None)
 
-    def _way(self, memory: ring.Ring, token: int | None) -> _Way:
+    def _way(self, memory: ring.Ring, token: str | None) -> _Way:
         self._ways = [way for way in self._ways if not way.is_closed]
         self._ways.append(_Way(self, memory, token))
         return self._ways[-1]
@@ -77,13 +82,13 @@ class SharedSlots:
 class _Way:
     """See `carriers.Outgoing` and `Incoming`."""
 
-    def __init__(self, slots: SharedSlots, memory: ring.Ring, token: int | None) -> None:
+    def __init__(self, slots: SharedSlots, memory: ring.Ring, token: str | None) -> None:
         self.ring = memory
         self.is_closed = False
         self._slots = slots
         self._token = token
 
-    def accepted(self, body: Mapping[str, Any]) -> None:
+    def accepted(self, mapped: RingMapped) -> None:
         pass
 
     def carry(self, slot: int, num_bytes: int) -> Marker | None:

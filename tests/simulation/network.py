@@ -8,14 +8,15 @@ one another. Whatever arrives waits until the process takes a turn: one that was
 from __future__ import annotations
 
 import math
+import socket
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from kv_connector.peer.base import Connected, Lost, Message, PeerCounters, PeerEvent
 from kv_connector.peer.carriers.one_sided import OneSided
-from kv_connector.peer.wire.frames import MAX_MESSAGE, FrameReader, encode
-from kv_connector.peer.wire.handshake import PeerInfo
+from kv_connector.peer.wire.messages import Introduction, WireMessage, decode, encode
+from kv_connector.peer.wire.peer_info import PeerInfo
 
 from .clock import Event, VirtualTime
 
@@ -154,6 +155,27 @@ class Process:
             self.turn()
 
 
+@dataclass(frozen=True)
+class _Hello:
+    secret: bytes
+    info: PeerInfo
+
+
+@dataclass(frozen=True)
+class _Welcome:
+    info: PeerInfo
+
+
+@dataclass(frozen=True)
+class _Gone:
+    """The link is lost."""
+
+    reason: str
+
+
+_Said = _Hello | _Welcome | _Gone | WireMessage
+
+
 class End:
     """One end of a link: what is on its way to it, and what has arrived and is not taken."""
 
@@ -166,9 +188,9 @@ class End:
         self.quiet_at = math.inf
         """When nothing is written over this link any more, as the protocol believes."""
         self.pair: _Pair | None = None
-        self.unsent: list[dict[str, Any]] = []
-        self.on_its_way: deque[dict[str, Any]] = deque()
-        self.inbox: deque[dict[str, Any]] = deque()
+        self.unsent: list[_Said] = []
+        self.on_its_way: deque[_Said] = deque()
+        self.inbox: deque[_Said] = deque()
         self._is_moving = False
 
     @property
@@ -226,7 +248,7 @@ class _Pair:
 
             def expire(end: End = end) -> None:
                 if is_still_cut() and end.is_there:
-                    end.inbox.append({"t": "(reset)", "reason": "timed out"})
+                    end.inbox.append(_Gone("timed out"))
                     end.channel.process.wake()
 
             self._network.time.call_after(seconds, expire, "a link times out")
@@ -242,7 +264,7 @@ class _Pair:
         end.inbox.clear()
         end.on_its_way.clear()
         if other.is_there:
-            other.on_its_way.append({"t": "(closed)"})
+            other.on_its_way.append(_Gone("it closed the connection"))
             other.go_on()
         else:
             other.on_its_way.clear()
@@ -284,19 +306,22 @@ class SimulatedChannel:
         end = self._new_end(is_caller=True)
         listener = self.network.channels.get(port)
         if listener is None or listener.process is self.process:
-            end.inbox.append({"t": "(reset)", "reason": "cannot be reached: connection refused"})
+            end.inbox.append(_Gone("cannot be reached: connection refused"))
             self.process.wake(self.network.delay())
         else:
             self.network.pair(end, listener._new_end(is_caller=False))
-            end.unsent.append({"t": "(hello)", "secret": self._secret, "info": _over_the_wire(self._info.encode())})
+            end.unsent.append(_Hello(self._secret, self._over_the_wire()))
         return end.link
 
-    def send(self, link: int, body: Mapping[str, Any]) -> None:
+    def send(self, link: int, message: WireMessage) -> None:
         """See `PeerTransport.send`."""
         end = self.ends.get(link)
         if end is not None and end.is_open:
-            end.unsent.append(_over_the_wire(body))
+            end.unsent.append(decode(encode(message)))
             self.process.wake()
+
+    def watch(self, sock: socket.socket, serve: Callable[[], None]) -> None:
+        """See `Channel.watch`."""
 
     def drop(self, link: int, reason: str) -> None:
         """See `PeerTransport.drop`. What was said since the last `poll` is not sent any more."""
@@ -344,28 +369,30 @@ class SimulatedChannel:
         self.process.wake(self.seconds)
         return end
 
-    def _take(self, end: End, body: dict[str, Any]) -> None:
-        kind = body["t"]
-        if kind == "(reset)":
-            self._lose(end, body["reason"])
-        elif kind == "(closed)":
-            self._lose(end, "it closed the connection")
-        elif kind == "(hello)":
-            reason = "it does not know the secret" if body["secret"] != self._secret else ""
-            info = PeerInfo.decode(body["info"])
-            reason = reason or "; ".join(self._info.differences(info))
+    def _take(self, end: End, said: _Said) -> None:
+        if isinstance(said, _Gone):
+            self._lose(end, said.reason)
+        elif isinstance(said, _Hello):
+            reason = "it does not know the secret" if said.secret != self._secret else ""
+            reason = reason or "; ".join(self._info.differences(said.info))
             if reason:
-                end.unsent.append({"t": "(reset)", "reason": f"it refused: {reason}"})
+                end.unsent.append(_Gone(f"it refused: {reason}"))
                 end.flush()
                 self._lose(end, reason)
             else:
-                end.unsent.append({"t": "(welcome)", "info": _over_the_wire(self._info.encode())})
+                end.unsent.append(_Welcome(self._over_the_wire()))
                 end.flush()
-                self._opened(end, info)
-        elif kind == "(welcome)":
-            self._opened(end, PeerInfo.decode(body["info"]))
+                self._opened(end, said.info)
+        elif isinstance(said, _Welcome):
+            self._opened(end, said.info)
         else:
-            self._events.append(Message(end.link, body))
+            self._events.append(Message(end.link, said))
+
+    def _over_the_wire(self) -> PeerInfo:
+        """This side's info as it comes out on the other side."""
+        heard = decode(encode(Introduction(self._info)))
+        assert isinstance(heard, Introduction)
+        return heard.info
 
     def _opened(self, end: End, info: PeerInfo) -> None:
         end.is_open, end.deadline = True, None
@@ -383,13 +410,3 @@ class SimulatedChannel:
         self.process.wake()
         if end.pair is not None:
             end.pair.closed(end)
-
-
-def _over_the_wire(body: Mapping[str, Any]) -> dict[str, Any]:
-    """As it comes out on the other side. Raises PeerError over the bound."""
-    reader = FrameReader()
-    reader.bound = MAX_MESSAGE
-    reader.feed(encode({"t": "", **body}))
-    found = reader.take()
-    assert found is not None
-    return found

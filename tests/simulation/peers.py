@@ -20,7 +20,7 @@ from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.staged.transport import StagedTransport
 from kv_connector.peer.protocol.jobs import PeerJobs
-from kv_connector.peer.wire.handshake import PeerInfo
+from kv_connector.peer.wire.peer_info import PeerInfo
 
 from .carriers import Allocations, SharedSlots, SimulatedAgent, SimulatedDriver, Stream
 from .network import Network, Process, SimulatedChannel
@@ -119,9 +119,10 @@ class SimulatedPeers(Process):
     def turn(self) -> None:
         """See `Process.turn`. Whatever it raises is a fault: production would go on without peers."""
         jobs = self.jobs
-        if jobs is None:
+        if jobs is None or jobs.is_broken:
             return
         jobs.turn(0.0)
+        assert not self._transport.counters.link_faults, "an error of this side has cost a link"
         assert self._channel is not None
         if self._transport._events:
             self.wake()
@@ -156,6 +157,11 @@ class SimulatedPeers(Process):
             self._below.abandon()
             self._gone()
 
+    def break_down(self) -> None:
+        """The peer thread ends, as after an error that nobody thought of; the process goes on. Time may pass."""
+        if self.jobs is not None and not self.jobs.is_broken:
+            self.jobs._close()
+
     def accepts(self, start: int, grant: int) -> bool:
         """Whether what was granted in a start of this process is still being received."""
         return self.jobs is not None and self._num_starts == start and grant in self.jobs._receives
@@ -169,7 +175,7 @@ class SimulatedPeers(Process):
         """No job is open, nothing is offered, wanted, refused or granted, no copy is under way and nothing waits to be
         said."""
         jobs = self.jobs
-        if jobs is None:
+        if jobs is None or jobs.is_broken:
             return
         offers, receives, transport = jobs._offers, jobs._receives, self._transport
         left: dict[str, object] = {

@@ -31,6 +31,7 @@ ACTS = (
     "withdraw",
     "kill",
     "close",
+    "break down",
     "fault",
     "wait",
     "hand over",
@@ -155,7 +156,7 @@ class World:
     def step(self) -> None:
         rng = self.rng
         engine = rng.choice(self.engines)
-        act = rng.choices(ACTS, (8, 12, 20, 1, 10, 2, 2, 0.3, 0.3, 2 if self.faults else 0, 40, 6))[0]
+        act = rng.choices(ACTS, (8, 12, 20, 1, 10, 2, 2, 0.3, 0.3, 0.3, 2 if self.faults else 0, 40, 6))[0]
         if act == "wait":
             self.wait(rng.choice((1e-4, 1e-3, 1e-2, 1e-2, 1.0)))
         elif act == "fault":
@@ -170,6 +171,8 @@ class World:
             self.gone(engine)
         elif act == "close":
             self.close(engine)
+        elif act == "break down":
+            self.break_down(engine)
         elif act in ("offer", "compute", "compute badly", "withdraw"):
             mine = [t for t in self.transfers[-12:] if t.producer is engine and t.engine_id == engine.peers.engine_id]
             if mine:
@@ -251,7 +254,7 @@ class World:
         blocks = engine.take(transfer.num_blocks - first)
         if blocks is None:
             return
-        is_right = rng.random() < 0.95
+        is_right = not blocks or rng.random() < 0.95
         name = name_of(transfer.name if is_right else "another", transfer.num_blocks - 1)
         knows = rng.random() < 0.5 and transfer.num_offered
         engine_id = transfer.engine_id if knows else ""
@@ -284,6 +287,14 @@ class World:
         engine.poll()
         assert not engine.open, f"jobs {list(engine.open)} are left behind by a close"
         self.gone(engine)
+
+    def break_down(self, engine: Engine) -> None:
+        """Its jobs fail, and all that it begins until it is started anew."""
+        self.seen["break down"] += 1
+        engine.peers.break_down()
+        engine.poll()
+        assert not engine.open, f"jobs {list(engine.open)} of a peer thread that has ended"
+        assert engine.jobs.is_broken
 
     def gone(self, engine: Engine) -> None:
         for transfer in self.transfers:
@@ -351,7 +362,17 @@ def test_every_job_ends_once_and_what_arrives_is_what_was_sent(carrier: str) -> 
     for seed in range(20):
         seen += drive(seed, 400, carrier)
     faults = [fault for fault in FAULTS if carrier != "staged" or fault != "slow writes"]
-    for what in (*faults, "kill", "close", "withdraw", "cancel", "compute badly", "receive failed", "send failed"):
+    for what in (
+        *faults,
+        "kill",
+        "close",
+        "break down",
+        "withdraw",
+        "cancel",
+        "compute badly",
+        "receive failed",
+        "send failed",
+    ):
         assert seen[what] >= 10, f"{what}: {seen[what]} times"
     for what in ("receive ok", "send ok"):
         assert seen[what] >= 100, f"{what}: {seen[what]} times"

@@ -12,6 +12,7 @@ import torch
 from kv_connector.config import Config
 from kv_connector.peer.base import Connected, PeerPool
 from kv_connector.peer.protocol.jobs import PeerJobs
+from kv_connector.peer.wire.messages import Want
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.transfer import engine as engine_module
 from kv_connector.types import Direction, PeerAction, PeerJob, StepPlan
@@ -47,8 +48,7 @@ class Producer:
         link = self.consumer.connect("here", self.transport.port)
         assert any(isinstance(event, Connected) for event in self.consumer.poll(0.0))
         self.consumer.grant(link, 7, [0, 1])
-        want = {"t": "want", "transfer": "t", "engine": "", "grant": 7, "first": 0, "stop": 2}
-        self.consumer.send(link, want | {"name": NAMES[-1].hex(), "blocks": [0, 1]})
+        self.consumer.send(link, Want("t", "", 7, 0, 2, NAMES[-1], (0, 1)))
 
     def step(self, plan: StepPlan) -> list[int]:
         """The calls of a step; returns the bytes that had left in front of each layer's end."""
@@ -149,3 +149,16 @@ def test_nothing_leaves_before_the_loads_have_ended_that_its_step_awaited(
     report = producer.worker.build_connector_worker_meta()
     assert (2 in report.done, 2 in report.failed) == (not fails, fails)
     producer.worker.shutdown()
+
+
+def test_a_peer_thread_that_has_broken_is_in_the_next_report() -> None:
+    """The scheduler half promises nothing of other engines from then on."""
+    producer = Producer()
+    producer.step(StepPlan(1))
+    report = producer.worker.build_connector_worker_meta()
+    assert report is not None and not report.peers_are_broken
+    assert producer.jobs is not None
+    producer.jobs.close()  # what the thread does at its end, however it comes to it
+    producer.step(StepPlan(2))
+    report = producer.worker.build_connector_worker_meta()
+    assert report is not None and report.peers_are_broken

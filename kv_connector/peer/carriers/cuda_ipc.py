@@ -18,22 +18,18 @@ from ...errors import KVConnectorError, TransferError
 from ...transfer.cuda.driver import check, libcuda, primary_context
 from ..base import (
     Clock,
-    Connected,
-    Lost,
     Marker,
-    Message,
     PeerError,
-    PeerEvent,
     PeerPool,
     PoolRegion,
     Push,
     Pushed,
     Writer,
-    announce,
     check_int,
 )
 from ..wire.channel import SideChannel
-from ..wire.handshake import PeerInfo
+from ..wire.messages import WireMessage, Written
+from ..wire.peer_info import PeerInfo
 from .one_sided import OneSided, OpenChannel
 
 _HANDLE_BYTES = 64
@@ -162,12 +158,12 @@ class CudaIpcTransport(OneSided):
             remote.writer.write(push.source_ids, push.target_ids, push.regions)
             ok = True
         except Exception as error:  # noqa: BLE001 - torch's and the writer's: the seam where they become a lost link
-            self._channel.drop(link, f"a copy to it failed: {error}")
+            self.drop(link, f"a copy to it failed: {error}")
         try:  # also of what failed a part may be under way, and the peer's pool stays mapped until that has ended
             self._writing.append(_Writing(link, push, self._pool.mark(), ok))
         except RuntimeError as error:  # the device is lost: nothing runs there any more
             self._events.append(Pushed(push.number, False))
-            self._channel.drop(link, f"a copy to it failed: {error}")
+            self.drop(link, f"a copy to it failed: {error}")
 
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for copies under way: they read memory that goes."""
@@ -189,27 +185,19 @@ class CudaIpcTransport(OneSided):
     def _advance(self) -> None:
         self._finish_writing()
 
-    def _take(self, event: PeerEvent) -> None:
-        if isinstance(event, (Connected, Message)):
-            try:
-                if isinstance(event, Connected):
-                    self._meet(event.link)
-                elif event.body["t"] == "written":
-                    self._hear_written(event.link, event.body)
-                    return
-            except PeerError as error:
-                self._channel.drop(event.link, str(error))
-                return
-        elif isinstance(event, Lost) and event.link in self._remotes:
-            self._remotes[event.link].is_lost = True
-            self._forget_grants(event.link)
-        self._events.append(event)
+    def _lost(self, link: int) -> None:
+        if link in self._remotes:
+            self._remotes[link].is_lost = True
+            self._forget_grants(link)
 
-    def _meet(self, link: int) -> None:
+    def _hear(self, link: int, message: WireMessage) -> bool:
+        if not isinstance(message, Written):
+            return False
+        self._hear_written(link, message)
+        return True
+
+    def _meet(self, link: int, info: PeerInfo) -> None:
         """Map the peer's allocations, and check that its regions lie within them."""
-        info = self._channel.info_of(link)
-        if info is None:
-            raise PeerError("it went as it came")
         handles, places = info.extra.get("handles"), info.extra.get("regions")
         if not isinstance(handles, list) or not all(_is_handle(handle) for handle in handles):
             raise PeerError("its pool has no CUDA IPC handles: it must lie on a GPU of this machine")
@@ -239,11 +227,10 @@ class CudaIpcTransport(OneSided):
             arrives = writing.ok and not remote.is_lost
             if arrives:
                 try:
-                    self._channel.send(
-                        writing.link, {"t": "written", **announce(push.grant, push.first, count, regions)}
-                    )
+                    told = Written(push.grant, push.first, count, regions.start, regions.stop)
+                    self._channel.send(writing.link, told)
                 except PeerError as error:
-                    self._channel.drop(writing.link, str(error))
+                    self.drop(writing.link, str(error))
                 self.counters.sent_bytes += count * self._pool.bytes_of(regions)
             self._events.append(Pushed(push.number, arrives))
         self._unmap_lost()
@@ -253,7 +240,7 @@ class CudaIpcTransport(OneSided):
             return writing.marker.query()
         except RuntimeError as error:  # the device is lost: nothing has arrived
             self._remotes[writing.link].is_lost = True
-            self._channel.drop(writing.link, f"a copy to it failed: {error}")
+            self.drop(writing.link, f"a copy to it failed: {error}")
             return True
 
     def _unmap_lost(self) -> None:

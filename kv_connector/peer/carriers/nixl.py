@@ -7,7 +7,6 @@ may be written to, and everything else that is said, goes over the side channel.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -17,26 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from ..base import (
-    Clock,
-    Connected,
-    Ids,
-    Lost,
-    PeerError,
-    PeerEvent,
-    PeerPool,
-    Push,
-    Pushed,
-    announce,
-    check_int,
-    check_text,
-)
+from ..base import Clock, Ids, PeerError, PeerPool, Push, Pushed, check_int, check_text
 from ..wire.channel import SideChannel
-from ..wire.handshake import PeerInfo
+from ..wire.messages import MAX_MESSAGE, WireMessage, Written, decode, encode
+from ..wire.peer_info import PeerInfo
 from .nixl_agent import DROP_SECONDS, add_remote, encode_metadata, foreign
 from .one_sided import OneSided, OpenChannel
 
 _POLL_SECONDS = 0.0005
+_MOST_NOTE_BYTES = 1024
 logger = logging.getLogger("kv_connector.peer")
 
 
@@ -105,7 +93,7 @@ class NixlTransport(OneSided):
         targets = push.target_ids
         assert 0 <= targets.min() <= targets.max() < remote.num_blocks, f"{targets} of {remote.num_blocks}"
         regions = push.regions
-        told = announce(push.grant, push.first, len(ids), regions)
+        told = Written(push.grant, push.first, len(ids), regions.start, regions.stop)
         try:
             handle = self._agent.make_prepped_xfer(
                 "WRITE",
@@ -113,12 +101,12 @@ class NixlTransport(OneSided):
                 _indices(ids, regions, self._pool.num_blocks, self._by_block),
                 remote.pieces,
                 _indices(targets, regions, remote.num_blocks, self._by_block),
-                json.dumps(told).encode(),
+                encode(told),
             )
             self._agent.transfer(handle)
         except Exception as error:  # noqa: BLE001 - NIXL has exceptions of its own: the seam where they become a lost link
             self._events.append(Pushed(push.number, False))
-            self._channel.drop(link, f"NIXL cannot write to it: {type(error).__name__}: {error}")
+            self.drop(link, f"NIXL cannot write to it: {type(error).__name__}: {error}")
             return
         self._writing.append(_Writing(link, push, handle))
 
@@ -185,21 +173,13 @@ class NixlTransport(OneSided):
         if self._num_granted or self._remotes:
             self._take_notifications()
 
-    def _take(self, event: PeerEvent) -> None:
-        if isinstance(event, Connected):
-            try:
-                self._meet(event.link)
-            except PeerError as error:
-                self._channel.drop(event.link, str(error))
-                return
-        elif isinstance(event, Lost):
-            self._forget(event.link)
-        self._events.append(event)
+    def _lost(self, link: int) -> None:
+        self._forget(link)
 
-    def _meet(self, link: int) -> None:
-        info = self._channel.info_of(link)
-        if info is None:
-            raise PeerError("it went as it came")
+    def _hear(self, link: int, message: WireMessage) -> bool:
+        return False
+
+    def _meet(self, link: int, info: PeerInfo) -> None:
         name, regions = check_text(info.extra, "agent"), info.extra.get("regions")
         if not isinstance(regions, list) or len(regions) != len(self._pool.regions):
             raise PeerError(f"its pool is not {len(self._pool.regions)} regions")
@@ -207,7 +187,7 @@ class NixlTransport(OneSided):
             raise PeerError("it is this engine")
         places = [_place(region) for region in regions]
         device = check_int(info.extra, "device", least=-1, most=1024)
-        if add_remote(self._agent, info.extra) != name:
+        if add_remote(self._agent, check_text(info.extra, "metadata", MAX_MESSAGE)) != name:
             raise PeerError("its agent has another name than it says")
         with foreign("NIXL does not accept it"):
             pieces = self._prepare(name, places, info.num_blocks, device)
@@ -236,7 +216,7 @@ class NixlTransport(OneSided):
                 state = self._agent.check_xfer_state(writing.handle)
             except Exception as error:  # noqa: BLE001 - the peer is gone, or the transport failed
                 state = "ERR"
-                self._channel.drop(writing.link, f"NIXL failed: {type(error).__name__}")
+                self.drop(writing.link, f"NIXL failed: {type(error).__name__}")
             is_overdue = writing.due is not None and self._clock.monotonic() >= writing.due
             if state == "PROC" and not is_overdue:
                 left.append(writing)
@@ -255,21 +235,15 @@ class NixlTransport(OneSided):
         """They name the agent, which may have a link from either side: the one with the grant is meant."""
         for agent, notes in self._agent.get_new_notifs().items():
             for link in [link for link, remote in self._remotes.items() if remote.name == agent]:
-                try:
-                    for note in notes:
-                        self._hear_written(link, _note(note))
-                except PeerError as error:
-                    self._channel.drop(link, str(error))
+                for note in notes:
+                    if not self._guarded(link, self._hear_note, link, note):
+                        break
 
-
-def _note(note: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(note)
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        raise PeerError("a notification is not a JSON object")
-    return body
+    def _hear_note(self, link: int, note: bytes) -> None:
+        told = decode(note) if len(note) <= _MOST_NOTE_BYTES else None
+        if not isinstance(told, Written):
+            raise PeerError("a notification does not say what was written")
+        self._hear_written(link, told)
 
 
 def _indices(block_ids: Ids, regions: range, num_blocks: int, by_block: bool) -> Any:

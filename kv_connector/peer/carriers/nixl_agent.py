@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import importlib
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 from ...errors import ConfigError
-from ..base import PeerError, check_text
+from ..base import PeerError
 
 MODULES = ("nixl_cu12", "nixl_cu13")
 DROP_SECONDS = 5.0
 """How long a transfer is waited for whose link was lost."""
 _START_SECONDS = 60.0
-_MOST_METADATA = 1 << 20
 
 
 def why_not() -> str | None:
@@ -77,13 +75,13 @@ def encode_metadata(metadata: bytes) -> str:
     return base64.b64encode(metadata).decode()
 
 
-def add_remote(agent: Any, body: Mapping[str, Any]) -> str:
-    """Let this agent write to what the `metadata` of a peer's message tells of; the peer's agent's name. What was told
+def add_remote(agent: Any, metadata: str) -> str:
+    """Let this agent write to what a peer's metadata tells of; the peer's agent's name. What was told
     before of the same agent stays. Raises PeerError."""
     try:
-        metadata = base64.b64decode(check_text(body, "metadata", _MOST_METADATA), validate=True)
-    except binascii.Error as error:
+        raw = base64.b64decode(metadata, validate=True)
+    except ValueError as error:
         raise PeerError("its agent's metadata is not base64") from error
     with foreign("NIXL does not accept it"):
-        found = agent.add_remote_agent(metadata)
+        found = agent.add_remote_agent(raw)
     return found.decode() if isinstance(found, bytes) else str(found)

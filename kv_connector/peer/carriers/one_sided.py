@@ -1,14 +1,24 @@
-"""What transports over a side channel have in common: its links, and the word that blocks of a grant have arrived."""
+"""What transports over a side channel have in common: its links, and the word that blocks of a grant have arrived.
+
+A link is met once the backend has made of the peer's info what it needs. What comes over one that is not met, or not
+any more, is nobody's; whatever goes wrong while a peer is met or heard costs its link.
+"""
 
 from __future__ import annotations
 
+import logging
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..base import Arrived, PeerCounters, PeerError, PeerEvent, PeerPool
+from ...errors import KVConnectorError
+from ..base import Arrived, Connected, Lost, Message, PeerCounters, PeerError, PeerEvent, PeerPool
 from ..wire.channel import SideChannel
-from ..wire.handshake import PeerInfo
+from ..wire.messages import Filled, WireMessage
+from ..wire.peer_info import PeerInfo
+
+logger = logging.getLogger("kv_connector.peer")
 
 
 class Channel(Protocol):
@@ -22,8 +32,11 @@ class Channel(Protocol):
     def connect(self, host: str, port: int) -> int:
         """See `PeerTransport.connect`."""
 
-    def send(self, link: int, body: Mapping[str, Any]) -> None:
+    def send(self, link: int, message: WireMessage) -> None:
         """See `PeerTransport.send`."""
+
+    def watch(self, sock: socket.socket, serve: Callable[[], None]) -> None:
+        """Call `serve` in each `poll` that finds something to read at a socket."""
 
     def drop(self, link: int, reason: str) -> None:
         """See `PeerTransport.drop`."""
@@ -66,6 +79,7 @@ class OverChannel(ABC):
         info = PeerInfo(info.identity, info.engine_id, info.num_blocks, {"transport": self.transport, **extra})
         self._channel = open_channel(bind, port, secret, info, seconds, self.counters)
         self._events: list[PeerEvent] = []
+        self._met: set[int] = set()
         self._is_closed = False
 
     @property
@@ -77,12 +91,13 @@ class OverChannel(ABC):
         """See `PeerTransport.connect`."""
         return self._channel.connect(host, port)
 
-    def send(self, link: int, body: Mapping[str, Any]) -> None:
+    def send(self, link: int, message: WireMessage) -> None:
         """See `PeerTransport.send`."""
-        self._channel.send(link, body)
+        self._channel.send(link, message)
 
     def drop(self, link: int, reason: str) -> None:
         """See `PeerTransport.drop`."""
+        self._met.discard(link)  # nothing that follows may look as if it had been told
         self._channel.drop(link, reason)
 
     def wake(self) -> None:
@@ -104,12 +119,53 @@ class OverChannel(ABC):
         """Whether something is under way."""
 
     @abstractmethod
-    def _take(self, event: PeerEvent) -> None:
-        """The channel tells of a link."""
+    def _meet(self, link: int, info: PeerInfo) -> None:
+        """A link is open. Raises PeerError where the peer's info is none that one can work with."""
+
+    @abstractmethod
+    def _hear(self, link: int, message: WireMessage) -> bool:
+        """Take what a peer that was met says, if it is for the backend. Raises PeerError for what it may not say."""
+
+    @abstractmethod
+    def _lost(self, link: int) -> None:
+        """A link is gone, which may not have been met."""
 
     @abstractmethod
     def _advance(self) -> None:
         """Go on with what is under way."""
+
+    def _take(self, event: PeerEvent) -> None:
+        """The channel tells of a link."""
+        if isinstance(event, Connected):
+            info = self._channel.info_of(event.link)
+            if info is not None and self._guarded(event.link, self._meet, event.link, info):
+                self._met.add(event.link)
+                self._events.append(event)
+        elif isinstance(event, Message):
+            if event.link in self._met:
+                self._guarded(event.link, self._told, event)
+        elif isinstance(event, Lost):
+            self._met.discard(event.link)
+            self._lost(event.link)
+            self._events.append(event)
+
+    def _told(self, event: Message) -> None:
+        if not self._hear(event.link, event.message):
+            self._events.append(event)
+
+    def _guarded(self, link: int, act: Callable[..., object], *arguments: object) -> bool:
+        """Whatever goes wrong with a link costs that link; whether all went well."""
+        try:
+            act(*arguments)
+        except (OSError, KVConnectorError) as error:
+            self.drop(link, str(error))
+            return False
+        except Exception:  # what a peer has found that nobody thought of
+            logger.exception("an error of this side, which costs a link")
+            self.counters.link_faults += 1
+            self.drop(link, "an error of this side")
+            return False
+        return True
 
     def _arrived(self, arrived: Arrived) -> None:
         self.counters.received_bytes += arrived.count * self._pool.bytes_of(arrived.regions)
@@ -148,9 +204,9 @@ class OneSided(OverChannel):
     def cancel(self, number: int) -> None:
         """See `PeerTransport.cancel`: what was handed on ends by itself."""
 
-    def _hear_written(self, link: int, body: Mapping[str, Any]) -> None:
+    def _hear_written(self, link: int, told: Filled) -> None:
         """The peer says what it has written. Raises PeerError where that was not granted."""
-        arrived = Arrived.decode(link, body, len(self._pool.regions))
+        arrived = told.arrived(link, len(self._pool.regions))
         granted = self._num_granted.get((link, arrived.grant))
         if granted is None:
             return  # revoked while this was on its way

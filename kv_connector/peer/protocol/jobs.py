@@ -2,7 +2,11 @@
 
 Threading model: one thread of its own, begun by `start`, drives the transport and both parts of the protocol by taking
 one `turn` after the other; the model-runner thread leaves words in a queue, wakes it, and never waits for it
-but in `close`. Who does not call `start` takes the turns itself.
+but in `close`. Who does not call `start` takes the turns itself. A turn reads the channel, takes in what the
+engine offers, then what peers have said, and only then pushes what is ready: who was told to stop begins nothing.
+
+What a peer says can cost it its link, and nobody anything else. Where the thread breaks all the same, every job fails,
+and `is_broken` says that none will ever succeed.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ class PeerJobs:
         self._open: set[int] = set()
         self._waiting: set[int] = set()  # receives that have not begun
         self._called_off: set[int] = set()  # and those of them that will not
+        self._open_links: set[int] = set()
         self._prepare_thread = prepare_thread
         self._is_closing = False
         self._is_broken = False
@@ -74,6 +79,11 @@ class PeerJobs:
         """Take turns on a thread of its own, until `close`."""
         self._thread = threading.Thread(target=self._run, name="kv-peer", daemon=True)
         self._thread.start()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing is handed over any more, ever."""
+        return self._is_broken
 
     @property
     def port(self) -> int:
@@ -117,12 +127,12 @@ class PeerJobs:
     def poll(self) -> list[EndedPeerJob]:
         """Jobs that have ended since the last call."""
         self._has_ended.clear()
-        ended = []
+        is_broken, ended = self._is_broken, []  # looked at first: nothing is reported behind it
         while self._ended:
             job = self._ended.popleft()
             self._open.discard(job.job_id)
             ended.append(job)
-        if self._is_broken:
+        if is_broken:
             ended += [EndedPeerJob(job_id, False) for job_id in sorted(self._open)]
             self._open.clear()
         return ended
@@ -143,16 +153,19 @@ class PeerJobs:
     def turn(self, timeout: float = _IDLE_SECONDS) -> None:
         """Do what was asked for and what peers have said, for up to `timeout` seconds where there is nothing to do. The
         thread calls, or the caller where there is none. Raises what the transport does; jobs have to be closed then."""
-        self._take_words()
-        for event in self._transport.poll(min(timeout, _MARKER_SECONDS) if self._gated else timeout):
+        events = self._transport.poll(min(timeout, _MARKER_SECONDS) if self._gated else timeout)
+        self._take_words()  # before what was heard: who asks may have been told of what is offered here
+        for event in events:
             self._take(event)
+        self._pass_markers()
         self._receives.give_up_overdue()
         self._offers.forget_overdue()
         self._report()
 
     def _say(self, behind: Marker | None, word: Callable[[], None]) -> None:
-        self._words.append((behind, word))
-        self._transport.wake()
+        if not self._is_broken:
+            self._words.append((behind, word))
+            self._transport.wake()
 
     # On the thread.
 
@@ -197,13 +210,16 @@ class PeerJobs:
             self._is_broken = True
 
     def _take_words(self) -> None:
-        waiting, self._gated = self._gated, []
+        """Nothing is pushed here: what is ready waits behind a marker, reached or not."""
         while self._words:
             behind, word = self._words.popleft()
             if behind is None:
                 word()
             else:
-                waiting.append((behind, word))
+                self._gated.append((behind, word))
+
+    def _pass_markers(self) -> None:
+        waiting, self._gated = self._gated, []
         for marker, word in waiting:
             # In order: what is behind a marker that is not reached waits, and so does all behind it.
             if self._gated or not marker.query():
@@ -213,24 +229,35 @@ class PeerJobs:
 
     def _take(self, event: PeerEvent) -> None:
         if isinstance(event, Connected):
+            self._open_links.add(event.link)
             self._offers.connected(event.link, event.num_blocks)
             self._receives.connected(event.link)
         elif isinstance(event, Lost):
+            self._open_links.discard(event.link)
             self._offers.lost(event.link)
             self._receives.lost(event.link)
         elif isinstance(event, Pushed):
             self._offers.pushed(event)
         elif isinstance(event, Arrived):
             self._receives.arrived(event)
-        else:
+        elif event.link in self._open_links:
             self._hear(event)
 
     def _hear(self, event: Message) -> None:
+        link, message = event.link, event.message
         try:
-            if not self._offers.hear(event.link, event.body) and not self._receives.hear(event.link, event.body):
-                raise PeerError(f"it said {event.body['t'][:40]!r}, which nobody knows")
+            if not self._offers.hear(link, message) and not self._receives.hear(link, message):
+                raise PeerError(f"it said {type(message).__name__}, which nobody expects")
         except PeerError as error:
-            self._transport.drop(event.link, str(error))
+            self._drop(link, str(error))
+        except Exception:  # what a peer has found that nobody thought of
+            logger.exception("an error of this side, which costs a link")
+            self._transport.counters.link_faults += 1
+            self._drop(link, "an error of this side")
+
+    def _drop(self, link: int, reason: str) -> None:
+        self._open_links.discard(link)  # what else it has said is nobody's
+        self._transport.drop(link, reason)
 
     def _report(self) -> None:
         for part in (self._offers, self._receives):

@@ -1,28 +1,29 @@
 """The producer's part of KV transfers: blocks that are offered, who wants them, and what has been pushed.
 
-    "want"  {transfer, engine, grant, first, stop, name, blocks}    positions [first, stop) of the prompt, and the
-                                                                    asker's blocks for them
-    "none"  {transfer, engine}                                      nothing of it is wanted
-    "stop"  {grant}                                                 answered by "stopped" {grant}
-    "refused" {grant, reason}                                       the answer to a want that will not be served
+    Want       positions of a prompt, and the asker's blocks for them
+    Nothing    nothing of it is wanted
+    Stop       answered by Stopped
+    Refused    the answer to a want that will not be served
 
-A want may come before anything is offered; then blocks are pushed as they are computed, some layers at a time. Who asks
-must name the last block: names are chained hashes, so that one stands for everything in front of it.
+A want may come before anything is offered; then blocks are pushed as they are computed, some layers at a time. Who
+asks, or wants nothing, must name the last block: names are chained hashes, so that one stands for everything in front
+of it, and who guesses the id of a KV transfer ends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from ...types import PeerJob
-from ..base import Ids, PeerError, PeerTransport, Push, Pushed, check_ids, check_int, check_text
+from ..base import Ids, PeerError, PeerTransport, Push, Pushed, check_ids
+from ..wire.messages import HASH_BYTES, Nothing, Refused, Stop, Stopped, Want, WireMessage
 
 MOST_EARLY_WANTS = 1024
+MOST_EARLY_BLOCKS = 1 << 20
+"""Of all early wants together: 8 MiB."""
 MOST_EARLY_NONES = 1024
-NAME_BYTES = 32
 
 
 @dataclass(slots=True)
@@ -31,13 +32,14 @@ class _Want:
     grant: int
     first: int
     stop: int
-    name: str
+    name: bytes
     block_ids: Ids
 
 
 @dataclass(slots=True)
 class _EarlyNone:
-    """Of a KV transfer that nobody has begun: this link wants nothing of it. Forgotten at the deadline."""
+    """Of a KV transfer that nobody has begun: this link wants nothing of it, if its last block has this name. Forgotten
+    at the deadline."""
 
     link: int
     deadline: float
@@ -101,7 +103,7 @@ class Offers:
         self._by_job: dict[int, _Offer] = {}
         self._by_push: dict[int, tuple[_Offer, _Sending, _Want]] = {}
         self._early: dict[str, _Want] = {}
-        self._early_nones: dict[str, _EarlyNone] = {}  # by KV transfer, the oldest first
+        self._early_nones: dict[tuple[str, bytes], _EarlyNone] = {}  # by KV transfer and name, the oldest first
         self._stops: list[_Stop] = []
         self._peers: dict[int, int] = {}  # by link: blocks of the peer's pool
         self._numbers = count(1)
@@ -113,7 +115,7 @@ class Offers:
         self.forget_overdue()
         offer = self._offers.get(job.transfer_id)
         if offer is None:
-            names = [job.names[i : i + NAME_BYTES] for i in range(0, len(job.names), NAME_BYTES)]
+            names = [job.names[i : i + HASH_BYTES] for i in range(0, len(job.names), HASH_BYTES)]
             if not names:  # its first part was withdrawn
                 self.ended.append((job.job_id, False))
                 return
@@ -121,7 +123,7 @@ class Offers:
             early = self._early.pop(job.transfer_id, None)
             if early is not None:
                 self._accept(offer, early)
-            offer.is_unwanted = self._early_nones.pop(job.transfer_id, None) is not None
+            offer.is_unwanted = self._early_nones.pop((job.transfer_id, names[-1]), None) is not None
         offer.sendings[job.job_id] = _Sending(job)
         self._by_job[job.job_id] = offer
         self._advance(offer)
@@ -167,15 +169,14 @@ class Offers:
         for offer in [o for o in self._offers.values() if o.want is not None and o.want.link == link]:
             self._unwanted(offer)
 
-    def hear(self, link: int, body: Mapping[str, Any]) -> bool:
+    def hear(self, link: int, message: WireMessage) -> bool:
         """Take a message if it is for producers; raises PeerError for one that a peer may not send."""
-        kind = body["t"]
-        if kind == "want":
-            self._hear_want(link, body)
-        elif kind == "none":
-            self._hear_none(link, check_text(body, "transfer"), check_text(body, "engine"))
-        elif kind == "stop":
-            self._hear_stop(link, check_int(body, "grant"))
+        if isinstance(message, Want):
+            self._hear_want(link, message)
+        elif isinstance(message, Nothing):
+            self._hear_nothing(link, message)
+        elif isinstance(message, Stop):
+            self._hear_stop(link, message.grant)
         else:
             return False
         return True
@@ -199,10 +200,10 @@ class Offers:
         """Forget what was not wanted of KV transfers that nobody has begun in time: their ids may come again."""
         now = self._clock()
         while self._early_nones:
-            transfer_id, none = next(iter(self._early_nones.items()))
+            key, none = next(iter(self._early_nones.items()))
             if none.deadline > now:
                 return
-            del self._early_nones[transfer_id]
+            del self._early_nones[key]
 
     @property
     def num_open(self) -> int:
@@ -216,14 +217,11 @@ class Offers:
         self._by_push.clear()
         self._offers.clear()
 
-    def _hear_want(self, link: int, body: Mapping[str, Any]) -> None:
-        first = check_int(body, "first")
-        stop = check_int(body, "stop", least=first + 1)
-        block_ids = check_ids(body.get("blocks"), self._peers[link])
-        if len(block_ids) != stop - first:
-            raise PeerError(f"it wants {stop - first} blocks and names {len(block_ids)}")
-        want = _Want(link, check_int(body, "grant"), first, stop, check_text(body, "name"), block_ids)
-        engine_id, transfer_id = check_text(body, "engine"), check_text(body, "transfer")
+    def _hear_want(self, link: int, message: Want) -> None:
+        block_ids = check_ids(message.blocks, self._peers[link])
+        want = _Want(link, message.grant, message.first, message.stop, message.name, block_ids)
+        engine_id, transfer_id = message.engine, message.transfer
+        num_early = sum(len(early.block_ids) for early in self._early.values())
         offer = self._offers.get(transfer_id)
         if engine_id not in ("", self._engine_id):
             self._refuse(want, "the engine has been started anew since")
@@ -232,29 +230,32 @@ class Offers:
             self._advance(offer)
         elif engine_id:
             self._refuse(want, "the blocks are not held any more")
-        elif len(self._early) >= MOST_EARLY_WANTS or transfer_id in self._early:
-            self._refuse(want, "too many KV transfers are asked for that nobody has begun, or this one twice")
-        elif transfer_id in self._early_nones:
+        elif len(self._early) >= MOST_EARLY_WANTS or num_early + len(block_ids) > MOST_EARLY_BLOCKS:
+            self._refuse(want, "too many blocks are asked for of KV transfers that nobody has begun")
+        elif transfer_id in self._early:
+            self._refuse(want, "the KV transfer is asked for twice, and nobody has begun it")
+        elif (transfer_id, want.name) in self._early_nones:
             self._refuse(want, "the blocks were not wanted before")
         else:
             self._early[transfer_id] = want
 
-    def _hear_none(self, link: int, transfer_id: str, engine_id: str) -> None:
-        offer = self._offers.get(transfer_id)
-        if engine_id not in ("", self._engine_id) or (offer is not None and offer.want is not None):
+    def _hear_nothing(self, link: int, message: Nothing) -> None:
+        offer, key = self._offers.get(message.transfer), (message.transfer, message.name)
+        if message.engine not in ("", self._engine_id):
             return
         if offer is not None:
-            self._unwanted(offer)
-        elif not engine_id and transfer_id not in self._early:
-            self._early_nones.pop(transfer_id, None)
+            if offer.want is None and offer.names[-1] == message.name:
+                self._unwanted(offer)
+        elif not message.engine and message.transfer not in self._early:
+            self._early_nones.pop(key, None)
             while len(self._early_nones) >= MOST_EARLY_NONES:
                 del self._early_nones[next(iter(self._early_nones))]
-            self._early_nones[transfer_id] = _EarlyNone(link, self._clock() + self._seconds)
+            self._early_nones[key] = _EarlyNone(link, self._clock() + self._seconds)
 
     def _accept(self, offer: _Offer, want: _Want) -> None:
         if offer.want is not None or offer.is_unwanted:
             self._refuse(want, "the blocks were asked for before")
-        elif want.stop > len(offer.names) or offer.names[want.stop - 1].hex() != want.name:
+        elif want.stop > len(offer.names) or offer.names[want.stop - 1] != want.name:
             self._refuse(want, "the prompts are not the same")
         else:
             offer.want = want
@@ -274,7 +275,7 @@ class Offers:
     def _tell_stopped(self) -> None:
         for stop in [stop for stop in self._stops if not stop.pushes]:
             self._stops.remove(stop)
-            self._say(stop.link, {"t": "stopped", "grant": stop.grant})
+            self._say(stop.link, Stopped(stop.grant))
 
     # How it goes on.
 
@@ -332,10 +333,10 @@ class Offers:
             del self._offers[offer.transfer_id]
 
     def _refuse(self, want: _Want, reason: str) -> None:
-        self._say(want.link, {"t": "refused", "grant": want.grant, "reason": reason})
+        self._say(want.link, Refused(want.grant, reason))
 
-    def _say(self, link: int, body: Mapping[str, Any]) -> None:
+    def _say(self, link: int, message: WireMessage) -> None:
         try:
-            self._transport.send(link, body)
+            self._transport.send(link, message)
         except PeerError as error:
             self._transport.drop(link, str(error))

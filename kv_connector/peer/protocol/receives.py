@@ -6,17 +6,17 @@ producer's own copies write into our pool it fails only once they cannot any mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...log_limiter import LogLimiter
 from ...types import PeerJob
-from ..base import Arrived, PeerError, PeerTransport, check_int, check_text
+from ..base import Arrived, PeerError, PeerTransport
+from ..wire.messages import Nothing, Refused, Stop, Stopped, Want, WireMessage
 
 
 class _Phase(Enum):
@@ -97,16 +97,15 @@ class Receives:
                 entry.phase = _Phase.STOPPING
                 entry.deadline = self._clock() + self._transport.quiet_seconds
 
-    def hear(self, link: int, body: Mapping[str, Any]) -> bool:
-        """Take a message if it is for consumers; raises PeerError for one that a peer may not send."""
-        if body["t"] not in ("refused", "stopped"):
+    def hear(self, link: int, message: WireMessage) -> bool:
+        """Take a message if it is for consumers."""
+        if not isinstance(message, (Refused, Stopped)):
             return False
-        entry = self._jobs.get(check_int(body, "grant"))
+        entry = self._jobs.get(message.grant)
         if entry is None or entry.link != link:
             return True  # it has ended meanwhile
-        if body["t"] == "refused":
-            reason = check_text(body, "reason")
-            self._log_limiter.fault(_shown(entry), f"refuses blocks, they will be computed here: {reason}")
+        if isinstance(message, Refused):
+            self._log_limiter.fault(_shown(entry), f"refuses blocks, they will be computed here: {message.reason}")
             self._stop(entry)
         elif entry.phase is _Phase.STOPPING:
             self._end(entry, ok=False)
@@ -154,24 +153,22 @@ class Receives:
 
     def _ask(self, entry: _Receiving) -> None:
         job = entry.job
-        body: dict[str, Any] = {"transfer": job.transfer_id, "engine": job.engine_id}
         if not job.num_blocks:
-            self._say(entry, {"t": "none", **body})
+            self._say(entry, Nothing(job.transfer_id, job.engine_id, job.names))
             self._end(entry, ok=True)
             return
         entry.phase = _Phase.ASKED
-        block_ids = job.device_ids.tolist()
+        block_ids = tuple(job.device_ids.tolist())
         self._transport.grant(entry.link, job.job_id, block_ids)
         stop = job.first + job.num_blocks
-        body |= {"grant": job.job_id, "first": job.first, "stop": stop, "name": job.names.hex(), "blocks": block_ids}
-        self._say(entry, {"t": "want", **body})
+        self._say(entry, Want(job.transfer_id, job.engine_id, job.job_id, job.first, stop, job.names, block_ids))
 
     def _stop(self, entry: _Receiving) -> None:
         if entry.phase is _Phase.STOPPING:
             return
         if entry.phase is _Phase.ASKED:
             self._transport.revoke(entry.link, entry.job.job_id)
-            self._say(entry, {"t": "stop", "grant": entry.job.job_id})
+            self._say(entry, Stop(entry.job.job_id))
         if entry.phase is _Phase.ASKED and self._transport.is_one_sided and entry.job.job_id in self._jobs:
             entry.phase = _Phase.STOPPING
             entry.deadline = self._clock() + self._stop_seconds
@@ -184,9 +181,9 @@ class Receives:
         self._transport.revoke(entry.link, entry.job.job_id)
         self.ended.append((entry.job.job_id, ok))
 
-    def _say(self, entry: _Receiving, body: Mapping[str, Any]) -> None:
+    def _say(self, entry: _Receiving, message: WireMessage) -> None:
         try:
-            self._transport.send(entry.link, body)
+            self._transport.send(entry.link, message)
         except PeerError as error:
             self._transport.drop(entry.link, str(error))
 

@@ -1,28 +1,45 @@
 """The side channel: authenticated links over TCP, driven by one thread's `poll`. Bytes of blocks go another way.
 
-What an unauthenticated connection can do: hold one of a bounded number of places for the time of a handshake. Garbage,
-a wrong secret, a message over the bound or a peer that stops reading cost its own link and nothing else.
+    connect -> (a name: looked up beside this thread, `resolver`) -> handshake -> open: every message is sealed -> lost
+
+What an unauthenticated connection can do: hold one of a bounded number of places for the time of a handshake; the
+oldest of those that came from outside makes room, never one that this side has begun. Garbage, a wrong secret, a
+message that was changed, one over the bound or a peer that stops reading cost their own link and nothing else, and so
+does an error of ours while a link is served.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ...errors import ConfigError
 from ...log_limiter import LogLimiter
 from ...values import shown
 from ..base import Connected, Lost, Message, PeerCounters, PeerError, PeerEvent
-from .handshake import Handshake, PeerInfo
+from .handshake import Handshake
+from .messages import WireMessage
+from .peer_info import PeerInfo
+from .resolver import Address, LookUp, Resolver
 from .sockets import Connection
 
 _MOST_UNAUTHENTICATED = 64
-"""Connections whose handshake is not over; the oldest goes when there are more."""
+"""Connections from outside whose handshake is not over; the oldest goes when there are more."""
+logger = logging.getLogger("kv_connector.peer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """A link to a host whose name is being looked up."""
+
+    host: str
+    deadline: float
 
 
 class SideChannel:
@@ -37,8 +54,10 @@ class SideChannel:
         seconds: float,
         counters: PeerCounters,
         clock: Callable[[], float] = time.monotonic,
+        look_up: LookUp = socket.getaddrinfo,
     ) -> None:
-        """Listens at once; port 0 takes any. Raises ConfigError where the address cannot be used."""
+        """Listens at once; port 0 takes any. `look_up` is what names are looked up with. Raises
+        ConfigError where the address cannot be used."""
         self._selector = selectors.DefaultSelector()
         self._secret = secret
         self._info = info
@@ -46,6 +65,8 @@ class SideChannel:
         self._counters = counters
         self._clock = clock
         self._links: dict[int, Connection] = {}
+        self._naming: dict[int, _Naming] = {}
+        self._resolver = Resolver(self.wake, look_up)
         self._peers: dict[int, PeerInfo] = {}
         self._next_link = 0
         self._events: list[PeerEvent] = []
@@ -71,48 +92,49 @@ class SideChannel:
 
     def connect(self, host: str, port: int) -> int:
         """See `PeerTransport.connect`."""
-        link = self._new_link()
+        link, shown = self._new_link(), f"{host}:{port}"
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(family, kind, protocol)
-        except (OSError, OverflowError, UnicodeError) as error:
-            self._never(link, f"{host}:{port}", f"cannot be reached: {error}")
-            return link
-        handshake = Handshake(self._secret, self._info, is_caller=True)
-        connection = Connection(link, sock, f"{host}:{port}", handshake, self._clock(), self._seconds)
-        try:
-            connection.tune(self._seconds)
-            connection.begin_connect(address)
-        except OSError as error:
-            sock.close()
-            self._never(link, connection.host, f"cannot be reached: {error}")
-            return link
-        self._add(connection)
-        for body in handshake.begin():
-            self._queue(connection, body)
+            address = self._resolver.address_of(host, port)
+            if address is None:
+                self._resolver.ask(link, host, port)
+                self._naming[link] = _Naming(shown, self._clock() + self._seconds)
+            else:
+                self._call(link, shown, address)
+        except PeerError as error:
+            self._never(link, shown, str(error))
         return link
 
-    def send(self, link: int, body: Mapping[str, Any]) -> None:
+    def send(self, link: int, message: WireMessage) -> None:
         """See `PeerTransport.send`."""
         connection = self._links.get(link)
         if connection is not None and connection.is_open:
-            self._queue(connection, body)
+            connection.say(message, self._clock())
+            self._selector.modify(connection.sock, connection.events(), connection)
+
+    def watch(self, sock: socket.socket, serve: Callable[[], None]) -> None:
+        """Call `serve` in each `poll` that finds something to read at a socket; raises nothing itself."""
+        self._selector.register(sock, selectors.EVENT_READ, serve)
 
     def drop(self, link: int, reason: str) -> None:
         """See `PeerTransport.drop`."""
         connection = self._links.get(link)
         if connection is not None:
             self._lose(connection, reason)
+        naming = self._naming.pop(link, None)
+        if naming is not None:
+            self._never(link, naming.host, reason)
 
     def poll(self, timeout: float) -> list[PeerEvent]:
         """Links opened, lost, and messages; waits up to `timeout` seconds for the first."""
         now = self._clock()
         limits = [connection.deadline - now for connection in self._links.values() if connection.deadline is not None]
+        limits += [naming.deadline - now for naming in self._naming.values()]
         for key, mask in self._selector.select(0 if self._events else max(0.0, min([timeout, *limits]))):
             if isinstance(key.data, Connection):
                 self._serve(key.data, mask)
             else:
                 key.data()
+        self._take_names()
         now = self._clock()
         for connection in list(self._links.values()):
             reason = connection.overdue(now)
@@ -132,6 +154,7 @@ class SideChannel:
         for connection in list(self._links.values()):
             connection.sock.close()
         self._links.clear()
+        self._naming.clear()
         self._listener.close()
         self._selector.close()
         with self._wake_lock:
@@ -150,18 +173,49 @@ class SideChannel:
         self._links[connection.link] = connection
         self._selector.register(connection.sock, connection.events(), connection)
 
-    def _queue(self, connection: Connection, body: Mapping[str, Any]) -> None:
-        connection.queue(body, self._clock())
-        self._selector.modify(connection.sock, connection.events(), connection)
+    def _call(self, link: int, shown: str, address: Address) -> None:
+        """Begin to reach a peer; raises PeerError where that fails at once."""
+        try:
+            sock = socket.socket(address.family, address.kind, address.protocol)
+        except OSError as error:
+            raise PeerError(f"cannot be reached: {error}") from None
+        handshake = Handshake(self._secret, self._info, is_caller=True)
+        connection = Connection(link, sock, shown, handshake, self._clock(), self._seconds)
+        try:
+            connection.tune(self._seconds)
+            connection.begin_connect(address.address)
+        except OSError as error:
+            sock.close()
+            raise PeerError(f"cannot be reached: {error}") from None
+        for payload in handshake.begin():
+            connection.queue(payload, self._clock())
+        self._add(connection)
+
+    def _take_names(self) -> None:
+        """Go on with names that were found, and give up those that take too long."""
+        for found in self._resolver.take():
+            naming = self._naming.pop(found.link, None)
+            if naming is None:
+                continue  # dropped meanwhile
+            try:
+                if found.address is None:
+                    raise PeerError(found.reason)
+                self._call(found.link, naming.host, found.address)
+            except PeerError as error:
+                self._never(found.link, naming.host, str(error))
+        now = self._clock()
+        for link, naming in [entry for entry in self._naming.items() if entry[1].deadline <= now]:
+            del self._naming[link]
+            self._never(link, naming.host, f"its name was not found within {self._seconds:g} s; give an address")
 
     def _accept(self) -> None:
         try:
             sock, address = self._listener.accept()
         except OSError:
             return  # it is gone already, or we are out of descriptors: the next one may do better
-        unauthenticated = [c for c in self._links.values() if not c.is_open]
-        if len(unauthenticated) >= _MOST_UNAUTHENTICATED:
-            self._lose(unauthenticated[0], f"{len(unauthenticated)} connections without a handshake")
+        strangers = [c for c in self._links.values() if not c.is_open and not c.handshake.is_caller]
+        if len(strangers) >= _MOST_UNAUTHENTICATED:
+            self._lose(strangers[0], f"{len(strangers)} connections without a handshake")
         handshake = Handshake(self._secret, self._info, is_caller=False)
         connection = Connection(self._new_link(), sock, str(address[0]), handshake, self._clock(), self._seconds)
         try:
@@ -180,30 +234,39 @@ class SideChannel:
         try:
             if mask & selectors.EVENT_WRITE:
                 connection.write(self._clock())
-            messages = connection.read() if mask & selectors.EVENT_READ else []
-            while messages:
-                if connection.is_open:
-                    self._events += [Message(connection.link, body) for body in messages]
-                    break
-                self._shake(connection, messages[0])
-                messages = connection.take()
+            if mask & selectors.EVENT_READ:
+                connection.read()
+                self._hear(connection)
             self._selector.modify(connection.sock, connection.events(), connection)
         except EOFError:
             self._lose(connection, "it closed the connection")
         except (PeerError, OSError) as error:
             self._lose(connection, str(error) or type(error).__name__)
+        except Exception:  # whatever it is that a peer has found: it costs this link
+            logger.exception("an error of this side, which costs the link to %s", connection.host)
+            self._counters.link_faults += 1
+            self._lose(connection, "an error of this side")
 
-    def _shake(self, connection: Connection, body: dict[str, Any]) -> None:
+    def _hear(self, connection: Connection) -> None:
+        while not connection.is_open:
+            payload = connection.take_shake()
+            if payload is None:
+                return
+            self._shake(connection, payload)
+        while (message := connection.take()) is not None:
+            self._events.append(Message(connection.link, message))
+
+    def _shake(self, connection: Connection, payload: bytes) -> None:
         handshake = connection.handshake
         try:
-            answers = handshake.take(body)
+            answers = handshake.take(payload)
         except PeerError:
             if handshake.refusal:
-                self._queue(connection, {"t": "refused", "reason": handshake.refusal})
+                connection.queue(handshake.refusal, self._clock())
                 connection.write(self._clock())
             raise
         for answer in answers:
-            self._queue(connection, answer)
+            connection.queue(answer, self._clock())
         if handshake.peer is not None:
             connection.opened()
             self._peers[connection.link] = handshake.peer

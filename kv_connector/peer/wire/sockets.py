@@ -1,16 +1,16 @@
-"""One non-blocking connection: frames in and out, with a bound on what waits to be sent and a limit on every wait."""
+"""One non-blocking connection: messages in and out, with a bound on what waits to be sent and a limit on every wait."""
 
 from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from ..base import PeerError
-from .frames import MAX_MESSAGE, FrameReader, encode
+from .frames import MAX_FRAME, FrameReader, frame
 from .handshake import Handshake
+from .messages import WireMessage, decode, encode
 
 MAX_UNSENT = 16 << 20
 _READ_BYTES = 256 << 10
@@ -54,16 +54,20 @@ class Connection:
     def opened(self) -> None:
         """The handshake is over."""
         self.is_open, self.deadline = True, None
-        self._reader.bound = MAX_MESSAGE
+        self._reader.bound = MAX_FRAME
 
-    def queue(self, body: Mapping[str, Any], now: float) -> None:
-        """A message to be sent. Raises PeerError over the bounds."""
-        frame = encode(body)
-        if len(self._unsent) + len(frame) > MAX_UNSENT:
+    def say(self, message: WireMessage, now: float) -> None:
+        """A message to be sent, once the handshake is over. Raises PeerError, and sends nothing, over the bounds."""
+        assert self.handshake.session is not None
+        if len(self._unsent) > MAX_UNSENT:
             raise PeerError(f"it does not read: {len(self._unsent)} bytes wait to be sent")
+        self.queue(self.handshake.session.seal(encode(message)), now)
+
+    def queue(self, payload: bytes, now: float) -> None:
+        """What is to be sent as it is; the handshake's."""
         if not self._unsent:
             self._stalled_since = now
-        self._unsent += frame
+        self._unsent += frame(payload)
 
     def events(self) -> int:
         """What to wait for."""
@@ -84,25 +88,25 @@ class Connection:
             del self._unsent[:sent]
             self._stalled_since = now if self._unsent else None
 
-    def read(self) -> list[dict[str, Any]]:
-        """Messages that are there. Raises PeerError for what is none, EOFError where the peer closed, or OSError."""
+    def read(self) -> None:
+        """Take in what is there. Raises EOFError where the peer closed, or OSError."""
         try:
             data = self.sock.recv(_READ_BYTES)
         except BlockingIOError:
-            return []
+            return
         if not data:
             raise EOFError
         self._reader.feed(data)
-        return self.take()
 
-    def take(self) -> list[dict[str, Any]]:
-        """Messages that have arrived: one at a time during the handshake, as its end changes what is taken."""
-        messages = []
-        while (body := self._reader.take()) is not None:
-            messages.append(body)
-            if not self.is_open:
-                break
-        return messages
+    def take_shake(self) -> bytes | None:
+        """The next that has arrived, as it is: the handshake's. Raises PeerError where it is too long."""
+        return self._reader.take()
+
+    def take(self) -> WireMessage | None:
+        """The next message that has arrived, once the handshake is over. Raises PeerError for what is none."""
+        assert self.handshake.session is not None
+        payload = self._reader.take()
+        return None if payload is None else decode(self.handshake.session.open(payload))
 
     def overdue(self, now: float) -> str | None:
         """Why the connection should be given up now, if it should."""

@@ -85,7 +85,10 @@ class PeerCompanion(Companion):
         return replace(plan, peer=(*sends, *receives), withdrawn=withdrawn, cancelled_peer=cancelled)
 
     def reported(self, report: StepReport) -> None:
-        """Where a rank listens, and what its links have counted since its start."""
+        """Where a rank listens, and what its links have counted since its start. Where they are broken, nothing is
+        offered or promised any more."""
+        if report.peers_are_broken:
+            self._outgoing.is_stopped = self._incoming.is_stopped = True
         if report.peer_port:
             self._ports[report.rank] = report.peer_port
         if report.peer_counters:

@@ -49,6 +49,8 @@ class Incoming:
     """`roots` name what the engine's own hashes leave out; `owner` opens the jobs."""
 
     def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, owner: JobOwner) -> None:
+        self.is_stopped = False
+        """Whether nothing can be received any more, and nothing is promised."""
         self._config = config
         self._shared = shared
         self._roots = roots
@@ -67,12 +69,17 @@ class Incoming:
     def num_blocks(self, request: Request) -> int:
         """Leading blocks of the request that another engine has, as far as is known; 0 where nobody is to be asked."""
         source = self._source_of(request)
-        if source is None or source.is_asked:
+        if source is None or source.is_asked or self.is_stopped:
             return 0
+        return self._num_whole_blocks(request)
+
+    def _num_whole_blocks(self, request: Request) -> int:
+        """Blocks of the prompt that another engine can have."""
         return (request.num_tokens - 1) // self._shared.block_size
 
-    def _has_whole_block(self, request: Request) -> bool:
-        return request.num_tokens > self._shared.block_size
+    def _name(self, request: Request, num_blocks: int) -> bytes:
+        """The name of the last of so many blocks."""
+        return adopt_hash(self._roots.of(request), request.block_hashes[num_blocks - 1])
 
     def admitted(self, admission: Admission) -> None:
         """Where nothing is to come, the other engine is told so: it need not hold what it has. Of a prompt without a
@@ -83,13 +90,13 @@ class Incoming:
             return
         source.is_asked = True
         self._sources[request.request_id] = source
-        if not self._has_whole_block(request):
+        num_blocks = self._num_whole_blocks(request)
+        if not num_blocks:
             return
         device_ids = list(admission.brought_ids)
         self._shared.pool.touch(device_ids)
-        first, name = admission.first + admission.num_loaded, b""
-        if device_ids:
-            name = adopt_hash(self._roots.of(request), request.block_hashes[first + len(device_ids) - 1])
+        first = admission.first + admission.num_loaded
+        name = self._name(request, first + len(device_ids) if device_ids else num_blocks)
         self._asking.append(_Asking(source, request.request_id, admission.number, first, device_ids, name))
 
     def lost_blocks(self, request_id: str) -> None:
@@ -108,8 +115,9 @@ class Incoming:
         self.lost_blocks(request.request_id)
         source = self._source_of(request)
         self._sources.pop(request.request_id, None)
-        if source is not None and not source.is_asked and self._has_whole_block(request):
-            self._asking.append(_Asking(source, None, 0, 0, [], b""))
+        num_blocks = self._num_whole_blocks(request)
+        if source is not None and not source.is_asked and num_blocks:
+            self._asking.append(_Asking(source, None, 0, 0, [], self._name(request, num_blocks)))
 
     def plan(self) -> tuple[tuple[PeerJob, ...], tuple[int, ...]]:
         """Jobs that begin in this step, and jobs that are called off."""

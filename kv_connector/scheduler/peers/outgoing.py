@@ -39,6 +39,8 @@ class Outgoing:
     """`engine_id` names this start of the engine, `roots` what its own hashes leave out; `owner` opens the jobs."""
 
     def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, engine_id: str, owner: JobOwner) -> None:
+        self.is_stopped = False
+        """Whether nothing can be sent any more, and nothing is offered."""
         self._config = config
         self._shared = shared
         self._roots = roots
@@ -60,7 +62,12 @@ class Outgoing:
         """A request has its device blocks, for the first time or again: what another engine is to continue is offered
         from now on."""
         params = params_of(request)
-        if not self._config.produces or not params.get("do_remote_decode") or request.request_id in self._sending:
+        if (
+            self.is_stopped
+            or not self._config.produces
+            or not params.get("do_remote_decode")
+            or request.request_id in self._sending
+        ):
             return
         transfer_id = text(params, "transfer_id") or request.request_id[:MOST_TEXT]
         num_blocks = (request.num_tokens - 1) // self._shared.block_size

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -19,6 +20,7 @@ from kv_connector.peer.base import Arrived, Connected, Lost, Message, PeerTransp
 from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.peer.protocol.offers import MOST_EARLY_NONES, Offers
 from kv_connector.peer.protocol.receives import Receives
+from kv_connector.peer.wire.messages import Hello, Stop, Want
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
 from tests.peer.peers import PIECES, Pool, info_of
@@ -131,8 +133,9 @@ class TransferMachine(RuleBasedStateMachine):
             self.asked[job.job_id] = transfer, first, blocks
         self.receives.receive(job)
 
-    def want_nothing(self, transfer: str) -> None:
-        self.receives.receive(self.job(PeerAction.RECEIVE, transfer, 0, []))
+    def want_nothing(self, transfer: str, num_blocks: int = 2) -> None:
+        name = hashlib.sha256(f"{transfer} {num_blocks - 1}".encode()).digest()
+        self.receives.receive(self.job(PeerAction.RECEIVE, transfer, 0, [], names=name))
 
     @rule(which=st.integers(0, 50))
     def compute_wrongly(self, which: int) -> None:
@@ -205,7 +208,7 @@ class TransferMachine(RuleBasedStateMachine):
         elif isinstance(event, Lost):
             part.lost(event.link)
         elif isinstance(event, Message):
-            assert part.hear(event.link, event.body), f"{event.body} is for nobody"
+            assert part.hear(event.link, event.message), f"{event.message} is for nobody"
         elif isinstance(event, Pushed):
             self.offers.pushed(event)
         elif isinstance(event, Arrived):
@@ -307,3 +310,109 @@ def test_the_thread_opts_out_of_captures_before_it_calls_anything() -> None:
     jobs.close()
     assert called[0] == ("prepare", "kv-peer")
     assert called.count(called[0]) == 1
+
+
+class Here:
+    """A marker that is reached."""
+
+    def query(self) -> bool:
+        return True
+
+
+class Served:
+    """A producer with a prompt of two blocks that is not computed yet, and a consumer that has asked for it."""
+
+    def __init__(self) -> None:
+        net = LoopbackNet()
+        self.transport = LoopbackTransport(net, Pool(seed=1).pool, info_of(Pool(), ENGINE))
+        self.consumer = LoopbackTransport(net, Pool(seed=2).pool, info_of(Pool(), "consumer"))
+        self.jobs = PeerJobs(self.transport, ENGINE, len(PIECES), 0, DEADLINE, 1.0)
+        self.link = self.consumer.connect("here", self.transport.port)
+        self.consumer.grant(self.link, 7, [0, 1])
+        self.jobs.begin(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2, 3]), names=bytes(64)), Here())
+        self.jobs.turn(0.0)
+        self.consumer.send(self.link, Want("t", "", 7, 0, 2, bytes(32), (0, 1)))
+        self.jobs.turn(0.0)
+
+
+def test_what_peers_have_said_is_heard_before_anything_is_pushed() -> None:
+    """The blocks are ready when the consumer's word to stop has come and nobody has read it yet."""
+    served = Served()
+    served.consumer.send(served.link, Stop(7))
+    served.jobs.ready([1], len(PIECES), Here())
+    for _ in range(3):
+        served.jobs.turn(0.0)
+    assert served.transport.counters.sent_bytes == 0
+    assert [(job.job_id, job.ok) for job in served.jobs.poll()] == [(1, True)]
+
+
+def test_what_the_engine_offers_is_known_when_it_is_asked_for() -> None:
+    """The peer thread was busy: the offer waits to be taken in, and so does the want of who was told of it."""
+    served = Served()
+    served.jobs.begin(PeerJob(2, PeerAction.SEND, "u", 0, np.array([4, 5]), names=bytes(64)), Here())
+    served.consumer.grant(served.link, 8, [2, 3])
+    served.consumer.send(served.link, Want("u", ENGINE, 8, 0, 2, bytes(32), (2, 3)))
+    served.jobs.ready([2], len(PIECES), Here())
+    for _ in range(3):
+        served.jobs.turn(0.0)
+    assert served.transport.counters.sent_bytes == 2 * sum(PIECES)
+    assert not [event for event in served.consumer.poll(0.0) if isinstance(event, Message)], "refused"
+
+
+def test_a_peer_that_says_what_nobody_expects_loses_its_link_and_what_it_said_behind_that() -> None:
+    served = Served()
+    served.consumer.send(served.link, Hello(1, bytes(32)))
+    served.consumer.send(served.link, Stop(7))
+    served.jobs.turn(0.0)
+    said = [event.message for event in served.consumer.poll(0.0) if isinstance(event, Message)]
+    assert said == [] and not served.consumer.ends
+    served.jobs.turn(0.0)
+    assert not served.jobs.is_broken
+
+
+def test_what_is_said_over_a_link_that_was_not_met_is_nobodys() -> None:
+    """A transport that refuses a peer may have heard more of it by then."""
+    served = Served()
+    with served.transport._net.changed:
+        for message in (Want("t", "", 8, 0, 2, bytes(32), (0, 1)), Stop(8)):
+            served.transport._tell(Message(99, message))
+    served.jobs.turn(0.0)
+    assert served.consumer.ends, "the good one is served on"
+
+
+def test_an_error_of_ours_costs_the_link_that_met_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served()
+
+    def break_down(link: int, message: object) -> bool:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(served.jobs._offers, "hear", break_down)
+    served.consumer.send(served.link, Stop(7))
+    served.jobs.turn(0.0)
+    assert not served.consumer.ends
+    assert served.transport.counters.link_faults == 1
+
+
+def test_a_thread_that_breaks_fails_its_jobs_once_and_says_so() -> None:
+    class Breaking(LoopbackTransport):
+        def poll(self, timeout: float) -> Any:
+            if self.is_to_break.is_set():
+                raise ZeroDivisionError
+            return super().poll(timeout)
+
+        is_to_break = threading.Event()
+
+    transport = Breaking(LoopbackNet(), Pool().pool, info_of(Pool(), ENGINE))
+    jobs = PeerJobs(transport, ENGINE, len(PIECES), 0, DEADLINE, 1.0)
+    jobs.start()
+    jobs.begin(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2, 3]), names=bytes(64)), Here())
+    assert not jobs.is_broken
+    transport.is_to_break.set()
+    transport.wake()
+    assert jobs._thread is not None
+    jobs._thread.join()
+    assert jobs.is_broken
+    assert [(job.job_id, job.ok) for job in jobs.poll()] == [(1, False)]
+    jobs.begin(PeerJob(2, PeerAction.SEND, "u", 0, np.array([2, 3]), names=bytes(64)), Here())
+    assert [(job.job_id, job.ok) for job in jobs.poll()] == [(2, False)]
+    jobs.close()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kv_connector.peer.base import Connected, Message, Pushed
-from kv_connector.peer.protocol.offers import Offers
+from kv_connector.peer.protocol.offers import MOST_EARLY_BLOCKS, Offers
+from kv_connector.peer.wire.messages import Nothing, Refused, Stop, Stopped, Want
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
 from tests.peer.peers import Pool, info_of
@@ -39,17 +40,20 @@ class Producer:
 
     def hear_want(self, number: int, engine_id: str) -> None:
         """A consumer asks for the prompt, at this start of the engine or whichever it is."""
-        body = {"t": "want", "transfer": "t", "engine": engine_id, "grant": 7, "first": 0, "stop": 2}
-        self.offers.hear(self.links[number], body | {"name": NAMES[-1].hex(), "blocks": [0, 1]})
+        self.offers.hear(self.links[number], Want("t", engine_id, 7, 0, 2, NAMES[-1], (0, 1)))
+
+    def hear_nothing(self, number: int, engine_id: str, name: bytes = NAMES[-1]) -> None:
+        """A consumer wants nothing of a prompt whose last block has this name."""
+        self.offers.hear(self.links[number], Nothing("t", engine_id, name))
 
     def compute(self, job_id: int = 1) -> None:
         """The prompt is offered, and computed."""
         self.offers.offer(PeerJob(job_id, PeerAction.SEND, "t", 0, np.array([2, 3]), names=b"".join(NAMES)))
         self.offers.ready(job_id, 1)
 
-    def said_to(self, number: int) -> list[dict[str, Any]]:
+    def said_to(self, number: int) -> list[Any]:
         """What a consumer has been told."""
-        return [event.body for event in self.consumers[number].poll(0.0) if isinstance(event, Message)]
+        return [event.message for event in self.consumers[number].poll(0.0) if isinstance(event, Message)]
 
 
 def test_a_prompt_that_was_asked_for_twice_goes_to_the_first() -> None:
@@ -59,7 +63,7 @@ def test_a_prompt_that_was_asked_for_twice_goes_to_the_first() -> None:
     for number in range(2):
         producer.hear_want(number, "producer")
     assert producer.said_to(0) == []
-    assert [(body["t"], body["grant"]) for body in producer.said_to(1)] == [("refused", 7)]
+    assert producer.said_to(1) == [Refused(7, "the blocks were asked for before")]
     producer.offers.ready(1, 1)
     producer.transport.poll(0.0)
     received = [consumer.counters.received_bytes for consumer in producer.consumers]
@@ -92,7 +96,7 @@ def test_what_ends_of_an_earlier_offer_leaves_the_next_one_of_its_name() -> None
     producer = Producer()
     producer.hear_want(0, "")
     producer.compute()
-    producer.offers.hear(producer.links[0], {"t": "stop", "grant": 7})
+    producer.offers.hear(producer.links[0], Stop(7))
     producer.offers.withdraw("t")
     assert producer.offers.ended == [], "a push is under way"
     producer.compute(job_id=2)
@@ -100,7 +104,7 @@ def test_what_ends_of_an_earlier_offer_leaves_the_next_one_of_its_name() -> None
         if isinstance(event, Pushed):
             producer.offers.pushed(event)
     assert producer.offers.ended == [(1, True)]
-    assert [body["t"] for body in producer.said_to(0)] == ["stopped"]
+    assert producer.said_to(0) == [Stopped(7)]
     producer.hear_want(1, "producer")
     producer.transport.poll(0.0)
     assert producer.said_to(1) == []
@@ -115,9 +119,48 @@ def test_who_asks_early_is_answered_whoever_else_wants_nothing(first: str) -> No
         if said == "want":
             producer.hear_want(1, "")
         else:
-            producer.offers.hear(producer.links[0], {"t": "none", "transfer": "t", "engine": ""})
+            producer.hear_nothing(0, "")
     producer.compute()
     producer.transport.poll(0.0)
-    refused = [body["t"] for body in producer.said_to(1)]
-    assert (producer.consumers[1].counters.received_bytes > 0, refused) in ((True, []), (False, ["refused"]))
+    refused = [type(message) for message in producer.said_to(1)]
+    assert (producer.consumers[1].counters.received_bytes > 0, refused) in ((True, []), (False, [Refused]))
     assert (first == "want") == (not refused), "who comes first has its way"
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_who_does_not_know_a_prompt_cannot_say_that_nobody_wants_it(offered: bool) -> None:
+    """A third engine guesses the id of a KV transfer, before or after the prompt is offered."""
+    producer = Producer()
+    if offered:
+        producer.compute()
+    producer.hear_nothing(0, "", name=hashlib.sha256(b"another prompt").digest())
+    if not offered:
+        producer.compute()
+    assert producer.offers.ended == []
+    producer.hear_want(1, "producer")
+    producer.transport.poll(0.0)
+    assert producer.consumers[1].counters.received_bytes > 0
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_prompt_that_its_consumer_does_not_want_is_let_go(offered: bool) -> None:
+    producer = Producer()
+    if not offered:
+        producer.hear_nothing(0, "")
+        producer.hear_nothing(1, "", name=bytes(32))  # of no effect on what the first has said
+    producer.compute()
+    if offered:
+        producer.hear_nothing(0, "producer")
+    assert producer.offers.ended == [(1, True)]
+
+
+def test_what_is_wanted_early_takes_a_bounded_memory() -> None:
+    """Whoever asks for more is told at once, and computes."""
+    producer = Producer()
+    link, count = producer.links[0], 1 << 16
+    producer.offers.connected(link, 1 << 20)
+    for number in range(MOST_EARLY_BLOCKS // count + 5):
+        want = Want(f"never begun {number}", "", number, 0, count, bytes(32), tuple(range(count)))
+        producer.offers.hear(link, want)
+    assert [type(message) for message in producer.said_to(0)] == [Refused] * 5
+    assert sum(want.block_ids.nbytes for want in producer.offers._early.values()) == 8 * MOST_EARLY_BLOCKS

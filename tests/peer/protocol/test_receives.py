@@ -9,6 +9,7 @@ import pytest
 
 from kv_connector.peer.base import Arrived
 from kv_connector.peer.protocol.receives import Receives
+from kv_connector.peer.wire.messages import Stopped
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
 from tests.peer.peers import Pool, info_of
@@ -70,7 +71,7 @@ def test_what_was_told_to_stop_has_not_ended_though_all_of_it_came() -> None:
     consumer.receives.cancel(JOB)
     consumer.arrived()
     assert consumer.receives.ended == []
-    consumer.receives.hear(consumer.link, {"t": "stopped", "grant": JOB})
+    consumer.receives.hear(consumer.link, Stopped(JOB))
     assert consumer.receives.ended == [(JOB, False)]
 
 

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,25 @@ from kv_connector.peer.base import VERSION, PeerError
 from kv_connector.peer.carriers.nixl_agent import encode_metadata, start_agent
 from kv_connector.peer.carriers.staged import ring
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
-from kv_connector.peer.wire.frames import MAX_HELLO, MAX_MESSAGE, FrameReader, encode
-from kv_connector.peer.wire.handshake import Handshake, PeerInfo
+from kv_connector.peer.wire.frames import MAX_FRAME, MAX_HELLO, FrameReader, frame
+from kv_connector.peer.wire.handshake import Handshake
+from kv_connector.peer.wire.messages import (
+    Challenge,
+    Denied,
+    Hello,
+    Introduction,
+    RingMapped,
+    RingOffered,
+    SlotFilled,
+    SlotFreed,
+    Stop,
+    Want,
+    WireMessage,
+    decode,
+    encode,
+)
+from kv_connector.peer.wire.peer_info import PeerInfo
+from kv_connector.peer.wire.session import Session
 from tests.peer.peers import (
     SECONDS,
     SECRET,
@@ -31,6 +49,7 @@ from tests.peer.peers import (
     Backend,
     Connected,
     Lost,
+    Message,
     Pool,
     Pushed,
     Side,
@@ -39,6 +58,9 @@ from tests.peer.peers import (
     push_all,
     until,
 )
+
+LONG = Want("t", "", 1, 0, 100_000, bytes(32), tuple(range(10**8, 10**8 + 100_000)))
+"""Close to the bound."""
 
 
 class Raw:
@@ -49,15 +71,28 @@ class Raw:
         self.sock = socket.create_connection(("127.0.0.1", side.transport.port), timeout=SECONDS)
         self.sock.settimeout(0.01)
         self.reader = FrameReader()
-        self.reader.bound = MAX_MESSAGE
+        self.reader.bound = MAX_FRAME
+        self.session: Session | None = None
 
-    def say(self, body: dict[str, Any]) -> None:
-        self.sock.sendall(encode(body))
+    def say(self, message: WireMessage) -> None:
+        """As a peer does: sealed, once there is a session."""
+        self.say_bytes(encode(message))
 
-    def hear(self) -> dict[str, Any] | None:
+    def say_bytes(self, payload: bytes) -> None:
+        """Sealed, whatever it is."""
+        self.sock.sendall(frame(payload if self.session is None else self.session.seal(payload)))
+
+    def hear(self) -> WireMessage | None:
         """The next message; None where the connection is closed."""
+        payload = self.hear_bytes()
+        if payload is None:
+            return None
+        return decode(payload if self.session is None else self.session.open(payload))
+
+    def hear_bytes(self) -> bytes | None:
+        """The next message as it comes; None where the connection is closed."""
         end = time.monotonic() + SECONDS
-        while (body := self.reader.take()) is None:
+        while (payload := self.reader.take()) is None:
             assert time.monotonic() < end
             self.side.poll()
             try:
@@ -69,21 +104,19 @@ class Raw:
             if not data:
                 return None
             self.reader.feed(data)
-        return body
+        return payload
 
-    def shake_hands(self, info: PeerInfo, secret: bytes = SECRET) -> dict[str, Any] | None:
+    def shake_hands(self, info: PeerInfo, secret: bytes = SECRET) -> WireMessage | None:
         """As a caller does; the last answer."""
         handshake = Handshake(secret, info, is_caller=True)
-        messages = handshake.begin()
-        answer = None
-        while messages:
-            for body in messages:
-                self.say(body)
-            answer = self.hear()
-            if answer is None or answer["t"] == "refused":
-                return answer
-            messages = handshake.take(answer)
-        return answer
+        for payload in handshake.begin():
+            self.sock.sendall(frame(payload))
+        challenge = self.hear_bytes()
+        assert challenge is not None
+        for payload in handshake.take(challenge):
+            self.sock.sendall(frame(payload))
+        self.session = handshake.session
+        return self.hear()
 
 
 @pytest.fixture
@@ -114,6 +147,7 @@ def pairs_still_work(listener: Side, backend: str) -> Iterator[None]:
     push_all(good, link, [3], [0], grant=77)
     until(lambda: bool([event for event in listener.of(Arrived) if event.grant == 77]), good, listener)
     assert not good.of(Lost)
+    assert listener.transport.counters.link_faults == 0, "it has met an error that nobody thought of"
     good.transport.close()
 
 
@@ -123,15 +157,19 @@ def pairs_still_work(listener: Side, backend: str) -> Iterator[None]:
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "over the bound"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(600), "over the bound"),
         (struct.pack(">I", MAX_HELLO + 1), "over the bound"),
-        (struct.pack(">I", 4) + b"\xff\xfe\xfd\xfc", "not JSON"),
-        (struct.pack(">I", 2) + b"[]", "not an object"),
-        (struct.pack(">I", 8) + b'{"t": 1}', "not an object"),
-        (encode({"t": "want", "grant": 1}), "'hello' was expected"),
-        (encode({"t": "hello", "version": VERSION + 1, "nonce": "00" * 32}), "version is"),
-        (encode({"t": "hello", "version": VERSION, "nonce": "00"}), "nonce"),
-        (encode({"t": "hello", "version": VERSION, "nonce": "zz" * 32}), "nonce"),
-        (encode({"t": "hello", "version": VERSION}), "nonce"),
-        (struct.pack(">I", 200_000) + b"[" * 200_000, "not JSON"),
+        (frame(b"\xff\xfe\xfd\xfc"), "not JSON"),
+        (frame(b"[]"), "not an object"),
+        (frame(b'{"t": 1}'), "not an object"),
+        (frame(b'{"t":"hello\\ud800"}'), "not an object"),
+        (frame(encode(Stop(1))), "a hello was expected"),
+        (frame(encode(Denied("reasons\nof a stranger"))), "a hello was expected"),
+        (frame(encode(Hello(VERSION + 1, bytes(32)))), "version is"),
+        (frame(b'{"t":"hello","version":%d,"nonce":"00"}' % VERSION), "nonce"),
+        (frame(b'{"t":"hello","version":%d,"nonce":"%s"}' % (VERSION, b"zz" * 32)), "nonce"),
+        (frame(b'{"t":"hello","version":%d}' % VERSION), "nonce"),
+        (frame(b'{"t":"hello","version":%d,"nonce":"%s","x":0}' % (VERSION, b"00" * 32)), "fields"),
+        (frame(b"[" * 200_000), "not JSON"),
+        (frame(b'{"t":"proof","proof":"\\ud800"}'), "not an object"),
     ],
 )
 def test_garbage_is_refused_and_told_nothing(
@@ -149,11 +187,11 @@ def test_garbage_is_refused_and_told_nothing(
 
 def test_a_wrong_secret_learns_nothing(listener: Side) -> None:
     raw = Raw(listener)
-    handshake = Handshake(SECRET, info_of(Pool()), is_caller=True)
-    raw.say(handshake.begin()[0])
+    raw.say(Hello(VERSION, bytes(32)))
     challenge = raw.hear()
-    assert challenge is not None and sorted(challenge) == ["nonce", "proof", "t", "version"]
-    raw.say({"t": "proof", "proof": "00" * 32, "info": info_of(Pool()).encode()})
+    assert isinstance(challenge, Challenge)
+    raw.session = Session(b"something else altogether", bytes(32), challenge.nonce, is_caller=True)
+    raw.say(Introduction(info_of(Pool())))
     assert raw.hear() is None
     until(lambda: bool(listener.of(Lost)), listener)
     assert "secret" in listener.of(Lost)[0].reason
@@ -172,72 +210,158 @@ def test_a_proof_cannot_be_used_again(listener: Side) -> None:
     """What one caller said is of no use to who heard it."""
     first = Handshake(SECRET, info_of(Pool()), is_caller=True)
     raw = Raw(listener)
-    hello = first.begin()[0]
-    raw.say(hello)
-    challenge = raw.hear()
+    (hello,) = first.begin()
+    raw.sock.sendall(frame(hello))
+    challenge = raw.hear_bytes()
     assert challenge is not None
-    proof = first.take(challenge)[0]
+    (introduction,) = first.take(challenge)
     again = Raw(listener)
-    again.say(hello)
-    assert again.hear() is not None
-    again.say(proof)
-    assert again.hear() is None
+    again.sock.sendall(frame(hello))
+    assert again.hear_bytes() is not None
+    again.sock.sendall(frame(introduction))
+    assert again.hear_bytes() is None
     for sock in (raw.sock, again.sock):
         sock.close()
 
 
-def test_a_listener_does_not_take_its_own_proof_for_the_callers(listener: Side) -> None:
-    """A stranger sends back what it was sent: each side proves that it knows the secret under its own name."""
+def test_a_listener_does_not_take_what_it_said_for_the_callers(listener: Side) -> None:
+    """Somebody between the two sends back what the listener has sealed."""
     raw = Raw(listener)
-    for body in Handshake(b"", info_of(Pool()), is_caller=True).begin():
-        raw.say(body)
+    assert isinstance(raw.shake_hands(info_of(Pool())), Introduction)
+    link = listener.of(Connected)[-1].link
+    raw.say(Stop(1))  # so that both directions have said as much
+    until(lambda: bool(listener.of(Message)), listener)
+    for number in range(2):
+        listener.transport.send(link, Stop(number))
+    sealed = [raw.hear_bytes() for _ in range(2)]
+    assert sealed[1] is not None
+    raw.sock.sendall(frame(sealed[1]))
+    assert raw.hear_bytes() is None, "it has talked with itself"
+    assert len(listener.of(Message)) == 1
+    raw.sock.close()
+
+
+def test_a_listener_does_not_take_its_own_proof_for_the_callers(listener: Side) -> None:
+    raw = Raw(listener)
+    raw.say(Hello(VERSION, bytes(32)))
     challenge = raw.hear()
-    assert challenge is not None
-    raw.say({"t": "proof", "proof": challenge["proof"], "info": info_of(Pool()).encode()})
+    assert isinstance(challenge, Challenge)
+    raw.say(challenge)
     assert raw.hear() is None, "a stranger has got in"
     assert "secret" in listener.of(Lost)[0].reason
     raw.sock.close()
 
 
-def test_a_caller_does_not_take_its_own_proof_for_the_listeners() -> None:
-    """Nor does a caller, whoever it has called: here somebody who calls it in turn, with the same nonce."""
-    caller = Handshake(SECRET, info_of(Pool()), is_caller=True)
-    honest = Handshake(SECRET, info_of(Pool()), is_caller=False)
-    (challenge,) = honest.take(caller.begin()[0])
-    (proof,) = Handshake.take(caller, challenge)
-    again = Handshake(SECRET, info_of(Pool()), is_caller=True)
-    again._nonce = caller._nonce
-    with pytest.raises(PeerError, match="secret"):
-        again.take(challenge | {"proof": proof["proof"]})
+@pytest.mark.parametrize("changes", ["a byte", "lost", "twice", "swapped", "added", "cut short"])
+def test_what_was_changed_on_its_way_costs_the_link(listener: Side, changes: str) -> None:
+    """Nothing of it is heard, nor anything behind it."""
+    raw = Raw(listener)
+    assert isinstance(raw.shake_hands(info_of(Pool())), Introduction)
+    assert raw.session is not None
+    said = [raw.session.seal(encode(Stop(number))) for number in range(3)]
+    heard = 1
+    if changes == "a byte":
+        said[1] = said[1][:8] + bytes([said[1][8] ^ 1]) + said[1][9:]
+    elif changes == "lost":
+        del said[1]
+    elif changes == "twice":
+        said.insert(1, said[0])
+    elif changes == "swapped":
+        said[1:] = said[:0:-1]
+    elif changes == "added":
+        said.insert(1, encode(Stop(9)) + bytes(16))
+    else:
+        said[1] = said[1][:10]
+    for payload in said:
+        raw.sock.sendall(frame(payload))
+    assert raw.hear() is None
+    assert [event.message for event in listener.of(Message)] == [Stop(number) for number in range(heard)]
+    assert "changed, lost or added" in listener.of(Lost)[-1].reason
+    raw.sock.close()
+
+
+def test_an_introduction_that_was_changed_on_its_way_is_refused(listener: Side) -> None:
+    """A relay that makes a pool larger than it is would have blocks written behind it."""
+    handshake = Handshake(SECRET, info_of(Pool()), is_caller=True)
+    raw = Raw(listener)
+    raw.sock.sendall(frame(handshake.begin()[0]))
+    challenge = raw.hear_bytes()
+    assert challenge is not None
+    (introduction,) = handshake.take(challenge)
+    changed = introduction.replace(b'"num_blocks":40', b'"num_blocks":99')
+    assert changed != introduction
+    raw.sock.sendall(frame(changed))
+    assert raw.hear_bytes() is None
+    assert len(listener.of(Connected)) == 1, "only the good peer"
+    raw.sock.close()
 
 
 def test_a_known_peer_of_another_model_is_told_why(listener: Side) -> None:
     raw = Raw(listener)
-    answer = raw.shake_hands(info_of(Pool(), model="another"))
-    assert answer == {"t": "refused", "reason": "model is 'another' here and 'model' there"}
+    assert raw.shake_hands(info_of(Pool(), model="another")) == Denied("model is 'another' here and 'model' there")
+    raw.sock.close()
+
+
+@pytest.mark.parametrize("answers", ["a denial", "half a character", "noise"])
+def test_what_a_stranger_answers_is_shown_to_nobody(answers: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever sends requests names hosts, and an engine calls there."""
+    side = Side(Backend("shared_memory").open(Pool()))
+    said = {
+        "a denial": frame(encode(Denied("all is well\n2026-11-22 weights verified\x1b[2J"))),
+        "half a character": frame(b'{"t":"challenge","version":2,"nonce":"%s","proof":"\\udfff"}' % (b"00" * 32)),
+        "noise": bytes(range(256)) * 10,
+    }[answers]
+    with socket.create_server(("127.0.0.1", 0)) as stranger, caplog.at_level(logging.WARNING):
+        side.transport.connect("127.0.0.1", stranger.getsockname()[1])
+        side.poll()
+        sock, _ = stranger.accept()
+        sock.sendall(said)
+        until(lambda: bool(side.of(Lost)), side)
+        sock.close()
+    assert "weights" not in caplog.text + side.of(Lost)[0].reason
+    assert all(record.getMessage().isprintable() and len(record.getMessage()) < 400 for record in caplog.records)
+    side.transport.close()
+
+
+def test_what_a_peer_says_behind_an_introduction_that_is_refused_is_nobodys(listener: Side) -> None:
+    """Both come at once; slots of one byte are none that one can work with."""
+    info = info_of(Pool())
+    handshake = Handshake(SECRET, replace(info, extra={**info.extra, "slot_bytes": 1}), is_caller=True)
+    raw = Raw(listener)
+    raw.sock.sendall(frame(handshake.begin()[0]))
+    challenge = raw.hear_bytes()
+    assert challenge is not None
+    (introduction,) = handshake.take(challenge)
+    assert handshake.session is not None
+    want = handshake.session.seal(encode(Want("t", "", 1, 0, 1, bytes(32), (0,))))
+    raw.sock.sendall(frame(introduction) + frame(want))
+    until(lambda: bool(listener.of(Lost)), listener)
+    assert "slot_bytes" in listener.of(Lost)[0].reason
+    assert not listener.of(Message) and len(listener.of(Connected)) == 1
     raw.sock.close()
 
 
 @pytest.mark.parametrize("backend", STAGED)
 @pytest.mark.parametrize(
-    "body",
+    "payload",
     [
-        {"t": "slot", "slot": 0, "grant": 0, "first": 0, "count": 1, "from": 0, "to": 1},
-        {"t": "slot", "slot": -1},
-        {"t": "free", "slot": 0},
-        {"t": "mapped"},
-        {"t": "ring", "slots": 9, "slot_bytes": 8192, "token": "00" * 16},
-        {"t": "ring", "slots": 8, "slot_bytes": 8193, "token": "00" * 16},
-        {"t": "ring", "slots": 8, "slot_bytes": 1 << 60, "token": "00" * 16},
-        {"t": "ring"},
+        encode(SlotFilled(0, 0, 1, 0, 1, 0)),
+        b'{"t":"slot_filled","slot":-1}',
+        encode(SlotFreed(0)),
+        encode(RingMapped(0, "")),
+        encode(RingOffered(9, 8192, "00" * 16)),
+        encode(RingOffered(8, 8193, "00" * 16)),
+        encode(RingOffered(8, 1 << 53, "00" * 16)),
+        encode(RingOffered(0, 8192, "00" * 16)),
+        b'{"t":"ring_offered"}',
+        encode(SlotFreed(0))[:-1],
+        b"",
     ],
 )
-def test_a_peer_that_does_not_keep_to_the_protocol_is_dropped(
-    listener: Side, backend: str, body: dict[str, Any]
-) -> None:
+def test_a_peer_that_does_not_keep_to_the_protocol_is_dropped(listener: Side, backend: str, payload: bytes) -> None:
     raw = Raw(listener)
     assert raw.shake_hands(info_of(Pool(), transport=backend))
-    raw.say(body)
+    raw.say_bytes(payload)
     assert raw.hear() is None
     raw.sock.close()
 
@@ -245,7 +369,7 @@ def test_a_peer_that_does_not_keep_to_the_protocol_is_dropped(
 @pytest.mark.parametrize("backend", STAGED)
 @pytest.mark.parametrize(
     "change",
-    [{"first": 1}, {"count": 3}, {"first": -1}, {"from": 3, "to": 4}, {"to": 0}, {"slot": 8}, {"count": 1 << 40}],
+    [{"first": 1}, {"count": 3}, {"count": 0}, {"start": 3, "stop": 4}, {"stop": 0}, {"slot": 8}, {"count": 1 << 40}],
 )
 def test_a_peer_that_claims_other_blocks_is_dropped(
     listener: Side, backend: str, pool: Pool, change: dict[str, int]
@@ -253,27 +377,23 @@ def test_a_peer_that_claims_other_blocks_is_dropped(
     before = pool.all_bytes()
     raw = Raw(listener)
     welcome = raw.shake_hands(info_of(Pool(), transport=backend))
-    assert welcome is not None
     link = listener.of(Connected)[-1].link
     listener.transport.grant(link, 5, [1, 2])
-    offer = {"t": "ring", "slots": 8, "slot_bytes": 8192}
-    if backend == "shared_memory":
-        offer["token"] = hand_over(welcome, sealed=True)
-    raw.say(offer)
-    answer = raw.hear()
-    assert answer is not None and answer["t"] == "mapped"
-    raw.say({"t": "slot", "slot": 0, "grant": 5, "first": 0, "count": 2, "from": 0, "to": 1} | change)
+    raw.say(RingOffered(8, 8192, hand_over(welcome, sealed=True) if backend == "shared_memory" else ""))
+    assert isinstance(raw.hear(), RingMapped)
+    raw.say(replace(SlotFilled(grant=5, first=0, count=2, start=0, stop=1, slot=0), **change))
     assert raw.hear() is None
     assert not listener.of(Arrived)
     assert pool.all_bytes() == before
     raw.sock.close()
 
 
-def hand_over(welcome: dict[str, Any], sealed: bool) -> str:
+def hand_over(welcome: WireMessage | None, sealed: bool) -> str:
     """Give the listener memory; returns the token that names it."""
+    assert isinstance(welcome, Introduction)
     fd, token = ring.create(8, 8192) if sealed else os.memfd_create("unsealed", os.MFD_CLOEXEC), "ab" * 16
     os.ftruncate(fd, 8 * 8192)
-    ring.hand_over(welcome["info"]["extra"]["socket"], token, fd)
+    ring.hand_over(welcome.info.extra["socket"], token, fd)
     os.close(fd)
     return token
 
@@ -281,7 +401,7 @@ def hand_over(welcome: dict[str, Any], sealed: bool) -> str:
 def test_memory_that_nobody_sent_is_not_waited_for(listener: Side) -> None:
     raw = Raw(listener)
     assert raw.shake_hands(info_of(Pool()))
-    raw.say({"t": "ring", "slots": 8, "slot_bytes": 8192, "token": "00" * 16})
+    raw.say(RingOffered(8, 8192, "00" * 16))
     assert raw.hear() is None
     raw.sock.close()
 
@@ -289,8 +409,7 @@ def test_memory_that_nobody_sent_is_not_waited_for(listener: Side) -> None:
 def test_memory_that_could_be_pulled_away_is_not_mapped(listener: Side) -> None:
     raw = Raw(listener)
     welcome = raw.shake_hands(info_of(Pool()))
-    assert welcome is not None
-    raw.say({"t": "ring", "slots": 8, "slot_bytes": 8192, "token": hand_over(welcome, sealed=False)})
+    raw.say(RingOffered(8, 8192, hand_over(welcome, sealed=False)))
     assert raw.hear() is None
     until(lambda: bool(listener.of(Lost)), listener)
     assert "not sealed" in listener.of(Lost)[-1].reason
@@ -301,22 +420,23 @@ def test_memory_that_could_be_pulled_away_is_not_mapped(listener: Side) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        {},
-        {"address": 0, "metadata": ""},
-        {"address": "4096", "metadata": ""},
-        {"address": 4096, "metadata": "!"},
-        {"address": 4096, "metadata": "Z2FyYmFnZQ=="},
-        {"address": 4096, "metadata": ["x"]},
-        {"address": 4096},  # with an agent's own metadata, which knows of no memory there
+        (0, ""),
+        (4096, "!"),
+        (4096, "\u00e9"),
+        (4096, "Z2FyYmFnZQ=="),
+        (4096, None),  # an agent's own metadata, which knows of no memory there
     ],
 )
-def test_a_peer_that_cannot_be_written_to_is_dropped(listener: Side, backend: str, answer: dict[str, Any]) -> None:
+def test_a_peer_that_cannot_be_written_to_is_dropped(
+    listener: Side, backend: str, answer: tuple[int, str | None]
+) -> None:
     raw = Raw(listener)
     assert raw.shake_hands(info_of(Pool(), transport=backend))
     number = push_all(listener, listener.of(Connected)[-1].link, [1, 2], [1, 2], grant=1)
-    assert raw.hear() == {"t": "ring", "slots": 8, "slot_bytes": 8192}
+    assert raw.hear() == RingOffered(8, 8192, "")
+    address, metadata = answer
     agent = start_agent()
-    raw.say({"t": "mapped", "metadata": encode_metadata(agent.get_agent_metadata()), **answer})
+    raw.say(RingMapped(address, encode_metadata(agent.get_agent_metadata()) if metadata is None else metadata))
     assert raw.hear() is None
     until(lambda: bool(listener.of(Pushed)), listener)
     assert listener.of(Pushed) == [Pushed(number, False)]
@@ -329,7 +449,7 @@ def test_a_peer_that_stops_reading_is_dropped() -> None:
     assert raw.shake_hands(info_of(Pool()))
     link = side.of(Connected)[0].link
     for _ in range(12):
-        side.transport.send(link, {"t": "x", "text": "y" * (MAX_MESSAGE - 100)})
+        side.transport.send(link, LONG)
     until(lambda: bool(side.of(Lost)), side)
     assert "not read" in side.of(Lost)[0].reason
     raw.sock.close()
@@ -343,7 +463,7 @@ def test_what_waits_for_a_peer_is_bounded(listener: Side) -> None:
 
     def say_much() -> None:
         for _ in range(100):
-            listener.transport.send(link, {"t": "x", "text": "y" * (MAX_MESSAGE - 100)})
+            listener.transport.send(link, LONG)
 
     with pytest.raises(PeerError, match="does not read"):
         say_much()
@@ -394,14 +514,14 @@ def test_a_frame_reader_takes_anything(listener: Side, data: bytes, cuts: list[i
         for part in parts:
             reader.feed(part)
             try:
-                while (body := reader.take()) is not None:
-                    found.append(body)
+                while (payload := reader.take()) is not None:
+                    found.append(payload)
             except PeerError:
                 return [*found, "refused"]
         return found
 
-    frames = encode({"t": "a", "n": 1}) + encode({"t": "b"}) + data
+    frames = frame(b"a") + frame(b"") + data
     places = [0, *sorted(cuts), len(frames)]
     parts = [frames[a:b] for a, b in itertools.pairwise(places)]
-    assert read(parts)[:2] == [{"t": "a", "n": 1}, {"t": "b"}]
+    assert read(parts)[:2] == [b"a", b""]
     assert read(parts) == read([frames])

@@ -116,3 +116,25 @@ def test_what_a_request_says_cannot_begin_a_line_of_the_log(name: str, caplog: p
     (record,) = caplog.records
     assert "t\\nCRITICAL all is lost\\r\\x1b[2J\\u2028" in record.getMessage().replace("\\\\", "\\")
     assert record.getMessage().isprintable()
+
+
+def test_where_a_rank_cannot_reach_others_any_more_nothing_is_promised() -> None:
+    """Its peer thread has broken: who is admitted from the next report on is computed."""
+    half, _ = make_half(world_size=2, peer={"secret": "x" * 20, "role": "consumer"})
+    first, second = Continued("first", list(range(18))), Continued("second", list(range(18)))
+    assert half.get_num_new_matched_tokens(first, 0)[0] == 16
+    broken = StepReport(half._step, 1, num_host_blocks=10, peers_are_broken=True)
+    half.update_connector_output([StepReport(half._step, 0, num_host_blocks=10), broken])
+    assert half.get_num_new_matched_tokens(second, 0)[0] == 0
+    half.update_connector_output([StepReport(half._step, rank, num_host_blocks=10) for rank in range(2)])
+    assert admit(half, second) == 0
+
+
+def test_who_wants_nothing_names_the_prompt() -> None:
+    """Else any engine that guesses an id could end a transfer to another one."""
+    half, _, request = asking()
+    half.request_finished(request)
+    (job,) = run(half).peer
+    other, _, whole = asking()
+    (wanted,) = run(other, whole).peer
+    assert job.names == wanted.names and len(job.names) == 32

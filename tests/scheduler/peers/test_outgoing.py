@@ -191,3 +191,13 @@ def test_requests_that_nobody_continues_are_one_line_of_the_log(caplog: pytest.L
     (record,) = caplog.records
     assert "nobody asked for KV transfers in time" in record.getMessage()
     assert record.getMessage().isprintable()
+
+
+def test_where_a_rank_cannot_reach_others_any_more_nothing_is_offered() -> None:
+    half, _ = producer()
+    half.update_connector_output([StepReport(half._step, 0, num_host_blocks=10, peers_are_broken=True)])
+    request = Prompted("r", list(range(18)))
+    half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, 0)
+    assert sends(step(half, ("r", 0, 18))) == []
+    assert half.request_finished(request) in (None, (False, None))

@@ -9,6 +9,10 @@ _INCOMING = "kv_connector/scheduler/peers/incoming.py"
 _COMPANION = "kv_connector/scheduler/peers/companion.py"
 _OFFERS = "kv_connector/peer/protocol/offers.py"
 _RECEIVES = "kv_connector/peer/protocol/receives.py"
+_JOBS = "kv_connector/peer/protocol/jobs.py"
+_SESSION = "kv_connector/peer/wire/session.py"
+_CHANNEL = "kv_connector/peer/wire/channel.py"
+_HALF = "kv_connector/worker/half.py"
 _STEP = "kv_connector/worker/peers.py"
 _OFFERED = "tests/scheduler/peers/test_outgoing.py"
 _ASKED = "tests/scheduler/peers/test_companion.py"
@@ -123,7 +127,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "none-of-nothing",
         "another engine is told that nothing is wanted of a prompt of which it has nothing",
-        (Patch(_INCOMING, "return request.num_tokens > self._shared.block_size", "return True"),),
+        (Patch(_INCOMING, "return (request.num_tokens - 1) // self._shared.block_size", "return 1"),),
         tested("tests/scheduler/peers/test_incoming.py"),
     ),
     Mutant(
@@ -159,13 +163,13 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "foreign-ids",
         "block ids that a peer names need not be of its pool",
-        (Patch(_OFFERS, 'check_ids(body.get("blocks"), self._peers[link])', 'check_ids(body.get("blocks"), 1 << 40)'),),
+        (Patch(_OFFERS, "check_ids(message.blocks, self._peers[link])", "check_ids(message.blocks, 1 << 40)"),),
         tested(f"{_STOPS}::test_who_wants_blocks_outside_of_its_pool_is_dropped"),
     ),
     Mutant(
         "other-prompts",
         "blocks of another prompt are given",
-        (Patch(_OFFERS, "want.stop > len(offer.names) or offer.names[want.stop - 1].hex() != want.name", "False"),),
+        (Patch(_OFFERS, "want.stop > len(offer.names) or offer.names[want.stop - 1] != want.name", "False"),),
         tested(f"{_ASKED}::test_blocks_of_another_prompt_are_refused"),
     ),
     Mutant(
@@ -205,16 +209,102 @@ PEERS: tuple[Mutant, ...] = (
         tested("tests/simulation/test_network.py"),
     ),
     Mutant(
-        "proofs-alike",
-        "the proofs of caller and listener are the same, so that one can be reflected",
+        "keys-alike",
+        "caller and listener seal with the same key, so that what one has said can be sent back to it",
+        (Patch(_SESSION, '_expand(extracted, b"listener")', '_expand(extracted, b"caller")'),),
+        tested(_WIRE),
+    ),
+    Mutant(
+        "seals-unchecked",
+        "whoever carries messages can change them",
         (
             Patch(
-                "kv_connector/peer/wire/handshake.py",
-                'b"kvc1.peer." + who + b"." + self._both',
-                'b"kvc1.peer." + self._both',
+                _SESSION,
+                "if not hmac.compare_digest(_seal(self._theirs, self._num_opened, message), seal):",
+                "if not seal:",
             ),
         ),
+        tested("tests/peer/wire/test_fuzz.py::test_nothing_that_anybody_sends_does_harm[relay]"),
+    ),
+    Mutant(
+        "seals-unnumbered",
+        "whoever carries messages can leave some out, repeat or swap them",
+        (Patch(_SESSION, "_NUMBER.pack(number) + message", "message"),),
         tested(_WIRE),
+    ),
+    Mutant(
+        "nonces-forgotten",
+        "what was said over one link can be said again over another",
+        (Patch(_SESSION, "hmac.digest(caller_nonce + listener_nonce, secret", 'hmac.digest(b"salt", secret'),),
+        tested(_WIRE),
+    ),
+    Mutant(
+        "nothing-by-anybody",
+        "who guesses the id of a KV transfer ends it",
+        (
+            Patch(
+                _OFFERS,
+                "if offer.want is None and offer.names[-1] == message.name:",
+                "if offer.want is None:",
+            ),
+        ),
+        tested("tests/peer/protocol/test_offers.py::test_who_does_not_know_a_prompt_cannot_say_that_nobody_wants_it"),
+    ),
+    Mutant(
+        "early-wants-unbounded",
+        "what is wanted of KV transfers that nobody has begun takes any memory",
+        (Patch(_OFFERS, "num_early + len(block_ids) > MOST_EARLY_BLOCKS", "False"),),
+        tested("tests/peer/protocol/test_offers.py::test_what_is_wanted_early_takes_a_bounded_memory"),
+    ),
+    Mutant(
+        "pushed-before-read",
+        "blocks are pushed to who has said stop, as nobody has read it yet",
+        (
+            Patch(
+                _JOBS,
+                "        for event in events:\n",
+                "        self._pass_markers()\n        for event in events:\n",
+            ),
+        ),
+        tested("tests/peer/protocol/test_jobs.py::test_what_peers_have_said_is_heard_before_anything_is_pushed"),
+    ),
+    Mutant(
+        "unmet-heard",
+        "what a peer says whose info was refused is taken for what a peer says",
+        (Patch("kv_connector/peer/carriers/one_sided.py", "if event.link in self._met:", "if True:"),),
+        tested(f"{_WIRE}::test_what_a_peer_says_behind_an_introduction_that_is_refused_is_nobodys"),
+    ),
+    Mutant(
+        "halves-of-characters",
+        "text that cannot be written in UTF-8 is taken",
+        (Patch("kv_connector/peer/base.py", " <= character <= ", " > character > "),),
+        tested("tests/peer/wire/test_messages.py"),
+    ),
+    Mutant(
+        "broken-unsaid",
+        "that the peer thread has broken stays in the worker half",
+        (Patch(_HALF, "self._peers is not None and self._peers.is_broken", "False"),),
+        tested(f"{_SENT}::test_a_peer_thread_that_has_broken_is_in_the_next_report"),
+    ),
+    Mutant(
+        "broken-promises",
+        "blocks of other engines are promised although the peer thread has broken",
+        (Patch(_COMPANION, "        if report.peers_are_broken:\n", "        if False:\n"),),
+        tested(
+            "tests/scheduler/peers/test_incoming.py::test_where_a_rank_cannot_reach_others_any_more_nothing_is_promised"
+        ),
+    ),
+    Mutant(
+        "strangers-first",
+        "strangers who say nothing throw out a handshake that this engine has begun",
+        (Patch(_CHANNEL, "if not c.is_open and not c.handshake.is_caller]", "if not c.is_open]"),),
+        tested("tests/peer/wire/test_channel.py::test_strangers_throw_out_no_handshake_that_this_side_has_begun"),
+    ),
+    Mutant(
+        "other-users",
+        "any user of the machine may send memory",
+        (Patch("kv_connector/peer/carriers/staged/ring.py", "if _uid_of(sock) != self._uid:", "if False:"),),
+        tested("tests/peer/carriers/staged/test_ring.py"),
     ),
     Mutant(
         "layers-trusted",
@@ -270,8 +360,8 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/peer/carriers/cuda_ipc.py",
-                '            self._channel.drop(link, f"a copy to it failed: {error}")\n        try:',
-                '            self._channel.drop(link, f"a copy to it failed: {error}")\n'
+                '            self.drop(link, f"a copy to it failed: {error}")\n        try:',
+                '            self.drop(link, f"a copy to it failed: {error}")\n'
                 "            self._events.append(Pushed(push.number, False))\n            return\n        try:",
             ),
         ),

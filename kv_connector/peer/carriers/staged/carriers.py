@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ...base import Marker
+from ...wire.messages import RingMapped, RingOffered
 from .ring import Ring
 
 
@@ -14,8 +16,8 @@ class Outgoing(Protocol):
 
     ring: Ring
 
-    def accepted(self, body: Mapping[str, Any]) -> None:
-        """The peer is ready to be carried to; `body` is what its `Carrier.accept` has answered, unchecked."""
+    def accepted(self, mapped: RingMapped) -> None:
+        """The peer is ready to be carried to, as its `Carrier.accept` has answered."""
 
     def carry(self, slot: int, num_bytes: int) -> Marker | None:
         """Bring a slot's first bytes to the peer; the marker says when they are there, None at once."""
@@ -38,11 +40,16 @@ class Carrier(Protocol):
 
     extra: Mapping[str, Any]
 
-    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[Outgoing, dict[str, Any]]:
-        """New slots for a link, and what the peer has to be told. Raises PeerError, or OSError without memory."""
+    def start(self, watch: Callable[[socket.socket, Callable[[], None]], None]) -> None:
+        """`watch` lets a function be called whenever there is something to read at a socket of the carrier's."""
 
-    def accept(self, body: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[Incoming, dict[str, Any]]:
-        """The other end of what a peer offers with `body`, and the answer. Raises PeerError or OSError."""
+    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[Outgoing, str]:
+        """New slots for a link, and the token that tells the peer which; empty where none is needed. Raises PeerError,
+        or OSError without memory."""
+
+    def accept(self, offered: RingOffered) -> tuple[Incoming, RingMapped]:
+        """The other end of what a peer offers, and the answer; its sizes are within bounds. Raises PeerError or
+        OSError."""
 
     def close(self) -> None:
         """Free what is left; every way is closed."""

@@ -9,14 +9,16 @@ the side channel behind it is in order with everything else.)
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...base import PeerError, PeerPool, check_int
-from ...wire.handshake import PeerInfo
+from ...base import PeerError, PeerPool
+from ...wire.messages import RingMapped, RingOffered
+from ...wire.peer_info import PeerInfo
 from ..nixl_agent import add_remote, encode_metadata, foreign
 from . import ring
 from .transport import StagedTransport
@@ -54,14 +56,17 @@ class NixlSlots:
         self._seconds = seconds
         self._num_ways: Counter[str] = Counter()  # by the peer's agent: the last one that goes takes it along
 
-    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Outgoing, dict[str, Any]]:
-        """See `Carrier.offer`."""
-        return _Outgoing(self._agent, self._num_ways, self._seconds, num_slots, slot_bytes), {}
+    def start(self, watch: Callable[[socket.socket, Callable[[], None]], None]) -> None:
+        """See `Carrier.start`: there is nothing to watch."""
 
-    def accept(self, body: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Slots, dict[str, Any]]:
+    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Outgoing, str]:
+        """See `Carrier.offer`."""
+        return _Outgoing(self._agent, self._num_ways, self._seconds, num_slots, slot_bytes), ""
+
+    def accept(self, offered: RingOffered) -> tuple[_Slots, RingMapped]:
         """See `Carrier.accept`."""
-        way = _Slots(self._agent, num_slots, slot_bytes)
-        return way, {"address": way.ring.address, "metadata": way.metadata()}
+        way = _Slots(self._agent, offered.slots, offered.slot_bytes)
+        return way, RingMapped(way.ring.address, way.metadata())
 
     def close(self) -> None:
         """See `Carrier.close`: nothing is left."""
@@ -104,10 +109,12 @@ class _Outgoing(_Slots):
         self._address = 0
         self._transfers: list[_Transfer] = []
 
-    def accepted(self, body: Mapping[str, Any]) -> None:
+    def accepted(self, mapped: RingMapped) -> None:
         """See `Outgoing.accepted`."""
-        self._address = check_int(body, "address", 1, 1 << 63)
-        name = add_remote(self._agent, body)
+        if not mapped.address:
+            raise PeerError("its slots are at no address")
+        self._address = mapped.address
+        name = add_remote(self._agent, mapped.metadata)
         self._num_ways[name] += 1
         self._peer = name
 

@@ -7,11 +7,13 @@ permission to trace processes is needed.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...base import PeerError, PeerPool, check_text
-from ...wire.handshake import PeerInfo
+from ...wire.messages import RingMapped, RingOffered
+from ...wire.peer_info import PeerInfo
 from . import ring
 from .transport import StagedTransport
 
@@ -34,7 +36,7 @@ class _Mapped:
     def __init__(self, memory: ring.Ring) -> None:
         self.ring = memory
 
-    def accepted(self, body: Mapping[str, Any]) -> None:
+    def accepted(self, mapped: RingMapped) -> None:
         """See `Outgoing`."""
 
     def carry(self, slot: int, num_bytes: int) -> None:
@@ -51,7 +53,11 @@ class SharedMemory:
         self._descriptors = ring.Descriptors()
         self.extra: Mapping[str, Any] = {"socket": self._descriptors.name}
 
-    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Mapped, dict[str, Any]]:
+    def start(self, watch: Callable[[socket.socket, Callable[[], None]], None]) -> None:
+        """See `Carrier.start`."""
+        watch(self._descriptors.socket, self._descriptors.receive)
+
+    def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Mapped, str]:
         """See `Carrier.offer`."""
         token = secrets.token_hex(ring.TOKEN_BYTES)
         memory = ring.Ring(ring.create(num_slots, slot_bytes), num_slots, slot_bytes)
@@ -59,15 +65,15 @@ class SharedMemory:
             ring.hand_over(check_text(peer, "socket"), token, memory.fd)
         except OSError as error:
             raise PeerError(f"it is not on this machine ({error}): use peer.kind nixl") from error
-        return _Mapped(memory), {"token": token}
+        return _Mapped(memory), token
 
-    def accept(self, body: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Mapped, dict[str, Any]]:
+    def accept(self, offered: RingOffered) -> tuple[_Mapped, RingMapped]:
         """See `Carrier.accept`. The descriptor was sent before the message that names it: it waits in the socket's
         queue by now."""
-        fd = self._descriptors.take(check_text(body, "token"))
+        fd = self._descriptors.take(offered.token)
         if fd is None:
-            raise PeerError("shared memory was told of and never sent")
-        return _Mapped(ring.Ring(fd, num_slots, slot_bytes)), {}
+            raise PeerError("shared memory was told of and never sent: both engines must run as the same user")
+        return _Mapped(ring.Ring(fd, offered.slots, offered.slot_bytes)), RingMapped(0, "")
 
     def close(self) -> None:
         """See `Carrier.close`."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...base import Arrived, Ids, Marker, PeerError, PeerPool, check_int
+from ...base import Arrived, Ids, Marker, PeerError, PeerPool
+from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
 from ..one_sided import check_granted
 from .carriers import Incoming
 from .slot_sender import NUM_SLOTS
@@ -30,8 +30,8 @@ class SlotReceiver:
         pool: PeerPool,
         copier: SlotCopier,
         most_slot_bytes: int,
-        accept: Callable[[Mapping[str, Any], int, int], tuple[Incoming, dict[str, Any]]],
-        say: Callable[[Mapping[str, Any]], None],
+        accept: Callable[[RingOffered], tuple[Incoming, RingMapped]],
+        say: Callable[[WireMessage], None],
         tell: Callable[[Arrived], None],
     ) -> None:
         self.way: Incoming | None = None
@@ -59,28 +59,33 @@ class SlotReceiver:
         self._grants.pop(number, None)
         _wait([marker for _, arrived, marker in self._unpacking if arrived.grant == number])
 
-    def offered(self, body: Mapping[str, Any]) -> None:
+    def offered(self, offered: RingOffered) -> None:
         """The peer has slots."""
-        slots = check_int(body, "slots", 1, NUM_SLOTS)
-        slot_bytes = check_int(body, "slot_bytes", 1, self._most_slot_bytes)
+        slots, slot_bytes = offered.slots, offered.slot_bytes
+        if not (1 <= slots <= NUM_SLOTS and 1 <= slot_bytes <= self._most_slot_bytes):
+            raise PeerError(
+                f"it offers {slots} slots of {slot_bytes} bytes: {NUM_SLOTS} of {self._most_slot_bytes} at most"
+            )
         if self.way is not None:
             raise PeerError("it offers a second ring")
-        self.way, answer = self._accept(body, slots, slot_bytes)
-        self._say({"t": "mapped", **answer})
+        self.way, answer = self._accept(offered)
+        self._say(answer)
 
-    def filled(self, body: Mapping[str, Any]) -> None:
+    def filled(self, filled: SlotFilled) -> None:
         """The peer has filled a slot."""
         if self.way is None:
             raise PeerError("it filled a slot of a ring that it never sent")
         ring = self.way.ring
-        slot = check_int(body, "slot", 0, ring.num_slots - 1)
-        arrived = Arrived.decode(self._link, body, len(self._pool.regions))
+        slot = filled.slot
+        if slot >= ring.num_slots:
+            raise PeerError(f"it filled slot {slot} of {ring.num_slots}")
+        arrived = filled.arrived(self._link, len(self._pool.regions))
         size = self._pool.bytes_of(arrived.regions)
         if arrived.count * size > ring.slot_bytes:
             raise PeerError(f"{arrived.count} blocks of {size} bytes are more than a slot of {ring.slot_bytes}")
         granted = self._grants.get(arrived.grant)
         if granted is None:  # revoked while this was on its way
-            self._say({"t": "free", "slot": slot})
+            self._say(SlotFreed(slot))
             return
         check_granted(arrived, len(granted))
         block_ids = granted[arrived.first : arrived.first + arrived.count]
@@ -102,7 +107,7 @@ class SlotReceiver:
         _wait([marker for _, _, marker in self._unpacking])
 
     def _emptied(self, slot: int, arrived: Arrived) -> None:
-        self._say({"t": "free", "slot": slot})
+        self._say(SlotFreed(slot))
         self._tell(arrived)
 
 

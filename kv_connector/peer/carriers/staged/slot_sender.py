@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from ...base import Marker, PeerCounters, PeerError, PeerPool, Push, Pushed, announce, check_int
+from ...base import Marker, PeerCounters, PeerError, PeerPool, Push, Pushed
+from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
 from .carriers import Outgoing
 from .chunks import Chunk, cut
 from .slots import SlotCopier
@@ -38,8 +38,8 @@ class SlotSender:
         copier: SlotCopier,
         counters: PeerCounters,
         slot_bytes: int,
-        offer: Callable[[int, int], tuple[Outgoing, dict[str, Any]]],
-        say: Callable[[Mapping[str, Any]], None],
+        offer: Callable[[int, int], tuple[Outgoing, str]],
+        say: Callable[[WireMessage], None],
         tell: Callable[[Pushed], None],
     ) -> None:
         self.way: Outgoing | None = None
@@ -80,27 +80,26 @@ class SlotSender:
             else:
                 self._tell(Pushed(number, False))
 
-    def accepted(self, body: Mapping[str, Any]) -> None:
+    def accepted(self, mapped: RingMapped) -> None:
         """The peer can be carried to."""
         if self.way is None or self._is_accepted:
             raise PeerError("it mapped a ring that was not offered")
-        self.way.accepted(body)
+        self.way.accepted(mapped)
         self._is_accepted = True
         self._free.extend(range(NUM_SLOTS))
 
-    def freed(self, body: Mapping[str, Any]) -> None:
+    def freed(self, freed: SlotFreed) -> None:
         """The peer has emptied a slot."""
-        slot = check_int(body, "slot", 0, NUM_SLOTS - 1)
-        if slot not in self._told:
-            raise PeerError(f"it frees slot {slot}, which it was not told of")
-        self._told.remove(slot)
-        self._free.append(slot)
+        if freed.slot not in self._told:
+            raise PeerError(f"it frees slot {freed.slot}, which it was not told of")
+        self._told.remove(freed.slot)
+        self._free.append(freed.slot)
 
     def advance(self) -> None:
         """Fill the slots that are free; what is packed is carried, and what has been carried is told."""
         if self.way is None and self._chunks:
-            self.way, told = self._offer(NUM_SLOTS, self._slot_bytes)
-            self._say({"t": "ring", "slots": NUM_SLOTS, "slot_bytes": self._slot_bytes, **told})
+            self.way, token = self._offer(NUM_SLOTS, self._slot_bytes)
+            self._say(RingOffered(NUM_SLOTS, self._slot_bytes, token))
         if self.way is None:
             return
         while self._chunks and self._free:
@@ -125,7 +124,8 @@ class SlotSender:
     def _carried(self, filling: _Filling) -> None:
         chunk, number, count = filling.chunk, filling.chunk.number, len(filling.chunk.source_ids)
         self._told.add(filling.slot)
-        self._say({"t": "slot", "slot": filling.slot, **announce(chunk.grant, chunk.first, count, chunk.regions)})
+        regions = chunk.regions
+        self._say(SlotFilled(chunk.grant, chunk.first, count, regions.start, regions.stop, filling.slot))
         self._counters.sent_bytes += count * self._pool.bytes_of(chunk.regions)
         if chunk.is_last:
             self._tell(Pushed(number, True))

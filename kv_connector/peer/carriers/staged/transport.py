@@ -1,7 +1,7 @@
 """Blocks that go through slots of host memory, a ring of them for each link and direction.
 
-    sender:   pack blocks into a free slot, let it be carried -> {"t": "slot", slot, grant, positions, regions}
-    receiver: check, copy them out to its own blocks -> {"t": "free", slot}
+    sender:   pack blocks into a free slot, let it be carried -> SlotFilled
+    receiver: check, copy them out to its own blocks -> SlotFreed
 
 How a slot's bytes reach the other side is a `Carrier`'s affair: shared memory is the same on both, NIXL writes the
 sender's slot to the receiver's. Either way nothing but the receiver ever writes to the receiver's pool, so a revoked
@@ -12,15 +12,15 @@ The price is a second copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from ....errors import ConfigError, KVConnectorError
-from ...base import Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerPool, Push, Pushed, check_int
+from ....errors import ConfigError
+from ...base import Clock, Marker, PeerError, PeerPool, Push, Pushed, check_int
 from ...wire.channel import SideChannel
-from ...wire.handshake import PeerInfo
+from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
+from ...wire.peer_info import PeerInfo
 from ..one_sided import OpenChannel, OverChannel
 from .carriers import Carrier, Incoming, Outgoing
 from .slot_receiver import SlotReceiver
@@ -86,6 +86,7 @@ class StagedTransport(OverChannel):
         self._copier = open_copier(pool)
         self._links: dict[int, _Link] = {}
         self._ending: list[_Ending] = []
+        carrier.start(self._channel.watch)
 
     def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
         """See `PeerTransport.grant`."""
@@ -126,13 +127,10 @@ class StagedTransport(OverChannel):
             self._close_ended()
         self._carrier.close()
 
-    def _guarded(self, link: int, act: Callable[..., None], *arguments: Any) -> None:
-        """Whatever a link's fault is, it costs the link."""
-        try:
-            act(*arguments)
-        except (OSError, KVConnectorError) as error:
-            self._channel.drop(link, str(error))
-            self._forget(link)  # nothing that follows may look as if it had been told
+    def drop(self, link: int, reason: str) -> None:
+        """See `PeerTransport.drop`."""
+        super().drop(link, reason)
+        self._forget(link)  # nothing that follows may look as if it had been told
 
     def _is_busy(self) -> bool:
         links = self._links.values()
@@ -144,45 +142,37 @@ class StagedTransport(OverChannel):
             self._guarded(link, entry.receiver.advance)
         self._close_ended()
 
-    def _take(self, event: PeerEvent) -> None:
-        if isinstance(event, Connected):
-            try:
-                self._meet(event.link)
-            except PeerError as error:
-                self._channel.drop(event.link, str(error))
-                return
-        elif isinstance(event, Lost):
-            self._forget(event.link)
-        elif isinstance(event, Message) and event.body["t"] in ("slot", "free", "ring", "mapped"):
-            if event.link in self._links:
-                self._guarded(event.link, self._hear, self._links[event.link], event.body)
-            return
-        self._events.append(event)
+    def _lost(self, link: int) -> None:
+        self._forget(link)
 
-    def _hear(self, entry: _Link, body: Mapping[str, Any]) -> None:
-        if body["t"] == "ring":
-            entry.receiver.offered(body)
-        elif body["t"] == "slot":
-            entry.receiver.filled(body)
-        else:
-            (entry.sender.accepted if body["t"] == "mapped" else entry.sender.freed)(body)
+    def _hear(self, link: int, message: WireMessage) -> bool:
+        entry = self._links[link]
+        if isinstance(message, RingOffered):
+            entry.receiver.offered(message)
+        elif isinstance(message, SlotFilled):
+            entry.receiver.filled(message)
+        elif isinstance(message, RingMapped):
+            entry.sender.accepted(message)
             entry.sender.advance()
+        elif isinstance(message, SlotFreed):
+            entry.sender.freed(message)
+            entry.sender.advance()
+        else:
+            return False
+        return True
 
-    def _meet(self, link: int) -> None:
-        info = self._channel.info_of(link)
-        if info is None:
-            raise PeerError("it went as it came")
+    def _meet(self, link: int, info: PeerInfo) -> None:
         # Neither side is made to hold more than its own settings allow.
         slot_bytes = min(check_int(info.extra, "slot_bytes", max(self._pool.pieces)), self._slot_bytes)
         say, peer = partial(self._channel.send, link), info.extra
 
-        def offer(num_slots: int, slot_bytes: int) -> tuple[Outgoing, dict[str, Any]]:
-            way, told = self._carrier.offer(peer, num_slots, slot_bytes)
+        def offer(num_slots: int, slot_bytes: int) -> tuple[Outgoing, str]:
+            way, token = self._carrier.offer(peer, num_slots, slot_bytes)
             self._copier.lock(way.ring)
-            return way, told
+            return way, token
 
-        def accept(body: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[Incoming, dict[str, Any]]:
-            way, answer = self._carrier.accept(body, num_slots, slot_bytes)
+        def accept(offered: RingOffered) -> tuple[Incoming, RingMapped]:
+            way, answer = self._carrier.accept(offered)
             self._copier.lock(way.ring)
             return way, answer
 

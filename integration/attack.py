@@ -1,0 +1,23 @@
+"""What an attack is, for `integration.attacks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`claims`: counts that are to be 0, by name; `details`: whatever else a reader of the result should know."""
+
+    claims: dict[str, int]
+    details: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """`run` tries so many times, from a seed; `tries` is how often it is tried where nobody says otherwise."""
+
+    name: str
+    tries: int
+    run: Callable[[int, int], Outcome]

@@ -1,0 +1,76 @@
+"""What strangers, hostile peers and faults may try: each attack so many times, with counts of what it has achieved.
+
+`--json FILE` writes the result as the benchmarks do. An attack is a function of how often it tries and of a seed; it
+returns an `Outcome`, whose claims are counts that are to stay 0 and are added up over all attacks. Each runs in a
+process of its own, so that one which is brought down by it is counted, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from integration.attack import Outcome
+from integration.attacks_on_peers import PEER_ATTACKS
+from integration.report import Report
+
+ATTACKS = (*PEER_ATTACKS,)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the attacks that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--only", nargs="+", choices=[attack.name for attack in ATTACKS], help="these, not all")
+    parser.add_argument("--share", type=float, default=1.0, help="of how often each is to be tried")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    report, claims = Report("attacks"), Counter[str]()
+    for attack in ATTACKS:
+        if options.only and attack.name not in options.only:
+            continue
+        tries, start = max(1, int(attack.tries * options.share)), time.monotonic()
+        outcome = run_apart(attack.name, tries, options.seed)
+        seconds = round(time.monotonic() - start, 1)
+        report.rows.append(
+            {"attack": attack.name, "tried": tries, "seconds": seconds, **outcome.claims, **outcome.details}
+        )
+        print(f"{attack.name}: tried {tries} times in {seconds} s: {outcome.claims} {outcome.details}", flush=True)
+        claims.update(outcome.claims)
+    for name, count in sorted(claims.items()):
+        report.claim(name, count, 0, "times", "lower")
+    report.write(options.json)
+    return 0
+
+
+def run_apart(name: str, tries: int, seed: int) -> Outcome:
+    """Run an attack in another process."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_run_here, args=(there, name, tries, seed))
+    process.start()
+    there.close()
+    try:
+        outcome: Outcome = here.recv()
+    except EOFError:
+        outcome = Outcome({"processes_brought_down": 1})
+    else:
+        outcome.claims["processes_brought_down"] = 0
+    process.join()  # NIXL's wheel ends with a segmentation fault, behind everything of ours
+    return outcome
+
+
+def _run_here(pipe: Connection, name: str, tries: int, seed: int) -> None:
+    logging.getLogger("kv_connector.peer").setLevel(logging.CRITICAL)
+    (attack,) = (attack for attack in ATTACKS if attack.name == name)
+    pipe.send(attack.run(tries, seed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
