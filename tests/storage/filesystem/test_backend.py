@@ -8,14 +8,16 @@ import os
 import random
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kv_connector.storage.filesystem import backend, folder, journal, temporaries
+from kv_connector.storage.filesystem import backend, folder, journal, layout, temporaries
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.folder import PackFolder
 from kv_connector.storage.filesystem.packs import MAX_BLOCKS, PackError, PackHeader, pack_bytes
@@ -25,6 +27,7 @@ from tests.storage.storages import (
     IDENTITY,
     PER_PACK,
     SECONDS,
+    buffers,
     capacity_for,
     content,
     exists,
@@ -260,6 +263,50 @@ def test_a_broken_disk_is_a_miss(store: FilesystemStorage, monkeypatch: pytest.M
     assert not list((store.folder.layout.root / "tmp").iterdir())
 
 
+@pytest.mark.parametrize("call", ["pread", "unlink", "scandir", "rename", "utime"])
+def test_a_hung_disk_holds_up_neither_statistics_nor_what_is_known(
+    store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The thread that launches the model asks for statistics while another waits for the disk in this call."""
+    hangs, goes_on = threading.Event(), threading.Event()
+    real = getattr(os, call)
+
+    def hang(*arguments: Any, **options: Any) -> Any:
+        hangs.set()
+        goes_on.wait(SECONDS)
+        return real(*arguments, **options)
+
+    put(store, keys_of("a"))
+    put(store, keys_of("b"))
+    monkeypatch.setattr(os, call, hang)
+    removed = store.remove(keys_of("a"))
+    looked = store.exists(keys_of("c"))
+    written = store.write(keys_of("d"), buffers(PER_PACK))
+    assert hangs.wait(SECONDS)
+    with ThreadPoolExecutor(1) as model:
+        try:
+            assert model.submit(store.stats).result(SECONDS)["stored_blocks"] >= PER_PACK
+            assert all(model.submit(store.folder.catalog.slots, keys_of("b")).result(SECONDS))
+        finally:
+            goes_on.set()
+    monkeypatch.undo()
+    for future in (removed, looked, written):
+        future.result(SECONDS)
+
+
+def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_for_ever(
+    store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(store, keys_of("a"))
+    monkeypatch.setattr(layout, "LOCK_SECONDS", 0.0)
+    with open(store.folder.layout.root / "kv_connector.format-2", "rb") as neighbour:
+        fcntl.flock(neighbour, fcntl.LOCK_EX)
+        assert put(store, keys_of("b")) == [False] * PER_PACK
+        assert all(get(store, keys_of("a")))
+        assert "another process has kept" in caplog.text
+    assert all(put(store, keys_of("b")))
+
+
 def test_a_file_that_may_not_be_read_is_a_miss(store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     put(store, keys_of("a", 2))
 
@@ -310,6 +357,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_temporary_files_of_the_dead_go_and_those_of_the_living_count(tmp_path: Path) -> None:
     """Whether a writer lives is seen by its lock: in a neighbour's container it has a process number of ours."""
     store = open_store(tmp_path, capacity_for(3))
+    store.recovered.result(SECONDS)
     (tmp_path / "tmp" / f"{'1' * 32}.part").write_bytes(bytes(1 << 20))
     living = tmp_path / "tmp" / f"{'2' * 32}.part"
     living.write_bytes(bytes(pack_bytes(PER_PACK, BLOCK)))

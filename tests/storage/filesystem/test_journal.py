@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -116,6 +117,95 @@ def test_a_damaged_journal_loses_nothing_and_is_written_anew(tmp_path: Path, dam
     store.close()
     assert len(list(Journal(path).read())) == 3
     assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("what", ["folder", "used folder", "link", "link to nowhere", "pipe", "forbidden", "broken"])
+def test_an_index_that_is_no_readable_file_does_not_lose_the_folder(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packs are listed, and the index is replaced, but for a folder in its place that somebody uses."""
+    root, index, elsewhere = tmp_path / "store", tmp_path / "store" / "index", tmp_path / "elsewhere"
+    store = open_store(root)
+    put(store, keys_of("a"))
+    store.close()
+    elsewhere.write_bytes(index.read_bytes())
+    before = elsewhere.read_bytes()
+    if what == "broken":
+        inode, pread = index.stat().st_ino, os.pread
+
+        def broken(descriptor: int, *arguments: int) -> bytes:
+            if os.fstat(descriptor).st_ino == inode:
+                raise OSError(errno.EIO, "Input/output error")
+            return pread(descriptor, *arguments)
+
+        monkeypatch.setattr(os, "pread", broken)
+    else:
+        index.unlink()
+    if what in ("folder", "used folder"):
+        index.mkdir()
+        if what == "used folder":
+            (index / "notes").write_text("dear to somebody")
+    elif what in ("link", "link to nowhere"):
+        index.symlink_to(elsewhere if what == "link" else tmp_path / "nowhere")
+    elif what == "pipe":
+        os.mkfifo(index)
+    elif what == "forbidden":
+        index.write_bytes(b"")
+        index.chmod(0)
+    store = open_store(root)
+    assert exists(store, keys_of("a")) == PER_PACK
+    assert all(get(store, keys_of("a")))
+    assert all(put(store, keys_of("b"))) == (what != "used folder")
+    store.close()
+    assert elsewhere.read_bytes() == before
+    if what == "used folder":
+        assert (index / "notes").read_text() == "dear to somebody"
+    else:
+        assert not index.is_symlink() and len(Journal(index).read()) == 2
+
+
+def test_where_no_file_can_be_read_every_answer_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk gives EIO for each of them; afterwards everything is there."""
+
+    def broken(*arguments: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = open_store(tmp_path)
+    put(store, keys_of("a"))
+    store.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", broken)
+        patched.setattr(os, "preadv", broken)
+        store = open_store(tmp_path)
+        assert get(store, keys_of("a")) == [False] * PER_PACK
+        assert put(store, keys_of("b")) == [False] * PER_PACK
+        store.close()
+    store = open_store(tmp_path)
+    assert exists(store, keys_of("a")) == PER_PACK
+    assert all(get(store, keys_of("a")))
+    assert all(put(store, keys_of("b")))
+    store.close()
+
+
+def test_a_pack_that_was_removed_is_not_brought_back_by_our_own_record(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    put(store, keys_of("a"))
+    assert store.remove(keys_of("a")).result(SECONDS) == PER_PACK
+    assert exists(store, keys_of("a")) == 0
+    assert all(put(store, keys_of("a"))) and all(get(store, keys_of("a")))
+    store.close()
+
+
+def test_what_a_neighbour_has_removed_since_is_written_and_not_only_called_stored(tmp_path: Path) -> None:
+    """Its record is still in the journal."""
+    one, two = open_store(tmp_path), open_store(tmp_path)
+    put(one, keys_of("a"))
+    one.remove(keys_of("a")).result(SECONDS)
+    assert exists(two, keys_of("a")) == PER_PACK, "as far as the journal tells"
+    assert all(put(two, keys_of("a")))
+    assert all(get(two, keys_of("a")))
+    one.close()
+    two.close()
 
 
 def test_a_pack_that_the_journal_lacks_is_found_at_the_next_start(tmp_path: Path) -> None:
