@@ -197,7 +197,7 @@ STORAGE: tuple[Mutant, ...] = (
         "missed-is-gone",
         "a pack that is missed while the disk is away, or before it is renamed, is never counted again",
         (Patch(f"{_FILESYSTEM}/folder.py", "            self._look_again()\n", ""),),
-        tested(_SIMULATED_DISK),
+        tested("tests/storage/filesystem/test_folder.py"),
     ),
     Mutant(
         "the-future-is-believed",

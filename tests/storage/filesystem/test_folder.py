@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kv_connector.storage.filesystem.folder import PackFolder
 from kv_connector.storage.filesystem.packs import PackHeader
-from tests.storage.storages import IDENTITY, key
+from tests.storage.storages import IDENTITY, PER_PACK, capacity_for, exists, get, key, keys_of, open_store, put, size_of
 
 BLOCK_BYTES = 4096
 
@@ -24,3 +24,16 @@ def test_packs_that_nobody_has_told_of_are_found_when_the_folder_is_listed(tmp_p
         add(folder, key(number))
         folder.recover()
         assert folder.catalog.num_blocks == number
+
+
+def test_packs_that_are_missed_while_the_disk_is_away_count_again_when_it_is_back(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store", capacity_for(2))
+    put(store, keys_of("a"))
+    put(store, keys_of("b"))
+    (tmp_path / "store").rename(tmp_path / "away")
+    assert not any(get(store, keys_of("a")) + get(store, keys_of("b")))
+    (tmp_path / "away").rename(tmp_path / "store")
+    assert all(put(store, keys_of("c")))
+    assert size_of(tmp_path / "store") <= capacity_for(2)
+    assert sorted(exists(store, keys_of(name)) for name in "ab") == [0, PER_PACK]
+    store.close()
