@@ -91,7 +91,7 @@ class FilesystemStorage(ThreadedStorage):
         by_pack: dict[str, tuple[Pack, list[tuple[int, int]]]] = {}  # slots in the pack, each with a number in `keys`
         for i, slot in enumerate(self.folder.catalog.slots(keys)):
             if slot is not None:
-                by_pack.setdefault(slot.pack.name, (slot.pack, []))[1].append((slot.index, i))
+                by_pack.setdefault(slot.pack.name, (slot.pack, []))[1].append((slot.place, i))
         found = [False] * len(keys)
         calls = [
             partial(self._read, pack, run, buffers, found)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from .packs import PackHeader
 
@@ -36,12 +37,11 @@ class Pack:
     dropped: frozenset[int] = frozenset()  # blocks that were found damaged
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a block lies."""
+class Slot(NamedTuple):
+    """Where a block lies. A tuple, for there are millions of them."""
 
     pack: Pack
-    index: int
+    place: int
 
 
 class PackCatalog:

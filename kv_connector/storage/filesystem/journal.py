@@ -17,8 +17,8 @@ import struct
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .packs import MAX_HEADER_BYTES, PackError, PackHeader, open_file
 from .temporaries import Temporary
@@ -32,8 +32,7 @@ _MOST_RECORD_BYTES = _RECORD.size + MAX_HEADER_BYTES + _CRC.size
 _SPARE_RECORDS = 100  # of packs that are gone, before it is worth writing anew
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A pack that was written at `time_ns`."""
 
     time_ns: int
