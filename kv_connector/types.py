@@ -209,10 +209,11 @@ class StepReport:
     `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `block_bytes` are those of
     one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
     belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, how many
-    leading keys exist here. `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they
-    may have changed, and `peer_counters` those of its links to other engines. `peer_port` is where those reach this
-    rank, 0 if nowhere; where `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were
-    to fill and have not, as the engine was told since the report before, or is about to be.
+    leading keys exist here, and `missing`, for fetches and backups in `done`, the places in the job of blocks that were
+    not moved here. `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have
+    changed, and `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if
+    nowhere; where `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were to fill
+    and have not, as the engine was told since the report before.
     """
 
     step: int
@@ -228,6 +229,7 @@ class StepReport:
     load_milliseconds: float = 0.0
     load_timings: tuple[LoadTiming, ...] = field(default=())
     found: tuple[tuple[int, int], ...] = ()
+    missing: tuple[tuple[int, tuple[int, ...]], ...] = ()
     storage_counters: tuple[tuple[str, float], ...] = ()
     peer_port: int = 0
     peer_counters: tuple[tuple[str, float], ...] = ()

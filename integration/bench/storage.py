@@ -30,8 +30,8 @@ import numpy as np
 
 from integration.report import Report, hardware
 from kv_connector.storage.filesystem.backend import NUM_THREADS, FilesystemStorage
-from kv_connector.storage.filesystem.folder import PackFolder
-from kv_connector.storage.filesystem.packs import PackHeader, pack_bytes, pack_name
+from kv_connector.storage.filesystem.layout import FolderLayout
+from kv_connector.storage.filesystem.packs import PackHeader
 
 GOALS = {1 << 20: 0.9, 128 << 10: 0.8}
 """Throughput of ours over fio's, by block size."""
@@ -184,14 +184,15 @@ def measure_index(report: Report, root: Path, num_blocks: int, per_pack: int) ->
     shutil.rmtree(folder)
 
 
-def fill_folder(folder: Path, keys: Sequence[bytes], per_pack: int) -> None:
+def fill_folder(folder: Path, keys: Sequence[bytes], per_pack: int, block_bytes: int = INDEX_BLOCK) -> None:
     """Packs as our storage writes them, their blocks never written and no journal."""
-    packs = PackFolder(folder, IDENTITY, INDEX_BLOCK, 1 << 50)
+    layout = FolderLayout(folder)
+    layout.claim()
     for batch in _batches(keys, per_pack):
-        header = PackHeader(IDENTITY, INDEX_BLOCK, tuple(batch), (0,) * len(batch))
-        path = packs.path(pack_name(IDENTITY, batch))
+        header = PackHeader(IDENTITY, block_bytes, tuple(batch), (0,) * len(batch))
+        path = layout.path(header.name)
         path.write_bytes(header.encode())
-        os.truncate(path, pack_bytes(len(batch), INDEX_BLOCK))
+        os.truncate(path, header.file_bytes)
 
 
 def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:

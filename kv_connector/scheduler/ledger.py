@@ -21,11 +21,12 @@ Job = CopyJob | StorageJob | PeerJob
 @dataclass(frozen=True, slots=True)
 class EndedJob:
     """A job that every rank has reported. `ok`: it is done on all of them. `found`: of a look-up, the least that any
-    rank has."""
+    rank has. `missing`: of a storage job that is done, the places in it of blocks that some rank has not moved."""
 
     job: Job
     ok: bool
     found: int = 0
+    missing: frozenset[int] = frozenset()
 
 
 class JobOwner(Protocol):
@@ -45,6 +46,7 @@ class _OpenJob:
     opened_at: float
     failed: bool = False
     found: int | None = None
+    missing: frozenset[int] = frozenset()
     is_forgotten: bool = False  # the request that waited for it has ended
 
 
@@ -115,9 +117,10 @@ class JobLedger:
         """Count one rank's report; jobs end that every rank has reported with it."""
         for job_id in report.failed:
             self._distrust_after(job_id)
-        found = dict(report.found)
+        found, missing = dict(report.found), dict(report.missing)
         for job_ids, ok in ((report.done, True), (report.failed, False)):
             for job_id in job_ids:
+                self._open[job_id].missing |= frozenset(missing.get(job_id, ()))
                 self._reported(job_id, report.rank, ok, found.get(job_id))
 
     def overdue(self, seconds: float) -> list[tuple[int, tuple[int, ...]]]:
@@ -145,7 +148,7 @@ class JobLedger:
                 del self._awaited[job.request_id]
             if entry.failed and not entry.is_forgotten:
                 self._in_vain.add(job.request_id)
-        entry.owner.end(EndedJob(job, not entry.failed, entry.found or 0))
+        entry.owner.end(EndedJob(job, not entry.failed, entry.found or 0, entry.missing))
         if entry.device_ids:
             self._pool.free_blocks(entry.device_ids)
             self._num_pinning -= isinstance(job, CopyJob)

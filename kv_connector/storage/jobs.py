@@ -16,11 +16,13 @@ from .base import Storage
 
 @dataclass(frozen=True, slots=True)
 class EndedStorageJob:
-    """`ok`: every block of it was moved. `found`: of a look-up, how many leading keys exist."""
+    """`ok`: it was carried out. `found`: of a look-up, how many leading keys exist. `missing`: of a fetch or a backup,
+    the places in it of blocks that were not moved all the same; where no block was, it was not carried out."""
 
     job_id: int
     ok: bool
     found: int | None = None
+    missing: tuple[int, ...] = ()
 
 
 class StorageJobs:
@@ -60,7 +62,8 @@ class StorageJobs:
             elif job.action is StorageAction.LOOK_UP:
                 ended.append(EndedStorageJob(job.job_id, True, future.result()))
             else:
-                ended.append(EndedStorageJob(job.job_id, all(future.result())))
+                missing = tuple(place for place, is_moved in enumerate(future.result()) if not is_moved)
+                ended.append(EndedStorageJob(job.job_id, len(missing) < job.num_blocks, missing=missing))
         return ended
 
     def counters(self) -> tuple[tuple[str, float], ...]:

@@ -216,6 +216,7 @@ class WorkerHalf(KVConnectorWorker):
             load_milliseconds=sum(c.milliseconds for c in loaded),
             load_timings=self._transfer.take_load_timings() if self._engine else (),
             found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
+            missing=tuple((job.job_id, job.missing) for job in stored if job.missing),
             storage_counters=self._storage.counters() if self._storage is not None and stored else (),
             peer_port=self._peers.port if self._peers is not None else 0,
             peer_counters=self._peers.counters() if self._peers is not None else (),

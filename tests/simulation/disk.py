@@ -13,21 +13,23 @@ real threads and processes have them (`tests/storage/filesystem/test_kills.py` d
 from __future__ import annotations
 
 import errno
+import fcntl
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from kv_connector.storage.base import StorageCounters
-from kv_connector.storage.filesystem import backend, folder, journal, packs, survey, temporaries
+from kv_connector.storage.filesystem import backend, folder, journal, layout, packs, survey, temporaries
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 
 from .clock import Event, VirtualTime
 from .files import SECTOR, Broken, File, Files, Folder, SimulatedPath, fail
 
+MARKER = f"/kv_connector.format-{layout.FORMAT}"
+_MODULES = (backend, folder, journal, layout, packs, survey, temporaries)
 EPOCH_NS = 1_700_000_000 * 10**9
 
 
@@ -45,7 +47,7 @@ class Disk:
                     moved its bytes
     `corrupt_rate`  share of writes of which a bit is flipped
     `short_rate`    share of reads and writes that move less than they were asked to, which is no fault
-    `flip, cut_files, delete_files, wipe`   what lies there is damaged or taken away, now
+    `flip, cut_files, delete_files, replace_indices, wipe`   what lies there is damaged or taken away, now
     `lose, come_back`   nothing is there (every call fails), and then again everything that was
     """
 
@@ -82,10 +84,8 @@ class Disk:
     def installed(self) -> Iterator[None]:
         """Within, the backend's modules use this disk instead of the machine's."""
         names: list[tuple[Any, str, object]] = [(SimulatedPath, "installed", self.files)]
-        names += [(module, "os", self.files) for module in (backend, folder, journal, packs, survey, temporaries)]
-        names += [(module, "fcntl", _Fcntl(self.files)) for module in (backend, folder)]
-        names += [(temporaries, "socket", SimpleNamespace(gethostname=lambda: "machine"))]
-        names += [(module, "open", self.files.open_file) for module in (journal, packs, survey)]
+        names += [(module, "os", self.files) for module in _MODULES]
+        names += [(module, "fcntl", _Fcntl(self.files)) for module in (backend, layout, temporaries)]
         with ExitStack() as stack:
             for target, name, stand_in in names:
                 stack.enter_context(patch.object(target, name, stand_in, create=True))
@@ -117,14 +117,25 @@ class Disk:
     def cut_files(self, count: int = 1) -> None:
         for path, file in self._some(count):
             del file.data[self.rng.randrange(len(file.data) + 1) :]
-            self.num_corrupted += not path.endswith("/lock")
+            self.num_corrupted += not path.endswith(MARKER)
 
     def delete_files(self, count: int = 1) -> None:
         for path, _ in self._some(count):
+            if path.endswith(MARKER):
+                continue  # who deletes it has said that the folder is not ours
             above, name = self.files.folder_of(path)
             del above.entries[name]
             self.files.changed(above)
             self.num_corrupted += 1
+
+    def replace_indices(self) -> None:
+        """Each journal is an empty folder now."""
+        for path, _ in list(self.files.walk()):
+            if path.endswith("/index"):
+                above, name = self.files.folder_of(path)
+                above.entries[name] = Folder()
+                self.files.changed(above)
+                self.num_corrupted += 1
 
     def wipe(self) -> None:
         """Somebody deletes every folder, while they are used."""
@@ -203,7 +214,7 @@ class Disk:
 class SimulatedStorage:
     """One rank's process on a disk: `open_storage` is what a worker half is built with. Several may share a folder.
 
-    `clock_ahead` seconds is by how much this process's clock differs from the disk's.
+    `clock_ahead` seconds is by how much this process's clock differs from the disk's; it may change at any time.
     """
 
     def __init__(
@@ -226,7 +237,7 @@ class SimulatedStorage:
         self._capacity = capacity
         self._folder = folder
         self._target_bytes = target_bytes
-        self._clock_ahead = clock_ahead
+        self.clock_ahead = clock_ahead
         self._executors: list[SimulatedExecutor] = []
         self._is_in_batch = False
         disk.storages.append(self)
@@ -327,7 +338,7 @@ class SimulatedStorage:
         return self._executors[-1]
 
     def _clock(self) -> int:
-        return self.disk.clock_ns() + int(self._clock_ahead * 1e9)
+        return self.disk.clock_ns() + int(self.clock_ahead * 1e9)
 
 
 class SimulatedExecutor(Executor):
@@ -400,7 +411,7 @@ class SimulatedExecutor(Executor):
 
 
 class _Fcntl:
-    LOCK_EX, F_SETFL = folder.fcntl.LOCK_EX, folder.fcntl.F_SETFL
+    LOCK_EX, LOCK_NB, F_SETFL = fcntl.LOCK_EX, fcntl.LOCK_NB, fcntl.F_SETFL
 
     def __init__(self, files: Files) -> None:
         self.flock = files.flock

@@ -12,6 +12,7 @@ import fcntl
 import io
 import os
 import random
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -155,7 +156,7 @@ class Files:
         if offset < len(handle.file.data):  # at the end a kernel says so, whatever the alignment
             self._check_direct(handle, buffers, offset)
         count = self._count(sum(map(len, buffers)), max(0, len(handle.file.data) - offset))
-        data = memoryview(handle.file.data)[offset : offset + count]
+        data = memoryview(bytes(handle.file.data[offset : offset + count]))
         for buffer in buffers:
             part = data[: len(buffer)]
             buffer[: len(part)] = part
@@ -203,6 +204,8 @@ class Files:
         self.before("stat", str(path))
         return _status(self.find(path))
 
+    lstat = stat  # there are no links
+
     def utime(self, path: object, *, ns: tuple[int, int]) -> None:
         self.before("utime", str(path))
         self.find(path).mtime_ns = ns[1]
@@ -213,6 +216,8 @@ class Files:
         there, new_name = self.folder_of(target)
         if name not in folder.entries:
             raise fail(errno.ENOENT, source)
+        if isinstance(there.entries.get(new_name), Folder):
+            raise fail(errno.EISDIR, target)
         there.entries[new_name] = folder.entries.pop(name)
         self.changed(folder)
         self.changed(there)
@@ -227,7 +232,18 @@ class Files:
         del folder.entries[name]
         self.changed(folder)
 
-    def mkdir(self, path: object) -> None:
+    def rmdir(self, path: object) -> None:
+        self.before("rmdir", str(path))
+        folder, name = self.folder_of(path)
+        node = self.find(path)
+        if not isinstance(node, Folder):
+            raise fail(errno.ENOTDIR, path)
+        if node.entries:
+            raise fail(errno.ENOTEMPTY, path)
+        del folder.entries[name]
+        self.changed(folder)
+
+    def mkdir(self, path: object, mode: int = 0o777) -> None:
         self.before("mkdir", str(path))
         folder, name = self.folder_of(path)
         if name in folder.entries:
@@ -245,13 +261,8 @@ class Files:
         self._rng.shuffle(names)  # nobody may rely on an order
         return _Entries([_Entry(self, f"{path}/{name}", name) for name in names])
 
-    def kill(self, process: int, signal: int) -> None:
-        assert signal == 0, "nobody ends a process here"
-        if process not in self.processes:
-            raise fail(errno.ESRCH, process)
-
-    def getpid(self) -> int:
-        return self.process
+    def listdir(self, path: object) -> list[str]:
+        return [entry.name for entry in self.scandir(path)]
 
     def urandom(self, count: int) -> bytes:
         return self._rng.randbytes(count)
@@ -268,9 +279,11 @@ class Files:
     def flock(self, fd: int, operation: int) -> None:
         handle = self.handle(fd)
         self.before("flock", handle.path)
-        assert operation == fcntl.LOCK_EX
+        assert operation == fcntl.LOCK_EX | fcntl.LOCK_NB, "nobody waits for ever"
         if handle.file.locked_by is not None:
-            raise Broken(f"{handle.path} is locked by {handle.file.locked_by}, and nobody will unlock it")
+            if not handle.path.endswith(".part"):  # whose lock says that its writer lives
+                raise Broken(f"{handle.path} is locked by {handle.file.locked_by}, and nobody will unlock it")
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), handle.path)
         handle.file.locked_by = fd
 
     def fcntl(self, fd: int, command: int, flags: int) -> None:
@@ -365,8 +378,8 @@ class _Entry:
     def stat(self) -> Any:
         return self.files.stat(self.path)
 
-    def is_dir(self) -> bool:
-        return isinstance(self.files.find(self.path), Folder)
+    def is_file(self, *, follow_symlinks: bool) -> bool:
+        return isinstance(self.files.find(self.path), File)
 
 
 class _Entries(list[_Entry]):
@@ -421,4 +434,5 @@ def _parts(path: object) -> list[str]:
 
 def _status(node: File | Folder) -> Any:
     size = len(node.data) if isinstance(node, File) else 0
-    return SimpleNamespace(st_size=size, st_mtime_ns=node.mtime_ns, st_mtime=node.mtime_ns / 1e9)
+    mode = stat.S_IFREG | 0o600 if isinstance(node, File) else stat.S_IFDIR | 0o700
+    return SimpleNamespace(st_size=size, st_mtime_ns=node.mtime_ns, st_mtime=node.mtime_ns / 1e9, st_mode=mode)

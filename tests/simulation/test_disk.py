@@ -9,8 +9,6 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import Any
 
-import pytest
-
 from kv_connector.storage.filesystem.folder import room_bytes
 from kv_connector.storage.filesystem.survey import damaged_blocks, survey, temporary_files
 
@@ -35,6 +33,8 @@ FAULTS = (
     "flip",
     "cut",
     "delete",
+    "odd index",
+    "clock",
     "wipe",
     "lose",
     "come back",
@@ -142,15 +142,12 @@ class Process:
 class Machine:
     """Processes that share a folder, and chance."""
 
-    def __init__(
-        self, seed: int, faults: tuple[str, ...] = FAULTS, reproducible: bool = True, is_lenient: bool = True
-    ) -> None:
+    def __init__(self, seed: int, faults: tuple[str, ...] = FAULTS, reproducible: bool = True) -> None:
         self.time = VirtualTime(seed)
         self.rng = self.time.stream("test")
         self.disk = Disk(self.time)
         self.faults = faults
         self.reproducible = reproducible
-        self.is_lenient = is_lenient
         self.seen: Counter[str] = Counter()
         self.written: dict[bytes, set[int]] = {}
         self.turns = 0
@@ -222,6 +219,10 @@ class Machine:
             disk.cut_files()
         elif name == "delete":
             disk.delete_files(rng.randint(1, 3))
+        elif name == "odd index":
+            disk.replace_indices()
+        elif name == "clock":
+            rng.choice(self.processes).simulated.clock_ahead = rng.choice((0.0, 0.0, -3600.0, 3600.0, 86400.0))
         elif name == "wipe":
             disk.wipe()
         elif name == "lose":
@@ -234,8 +235,6 @@ class Machine:
     def check(self) -> None:
         for failure in self.failures:
             raise failure
-        if self.is_lenient and (self.seen["lose"] or self.seen["errors"]):
-            return  # see `test_packs_that_could_not_be_deleted_count`
         used = self.disk.files.used_bytes
         assert used <= CAPACITY, f"{used} bytes in a folder of {CAPACITY}"
 
@@ -249,8 +248,7 @@ class Machine:
                 assert len(process.free) == POOL
             else:
                 process.start()
-        # Half-written files that their owner could not delete take room for an hour.
-        self.time.run_until(self.time.now() + 4000)
+        self.time.run_until(self.time.now() + 60)
         self.disk.check_at_rest()
         for process in self.processes:
             # What is gone behind its back is known once it was missed, and by the other process later.
@@ -297,7 +295,7 @@ def drive(seed: int, steps: int, num_processes: int = 2, **settings: Any) -> Cou
 def test_every_call_is_answered_and_what_is_found_was_written() -> None:
     seen: Counter[str] = Counter()
     for seed in range(12):
-        seen += drive(seed, 500)
+        seen += drive(seed, 500, reproducible=seed % 2 == 0)
     for what in (*FAULTS, "kill", "close", "read ok", "read not ok", "write ok", "write not ok", "read cancelled"):
         assert seen[what] >= 5, f"{what}: {seen[what]} times"
 
@@ -319,22 +317,14 @@ def test_a_run_is_decided_by_its_seed() -> None:
     assert drive(3, 300) == drive(3, 300)
 
 
-@pytest.mark.xfail(strict=True, reason="after a removal its record in the journal brings a pack back")
 def test_what_was_stored_is_there() -> None:
     for seed in (4, 16, 21):
         drive(seed, 400, 1, faults=())
 
 
-@pytest.mark.xfail(strict=True, reason="a pack's name does not cover its bytes, and the first checksums are kept")
 def test_good_blocks_are_not_called_damaged_where_results_differ_in_their_last_bits() -> None:
     for seed in range(10):
         drive(seed, 400, faults=(), reproducible=False)
-
-
-@pytest.mark.xfail(strict=True, reason="a pack that could not be opened or deleted is forgotten, and its bytes with it")
-def test_packs_that_could_not_be_deleted_count() -> None:
-    for seed in range(12):
-        drive(seed, 500, is_lenient=False)
 
 
 if __name__ == "__main__":  # FIRST LAST STEPS: of seeds
@@ -342,7 +332,7 @@ if __name__ == "__main__":  # FIRST LAST STEPS: of seeds
     total: Counter[str] = Counter()
     for seed in range(first, last):
         try:
-            total += drive(seed, steps)
+            total += drive(seed, steps, reproducible=seed % 2 == 0)
         except BaseException as error:  # noqa: BLE001 - also of `Broken`: told with its seed
             print(f"seed {seed}: {type(error).__name__}: {error}")
     print(total)

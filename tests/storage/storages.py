@@ -134,7 +134,7 @@ def open_store(root: Path, capacity: int = CAPACITY, block_bytes: int = BLOCK) -
 
 def files_of(root: Path) -> list[Path]:
     """Packs, whole and half."""
-    return [path for path in root.rglob("*") if path.is_file() and path.name not in ("lock", "index", "index.new")]
+    return [path for path in root.rglob("*") if path.suffix in (".pack", ".part")]
 
 
 def capacity_for(num_packs: int) -> int:

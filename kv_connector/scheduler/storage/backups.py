@@ -102,10 +102,10 @@ class BackupPlanner:
         return jobs
 
     def end(self, ended: EndedJob) -> None:
-        """Every rank has written the job's blocks, or one could not."""
+        """Every rank has written the job's blocks, or as many as it could."""
         del self._begun[ended.job.job_id]
         self._num_blocks -= ended.job.num_blocks
-        self._metrics.backed_up_blocks += ended.job.num_blocks if ended.ok else 0
+        self._metrics.backed_up_blocks += ended.job.num_blocks - len(ended.missing) if ended.ok else 0
         self._metrics.failed_backup_jobs += not ended.ok
 
     def reset(self) -> None:

@@ -27,7 +27,7 @@ from ..shared import Shared
 from .reading import LOST_SECONDS, Reading
 
 _FETCH_BLOCKS = 64
-"""In one job: what fails, fails with its job, and what has come can be loaded while the rest is on its way."""
+"""In one job: what has come can be loaded while the rest is on its way."""
 _LEFT_SHARE = 4
 """Of the host, as a divisor, that fetches under way leave alone: storage that hangs must not keep all of it."""
 
@@ -160,7 +160,7 @@ class PrefetchPlanner:
         self._reading.ended(job, not was_cancelled, self._clock())
         followers = self._followers.pop(job.job_id, [])
         if job.action is StorageAction.FETCH:
-            self._end_fetch(job, ok, was_cancelled)
+            self._end_fetch(ended, job, was_cancelled)
         for prefetch in followers:
             blocks = prefetch.jobs.pop(job.job_id)
             if ok:
@@ -249,16 +249,18 @@ class PrefetchPlanner:
         self._fetches.append(job)
         return job
 
-    def _end_fetch(self, job: StorageJob, ok: bool, was_cancelled: bool) -> None:
+    def _end_fetch(self, ended: EndedJob, job: StorageJob, was_cancelled: bool) -> None:
         host_ids = job.host_ids.tolist()
         self._num_fetching -= job.num_blocks
         for block_id in host_ids:
             self._job_of.pop(block_id, None)
-        if not ok:
+        if not ended.ok:
             self._metrics.cancelled_fetch_jobs += was_cancelled
             self._metrics.failed_fetch_jobs += not was_cancelled
             self._host.discard(host_ids)
             return
+        self._host.discard([host_ids[place] for place in sorted(ended.missing)])
+        host_ids = [block_id for place, block_id in enumerate(host_ids) if place not in ended.missing]
         self._on_fetched(host_ids)
         filled = self._host.fill(host_ids)
         self._metrics.fetched_blocks += len(filled)

@@ -19,8 +19,10 @@ from functools import partial
 from pathlib import Path
 
 from ..base import MakeExecutor, ThreadedStorage, address
-from .folder import Pack, PackFolder, room_bytes
-from .packs import MAX_BLOCKS, PAGE, PackHeader, pack_name
+from .catalog import Pack, Slot
+from .folder import PackFolder, room_bytes
+from .packs import MAX_BLOCKS, PAGE, PackHeader, open_file
+from .temporaries import Temporary, new_path
 
 PACK_BYTES = 8 << 20
 """A pack holds at least this many bytes of blocks, where a batch has as many: it is opened and evicted as a whole."""
@@ -36,8 +38,7 @@ class _Writing:
 
     header: PackHeader
     buffers: list[memoryview]
-    path: Path
-    descriptor: int
+    file: Temporary
     checksums: list[int]
     error: OSError | None = None
 
@@ -58,7 +59,8 @@ class FilesystemStorage(ThreadedStorage):
         """Open or make the folder; its content is taken in, in the background. `block_bytes` are whole pages; packs of
         `target_bytes` are written. `clock` is in nanoseconds, and that of the file system's time stamps.
 
-        Raises OSError where the folder cannot be made or written, and ValueError for sizes that cannot be.
+        Raises OSError where the folder cannot be made or written or is somebody else's, and ValueError for sizes that
+        cannot be.
         """
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
@@ -67,7 +69,7 @@ class FilesystemStorage(ThreadedStorage):
             raise ValueError(f"storage.capacity={capacity} is too small for one block: give at least {least}")
         super().__init__("filesystem", NUM_THREADS, _NUM_BATCHES, executor)
         self.folder = PackFolder(path, identity, block_bytes, capacity, clock)
-        self.is_direct = _supports_direct(path)
+        self.is_direct = _supports_direct(self.folder.layout.temporaries)
         """Whether the page cache is passed by."""
         self._identity = identity
         self._block_bytes = block_bytes
@@ -89,10 +91,9 @@ class FilesystemStorage(ThreadedStorage):
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.fill`."""
         by_pack: dict[str, tuple[Pack, list[tuple[int, int]]]] = {}  # slots in the pack, each with a number in `keys`
-        for i, key in enumerate(keys):
-            slot = self.folder.slot(key)
+        for i, slot in enumerate(self.folder.catalog.slots(keys)):
             if slot is not None:
-                by_pack.setdefault(slot.pack.name, (slot.pack, []))[1].append((slot.index, i))
+                by_pack.setdefault(slot.pack.name, (slot.pack, []))[1].append((slot.place, i))
         found = [False] * len(keys)
         calls = [
             partial(self._read, pack, run, buffers, found)
@@ -112,13 +113,16 @@ class FilesystemStorage(ThreadedStorage):
     def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.store`."""
         blocks = dict(zip(keys, buffers, strict=True))
-        new = [key for key in blocks if self.folder.slot(key) is None]
+        # What lies there need not be written again. It must be there, and not make room for the rest of its batch.
+        self.folder.used(_packs(self._slots(blocks)))
+        known = self._slots(blocks)
+        new = [key for key in blocks if key not in known]
         batches = [new[i : i + self._blocks_per_pack] for i in range(0, len(new), self._blocks_per_pack)]
         room = self.folder.reserve([len(batch) for batch in batches])
         if room.error is not None:
             self.note_fault("no room for new blocks", room.error)
         packs = [
-            _Writing(self._header(batch), [blocks[key] for key in batch], *file, [0] * len(batch))
+            _Writing(self._header(batch), [blocks[key] for key in batch], file, [0] * len(batch))
             for batch, file in zip(batches, room.files, strict=True)
             if file is not None
         ]
@@ -129,20 +133,26 @@ class FilesystemStorage(ThreadedStorage):
 
     def forget(self, keys: list[bytes]) -> int:
         """See `ThreadedStorage.forget`. A pack goes as a whole."""
-        slots = [slot for key in keys if (slot := self.folder.slot(key)) is not None]
-        for name in {slot.pack.name for slot in slots}:
-            self.folder.remove(name)
+        slots = self._slots(keys)
+        for pack in _packs(slots):
+            self.folder.remove(pack)
         return len(slots)
 
     def stats(self) -> dict[str, float]:
-        """See `Storage.stats`."""
-        return super().stats() | {"stored_blocks": len(self.folder), "stored_bytes": self.folder.used_bytes}
+        """See `Storage.stats`. Waits for no disk: gauges are plain numbers."""
+        catalog = self.folder.catalog
+        return super().stats() | {"stored_blocks": catalog.num_blocks, "stored_bytes": catalog.used_bytes}
+
+    def _slots(self, keys: Iterable[bytes]) -> dict[bytes, Slot]:
+        """Where those of these blocks lie that are known."""
+        asked = list(dict.fromkeys(keys))
+        return {key: slot for key, slot in zip(asked, self.folder.catalog.slots(asked), strict=True) if slot}
 
     def _header(self, keys: list[bytes]) -> PackHeader:
         return PackHeader(self._identity, self._block_bytes, tuple(keys), ())
 
     def _count_known(self, keys: Sequence[bytes]) -> int:
-        return next((i for i, key in enumerate(keys) if self.folder.slot(key) is None), len(keys))
+        return next((i for i, slot in enumerate(self.folder.catalog.slots(keys)) if slot is None), len(keys))
 
     def _run_all(self, calls: Sequence[Callable[[], None]]) -> None:
         """On the threads of `io`, each of which takes the next call: that is half the work of a task for each."""
@@ -159,40 +169,60 @@ class FilesystemStorage(ThreadedStorage):
 
     def _read(self, pack: Pack, run: list[tuple[int, int]], buffers: list[memoryview], found: list[bool]) -> None:
         """Read neighbouring blocks of a pack, given as slots and their numbers in `buffers` and `found`."""
-        assert pack.header is not None
-        first, targets = run[0][0], [buffers[i] for _, i in run]
+        header = pack.header
+        if header is None:  # it was found damaged meanwhile
+            self.count(missed_blocks=len(run))
+            return
+        indices, targets = [index for index, _ in run], [buffers[i] for _, i in run]
         try:
-            descriptor = os.open(self.folder.path(pack.name), os.O_RDONLY | os.O_CLOEXEC | self._direct_flag(targets))
+            descriptor = open_file(self.folder.layout.path(pack.name), os.O_RDONLY | self._direct_flag(targets))
             try:
-                _transfer(os.preadv, descriptor, targets, pack.header.offset(first))
+                _transfer(os.preadv, descriptor, targets, header.offset(indices[0]))
             finally:
                 os.close(descriptor)
         except FileNotFoundError:  # another process made room
-            self.folder.forget(pack.name)
+            self.folder.missed(pack.name)
             self.count(missed_blocks=len(run))
             return
         except EOFError:
-            self._drop_damaged(pack, len(run))
+            self._note_damage(pack, indices)
             return
         except OSError as error:
             self.note_fault(f"cannot read {pack.name}", error)
             self.count(failed_reads_blocks=len(run))
             return
-        for (slot, i), target in zip(run, targets, strict=True):
-            found[i] = zlib.crc32(target) == pack.header.checksums[slot]
-        if num_bad := sum(not found[i] for _, i in run):
-            self._drop_damaged(pack, num_bad)
+        for (index, i), target in zip(run, targets, strict=True):
+            found[i] = zlib.crc32(target) == header.checksums[index]
+        damaged = [index for index, i in run if not found[i]]
+        if damaged:
+            self._note_damage(pack, damaged)
         else:
             self.note_success()
 
-    def _drop_damaged(self, pack: Pack, num_blocks: int) -> None:
-        self.note_fault(f"{pack.name} was deleted", ValueError("a checksum differs, or the file is too short"))
-        self.folder.remove(pack.name)
-        self.count(corrupt_blocks=num_blocks)
+    def _note_damage(self, pack: Pack, indices: list[int]) -> None:
+        """These blocks are not what the pack's header says. Where it is also the header in its file, and so the one
+        that the file's name covers, they are damaged and the others are not; else the file is no pack of this name."""
+        try:
+            header = self.folder.read_anew(pack.name)
+        except FileNotFoundError:
+            self.folder.missed(pack.name)
+            self.count(missed_blocks=len(indices))
+            return
+        except OSError as error:
+            self.note_fault(f"cannot read {pack.name}", error)
+            self.count(failed_reads_blocks=len(indices))
+            return
+        self.count(corrupt_blocks=len(indices))
+        if header is not None and self.folder.catalog.drop(pack, indices):
+            damage = ValueError("checksums differ")
+            self.note_fault(f"blocks {indices} of {pack.name} are not read any more", damage)
+        else:
+            self.note_fault(f"{pack.name} was deleted", ValueError("it is damaged as a whole"))
+            self.folder.remove(pack)
 
     def _begin(self, pack: _Writing) -> list[Callable[[], None]]:
         """Calls that write the blocks of a pack behind its header."""
-        _set_flags(pack.descriptor, self._direct_flag(pack.buffers))
+        _set_flags(pack.file.descriptor, self._direct_flag(pack.buffers))
         numbers = range(len(pack.buffers))
         return [
             partial(self._write, pack, numbers[i : i + self._blocks_per_piece])
@@ -204,56 +234,59 @@ class FilesystemStorage(ThreadedStorage):
         try:
             for i, buffer in zip(piece, buffers, strict=True):
                 pack.checksums[i] = zlib.crc32(buffer)
-            _transfer(os.pwritev, pack.descriptor, buffers, pack.header.offset(piece[0]))
+            _transfer(os.pwritev, pack.file.descriptor, buffers, pack.header.offset(piece[0]))
         except OSError as error:
             pack.error = error
 
     def _complete(self, packs: list[_Writing]) -> list[PackHeader]:
         """Make files packs, where all of their blocks were written; those that are now."""
-        whole = [pack for pack in packs if self._guarded(pack, self._finish)]
+        whole = [pack for pack in packs if self._finish(pack)]
+        faults: list[OSError | None]
         try:
-            self.folder.publish([pack.header for pack in whole])
+            faults = self.folder.commit([(pack.file, pack.header) for pack in whole])
         except OSError as error:
-            for pack in whole:
-                pack.error = error
-        return [pack.header for pack in whole if self._guarded(pack, self._commit)]
+            faults = [error] * len(whole)
+        for pack, fault in zip(whole, faults, strict=True):
+            if fault is None:
+                pack.file.close()
+                self.note_success()
+            else:
+                self._give_up(pack, fault)
+        return [pack.header for pack, fault in zip(whole, faults, strict=True) if fault is None]
 
-    def _guarded(self, pack: _Writing, call: Callable[[_Writing], None]) -> bool:
-        try:
-            call(pack)
-        except OSError as error:
-            self.note_fault("cannot write", error)
-            self.folder.abandon(pack.path)
-            return False
-        return True
-
-    def _finish(self, pack: _Writing) -> None:
-        """Write the header and close the file. Raises OSError."""
+    def _finish(self, pack: _Writing) -> bool:
+        """Write the header; whether the file is whole."""
         pack.header = replace(pack.header, checksums=tuple(pack.checksums))
         try:
             if pack.error is not None:
                 raise pack.error
-            _set_flags(pack.descriptor, 0)
-            os.pwrite(pack.descriptor, pack.header.encode(), 0)
-        finally:
-            os.close(pack.descriptor)
+            _set_flags(pack.file.descriptor, 0)
+            os.pwrite(pack.file.descriptor, pack.header.encode(), 0)
+        except OSError as error:
+            self._give_up(pack, error)
+            return False
+        return True
 
-    def _commit(self, pack: _Writing) -> None:
-        if pack.error is not None:
-            raise pack.error
-        self.folder.commit(pack.path, pack_name(self._identity, pack.header.keys), pack.header)
-        self.note_success()
+    def _give_up(self, pack: _Writing, error: OSError) -> None:
+        self.note_fault("cannot write", error)
+        pack.file.delete()
 
     def _direct_flag(self, buffers: Iterable[memoryview]) -> int:
         """To pass by the page cache, where file system and buffers allow it."""
         return os.O_DIRECT if self.is_direct and all(address(buffer) % PAGE == 0 for buffer in buffers) else 0
 
 
+def _packs(slots: dict[bytes, Slot]) -> list[Pack]:
+    """Each once."""
+    return list({slot.pack.name: slot.pack for slot in slots.values()}.values())
+
+
 def _supports_direct(folder: Path) -> bool:
     """Whether files here can be opened past the page cache; some file systems refuse."""
-    path = folder / "tmp" / f"probe-{os.getpid()}"
+    path = new_path(folder)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+        os.close(os.open(path, flags, 0o600))
     except OSError:
         return False
     finally:

@@ -1,37 +1,33 @@
 """A folder of packs that several processes share: what is in it, what may be added, what goes first.
 
-    ROOT/lock        held while room is made, so that no two processes count on the same bytes
-    ROOT/index       the packs' headers, so that a start or a look-up opens one file and not all (`journal.py`)
-    ROOT/tmp/        packs that are being written
-    ROOT/00 .. ff/   packs, by the first digits of their names
+The folder is the truth and `catalog.py` follows it: a pack that another process added is found in the journal, one that
+was taken away is missed when it is opened, and everything is listed at the start, where the journal is not whole, and
+now and then where room is short. A pack's modification time is when it was last used.
 
-The folder is the truth and this index follows it: a pack that another process added is found in the journal, one that
-was taken away is missed when it is opened, and where room is short sub-folders that have changed are listed. A pack's
-modification time is when it was last used.
+Packs are told of in the journal and renamed under the folder's lock, so whoever holds it and reads a whole journal
+knows of every pack. Who holds what: the folder's lock (`layout.py`) while room is made and packs are added, in it the
+journal's lock while that is read or written, in it the catalog's lock, under which no file is touched.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from pathlib import Path
 
+from .catalog import SKEW_NS, Pack, PackCatalog
 from .journal import Journal, Record
+from .layout import FolderLayout
 from .packs import PackHeader, pack_bytes, read_header
-from .temporaries import Temporaries
+from .temporaries import Temporaries, Temporary
 
-SUFFIX = ".pack"
-_SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
-_SETTLED_NS = 2_000_000_000  # a folder that changed longer ago cannot change again under the same time stamp
-
-
+_LIST_NS = 10 * 10**9
+"""Room that others have made is found where they must have made it: among what was used longest ago. What an operator
+deletes may be anything, and is found this long behind it."""
 _COPIES = 2  # of the journal: while a new one is written the old one is there
 
 
@@ -42,130 +38,93 @@ def room_bytes(count: int, block_bytes: int) -> int:
 
 
 @dataclass(slots=True)
-class Pack:
-    """A file of the folder. `header` is None for one that is not ours: another identity, version or block size. It may
-    have been used later than `used_ns` by another process, never earlier."""
-
-    name: str
-    num_bytes: int
-    used_ns: int
-    header: PackHeader | None
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a block lies."""
-
-    pack: Pack
-    index: int
-
-
-@dataclass(slots=True)
 class Reservation:
-    """Paths and descriptors of new temporary files, None where there was no room; what was evicted; the last error."""
+    """New temporary files, None where there was no room; what was evicted; the last error."""
 
-    files: list[tuple[Path, int] | None] = field(default_factory=list)
+    files: list[Temporary | None] = field(default_factory=list)
     evicted_blocks: int = 0
     error: OSError | None = None
 
 
 class PackFolder:
-    """The index of a folder for one identity. Any thread may call."""
+    """A folder as it is used for one identity. Any thread may call."""
 
     def __init__(
         self, root: Path, identity: bytes, block_bytes: int, capacity: int, clock: Callable[[], int] = time.time_ns
     ) -> None:
-        """Makes the folder, for this user only. `capacity` in bytes, over all processes. Raises OSError."""
-        self.root = root
+        """Makes the folder, for this user only. `capacity` in bytes, over all processes. Raises OSError, also for a
+        folder that is somebody else's."""
+        self.layout = FolderLayout(root)
+        self.layout.claim()
+        self.layout.warn_of_others()
+        self.catalog = PackCatalog(clock)
+        """What is known of what lies there; looks at no file."""
         self._identity = identity
         self._block_bytes = block_bytes
         self._capacity = capacity
         self._clock = clock
-        self._lock = threading.RLock()
-        self._packs: dict[str, Pack] = {}
-        self._names: dict[str, set[str]] = {name: set() for name in _SUB_FOLDERS}  # of packs, by sub-folder
-        self._slots: dict[bytes, Slot] = {}
-        self._seen: dict[str, int] = {}  # sub-folder: its modification time when it was listed
-        self._last_ns = 0
-        self.used_bytes = 0
-        self._make_folders()
-        self._temporaries = Temporaries(root / "tmp", clock)
-        self._journal = Journal(root / "index")
-
-    def path(self, name: str) -> Path:
-        """Where the pack of this name lies."""
-        return self.root / name[:2] / (name + SUFFIX)
-
-    def __len__(self) -> int:
-        """Blocks that can be read."""
-        with self._lock:
-            return len(self._slots)
-
-    def slot(self, key: bytes) -> Slot | None:
-        """Where a block lies as far as is known; looks at no file."""
-        with self._lock:
-            return self._slots.get(key)
-
-    def packs(self) -> list[Pack]:
-        """All that are known, those of others too, the least recently used first."""
-        with self._lock:
-            return sorted(self._packs.values(), key=lambda pack: pack.used_ns)
+        self._temporaries = Temporaries(self.layout.temporaries)
+        self._journal = Journal(self.layout.index)
+        self._journal_lock = threading.RLock()
+        self._listed_ns: int | None = None  # when everything was listed; None where that must be done
+        self._missed: dict[str, None] = {}  # packs without a file, to be looked for when nobody is adding any
 
     def recover(self) -> None:
         """Take in what lies there, and see to it that the next start is quick. Raises OSError."""
-        self.refresh()
-        self.publish(())
+        self.catch_up()  # also where nobody lets us have the lock
+        with self.layout.exclusive():
+            self._temporaries.clear()
+            self._refresh()
+            self._renew_journal()
 
     def catch_up(self) -> None:
-        """Take in what other processes have published. Raises OSError."""
-        with self._lock:
-            for record in self._journal.read():
-                name, header = record.name, record.header
-                if name not in self._packs:
-                    self._add(Pack(name, header.file_bytes, record.time_ns, self._ours(header)))
+        """Take in what other processes have added, as far as it can be read."""
+        with self._journal_lock:
+            records = self._journal.read()
+            limit, times = self.catalog.now(), []
+            for record in reversed(records):  # they were written in this order, whatever clocks said
+                limit = min(limit - 1, record.time_ns)
+                times.append(limit)
+            for record, used_ns in zip(records, reversed(times), strict=True):
+                name = record.name
+                if name not in self.catalog:
+                    self.catalog.add(Pack(name, record.header.file_bytes, used_ns, self._ours(record.header)))
 
-    def refresh(self) -> None:
-        """Take in what lies there and what is gone. Raises OSError where the folder cannot be read."""
-        self.catch_up()
-        now = self._clock()
-        for name in _SUB_FOLDERS:
-            try:
-                changed = os.stat(self.root / name).st_mtime_ns
-            except FileNotFoundError:  # somebody deleted it: it is empty now
-                self._make_folders()
-                changed = os.stat(self.root / name).st_mtime_ns
-            if self._seen.get(name) != changed:
-                self._list(name)
-                self._seen[name] = changed if now - changed > _SETTLED_NS else 0
+    def missed(self, name: str) -> None:
+        """There is no file of this pack: not any more, or not yet, or the disk is away. It is looked for once more."""
+        self.catalog.forget(name)
+        self._missed[name] = None
 
     def used(self, packs: Iterable[Pack]) -> None:
-        """These packs were read: they go last. Failing to note it is no fault."""
-        now = self._now()
+        """These packs were read, or are to be kept: they go last. It is found out which of them are gone. Failing to
+        note it is no fault."""
+        now = self.catalog.now()
         for pack in packs:
-            pack.used_ns = now
+            self.catalog.used(pack, now)
             try:
-                os.utime(self.path(pack.name), ns=(now, now))
+                os.utime(self.layout.path(pack.name), ns=(now, now))
+            except FileNotFoundError:
+                self.missed(pack.name)
             except OSError:
                 continue
 
     def reserve(self, counts: Sequence[int]) -> Reservation:
-        """Temporary files for packs of so many blocks, each to be given to `commit` or `abandon`. Raises OSError."""
+        """Temporary files for packs of so many blocks, each to be given to `commit` or deleted. Raises OSError."""
         result = Reservation()
         if not counts:
             return result
         packs = [(pack_bytes(count, self._block_bytes), room_bytes(count, self._block_bytes)) for count in counts]
-        with self._exclusive():
-            # In this order, so that a file that is renamed meanwhile counts twice and not never.
+        with self.layout.exclusive():
             taken = self._temporaries.clear() + _COPIES * self._journal.num_bytes()
             self.catch_up()
-            is_short = taken + self.used_bytes + sum(room for _, room in packs) > self._capacity
-            if is_short:  # else what others have deleted need not be known
-                self.refresh()
-            oldest = [(pack.used_ns, pack.name) for pack in self.packs()] if is_short else []
+            is_short = taken + self.catalog.used_bytes + sum(room for _, room in packs) > self._capacity
+            if not self._is_listed() or not self._journal.is_whole or (is_short and self._was_listed_long_ago()):
+                self._refresh()
+            self._look_again()
             for size, room in packs:
-                result.evicted_blocks += self._make_room(taken + room - self._capacity, oldest)
+                result.evicted_blocks += self._make_room(taken + room - self._capacity)
                 try:
-                    fits = taken + self.used_bytes + room <= self._capacity
+                    fits = taken + self.catalog.used_bytes + room <= self._capacity
                     result.files.append(self._temporaries.new(size) if fits else None)
                 except OSError as error:
                     result.files.append(None)
@@ -173,85 +132,106 @@ class PackFolder:
                 taken += room if result.files[-1] is not None else 0
         return result
 
-    def commit(self, temporary: Path, name: str, header: PackHeader) -> None:
-        """The file is whole: it becomes the pack of this name, which was published. Raises OSError."""
-        now = self._now()
-        os.utime(temporary, ns=(now, now))  # the system's own time stamps are coarse
-        os.rename(temporary, self.path(name))
-        with self._lock:
-            self._add(Pack(name, header.file_bytes, now, header))
+    def commit(self, files: Sequence[tuple[Temporary, PackHeader]]) -> list[OSError | None]:
+        """The files are whole: they become packs; for each what went wrong with it. Raises OSError where none does.
 
-    def publish(self, headers: Iterable[PackHeader]) -> None:
-        """Tell other processes, and later ones, of packs that are about to be committed. Raises OSError.
-
-        Before, so that what a process leaves that is killed in between is counted: a record without a pack is a miss
-        and goes when room is short.
+        They are told of before they are renamed, so that what a process leaves that is killed in between is counted: a
+        record without a pack is a miss.
         """
-        records = [Record(self._now(), header) for header in headers]
-        with self._exclusive():
-            self.catch_up()
-            if not self._journal.is_whole or self._journal.is_wasteful(len(self._packs)):
-                self.refresh()
-                self._journal.replace({pack.name for pack in self.packs()}, self._record)
-                self.catch_up()
-            if not self._journal.is_whole:  # the disk does not hold what was written a moment ago
-                raise OSError(errno.EIO, "the index cannot be read back", str(self.root / "index"))
-            if records:
+        if not files:
+            return []
+        records = [Record(self.catalog.now(), header) for _, header in files]
+        with self.layout.exclusive():
+            with self._journal_lock:
+                self._renew_journal()
                 self._journal.append(records)
+            return [self._rename(file, record) for (file, _), record in zip(files, records, strict=True)]
 
-    def abandon(self, temporary: Path) -> None:
-        """The file will not be whole. Where it cannot be deleted it counts until its process is gone."""
-        with suppress(OSError):
-            temporary.unlink()
+    def remove(self, pack: Pack) -> int:
+        """Delete a pack; how many blocks can be read no more. What cannot be deleted counts, and is tried again."""
+        try:
+            os.unlink(self.layout.path(pack.name))
+        except FileNotFoundError:
+            self.missed(pack.name)
+            return 0
+        except OSError:
+            return self.catalog.hide(pack)
+        return self.catalog.forget(pack.name)
 
-    def forget(self, name: str) -> None:
-        """Somebody has deleted a pack."""
-        with self._lock:
-            self._forget(name)
+    def read_anew(self, name: str) -> PackHeader | None:
+        """The header in the file of this pack, not that in the journal; None where it is damaged. Raises OSError."""
+        _, header, _ = read_header(self.layout.path(name))
+        return header
 
-    def remove(self, name: str) -> int:
-        """Delete a pack; how many readable blocks it held."""
-        with self._lock:
-            with suppress(OSError):  # what cannot be deleted cannot be read either
-                self.path(name).unlink(missing_ok=True)
-            return self._forget(name)
+    def _is_listed(self) -> bool:
+        return self._listed_ns is not None
 
-    def _now(self) -> int:
-        """Nanoseconds that never go back here, whatever the clock does."""
-        with self._lock:
-            self._last_ns = max(self._clock(), self._last_ns + 1)
-            return self._last_ns
+    def _was_listed_long_ago(self) -> bool:
+        return self._listed_ns is None or abs(self._clock() - self._listed_ns) > _LIST_NS
 
-    def _list(self, sub_folder: str) -> None:
-        present = {}
-        with os.scandir(self.root / sub_folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(SUFFIX):
-                    present[entry.name.removesuffix(SUFFIX)] = entry
-        with self._lock:
-            for name in self._names[sub_folder] - present.keys():
-                self._forget(name)
-            new = [name for name in present if name not in self._packs]
-        for name in new:
-            pack = self._read_pack(name)
-            if pack is not None:
-                with self._lock:
-                    self._add(pack)
+    def _refresh(self) -> None:
+        """Take in what lies there and what is gone. The caller holds the folder's lock. Raises OSError where the size
+        of anything cannot be known: room is not to be made by guess."""
+        self._listed_ns = None
+        self.layout.claim()
+        self.catch_up()
+        names = dict.fromkeys(self.layout.pack_names())
+        self.catalog.keep(names)
+        for name in names:
+            if name not in self.catalog and (pack := self._read_pack(name)) is not None:
+                self.catalog.add(pack)
+        self._listed_ns = self._clock()
+
+    def _look_again(self) -> None:
+        """For packs that were missed. The caller holds the folder's lock. Raises OSError as `_refresh` does."""
+        for name in list(self._missed):
+            if name not in self.catalog and (pack := self._read_pack(name)) is not None:
+                self.catalog.add(pack)
+            del self._missed[name]
 
     def _read_pack(self, name: str) -> Pack | None:
+        """As it lies there; None where it has vanished. Raises OSError where not even its size can be had."""
+        path, header = self.layout.path(name), None
         try:
-            status, header, _ = read_header(self.path(name))
-        except OSError:
-            return None  # gone again, or not for us to read
-        return Pack(name, status.st_size, status.st_mtime_ns, self._ours(header))
+            try:
+                status, header, _ = read_header(path)
+            except OSError:
+                status = os.stat(path)
+        except FileNotFoundError:
+            return None
+        used_ns = min(status.st_mtime_ns, self.catalog.now())
+        return Pack(name, status.st_size, used_ns, self._ours(header))
 
-    def _record(self, name: str) -> Record | None:
-        """For the journal, of any identity; None for what is no pack."""
+    def _renew_journal(self) -> None:
+        """See to it that the journal is whole. The caller holds the folder's lock. Raises OSError."""
+        with self._journal_lock:
+            self.catch_up()
+            if self._journal.is_whole and not self._journal.is_wasteful(len(self.catalog)):
+                return
+            self._refresh()
+            self._journal.replace(self._records(), self._temporaries.new(0))
+            self.catch_up()
+            if not self._journal.is_whole:  # the disk does not hold what was written a moment ago
+                raise OSError(errno.EIO, "the index cannot be read back", str(self.layout.index))
+
+    def _records(self) -> list[Record]:
+        """Of all packs of any identity, the least recently used first."""
+        packs = self.catalog.packs()
+        known = {pack.name: pack.header for pack in packs if pack.header is not None}
+        if len(known) < len(packs):
+            known |= {record.name: record.header for record in Journal(self.layout.index).read()}
+        records = []
+        for pack in packs:
+            header = known.get(pack.name) or self._try_header(pack.name)
+            if header is not None:
+                records.append(Record(pack.used_ns, header))
+        return records
+
+    def _try_header(self, name: str) -> PackHeader | None:
         try:
-            status, header, _ = read_header(self.path(name))
+            return self.read_anew(name)
         except OSError:
             return None
-        return Record(status.st_mtime_ns, header) if header is not None else None
 
     def _ours(self, header: PackHeader | None) -> PackHeader | None:
         """None for another identity or block size."""
@@ -259,59 +239,35 @@ class PackFolder:
             return None
         return header
 
-    def _add(self, pack: Pack) -> None:
-        self._forget(pack.name)
-        self._packs[pack.name] = pack
-        self._names[pack.name[:2]].add(pack.name)
-        self.used_bytes += pack.num_bytes
-        for index, key in enumerate(pack.header.keys if pack.header is not None else ()):
-            self._slots[key] = Slot(pack, index)
+    def _rename(self, file: Temporary, record: Record) -> OSError | None:
+        name, now = record.name, record.time_ns
+        try:
+            os.utime(file.path, ns=(now, now))  # the system's own time stamps are coarse
+            os.rename(file.path, self.layout.path(name))
+        except OSError as error:
+            return error
+        self.catalog.add(Pack(name, record.header.file_bytes, now, record.header))
+        return None
 
-    def _forget(self, name: str) -> int:
-        pack = self._packs.pop(name, None)
-        if pack is None:
-            return 0
-        self._names[name[:2]].discard(name)
-        self.used_bytes -= pack.num_bytes
-        keys = pack.header.keys if pack.header is not None else ()
-        lost = [key for key in keys if (slot := self._slots.get(key)) is not None and slot.pack is pack]
-        for key in lost:
-            del self._slots[key]
-        return len(lost)
-
-    def _make_room(self, beyond: int, oldest: list[tuple[int, str]]) -> int:
-        """Evict packs from the heap `oldest` until `used_bytes` plus `beyond` is not above 0; blocks gone."""
-        blocks = 0
-        while oldest and self.used_bytes + beyond > 0:
-            pack = self._packs.get(heappop(oldest)[1])
-            if pack is None:  # it was damaged, and somebody has read it
-                continue
+    def _make_room(self, beyond: int) -> int:
+        """Evict packs until `used_bytes` plus `beyond` is not above 0; blocks gone."""
+        num_blocks, stuck = 0, []
+        while self.catalog.used_bytes + beyond > 0 and (pack := self.catalog.take_oldest()) is not None:
             used_ns = self._used_since(pack)
             if used_ns > pack.used_ns:  # another process used it: not the oldest after all
-                pack.used_ns = used_ns
-                heappush(oldest, (used_ns, pack.name))
-            else:
-                blocks += self.remove(pack.name)
-        return blocks
+                self.catalog.queue(pack, used_ns)
+                continue
+            num_blocks += self.remove(pack)
+            if pack.name in self.catalog:
+                stuck.append(pack)
+        for pack in stuck:
+            self.catalog.queue(pack, pack.used_ns)
+        return num_blocks
 
     def _used_since(self, pack: Pack) -> int:
+        """When it was used according to the folder. A time that has not come says nothing: a clock was wrong once."""
         try:
-            return os.stat(self.path(pack.name)).st_mtime_ns
+            used_ns = os.stat(self.layout.path(pack.name)).st_mtime_ns
         except OSError:
             return pack.used_ns
-
-    def _make_folders(self) -> None:
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in ("tmp", *_SUB_FOLDERS):
-            (self.root / name).mkdir(mode=0o700, exist_ok=True)
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if not self._temporaries.folder.is_dir():  # somebody deleted everything
-            self._make_folders()
-        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # of this descriptor: other threads wait, too
-            yield
-        finally:
-            os.close(descriptor)
+        return used_ns if used_ns <= self.catalog.now() + SKEW_NS else pack.used_ns

@@ -4,31 +4,35 @@ without opening every pack, and what others have added is known from its end.
     0      magic "KVCINDX1" | 8 random bytes, new with every file of this name
     16     records: u64 time of writing (ns) | u32 bytes of the header | header | u32 CRC-32 of the record so far
 
-It may lack packs and name some that are gone: the folder is the truth. It is written under the folder's lock and read
-without, so its end may be half a record: one that is being written, or was when its writer was killed.
+It may name packs that are gone: the folder is the truth. It is written under the folder's lock and read without, so its
+end may be half a record: one that is being written, or was when its writer was killed. What cannot be read to the end
+under the lock, for whatever reason, is not whole: the folder is listed, and the file is replaced.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple
 
-from .packs import MAX_HEADER_BYTES, PackError, PackHeader, pack_name
+from .packs import MAX_HEADER_BYTES, PackError, PackHeader, open_file
+from .temporaries import Temporary
 
 _MAGIC = b"KVCINDX1"
 _HEAD_BYTES = 16
 _RECORD = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
+_PART_BYTES = 1 << 20  # read or written at a time
+_MOST_RECORD_BYTES = _RECORD.size + MAX_HEADER_BYTES + _CRC.size
 _SPARE_RECORDS = 100  # of packs that are gone, before it is worth writing anew
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A pack that was written at `time_ns`."""
 
     time_ns: int
@@ -37,7 +41,7 @@ class Record:
     @property
     def name(self) -> str:
         """The pack's."""
-        return pack_name(self.header.identity, self.header.keys)
+        return self.header.name
 
     def encode(self) -> bytes:
         """With its length in front and its checksum behind."""
@@ -53,90 +57,110 @@ class Journal:
         """There need not be such a file."""
         self._path = path
         self._head = b""
-        self._end = 0  # of the last record that was read
+        self._end = 0  # of the last record that was read or added here
         self._num_records = 0
         self.is_whole = False
         """Whether the last reading reached the file's end. What was not whole under the lock is to be replaced."""
 
-    def read(self) -> Iterator[Record]:
-        """What was added since the last call; everything where the file was replaced. Raises OSError."""
+    def read(self) -> list[Record]:
+        """What others have added since the last call; everything where the file was replaced. What cannot be read is
+        not whole, and no error."""
         self.is_whole = False
+        records: list[Record] = []
         try:
-            file = open(self._path, "rb", buffering=1 << 20)  # noqa: SIM115 - and not `stat`: NFS asks anew on opening
-        except FileNotFoundError:
+            descriptor = open_file(self._path)  # and not `stat`: NFS asks anew on opening
+        except OSError:
             self._head = b""
-            return
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            if size == self._end and self._head and os.pread(file.fileno(), _HEAD_BYTES, 0) == self._head:
-                self.is_whole = True
-                return
-            head = file.read(_HEAD_BYTES)
-            if head != self._head or size < self._end:
-                self._head, self._end, self._num_records = head, _HEAD_BYTES, 0
-            file.seek(self._end)
-            while head.startswith(_MAGIC) and (found := _read_record(file)) is not None:
-                record, num_bytes = found
-                self._end += num_bytes
-                self._num_records += 1
-                yield record
-            self.is_whole = self._end >= size and head.startswith(_MAGIC)
+            return records
+        with suppress(OSError):
+            self._read(descriptor, records)
+        os.close(descriptor)
+        return records
 
     def num_bytes(self) -> int:
-        """Length of the file; 0 where there is none."""
+        """Length of the file; what is known of it where it cannot be asked."""
         try:
             return os.stat(self._path).st_size
-        except FileNotFoundError:
-            return 0
+        except OSError:
+            return self._end
 
     def append(self, records: Iterable[Record]) -> None:
-        """Add records; they are read back like those of others. The file was found whole. Raises OSError."""
+        """Add records, which are not read back here. The file was found whole. Raises OSError."""
         assert self.is_whole, "behind half a record nothing is read"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        added = list(records)
+        text = b"".join(record.encode() for record in added)
+        self.is_whole = False
+        descriptor = open_file(self._path, os.O_WRONLY | os.O_APPEND)
         try:
-            text = b"".join(record.encode() for record in records)
-            while text:
-                text = text[os.write(descriptor, text) :]
+            _write(descriptor, text)
         finally:
             os.close(descriptor)
+        self._end += len(text)
+        self._num_records += len(added)
+        self.is_whole = True
 
     def is_wasteful(self, num_packs: int) -> bool:
         """Whether most of its records are of packs that are gone."""
         return self._num_records > 2 * num_packs + _SPARE_RECORDS
 
-    def replace(self, names: set[str], read_pack: Callable[[str], Record | None]) -> None:
-        """Write a new file with what is known of the packs of these names; `read_pack` tells what the old file does
-        not. Raises OSError, and leaves the old file."""
-        temporary = self._path.with_suffix(".new")
-        missing = set(names)
-        old = Journal(self._path)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(_MAGIC + os.urandom(_HEAD_BYTES - len(_MAGIC)))
-            for record in old.read():
-                if record.name in missing:
-                    missing.discard(record.name)
-                    file.write(record.encode())
-            for name in sorted(missing):
-                if (found := read_pack(name)) is not None:
-                    file.write(found.encode())
-        os.rename(temporary, self._path)
+    def replace(self, records: Iterable[Record], temporary: Temporary) -> None:
+        """Write a new file with these records by way of a temporary one. Raises OSError, and leaves the old file."""
+        try:
+            _write(temporary.descriptor, _MAGIC + os.urandom(_HEAD_BYTES - len(_MAGIC)))
+            text = bytearray()
+            for record in records:
+                text += record.encode()
+                if len(text) >= _PART_BYTES:
+                    _write(temporary.descriptor, bytes(text))
+                    text.clear()
+            _write(temporary.descriptor, bytes(text))
+            with suppress(OSError):
+                os.rmdir(self._path)  # of a file it is refused, and so it is of a folder that somebody uses
+            os.rename(temporary.path, self._path)
+        except OSError:
+            temporary.delete()
+            raise
+        temporary.close()
+
+    def _read(self, descriptor: int, records: list[Record]) -> None:
+        size = os.fstat(descriptor).st_size
+        head = os.pread(descriptor, _HEAD_BYTES, 0)
+        if head != self._head or size < self._end:
+            self._head, self._end, self._num_records = head, _HEAD_BYTES, 0
+        if not head.startswith(_MAGIC):
+            return
+        text = b""  # behind the last record that was read
+        while len(text) < _MOST_RECORD_BYTES and (part := os.pread(descriptor, _PART_BYTES, self._end + len(text))):
+            text += part
+            at = 0
+            while (found := _record_at(text, at)) is not None:
+                record, at = found
+                records.append(record)
+                self._num_records += 1
+            self._end += at
+            text = text[at:]
+        self.is_whole = self._end >= size
 
 
-def _read_record(file: BinaryIO) -> tuple[Record, int] | None:
-    """The next record and its length; None for what is not, or not yet, a whole one."""
-    start = file.read(_RECORD.size)
-    if len(start) < _RECORD.size:
+def _record_at(text: bytes, at: int) -> tuple[Record, int] | None:
+    """The record that begins here, and where it ends; None for what is not, or not yet, a whole one."""
+    if len(text) - at < _RECORD.size:
         return None
-    time_ns, num_bytes = _RECORD.unpack(start)
-    if num_bytes > MAX_HEADER_BYTES:
+    time_ns, num_bytes = _RECORD.unpack_from(text, at)
+    start, stop = at + _RECORD.size, at + _RECORD.size + num_bytes
+    if num_bytes > MAX_HEADER_BYTES or len(text) < stop + _CRC.size:
         return None
-    rest = file.read(num_bytes + _CRC.size)
-    if len(rest) < num_bytes + _CRC.size:
-        return None
-    text = rest[:num_bytes]
-    if zlib.crc32(text, zlib.crc32(start)) != _CRC.unpack_from(rest, num_bytes)[0]:
+    if zlib.crc32(text[at:stop]) != _CRC.unpack_from(text, stop)[0]:
         return None
     try:
-        return Record(time_ns, PackHeader.decode(text)), _RECORD.size + len(rest)
+        return Record(time_ns, PackHeader.decode(text[start:stop])), stop + _CRC.size
     except PackError:
         return None
+
+
+def _write(descriptor: int, text: bytes) -> None:
+    while text:
+        count = os.write(descriptor, text)
+        if count == 0:
+            raise OSError(errno.EIO, "nothing was written")
+        text = text[count:]

@@ -4,14 +4,17 @@
            | count x (key (32 bytes) | u32 CRC-32 of the block) | u32 CRC-32 of the header so far
     page   block 0, block 1, ...
 
-All integers little-endian. The header is padded to pages of 4 KiB and blocks are whole pages, so that every block can
+All integers little-endian. A pack's name covers its header, checksums and all, so a file of this name holds these bytes
+or is damaged. The header is padded to pages of 4 KiB and blocks are whole pages, so that every block can
 be read and written past the page cache. A reader believes nothing: sizes are bounded and checked before they are used.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Sequence
@@ -43,6 +46,11 @@ class PackHeader:
     block_bytes: int
     keys: tuple[bytes, ...]
     checksums: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The pack's. The same blocks computed twice may differ in their last bits: they are two packs."""
+        return pack_name(self.identity, self.keys, self.checksums)
 
     @property
     def header_bytes(self) -> int:
@@ -91,17 +99,32 @@ class PackHeader:
         return cls(identity, block_bytes, keys, checksums)
 
 
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file, never of what a link points at. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # of a pipe it would wait
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return descriptor
+
+
 def read_header(path: Path) -> tuple[os.stat_result, PackHeader | None, str]:
-    """A file's status and header; where it is not a pack no header, and why. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
-        status = os.fstat(file.fileno())
-        text = file.read(PAGE)
-        if len(text) >= _FIXED.size and _FIXED.unpack_from(text)[2] > PAGE:  # not to be believed before it is decoded
-            text += file.read(MAX_HEADER_BYTES - PAGE)
+    """A file's status and header; where it is not the pack of its name no header, and why. Raises OSError."""
+    descriptor = open_file(path)
     try:
-        return status, PackHeader.decode(text, status.st_size), ""
+        status = os.fstat(descriptor)
+        text = os.pread(descriptor, PAGE, 0)
+        if len(text) >= _FIXED.size and _FIXED.unpack_from(text)[2] > PAGE:  # not to be believed before it is decoded
+            text += os.pread(descriptor, MAX_HEADER_BYTES - PAGE, PAGE)
+    finally:
+        os.close(descriptor)
+    try:
+        header = PackHeader.decode(text, status.st_size)
     except PackError as error:
         return status, None, str(error)
+    if header.name != path.stem:
+        return status, None, "it lies under the name of another pack"
+    return status, header, ""
 
 
 def pack_bytes(count: int, block_bytes: int) -> int:
@@ -109,9 +132,11 @@ def pack_bytes(count: int, block_bytes: int) -> int:
     return _header_bytes(count) + count * block_bytes
 
 
-def pack_name(identity: bytes, keys: Sequence[bytes]) -> str:
-    """The name of the pack that holds these blocks: 64 hexadecimal digits. No key becomes a part of a path itself."""
-    return hashlib.sha256(b"kvc1.pack" + identity + b"".join(keys)).hexdigest()
+def pack_name(identity: bytes, keys: Sequence[bytes], checksums: Sequence[int] = ()) -> str:
+    """The name of what holds these blocks: 64 hexadecimal digits. No key becomes a part of a path itself."""
+    digest = hashlib.sha256(b"kvc1.pack" + identity + b"".join(keys))
+    digest.update(struct.pack(f"<{len(checksums)}I", *checksums))
+    return digest.hexdigest()
 
 
 def _header_bytes(count: int) -> int:

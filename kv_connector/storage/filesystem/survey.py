@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .folder import SUFFIX
-from .packs import PackHeader, read_header
+from .layout import FolderLayout
+from .packs import PackHeader, open_file, read_header
+from .temporaries import list_temporaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +26,19 @@ class PackFile:
     @property
     def name(self) -> str:
         """Its 64 hexadecimal digits."""
-        return self.path.name.removesuffix(SUFFIX)
+        return self.path.stem
 
 
 def survey(root: Path) -> Iterator[PackFile]:
-    """Every pack of the folder, in no order; those that vanish meanwhile are left out. Raises OSError for no folder."""
-    with os.scandir(root) as entries:
-        folders = sorted(entry.name for entry in entries if entry.is_dir() and entry.name != "tmp")
-    for folder in folders:
-        for path in sorted((root / folder).glob(f"*{SUFFIX}")):
-            try:
-                yield _look_at(path)
-            except FileNotFoundError:
-                continue
+    """Every pack of the folder, by name; those that vanish meanwhile are left out. Raises OSError for no folder and for
+    one that is not ours."""
+    layout = FolderLayout(root)
+    layout.require()
+    for name in sorted(layout.pack_names()):
+        try:
+            yield _look_at(layout.path(name))
+        except FileNotFoundError:
+            continue
 
 
 def damaged_blocks(pack: PackFile) -> list[int]:
@@ -45,18 +46,21 @@ def damaged_blocks(pack: PackFile) -> list[int]:
     header = pack.header
     assert header is not None
     damaged = []
-    with open(pack.path, "rb", buffering=0) as file:
+    descriptor = open_file(pack.path)
+    try:
         for slot, checksum in enumerate(header.checksums):
-            file.seek(header.offset(slot))
-            if zlib.crc32(file.read(header.block_bytes)) != checksum:
+            if zlib.crc32(os.pread(descriptor, header.block_bytes, header.offset(slot))) != checksum:
                 damaged.append(slot)
+    finally:
+        os.close(descriptor)
     return damaged
 
 
 def temporary_files(root: Path) -> list[Path]:
-    """Packs that are being written, or were when somebody was killed."""
-    folder = root / "tmp"
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    """Packs that are being written, or were when somebody was killed. Raises OSError as `survey` does."""
+    layout = FolderLayout(root)
+    layout.require()
+    return sorted(list_temporaries(layout.temporaries))
 
 
 def _look_at(path: Path) -> PackFile:

@@ -1,59 +1,105 @@
-"""Files that are being written: they have their full length from the start and are renamed when they are whole."""
+"""Files that are being written: they have their full length from the start and are renamed when they are whole.
+
+Whoever writes a file holds its lock, which the kernel takes from the dead: a file whose lock can be had is abandoned.
+That is so also for containers that share a folder and see nothing of each other's processes.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-import socket
-import time
-from collections.abc import Callable
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-_ABANDONED_NS = 3600 * 10**9  # nobody writes a file for so long
+from .packs import open_file
+
+_NAME = re.compile(r"[0-9a-f]{32}\.part")
+
+
+@dataclass(frozen=True, slots=True)
+class Temporary:
+    """A file that is being written, and the descriptor that holds its lock until `close`."""
+
+    path: Path
+    descriptor: int
+
+    def close(self) -> None:
+        """It is renamed, or given up."""
+        os.close(self.descriptor)
+
+    def delete(self) -> None:
+        """It will not be whole. Where it cannot be deleted now, whoever makes room next does."""
+        with suppress(OSError):
+            os.unlink(self.path)
+        self.close()
 
 
 class Temporaries:
-    """A folder of such files, each with its owner's machine and process in its name. One thread at a time may call."""
+    """A folder of such files. Who calls holds the lock of the folder of packs."""
 
-    def __init__(self, folder: Path, clock: Callable[[], int] = time.time_ns) -> None:
-        """The folder is made by the caller. `clock` is in nanoseconds."""
-        self.folder = folder
-        self._clock = clock
-        self._owner = f"{machine()}-{os.getpid()}"
-        self._next = 0
+    def __init__(self, folder: Path) -> None:
+        """The folder is made by the caller."""
+        self._folder = folder
 
-    def new(self, size: int) -> tuple[Path, int]:
-        """Path and descriptor of a new file of `size` bytes, all there. Raises OSError, and leaves no file."""
-        self._next += 1
-        path = self.folder / f"{self._owner}-{self._next}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    def new(self, size: int) -> Temporary:
+        """A file of `size` bytes, all there. Raises OSError, and leaves no file."""
+        path = new_path(self._folder)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        made = Temporary(path, descriptor)
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _allocate(descriptor, size)
         except OSError:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
+            made.delete()
             raise
-        return path, descriptor
+        return made
 
     def clear(self) -> int:
-        """Delete those that nobody will finish; bytes of the others."""
+        """Delete those that nobody will finish; bytes of the others. Raises OSError."""
         num_bytes = 0
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                try:
-                    status = entry.stat()
-                    if _is_abandoned(entry.name, self._clock() - status.st_mtime_ns):
-                        os.unlink(entry.path)
-                    else:
-                        num_bytes += status.st_size
-                except FileNotFoundError:
-                    continue
+        for path in list_temporaries(self._folder):
+            try:
+                num_bytes += 0 if _delete_abandoned(path) else os.lstat(path).st_size
+            except FileNotFoundError:
+                continue
         return num_bytes
 
 
-def machine() -> str:
-    """This machine's name as it stands in those of files."""
-    return socket.gethostname().replace("-", "_")
+def new_path(folder: Path) -> Path:
+    """A name for such a file that no other has."""
+    return folder / f"{os.urandom(16).hex()}.part"
+
+
+def list_temporaries(folder: Path) -> Iterator[Path]:
+    """Files of ours alone. Raises OSError."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                yield folder / entry.name
+
+
+def _delete_abandoned(path: Path) -> bool:
+    """Whether the file was abandoned, and is deleted. What cannot be opened or deleted is not."""
+    try:
+        descriptor = open_file(path, os.O_RDWR)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _allocate(descriptor: int, size: int) -> None:
@@ -64,19 +110,3 @@ def _allocate(descriptor: int, size: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot
             raise
         os.ftruncate(descriptor, size)
-
-
-def _is_abandoned(name: str, age_ns: int) -> bool:
-    owner, _, rest = name.partition("-")
-    process, _, _ = rest.partition("-")
-    if abs(age_ns) > _ABANDONED_NS:
-        return True
-    if owner != machine() or not process.isdigit():
-        return False  # its owner cannot be asked
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return False

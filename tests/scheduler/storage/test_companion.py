@@ -62,8 +62,9 @@ def report(
     failed: Sequence[StorageJob] = (),
     found: int | None = None,
     rank: int = 0,
+    missing: tuple[int, ...] = (),
 ) -> None:
-    """Storage jobs have ended on a rank."""
+    """Storage jobs have ended on a rank, but for blocks at these places in them."""
     half.update_connector_output(
         [
             StepReport(
@@ -73,6 +74,7 @@ def report(
                 tuple(job.job_id for job in failed),
                 num_host_blocks=half.host.pool.capacity,
                 found=tuple((job.job_id, found) for job in done) if found is not None else (),
+                missing=tuple((job.job_id, missing) for job in done if missing),
             )
         ]
     )
@@ -241,6 +243,24 @@ def test_ranks_agree_on_the_shortest_prefix(found: tuple[int, int]) -> None:
     report(half, failed=[job], rank=1)
     assert matched(half, request) == 0, "a fault on one rank is a fault of the job"
     assert half.get_kv_connector_stats()["failed_fetch_jobs"] == 1
+    half.check()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_block_that_one_rank_could_not_fetch_is_lost_and_no_other(first: int) -> None:
+    """Whichever rank says so, first or last: what is in front of it is a hit, and what is behind it is on the host once
+    that block is computed again."""
+    half, _, _ = make_half(world_size=2)
+    request = Asked("a", PROMPT)
+    job = arrive(half, request)
+    for rank in range(2):
+        report(half, [job], found=10, rank=rank)
+    (job,) = step(half)
+    report(half, [job], rank=first, missing=(6,))
+    report(half, [job], rank=1 - first)
+    assert matched(half, request) == 6 * 4
+    assert half.get_kv_connector_stats()["fetched_blocks"] == 9
+    assert half.get_kv_connector_stats()["failed_fetch_jobs"] == 0
     half.check()
 
 

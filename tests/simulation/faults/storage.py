@@ -7,7 +7,8 @@ from .mutant import Mutant, Patch, tested
 _PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _READING = "kv_connector/scheduler/storage/reading.py"
-_FOLDER = "kv_connector/storage/filesystem/folder.py"
+_FILESYSTEM = "kv_connector/storage/filesystem"
+_SIMULATED_DISK = "tests/simulation/test_disk.py"
 _TESTS = "tests/scheduler/storage/test_companion.py"
 
 _CHECKED = "kv_connector/storage/checked.py"
@@ -127,14 +128,164 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "room-unlocked",
         "two processes make room in a folder at once",
-        (Patch(_FOLDER, "fcntl.flock(descriptor, fcntl.LOCK_EX)", "fcntl.flock(descriptor, fcntl.LOCK_UN)"),),
+        (
+            Patch(
+                f"{_FILESYSTEM}/layout.py",
+                "return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+                "return fcntl.flock(descriptor, fcntl.LOCK_UN)",
+            ),
+        ),
         tested("tests/storage/filesystem/test_backend.py::test_nobody_else_makes_room_or_publishes_meanwhile"),
     ),
     Mutant(
+        "packs-named-by-keys",
+        "two packs of the same blocks have one name, whatever their bytes",
+        (
+            Patch(
+                f"{_FILESYSTEM}/packs.py",
+                "return pack_name(self.identity, self.keys, self.checksums)",
+                "return pack_name(self.identity, self.keys)",
+            ),
+        ),
+        tested(
+            "tests/storage/filesystem/test_writers.py",
+            f"{_SIMULATED_DISK}::test_good_blocks_are_not_called_damaged_where_results_differ_in_their_last_bits",
+        ),
+    ),
+    Mutant(
+        "own-records-read",
+        "a pack that was removed comes back with our own record of it",
+        (
+            Patch(
+                f"{_FILESYSTEM}/journal.py",
+                "        self._end += len(text)\n        self._num_records",
+                "        self._num_records",
+            ),
+        ),
+        tested(f"{_SIMULATED_DISK}::test_what_was_stored_is_there", "tests/storage/filesystem/test_journal.py"),
+    ),
+    Mutant(
+        "flip-costs-a-pack",
+        "one damaged block takes all of its pack with it",
+        (
+            Patch(
+                f"{_FILESYSTEM}/backend.py",
+                "if header is not None and self.folder.catalog.drop(pack, indices):",
+                "if False:",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_backend.py::test_damaged_and_foreign_files_are_misses"),
+    ),
+    Mutant(
+        "folders-of-others-taken",
+        "a folder with files of somebody else becomes ours",
+        (Patch(f"{_FILESYSTEM}/layout.py", "if others and not self.is_ours():", "if False:"),),
+        tested("tests/storage/filesystem/test_foreign.py"),
+    ),
+    Mutant(
+        "folders-of-others-tidied",
+        "the command line deletes packs of somebody else",
+        (
+            Patch(
+                f"{_FILESYSTEM}/layout.py",
+                "        if not self.is_ours():\n            os.stat(",
+                "        if False:\n            os.stat(",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_foreign.py"),
+    ),
+    Mutant(
+        "links-followed",
+        "a pack that is a link is read, and its target believed",
+        (Patch(f"{_FILESYSTEM}/packs.py", "flags | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_NONBLOCK"),),
+        tested("tests/storage/filesystem/test_journal.py"),
+    ),
+    Mutant(
+        "the-living-are-dead",
+        "files that others write at the time are deleted",
+        (
+            Patch(
+                f"{_FILESYSTEM}/temporaries.py",
+                "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n        os.unlink(path)\n",
+                "        os.unlink(path)\n",
+            ),
+        ),
+        tested(
+            "tests/storage/filesystem/test_backend.py::test_temporary_files_of_the_dead_go_and_those_of_the_living_count"
+        ),
+    ),
+    Mutant(
+        "undeleted-is-uncounted",
+        "a pack that cannot be deleted takes no room",
+        (Patch(f"{_FILESYSTEM}/folder.py", "            return self.catalog.hide(pack)\n", "            pass\n"),),
+        tested(_SIMULATED_DISK),
+    ),
+    Mutant(
+        "missed-is-gone",
+        "a pack that is missed while the disk is away, or before it is renamed, is never counted again",
+        (Patch(f"{_FILESYSTEM}/folder.py", "            self._look_again()\n", ""),),
+        tested("tests/storage/filesystem/test_folder.py"),
+    ),
+    Mutant(
+        "the-future-is-believed",
+        "what a clock that was ahead once has written is kept for ever",
+        (
+            Patch(
+                f"{_FILESYSTEM}/folder.py",
+                "return used_ns if used_ns <= self.catalog.now() + SKEW_NS else pack.used_ns",
+                "return used_ns",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_clocks.py"),
+    ),
+    Mutant(
+        "records-of-the-future",
+        "packs count as used when their record says, although those behind it are older",
+        (Patch(f"{_FILESYSTEM}/folder.py", "limit = min(limit - 1, record.time_ns)", "limit = record.time_ns"),),
+        tested("tests/storage/filesystem/test_clocks.py"),
+    ),
+    Mutant(
+        "set-back-and-lost",
+        "a clock that is set back makes what is used next the first to go",
+        (
+            Patch(
+                f"{_FILESYSTEM}/catalog.py",
+                "                self._bring_back(now)\n",
+                "                self._last_ns = now\n",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_clocks.py"),
+    ),
+    Mutant(
         "fetched-in-part",
-        "a fetch of which a block is missing is done",
-        (Patch("kv_connector/storage/jobs.py", "all(future.result())", "any(future.result())"),),
-        tested("tests/storage/test_jobs.py::test_a_fetch_with_a_block_that_is_missing_has_failed"),
+        "a block that is missing in a fetch is not told of",
+        (Patch("kv_connector/storage/jobs.py", "enumerate(future.result()) if not is_moved", "enumerate(()) if True"),),
+        tested("tests/storage/test_jobs.py"),
+    ),
+    Mutant(
+        "missing-on-one-rank",
+        "a block that one rank could not fetch is matched",
+        (
+            Patch(
+                "kv_connector/scheduler/ledger.py",
+                "self._open[job_id].missing |= frozenset(",
+                "self._open[job_id].missing &= frozenset(",
+            ),
+        ),
+        tested(f"{_TESTS}::test_a_block_that_one_rank_could_not_fetch_is_lost_and_no_other"),
+    ),
+    Mutant(
+        "missing-filled",
+        "a block that could not be fetched is matched",
+        (
+            Patch(
+                _PREFETCHES,
+                "enumerate(host_ids) if place not in ended.missing]",
+                "enumerate(host_ids)]",
+            ),
+            Patch(_PREFETCHES, "self._host.discard([host_ids[place] for place in sorted(ended.missing)])", "pass"),
+        ),
+        tested(f"{_TESTS}::test_a_block_that_one_rank_could_not_fetch_is_lost_and_no_other"),
     ),
     Mutant(
         "lost-blocks-written",

@@ -63,7 +63,7 @@ def test_a_disk_that_fills_up_loses_writes_and_nothing_else(disk: Path, caplog: 
     assert not any(put(store, keys_of("more")))
     for name in stored:
         assert all(get(store, keys_of(name)))
-    assert not list((store.folder.root / "tmp").iterdir())
+    assert not list((store.folder.layout.root / "tmp").iterdir())
     (disk / "file").unlink()
     store.remove(keys_of(stored[0])).result(SECONDS)
     assert all(put(store, keys_of("again")))
@@ -102,9 +102,9 @@ def act_as_nobody(root: Path) -> None:
     (root / "mine" / "tmp").chmod(0o500)
     assert put(store, keys_of("b")) == [False] * PER_PACK
     (root / "mine" / "tmp").chmod(0o700)
-    (root / "mine" / "lock").chmod(0)
+    (root / "mine" / "kv_connector.format-2").chmod(0)
     assert put(store, keys_of("b")) == [False] * PER_PACK
-    (root / "mine" / "lock").chmod(0o600)
+    (root / "mine" / "kv_connector.format-2").chmod(0o600)
     assert all(put(store, keys_of("b")))
     store.close()
     (root / "mine" / "index").chmod(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -12,6 +13,7 @@ from kv_connector.storage.filesystem import folder, journal
 from kv_connector.storage.filesystem.folder import PackFolder
 from kv_connector.storage.filesystem.journal import Journal, Record
 from kv_connector.storage.filesystem.packs import PackHeader
+from kv_connector.storage.filesystem.temporaries import Temporaries
 from tests.storage.storages import (
     BLOCK,
     CAPACITY,
@@ -35,8 +37,8 @@ def record(number: int, count: int = 3) -> Record:
 
 def empty_journal(path: Path) -> Journal:
     made = Journal(path)
-    made.replace(set(), lambda name: None)
-    assert list(made.read()) == []
+    made.replace([], Temporaries(path.parent).new(0))
+    assert made.read() == []
     return made
 
 
@@ -76,8 +78,8 @@ def test_a_missed_look_up_opens_one_file_and_finds_what_a_neighbour_wrote(
         raise AssertionError(f"{path} was looked at")
 
     forbid_opening_packs(monkeypatch)
-    monkeypatch.setattr(folder.os, "stat", look)
-    monkeypatch.setattr(folder.os, "scandir", look)
+    monkeypatch.setattr(os, "stat", look)
+    monkeypatch.setattr(os, "scandir", look)
     assert exists(two, [key("nobody's")]) == 0
     assert exists(two, keys_of("a")) == PER_PACK
     monkeypatch.undo()
@@ -114,7 +116,96 @@ def test_a_damaged_journal_loses_nothing_and_is_written_anew(tmp_path: Path, dam
     assert all(get(store, keys_of("a") + keys_of("b") + keys_of("c")))
     store.close()
     assert len(list(Journal(path).read())) == 3
-    assert not (tmp_path / "index.new").exists()
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("what", ["folder", "used folder", "link", "link to nowhere", "pipe", "forbidden", "broken"])
+def test_an_index_that_is_no_readable_file_does_not_lose_the_folder(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packs are listed, and the index is replaced, but for a folder in its place that somebody uses."""
+    root, index, elsewhere = tmp_path / "store", tmp_path / "store" / "index", tmp_path / "elsewhere"
+    store = open_store(root)
+    put(store, keys_of("a"))
+    store.close()
+    elsewhere.write_bytes(index.read_bytes())
+    before = elsewhere.read_bytes()
+    if what == "broken":
+        inode, pread = index.stat().st_ino, os.pread
+
+        def broken(descriptor: int, *arguments: int) -> bytes:
+            if os.fstat(descriptor).st_ino == inode:
+                raise OSError(errno.EIO, "Input/output error")
+            return pread(descriptor, *arguments)
+
+        monkeypatch.setattr(os, "pread", broken)
+    else:
+        index.unlink()
+    if what in ("folder", "used folder"):
+        index.mkdir()
+        if what == "used folder":
+            (index / "notes").write_text("dear to somebody")
+    elif what in ("link", "link to nowhere"):
+        index.symlink_to(elsewhere if what == "link" else tmp_path / "nowhere")
+    elif what == "pipe":
+        os.mkfifo(index)
+    elif what == "forbidden":
+        index.write_bytes(b"")
+        index.chmod(0)
+    store = open_store(root)
+    assert exists(store, keys_of("a")) == PER_PACK
+    assert all(get(store, keys_of("a")))
+    assert all(put(store, keys_of("b"))) == (what != "used folder")
+    store.close()
+    assert elsewhere.read_bytes() == before
+    if what == "used folder":
+        assert (index / "notes").read_text() == "dear to somebody"
+    else:
+        assert not index.is_symlink() and len(Journal(index).read()) == 2
+
+
+def test_where_no_file_can_be_read_every_answer_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk gives EIO for each of them; afterwards everything is there."""
+
+    def broken(*arguments: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = open_store(tmp_path)
+    put(store, keys_of("a"))
+    store.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", broken)
+        patched.setattr(os, "preadv", broken)
+        store = open_store(tmp_path)
+        assert get(store, keys_of("a")) == [False] * PER_PACK
+        assert put(store, keys_of("b")) == [False] * PER_PACK
+        store.close()
+    store = open_store(tmp_path)
+    assert exists(store, keys_of("a")) == PER_PACK
+    assert all(get(store, keys_of("a")))
+    assert all(put(store, keys_of("b")))
+    store.close()
+
+
+def test_a_pack_that_was_removed_is_not_brought_back_by_our_own_record(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    put(store, keys_of("a"))
+    assert store.remove(keys_of("a")).result(SECONDS) == PER_PACK
+    assert exists(store, keys_of("a")) == 0
+    assert all(put(store, keys_of("a"))) and all(get(store, keys_of("a")))
+    store.close()
+
+
+def test_what_a_neighbour_has_removed_since_is_written_and_not_only_called_stored(tmp_path: Path) -> None:
+    """Its record is still in the journal."""
+    one, two = open_store(tmp_path), open_store(tmp_path)
+    put(one, keys_of("a"))
+    one.remove(keys_of("a")).result(SECONDS)
+    assert exists(two, keys_of("a")) == PER_PACK, "as far as the journal tells"
+    assert all(put(two, keys_of("a")))
+    assert all(get(two, keys_of("a")))
+    one.close()
+    two.close()
 
 
 def test_a_pack_that_the_journal_lacks_is_found_at_the_next_start(tmp_path: Path) -> None:
@@ -122,10 +213,11 @@ def test_a_pack_that_the_journal_lacks_is_found_at_the_next_start(tmp_path: Path
     store.recovered.result(SECONDS)
     silent = PackFolder(tmp_path, IDENTITY, BLOCK, CAPACITY)
     header = record(1).header
-    ((path, descriptor),) = silent.reserve([len(header.keys)]).files  # type: ignore[misc]
-    os.pwrite(descriptor, header.encode(), 0)
-    os.close(descriptor)
-    silent.commit(path, record(1).name, header)
+    (file,) = silent.reserve([len(header.keys)]).files
+    assert file is not None
+    os.pwrite(file.descriptor, header.encode(), 0)
+    os.rename(file.path, silent.layout.path(header.name))
+    file.close()
     assert exists(store, list(header.keys)) == 0
     store.close()
     store = open_store(tmp_path)
@@ -134,13 +226,14 @@ def test_a_pack_that_the_journal_lacks_is_found_at_the_next_start(tmp_path: Path
     store.close()
 
 
-def test_what_is_appended_is_read_once_by_everybody(tmp_path: Path) -> None:
+def test_what_others_append_is_read_once_and_what_we_append_is_not_read_back(tmp_path: Path) -> None:
     mine, theirs = empty_journal(tmp_path / "index"), Journal(tmp_path / "index")
     mine.append([record(1), record(2)])
     assert [found.time_ns for found in theirs.read()] == [1, 2]
-    assert list(theirs.read()) == []
+    assert theirs.read() == []
     theirs.append([record(3)])
-    assert list(mine.read()) == [record(1), record(2), record(3)]
+    assert theirs.read() == []
+    assert mine.read() == [record(3)]
 
 
 def test_half_a_record_is_read_when_it_is_whole(tmp_path: Path) -> None:

@@ -1,0 +1,167 @@
+"""What of a folder is ours, how it becomes so, and who may change it at a time.
+
+    ROOT/kv_connector.format-2   says that the folder is ours; locked while room is made and packs are added
+    ROOT/index                   the packs' headers (`journal.py`)
+    ROOT/tmp/                    packs that are being written (`temporaries.py`)
+    ROOT/00 .. ff/               packs, by the first digits of their names
+
+An empty folder is claimed by making the first of these files. One that holds anything and lacks it belongs to somebody
+else, or to another version of this format, and is refused: nothing in it is read, written or deleted. Within a folder
+that is ours only what has our names is looked at, links are not followed, and sub-folders of others are left alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FORMAT = 2
+SUFFIX = ".pack"
+LOCK_SECONDS = 10.0
+"""How long the lock is waited for: longer than anybody needs it who is not stopped."""
+_MARKER = "kv_connector.format-"
+_TEXT = b"This folder is storage of kv_connector, which deletes files in it. Keep nothing else here.\n"
+_SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
+_PACK = re.compile(r"([0-9a-f]{64})\.pack")
+_NOBODYS = frozenset({"lost+found"})  # a file system makes it at its root
+_OTHERS_WRITE = 0o022
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two tries to have the lock
+
+logger = logging.getLogger("kv_connector.storage")
+
+
+class ForeignFolderError(OSError):
+    """A folder is not ours; the text says what to do."""
+
+
+class FolderLayout:
+    """Names and locks of one folder. Any thread may call."""
+
+    def __init__(self, root: Path) -> None:
+        """Looks at nothing yet."""
+        self.root = root
+        self.temporaries = root / "tmp"
+        self.index = root / "index"
+        self._marker = root / f"{_MARKER}{FORMAT}"
+        self._turn = threading.Lock()
+
+    def path(self, name: str) -> Path:
+        """Where the pack of this name lies."""
+        return self.root / name[:2] / (name + SUFFIX)
+
+    def is_ours(self) -> bool:
+        """Whether the folder is there and marked as ours. Raises OSError where that cannot be known."""
+        try:
+            return stat.S_ISREG(os.lstat(self._marker).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def require(self) -> None:
+        """Raises ForeignFolderError where the folder is not ours, and OSError where there is none."""
+        if not self.is_ours():
+            os.stat(self.root)
+            raise ForeignFolderError(f"{self.root} is not a storage folder of this version: nothing in it was touched")
+
+    def claim(self) -> None:
+        """Make the folder ours, for this user only, where it is not yet. Raises ForeignFolderError where it is somebody
+        else's, and OSError."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self.is_ours():
+            others = sorted(set(os.listdir(self.root)) - _NOBODYS)
+            if others and not self.is_ours():  # nobody else has claimed it meanwhile
+                raise ForeignFolderError(_refusal(self.root, others))
+            descriptor = os.open(self._marker, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(descriptor, _TEXT)  # for people: the name alone counts
+            finally:
+                os.close(descriptor)
+        for name in (*_SUB_FOLDERS, "tmp"):  # where the last is there, all are
+            _make_folder(self.root / name)
+
+    def warn_of_others(self) -> None:
+        """Say so where others may write to the folder: checksums find damage, not forgery. Raises OSError."""
+        for path in (self.root, self.temporaries, *(self.root / name for name in _SUB_FOLDERS)):
+            mode = stat.S_IMODE(os.stat(path).st_mode)
+            if mode & _OTHERS_WRITE:
+                logger.warning(
+                    "%s has mode %04o: other users may write to it, and so decide what models answer; "
+                    "if only engines of this user need it: chmod -R go-rwx %s",
+                    path,
+                    mode,
+                    self.root,
+                )
+                return
+
+    def pack_names(self) -> Iterator[str]:
+        """Of every pack that lies there, in no order. Raises OSError."""
+        for folder in _SUB_FOLDERS:
+            try:
+                entries = os.scandir(self.root / folder)
+            except FileNotFoundError:  # somebody deleted it
+                continue
+            with entries:
+                for entry in entries:
+                    found = _PACK.fullmatch(entry.name)
+                    if found and entry.name.startswith(folder) and entry.is_file(follow_symlinks=False):
+                        yield found[1]
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Within, no other thread or process is. Makes the folder anew where it was deleted. Raises OSError, and
+        TimeoutError where whoever is within does not leave."""
+        deadline = time.monotonic() + LOCK_SECONDS
+        if not self._turn.acquire(timeout=LOCK_SECONDS):
+            raise TimeoutError(f"another thread has kept {self.root} locked for {LOCK_SECONDS:.0f} s")
+        try:
+            descriptor = self._open_marker()
+            try:
+                self._lock(descriptor, deadline)
+                yield
+            finally:
+                os.close(descriptor)
+        finally:
+            self._turn.release()
+
+    def _open_marker(self) -> int:
+        if not self.temporaries.is_dir() or not self.is_ours():  # somebody deleted everything
+            self.claim()
+        return os.open(self._marker, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def _lock(self, descriptor: int, deadline: float) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"another process has kept {self.root} locked for {LOCK_SECONDS:.0f} s"
+                    ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise ForeignFolderError(f"{path} is not a folder: delete it, it has the name of one of ours") from None
+
+
+def _refusal(root: Path, others: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in others[:3]) + (", ..." if len(others) > 3 else "")
+    if any(name.startswith(_MARKER) for name in others):
+        return f"{root} has another format than {FORMAT}, which this version writes: name another folder, or delete it"
+    return (
+        f"{root} is not empty ({shown}) and not a storage folder of this version: name an empty folder, or delete "
+        f"this one if an earlier version made it"
+    )
