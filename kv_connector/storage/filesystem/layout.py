@@ -4,6 +4,7 @@
     ROOT/index                   the packs' headers (`journal.py`)
     ROOT/tmp/                    packs that are being written (`temporaries.py`)
     ROOT/00 .. ff/               packs, by the first digits of their names
+    ROOT/identities/             what the digests in packs stand for, for people (`identities.py`)
 
 An empty folder is claimed by making the first of these files. One that holds anything and lacks it belongs to somebody
 else, or to another version of this format, and is refused: nothing in it is read, written or deleted. Within a folder
