@@ -143,8 +143,9 @@ class KVConnectorScheduler(ABC):
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         """Take in what ranks reported; jobs end here, and only here.
 
-        Called as the engine takes in the outputs of the step. Some ranks' reports of it may come in front of that, but
-        not all: plans take a step that every rank has reported for one whose load errors the engine has heard.
+        Called as the engine takes in the outputs of the step, behind its load errors and in front of the requests that
+        its ranks call received; in one call or several, and nothing is planned in between. From then on the ids of
+        requests whose jobs have ended may come again, and plans take it that the engine has heard of the errors.
         """
 
     @abstractmethod
@@ -229,7 +230,9 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose asynchronous load, since the last call, ended on this rank, or was announced: its bytes may
+        """The first of three questions at the end of each step: what is found to have ended is in the answers to all.
+
+        Requests whose asynchronous load, since the last call, ended on this rank, or was announced: its bytes may
         still be arriving, and later steps wait for them. Unlike vLLM's (sending, receiving): (received, failed among
         them)."""
 
@@ -240,7 +243,7 @@ class KVConnectorWorker(ABC):
     @abstractmethod
     def build_connector_worker_meta(self) -> StepReport:
         """What has completed since the last report. Called once a step, also for empty ones, behind `get_finished` and
-        `get_block_ids_with_load_errors`, which look for it."""
+        `get_block_ids_with_load_errors`."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -64,6 +64,7 @@ def step(scheduler: Any, worker: Any, scheduled: Sequence[Any] = ()) -> None:
         worker.wait_for_layer_load(layer)
         worker.save_kv_layer(layer)
     worker.wait_for_save()
+    worker.get_finished()
     assert worker.get_block_ids_with_load_errors() == set()
     report = worker.build_connector_worker_meta()
     worker.clear_connector_metadata()

@@ -186,13 +186,11 @@ class WorkerHalf(KVConnectorWorker):
         return self._arrivals.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        self._poll()
         block_ids, self.has_failed_in_step = self._arrivals.take_invalid_blocks()
         self._lost_blocks |= block_ids
         return block_ids
 
     def build_connector_worker_meta(self) -> StepReport:
-        # Polled before, and not again: a load that fails would be reported a step before its blocks are told.
         completed, self._completed = self._completed, []
         stored = self._storage.poll() if self._storage is not None else []
         handed, self._handed = self._handed, []
@@ -262,6 +260,8 @@ class WorkerHalf(KVConnectorWorker):
         return plan is not None and self._distrusted_step > plan.reported_step
 
     def _poll(self) -> None:
+        """See what has ended, once in a step: a job is reported in the step in which its request is named received, or
+        its blocks invalid. Reported before, another request with that id would be taken for the one that is named."""
         completions = self._engine.poll() if self._engine is not None else []
         self._completed += completions
         for completion in completions:

@@ -31,9 +31,7 @@ class EngineConfig:
     acceptance: float = 0.5  # of a draft
     num_ranks: int = 1
     pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
-    reports_apart: bool = (
-        False  # reports of ranks but the first are taken in as they come, else those of a step together
-    )
+    reports_apart: bool = False  # ranks' reports of a step are taken in one by one, else together
     windows: tuple[int | None, ...] = (None,)  # of each block group, in tokens
     num_layers: int = 2  # of each group
     block_size: int = 4

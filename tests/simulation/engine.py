@@ -151,9 +151,6 @@ class Engine:
         if self.is_dead:
             return
         step.results[rank] = result
-        if self.config.reports_apart and rank > 0:  # the first's comes with the outputs
-            self.book.taken_in(result.report)
-            self.scheduler.take_reports([result.report])
         if step.is_done and self._in_flight and step is self._in_flight[0]:
             self.wake()
 
@@ -162,18 +159,16 @@ class Engine:
         for result in results:
             self._received.update(result.received)
             self._failed |= result.failed
-            if result.report.rank == 0 or not self.config.reports_apart:
-                self.book.taken_in(result.report)
+            self.book.taken_in(result.report)
         received = {name for name, count in self._received.items() if count == self.config.num_ranks}
         for name in received:
             del self._received[name]
         failed = received & self._failed
         self._failed -= received
-        later = [item for other in self._in_flight for item in other.items]
         if failed or any(result.invalid for result in results):
             sends = (job.action is PeerAction.SEND for s in (step, *self._in_flight) for job in s.plan.peer)
             self.met["failed load in front of a planned send"] += any(sends)
-        self.scheduler.update(step, results, received, failed, later)
+        self.scheduler.update(step, results, received, failed)
         self.check(has_changed=any(result.report.done or result.report.failed for result in results))
 
     # What users do.

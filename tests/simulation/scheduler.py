@@ -8,11 +8,11 @@ connector through `kv_connector.base` alone, with the calls in vLLM's order.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.types import NO_BLOCK, PeerAction, StepPlan, StepReport, StorageAction
+from kv_connector.types import NO_BLOCK, PeerAction, StepPlan, StorageAction
 
 from .blocks import RequestBlocks
 from .checks import Violation
@@ -277,30 +277,26 @@ class SchedulerModel:
 
     # Outputs.
 
-    def update(
-        self, step: Step, results: Sequence[RankResult], received: set[str], failed: set[str], later: Sequence[Item]
-    ) -> None:
+    def update(self, step: Step, results: Sequence[RankResult], received: set[str], failed: set[str]) -> None:
         """Take in what a step came to; steps come in order. `received`: loads that have ended on all ranks, `failed`
-        those of them that failed on one. `later`: what is under way behind this step."""
+        those of them that failed on one."""
         if step.items:
             self.blocks.processed()
         for request in self.holding:
             if request.request_id in failed and request.status is Status.LOADING:
                 self._fail_receiving(request)
         invalid = set().union(*(result.invalid for result in results))
-        affected = self._handle_invalid(invalid, [*step.items, *later]) if invalid else set()
+        affected = self._handle_invalid(invalid) if invalid else set()
         affected |= self._overlooked(invalid, step.items, affected)
         for item in step.items:
             self._take_output(item, item.request in affected)
-        self.take_reports([r.report for r in results if r.report.rank == 0 or not self.config.reports_apart])
+        reports = [result.report for result in results]
+        for part in [[report] for report in reports] if self.config.reports_apart else [reports]:
+            self.half.update_connector_output(part)
         for request_id in received:
             self._take_received(request_id)
         if self.config.takes_events:
             list(self.half.take_events())
-
-    def take_reports(self, reports: Sequence[StepReport]) -> None:
-        """Give them to the connector."""
-        self.half.update_connector_output(reports)
 
     def _take_output(self, item: Item, is_affected: bool) -> None:
         request, generated = item.request, item.generated
@@ -399,17 +395,14 @@ class SchedulerModel:
                 request.num_computed_tokens -= 1
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
 
-    def _handle_invalid(self, invalid: set[int], under_way: Sequence[Item]) -> set[SimulatedRequest]:
+    def _handle_invalid(self, invalid: set[int]) -> set[SimulatedRequest]:
         """Blocks that a load has not filled: who holds them computes again, and no output of this step counts.
 
-        What others may hit stays as it is, as in vLLM, for the connector to forget; an engine that takes reports in
-        before the outputs goes on naming blocks in between, and has to forget them itself.
+        What others may hit stays as it is, as in vLLM, for the connector to forget.
         """
         self.met["load of the step failed"] += 1
         affected = set()
         size = self.config.block_size
-        if self.config.reports_apart:
-            self._forget_behind(invalid, [*(i.tables for i in under_way), *(r.tables for r in self.requests)])
         for request in [*self.holding, *self.running]:
             first = min((t.index(b) for t in request.tables for b in invalid.intersection(t)), default=None)
             if first is None:
@@ -448,14 +441,6 @@ class SchedulerModel:
         if missed:
             raise Violation("check", f"nobody finds {sorted(missed)}, which computed on blocks that no load has filled")
         return overlooked
-
-    def _forget_behind(self, invalid: set[int], requests: Iterable[Sequence[list[int]]]) -> None:
-        for tables in requests:
-            first = min((t.index(b) for t in tables for b in invalid.intersection(t)), default=None)
-            for block in () if first is None else {block for table in tables for block in table[first:]}:
-                self.pool.forget(block)
-        for block in invalid:
-            self.pool.forget(block)
 
     def _reserved(self) -> int:
         """Blocks that prefills under way will still take."""

@@ -263,19 +263,23 @@ def test_blocks_of_an_awaited_load_that_failed_are_told_before_its_end_has_come(
     assert finish(worker) == ((), (1,), set())
 
 
-def test_a_load_that_fails_is_reported_in_the_step_that_tells_its_blocks(late_worker: WorkerHalf) -> None:
-    """It fails between the engine's two questions: once it is reported, nobody knows who has computed on its blocks."""
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_load_is_reported_in_the_step_that_names_its_request(late_worker: WorkerHalf, is_announced: bool) -> None:
+    """It ends between the engine's questions: once it is reported, another request of its id may be admitted, and
+    nobody knows who has computed on its blocks."""
     late_worker._transfer._queues[Direction.LOAD].paths[0].num_loads = 0  # type: ignore[attr-defined]
-    step(late_worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=(1,)))
-    assert late_worker.get_finished() == ({"r1"}, set())
-    assert late_worker.get_block_ids_with_load_errors() == set()
+    announced = (1,) if is_announced else ()
+    step(late_worker, StepPlan(1, background_loads=(background(1, [1], [5]),), announced_loads=announced))
+    assert late_worker.get_finished() == ({"r1"} if is_announced else set(), set())
     submit_all(late_worker._transfer)
+    assert late_worker.get_block_ids_with_load_errors() == set()
     report = late_worker.build_connector_worker_meta()
     assert (report.failed, report.lost_blocks) == ((), ())
-    step(late_worker, StepPlan(2, awaited_loads=(1,)))
-    assert late_worker.get_block_ids_with_load_errors() == {1}
+    step(late_worker, StepPlan(2, awaited_loads=announced))
+    assert late_worker.get_finished() == (set() if is_announced else {"r1"}, set() if is_announced else {"r1"})
+    assert late_worker.get_block_ids_with_load_errors() == ({1} if is_announced else set())
     report = late_worker.build_connector_worker_meta()
-    assert (report.failed, report.lost_blocks) == ((1,), (1,))
+    assert (report.failed, report.lost_blocks) == ((1,), (1,) if is_announced else ())
 
 
 def test_a_step_that_awaits_a_load_that_failed_saves_nothing(late_worker: WorkerHalf) -> None:

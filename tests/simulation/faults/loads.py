@@ -65,15 +65,15 @@ LOADS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "reported-early",
-        "a load is reported to have failed a step before its blocks are told",
+        "a load is reported to have ended before its request is named, or its blocks told",
         (
             Patch(
                 "kv_connector/worker/half.py",
-                "        completed, self._completed = self._completed, []\n",
-                "        self._poll()\n        completed, self._completed = self._completed, []\n",
+                "        block_ids, self.has_failed_in_step =",
+                "        self._poll()\n        block_ids, self.has_failed_in_step =",
             ),
         ),
-        tested("tests/worker/test_half.py::test_a_load_that_fails_is_reported_in_the_step_that_tells_its_blocks"),
+        tested("tests/worker/test_half.py::test_a_load_is_reported_in_the_step_that_names_its_request"),
     ),
     Mutant(
         "no-room-to-begin-anew",
