@@ -185,7 +185,7 @@ def test_a_folder_may_be_the_users_own(tmp_path: Path, monkeypatch: pytest.Monke
     worker = build_worker(Config(host_memory=1 << 20, storage=FOLDER | {"path": "~/kv"}))  # type: ignore[arg-type]
     worker.register_kv_caches({"layer": layer}, 4)
     worker.shutdown()
-    assert (tmp_path / "home" / "kv" / "lock").exists()
+    assert (tmp_path / "home" / "kv" / "index").exists()
     assert not Path("~").exists()
 
 
