@@ -181,7 +181,7 @@ class HalvesMachine(RuleBasedStateMachine):
 
     @rule(document=st.sampled_from(range(len(DOCUMENTS))))
     def give_up_while_loading(self, document: int) -> None:
-        self.converse([(document + 1) % 3, (document + 2) % 3])  # the device holds others now
+        self.converse([document, (document + 1) % 3, (document + 2) % 3])  # the device holds others now
         for worker in self.workers:
             worker.hold = True
         self.ask(document, 9, [], 3, 2)
