@@ -11,7 +11,7 @@
 Memory model: the pool is registered once, as regions of equal pieces, one a block. A push names blocks of both pools
 and a run of regions; it goes to positions of a grant, the list of blocks that the receiver has set aside for it. Where
 `is_one_sided`, the pusher's own copies write into the receiver's pool: after `revoke` they may still do so until the
-pusher has said that it stopped, or `quiet_seconds` after the link was lost. Elsewhere the receiver copies, and nothing
+pusher has said that it stopped, or until `quiet_at` where the link was lost. Elsewhere the receiver copies, and nothing
 is written behind `revoke`.
 
 Lifecycle: each push ends exactly once, in Pushed, also where the link is lost. A link is lost once, in Lost, and is
@@ -37,7 +37,7 @@ from ..values import shown
 if TYPE_CHECKING:
     from .wire.messages import WireMessage
 
-VERSION = 2
+VERSION = 3
 """Of the messages between peers; both sides must speak the same."""
 
 Ids = NDArray[np.int64]
@@ -209,10 +209,11 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A link is gone, or was never made."""
+    """A link is gone, or was never made. `is_refused`: nobody listens where it was to lead, so whoever did is gone."""
 
     link: int
     reason: str
+    is_refused: bool = False
 
 
 PeerEvent = Connected | Message | Arrived | Pushed | Lost
@@ -233,7 +234,6 @@ class PeerTransport(Protocol):
     """See the module for the order of calls."""
 
     is_one_sided: bool
-    quiet_seconds: float
     counters: PeerCounters
 
     @property
@@ -263,6 +263,13 @@ class PeerTransport(Protocol):
 
     def drop(self, link: int, reason: str) -> None:
         """Close a link; Lost comes with the reason."""
+
+    def quiet_at(self, link: int) -> float:
+        """When nothing can be written any more of what the peer of a lost link was to push here, in the seconds of the
+        transport's clock; in the past where it is so already."""
+
+    def gone(self, link: int) -> None:
+        """The process behind a lost link is known to have ended: `quiet_at` may be sooner."""
 
     def poll(self, timeout: float) -> list[PeerEvent]:
         """Make progress, for up to `timeout` seconds where there is nothing to tell."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -49,7 +50,6 @@ class LoopbackTransport:
     """See `PeerTransport`. A push is copied by the receiver, in its `poll`."""
 
     is_one_sided = False
-    quiet_seconds = 0.0
 
     def __init__(self, net: LoopbackNet, pool: PeerPool, info: PeerInfo, secret: bytes = b"") -> None:
         self.counters = PeerCounters()
@@ -140,6 +140,13 @@ class LoopbackTransport:
             events = list(self._inbox)
             self._inbox.clear()
             return events
+
+    def quiet_at(self, link: int) -> float:
+        """See `PeerTransport.quiet_at`."""
+        return -math.inf
+
+    def gone(self, link: int) -> None:
+        """See `PeerTransport.gone`."""
 
     def wake(self) -> None:
         """See `PeerTransport.wake`."""

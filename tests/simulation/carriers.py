@@ -1,8 +1,8 @@
 """What lies below the transports: slots that two processes have mapped, NIXL's agent, a CUDA stream and its handles.
 
-A one-sided write lands part by part, each at a time of its own, out of whatever the source holds by then. A process
-that dies takes the source along: what is under way lands from what was read, or not at all. How long a write may land
-after the consumer has lost the link is the network's `late_writes`.
+A one-sided write lands part by part, each at a time of its own, out of whatever the source holds by then, at the latest
+one longest transfer behind its post. A process that dies takes the source along: what is under way lands soon from what
+was read, or not at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kv_connector.peer.base import Ids, Marker, PeerError, PeerPool, PoolRegion, Push
-from kv_connector.peer.carriers.cuda_ipc import Driver
+from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport, Driver
+from kv_connector.peer.carriers.leases import GONE_SECONDS
+from kv_connector.peer.carriers.nixl_agent import LONGEST_TRANSFER_SECONDS
 from kv_connector.peer.carriers.staged import ring
 from kv_connector.peer.wire.messages import RingMapped, RingOffered
 
@@ -35,6 +37,7 @@ class SharedSlots:
     """See `carriers.Carrier`: memory that both sides map, without the Unix socket over which it is handed over."""
 
     extra: Mapping[str, Any] = {}
+    longest_transfer_seconds = 0.0
     _rings: ClassVar[dict[str, ring.Ring]] = {}  # of all processes, by token
 
     def __init__(self, network: Network) -> None:
@@ -64,7 +67,7 @@ class SharedSlots:
     def abandon(self) -> None:
         """Its process is gone, and its mappings."""
         for way in self._ways:
-            way.close()
+            way.close(self._network.time.now())
 
     def close(self) -> None:
         """See `Carrier.close`."""
@@ -94,7 +97,7 @@ class _Way:
     def carry(self, slot: int, num_bytes: int) -> Marker | None:
         return None
 
-    def close(self) -> None:
+    def close(self, quiet_at: float) -> None:
         self.is_closed = True
         self._slots.forget(self._token)
 
@@ -113,6 +116,7 @@ class Write:
     targets: Ids
     sizes: Ids
     then: Callable[[bool], None]
+    until: float  # it lands before that or not at all
     note: bytes = b""
     is_over: bool = False
     is_failed: bool = False
@@ -125,11 +129,13 @@ class Write:
         if self.is_failed or not self.target.is_alive or self.target.start != self.start:
             self.is_failed = True
             return
-        if not self.target.accepts(self.start, self.push.grant):
-            network.num_late_writes += 1
-        if self.there is not None and network.time.now() >= self.there.quiet_at and not network.late_writes:
+        if network.time.now() > self.until:
             self.is_failed = True
             return
+        assert self.target.accepts(self.start, self.push.grant), (
+            f"{self.target.name}: a write lands behind the end of the job that had asked for it"
+        )
+        network.num_writes_behind_a_link += self.there is not None and not self.there.is_there
         for i in part.tolist():
             source = self.data[i] if self.data is not None else int(self.sources[i])
             ctypes.memmove(int(self.targets[i]), source, int(self.sizes[i]))
@@ -147,6 +153,7 @@ class Write:
         if self.is_over:
             return
         self.data = [ctypes.string_at(int(a), int(n)) for a, n in zip(self.sources, self.sizes, strict=True)]
+        self.until = min(self.until, network.time.now() + GONE_SECONDS)
         for event in self.events:
             if network.rng.random() < 0.5:
                 event.cancel()
@@ -219,6 +226,7 @@ class SimulatedAgent:
             other[:, 0],
             own[:, 1],
             lambda ok: self._over(handle, ok),
+            self._network.time.now() + LONGEST_TRANSFER_SECONDS,
             note,
         )
         self._made[handle] = write
@@ -248,7 +256,7 @@ class SimulatedAgent:
                 agent: Any = target._below
                 network.time.call_after(network.delay(), lambda: agent._hear(name, note), "a notification")
 
-        given_up = network.time.now() + network.rng.uniform(1, 30)
+        given_up = network.time.now() + network.rng.uniform(1, LONGEST_TRANSFER_SECONDS)
         for index in range(len(parts)):
             write.events.append(network.time.call_after(network.write_delay(), lambda i=index: land(i), "a write"))
 
@@ -339,7 +347,9 @@ class Stream:
                 self._begin()
 
         def go_on(index: int) -> None:
-            write.events = [self._network.time.call_after(self._network.write_delay(), lambda: land(index), "a copy")]
+            # A device that is slow still ends what it was given within the longest transfer.
+            seconds = min(self._network.write_delay(), max(0.0, write.until - self._network.time.now()))
+            write.events = [self._network.time.call_after(seconds, lambda: land(index), "a copy")]
 
         go_on(0)
 
@@ -379,6 +389,7 @@ class _StreamWriter:
             np.concatenate(targets),
             sizes,
             lambda ok: None,
+            process.network.time.now() + CudaIpcTransport.longest_transfer_seconds,
         )
         self._stream.enqueue(write)
 

@@ -7,14 +7,12 @@ one another. Whatever arrives waits until the process takes a turn: one that was
 
 from __future__ import annotations
 
-import math
 import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_connector.peer.base import Connected, Lost, Message, PeerCounters, PeerEvent
-from kv_connector.peer.carriers.one_sided import OneSided
 from kv_connector.peer.wire.messages import Introduction, WireMessage, decode, encode
 from kv_connector.peer.wire.peer_info import PeerInfo
 
@@ -28,21 +26,21 @@ class Network:
 
     `slow`             factor on every delay, and `slow_writes` on those of one-sided writes: a device that is busy
     `cut, mend`        nothing of one process reaches another; later all of it does, or the link is lost meanwhile
-    `late_writes`      one-sided writes land when they land, however long ago the consumer has lost the link. Off, they
-                       do so for `quiet_seconds` and not after that, as the protocol believes today.
+                       One-sided writes land when they land, however long ago the consumer has lost the link, but not
+                       later than the carrier's longest transfer behind their post, and not longer than GONE_SECONDS
+                       behind the end of their process.
     Processes are frozen, thawed and killed by themselves (`Process`).
     """
 
-    def __init__(self, time: VirtualTime, name: str = "network", late_writes: bool = False) -> None:
+    def __init__(self, time: VirtualTime, name: str = "network") -> None:
         self.time = time
         self.rng = time.stream(name)
         self.seconds = (20e-6, 2e-3)
         """A message, or a part of a write, is on its way between so many."""
         self.slow = 1.0
         self.slow_writes = 1.0
-        self.late_writes = late_writes
-        self.num_late_writes = 0
-        """Parts of writes that came when the job that had asked for them was over, whether they landed or not."""
+        self.num_writes_behind_a_link = 0
+        """Parts of writes that landed when the consumer had lost the link."""
         self.channels: dict[int, SimulatedChannel] = {}
         self.processes: list[Process] = []
         self._cuts: dict[tuple[Process, Process], int] = {}  # with the number of the cut
@@ -171,6 +169,7 @@ class _Gone:
     """The link is lost."""
 
     reason: str
+    is_refused: bool = False
 
 
 _Said = _Hello | _Welcome | _Gone | WireMessage
@@ -185,8 +184,6 @@ class End:
         self.is_caller = is_caller
         self.is_open = False
         self.deadline: float | None = None
-        self.quiet_at = math.inf
-        """When nothing is written over this link any more, as the protocol believes."""
         self.pair: _Pair | None = None
         self.unsent: list[_Said] = []
         self.on_its_way: deque[_Said] = deque()
@@ -256,7 +253,6 @@ class _Pair:
     def closed(self, end: End) -> None:
         """One end is gone, and so is what was on its way to it. The other learns of it behind what was sent."""
         other = end.other
-        end.quiet_at = self._network.time.now() + OneSided.quiet_seconds
         if end.inbox or end.on_its_way:  # it has not read everything: what the other has not read may go, too
             keep = self._network.rng.randint(0, len(other.inbox))
             while len(other.inbox) > keep:
@@ -306,7 +302,7 @@ class SimulatedChannel:
         end = self._new_end(is_caller=True)
         listener = self.network.channels.get(port)
         if listener is None or listener.process is self.process:
-            end.inbox.append(_Gone("cannot be reached: connection refused"))
+            end.inbox.append(_Gone("cannot be reached: connection refused", is_refused=True))
             self.process.wake(self.network.delay())
         else:
             self.network.pair(end, listener._new_end(is_caller=False))
@@ -371,7 +367,7 @@ class SimulatedChannel:
 
     def _take(self, end: End, said: _Said) -> None:
         if isinstance(said, _Gone):
-            self._lose(end, said.reason)
+            self._lose(end, said.reason, said.is_refused)
         elif isinstance(said, _Hello):
             reason = "it does not know the secret" if said.secret != self._secret else ""
             reason = reason or "; ".join(self._info.differences(said.info))
@@ -399,14 +395,14 @@ class SimulatedChannel:
         self._peers[end.link] = info
         self._events.append(Connected(end.link, info.engine_id, info.num_blocks))
 
-    def _lose(self, end: End, reason: str) -> None:
+    def _lose(self, end: End, reason: str, is_refused: bool = False) -> None:
         del self.ends[end.link]
         self._peers.pop(end.link, None)
         if end.is_open:
             self._counters.lost_links += 1
         else:
             self._counters.refused_links += 1
-        self._events.append(Lost(end.link, reason))
+        self._events.append(Lost(end.link, reason, is_refused))
         self.process.wake()
         if end.pair is not None:
             end.pair.closed(end)

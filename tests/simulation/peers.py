@@ -195,7 +195,10 @@ class SimulatedPeers(Process):
             left["slots"] = [*transport._ending, *(e for e in transport._links.values() if e.sender.is_busy)]
         else:
             left["grants"] = transport._num_granted
-            left["writes"] = transport._writing
+            left["writes"] = [
+                *transport._writing,
+                *(push for waiting in transport._waiting.values() for push in waiting),
+            ]
         left = {what: entry for what, entry in left.items() if entry}
         assert not left, f"{self.name} is not at rest: {left}"
         assert transport._channel.is_quiet, f"{self.name} has links under way"
@@ -205,16 +208,16 @@ class SimulatedPeers(Process):
         return self._channel
 
     def _name_pushes(self) -> None:
-        """What lies below is told which push the next write belongs to."""
-        push_on = self._transport.push
+        """What lies below is told which push the next write belongs to, and which end of its link is the consumer's."""
+        post_on = self._transport._post
 
-        def push(link: int, push: Push) -> None:
+        def post(link: int, push: Push) -> None:
             assert self._channel is not None
             end = self._channel.ends.get(link)
             self._below.push = push, end.other if end is not None and end.pair is not None else None
-            push_on(link, push)
+            post_on(link, push)
 
-        self._transport.push = push
+        self._transport._post = post
 
     def _gone(self) -> None:
         self.is_alive = False

@@ -35,7 +35,6 @@ from .one_sided import OneSided, OpenChannel
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _POLL_SECONDS = 0.0002
-_CLOSE_SECONDS = 5.0
 logger = logging.getLogger("kv_connector.peer")
 
 
@@ -117,6 +116,8 @@ class CudaIpcTransport(OneSided):
 
     transport = "cuda_ipc"
     poll_seconds = _POLL_SECONDS
+    longest_transfer_seconds = 5.0
+    """A copy of many gigabytes, behind many others."""
 
     def __init__(
         self,
@@ -132,25 +133,19 @@ class CudaIpcTransport(OneSided):
     ) -> None:
         """Raises PeerError where the pool has no handles, and ConfigError where the address cannot be used."""
         self._driver = driver(pool.device)
-        self._clock = clock
         exported = [self._driver.export(region.address) for region in pool.regions]
         handles = sorted({handle for handle, _ in exported})
         places = [
             [handles.index(h), offset, r.block_stride] for (h, offset), r in zip(exported, pool.regions, strict=True)
         ]
         extra = {"handles": handles, "regions": places}
-        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel)
+        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel, clock)
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 
-    def push(self, link: int, push: Push) -> None:
-        """See `PeerTransport.push`."""
-        remote = self._remotes.get(link)
-        if remote is None or remote.is_lost:
-            self._events.append(Pushed(push.number, False))
-            return
-        for ids, num_blocks in ((push.source_ids, self._pool.num_blocks), (push.target_ids, remote.num_blocks)):
-            assert len(ids) and 0 <= ids.min() <= ids.max() < num_blocks, f"{ids} of {num_blocks}"
+    def _post(self, link: int, push: Push) -> None:
+        remote, targets = self._remotes[link], push.target_ids
+        assert 0 <= targets.min() <= targets.max() < remote.num_blocks, f"{targets} of {remote.num_blocks}"
         assert self._pool.mark is not None
         self._driver.use()
         ok = False
@@ -165,16 +160,7 @@ class CudaIpcTransport(OneSided):
             self._events.append(Pushed(push.number, False))
             self.drop(link, f"a copy to it failed: {error}")
 
-    def close(self) -> None:
-        """See `PeerTransport.close`. Waits for copies under way: they read memory that goes."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        end = self._clock.monotonic() + _CLOSE_SECONDS
-        while self._writing and self._clock.monotonic() < end:
-            self._finish_writing()
-            self._clock.sleep(_POLL_SECONDS)
-        self._channel.close()
+    def _release(self) -> None:
         for remote in self._remotes.values():
             remote.is_lost = True
         self._unmap_lost()
@@ -182,17 +168,14 @@ class CudaIpcTransport(OneSided):
     def _is_busy(self) -> bool:
         return bool(self._writing)
 
-    def _advance(self) -> None:
-        self._finish_writing()
-
     def _lost(self, link: int) -> None:
+        super()._lost(link)
         if link in self._remotes:
             self._remotes[link].is_lost = True
-            self._forget_grants(link)
 
     def _hear(self, link: int, message: WireMessage) -> bool:
         if not isinstance(message, Written):
-            return False
+            return super()._hear(link, message)
         self._hear_written(link, message)
         return True
 
@@ -218,8 +201,8 @@ class CudaIpcTransport(OneSided):
                 self._driver.close(address)
             raise PeerError(str(error)) from error
 
-    def _finish_writing(self) -> None:
-        """Copies run one behind the other."""
+    def _finish_writing(self) -> bool:
+        # Copies run one behind the other.
         while self._writing and self._has_ended(self._writing[0]):
             writing = self._writing.pop(0)
             push, remote = writing.push, self._remotes[writing.link]
@@ -234,6 +217,7 @@ class CudaIpcTransport(OneSided):
                 self.counters.sent_bytes += count * self._pool.bytes_of(regions)
             self._events.append(Pushed(push.number, arrives))
         self._unmap_lost()
+        return bool(self._writing)
 
     def _has_ended(self, writing: _Writing) -> bool:
         try:

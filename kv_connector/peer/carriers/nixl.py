@@ -18,9 +18,9 @@ import numpy as np
 
 from ..base import Clock, Ids, PeerError, PeerPool, Push, Pushed, check_int, check_text
 from ..wire.channel import SideChannel
-from ..wire.messages import MAX_MESSAGE, WireMessage, Written, decode, encode
+from ..wire.messages import MAX_MESSAGE, Written, decode, encode
 from ..wire.peer_info import PeerInfo
-from .nixl_agent import DROP_SECONDS, add_remote, encode_metadata, foreign
+from .nixl_agent import DROP_SECONDS, LONGEST_TRANSFER_SECONDS, add_remote, encode_metadata, foreign
 from .one_sided import OneSided, OpenChannel
 
 _POLL_SECONDS = 0.0005
@@ -52,6 +52,7 @@ class NixlTransport(OneSided):
 
     transport = "nixl"
     poll_seconds = _POLL_SECONDS
+    longest_transfer_seconds = LONGEST_TRANSFER_SECONDS
 
     def __init__(
         self,
@@ -68,7 +69,6 @@ class NixlTransport(OneSided):
         """Raises PeerError where NIXL cannot register the pool, and ConfigError where the address cannot be used."""
         self._pool = pool  # what registers it comes before the links
         self._agent = agent
-        self._clock = clock
         self._name = str(agent.name)
         self._memory = "DRAM" if pool.device < 0 else "VRAM"
         self._registered = self._register()
@@ -78,19 +78,12 @@ class NixlTransport(OneSided):
         self._pieces = self._prepare("NIXL_INIT_AGENT", own, pool.num_blocks, pool.device)
         metadata = encode_metadata(self._agent.get_agent_metadata())
         extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
-        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel)
+        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel, clock)
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 
-    def push(self, link: int, push: Push) -> None:
-        """See `PeerTransport.push`."""
-        remote = self._remotes.get(link)
-        ids = push.source_ids
-        assert len(ids) and 0 <= ids.min() <= ids.max() < self._pool.num_blocks, f"{ids} of {self._pool.num_blocks}"
-        if remote is None:
-            self._events.append(Pushed(push.number, False))
-            return
-        targets = push.target_ids
+    def _post(self, link: int, push: Push) -> None:
+        remote, ids, targets = self._remotes[link], push.source_ids, push.target_ids
         assert 0 <= targets.min() <= targets.max() < remote.num_blocks, f"{targets} of {remote.num_blocks}"
         regions = push.regions
         told = Written(push.grant, push.first, len(ids), regions.start, regions.stop)
@@ -110,16 +103,7 @@ class NixlTransport(OneSided):
             return
         self._writing.append(_Writing(link, push, handle))
 
-    def close(self) -> None:
-        """See `PeerTransport.close`. Waits for a while for what is being written: it is read from memory that goes."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._channel.close()
-        end = self._clock.monotonic() + DROP_SECONDS
-        while self._writing and self._clock.monotonic() < end:
-            self._finish_writing()
-            self._clock.sleep(_POLL_SECONDS)
+    def _release(self) -> None:
         for link in list(self._remotes):
             self._forget(link)
         try:
@@ -169,15 +153,13 @@ class NixlTransport(OneSided):
         return bool(self._writing or self._num_granted)
 
     def _advance(self) -> None:
-        self._finish_writing()
+        super()._advance()
         if self._num_granted or self._remotes:
             self._take_notifications()
 
     def _lost(self, link: int) -> None:
+        super()._lost(link)
         self._forget(link)
-
-    def _hear(self, link: int, message: WireMessage) -> bool:
-        return False
 
     def _meet(self, link: int, info: PeerInfo) -> None:
         name, regions = check_text(info.extra, "agent"), info.extra.get("regions")
@@ -195,7 +177,6 @@ class NixlTransport(OneSided):
 
     def _forget(self, link: int) -> None:
         remote = self._remotes.pop(link, None)
-        self._forget_grants(link)
         due = self._clock.monotonic() + DROP_SECONDS
         for writing in self._writing:
             if writing.link == link:
@@ -209,18 +190,20 @@ class NixlTransport(OneSided):
         except Exception as error:  # noqa: BLE001 - it is gone either way
             logger.debug("NIXL had forgotten %s: %s", remote.name, error)
 
-    def _finish_writing(self) -> None:
+    def _finish_writing(self) -> bool:
         left = []
         for writing in self._writing:
             try:
                 state = self._agent.check_xfer_state(writing.handle)
             except Exception as error:  # noqa: BLE001 - the peer is gone, or the transport failed
                 state = "ERR"
-                self.drop(writing.link, f"NIXL failed: {type(error).__name__}")
+                self.drop(writing.link, f"NIXL failed to write to it: {type(error).__name__}")
             is_overdue = writing.due is not None and self._clock.monotonic() >= writing.due
             if state == "PROC" and not is_overdue:
                 left.append(writing)
                 continue
+            if state != "DONE":  # some of it may land yet: over this link nothing is told to be over
+                self.drop(writing.link, "NIXL failed to write to it")
             is_ok = state == "DONE" and writing.due is None
             if is_ok:
                 self.counters.sent_bytes += len(writing.push.source_ids) * self._pool.bytes_of(writing.push.regions)
@@ -230,6 +213,7 @@ class NixlTransport(OneSided):
             except Exception as error:  # noqa: BLE001 - as above
                 logger.debug("NIXL did not release a transfer: %s", error)
         self._writing = left
+        return bool(left)
 
     def _take_notifications(self) -> None:
         """They name the agent, which may have a link from either side: the one with the grant is meant."""

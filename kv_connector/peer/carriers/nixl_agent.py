@@ -18,6 +18,9 @@ from ..base import PeerError
 MODULES = ("nixl_cu12", "nixl_cu13")
 DROP_SECONDS = 5.0
 """How long a transfer is waited for whose link was lost."""
+LONGEST_TRANSFER_SECONDS = 30.0
+"""What UCX was given to write has landed by then or never will: over RDMA its retries take 7 times 1 to 4 s, over TCP a
+network that is cut longer loses the connection's link on the side channel, too."""
 _START_SECONDS = 60.0
 
 

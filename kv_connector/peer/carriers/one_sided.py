@@ -1,4 +1,5 @@
-"""What transports over a side channel have in common: its links, and the word that blocks of a grant have arrived.
+"""What transports over a side channel have in common: its links, the word that blocks of a grant have arrived, and the
+leases within which one side writes into the other's memory.
 
 A link is met once the backend has made of the peer's info what it needs. What comes over one that is not met, or not
 any more, is nobody's; whatever goes wrong while a peer is met or heard costs its link.
@@ -8,15 +9,18 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ...errors import KVConnectorError
-from ..base import Arrived, Connected, Lost, Message, PeerCounters, PeerError, PeerEvent, PeerPool
+from ..base import Arrived, Clock, Connected, Lost, Message, PeerCounters, PeerError, PeerEvent, PeerPool, Push, Pushed
 from ..wire.channel import SideChannel
-from ..wire.messages import Filled, WireMessage
+from ..wire.messages import Filled, Want, WireMessage
 from ..wire.peer_info import PeerInfo
+from .leases import WriteLeases
 
 logger = logging.getLogger("kv_connector.peer")
 
@@ -61,6 +65,8 @@ class OverChannel(ABC):
     transport: str
     poll_seconds: float
     """How long `poll` waits at most while something is under way that tells nothing by itself."""
+    longest_transfer_seconds: float
+    """What was posted to a peer's memory lands within so many seconds or never; 0 where nothing is."""
 
     def __init__(
         self,
@@ -72,12 +78,15 @@ class OverChannel(ABC):
         secret: bytes,
         seconds: float,
         open_channel: OpenChannel = SideChannel,
+        clock: Clock = time,
     ) -> None:
         """`extra` is what the backend tells a peer of itself. Raises ConfigError where the address cannot be used."""
         self.counters = PeerCounters()
         self._pool = pool
+        self._clock = clock
         info = PeerInfo(info.identity, info.engine_id, info.num_blocks, {"transport": self.transport, **extra})
         self._channel = open_channel(bind, port, secret, info, seconds, self.counters)
+        self._leases = WriteLeases(self._channel.send, self.longest_transfer_seconds, clock.monotonic)
         self._events: list[PeerEvent] = []
         self._met: set[int] = set()
         self._is_closed = False
@@ -146,11 +155,12 @@ class OverChannel(ABC):
                 self._guarded(event.link, self._told, event)
         elif isinstance(event, Lost):
             self._met.discard(event.link)
+            self._leases.lost(event.link)
             self._lost(event.link)
             self._events.append(event)
 
     def _told(self, event: Message) -> None:
-        if not self._hear(event.link, event.message):
+        if not self._leases.hear(event.link, event.message) and not self._hear(event.link, event.message):
             self._events.append(event)
 
     def _guarded(self, link: int, act: Callable[..., object], *arguments: object) -> bool:
@@ -173,10 +183,10 @@ class OverChannel(ABC):
 
 
 class OneSided(OverChannel):
-    """Where the pusher's own copies write: a grant is a number of blocks to check the peer's word against."""
+    """Where the pusher's own copies write: a grant is a number of blocks to check the peer's word against, and a push
+    waits for a lease."""
 
     is_one_sided = True
-    quiet_seconds = 1.0
 
     def __init__(
         self,
@@ -188,10 +198,22 @@ class OneSided(OverChannel):
         secret: bytes,
         seconds: float,
         open_channel: OpenChannel = SideChannel,
+        clock: Clock = time,
     ) -> None:
         """See `OverChannel`."""
-        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel)
+        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel, clock)
         self._num_granted: dict[tuple[int, int], int] = {}
+        self._waiting: dict[int, deque[Push]] = {}  # for a lease, by link
+
+    def push(self, link: int, push: Push) -> None:
+        """See `PeerTransport.push`."""
+        ids = push.source_ids
+        assert len(ids) and 0 <= ids.min() <= ids.max() < self._pool.num_blocks, f"{ids} of {self._pool.num_blocks}"
+        if link in self._met:
+            self._waiting.setdefault(link, deque()).append(push)
+            self._post_waiting()
+        else:
+            self._events.append(Pushed(push.number, False))
 
     def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
         """See `PeerTransport.grant`."""
@@ -202,7 +224,67 @@ class OneSided(OverChannel):
         self._num_granted.pop((link, number), None)
 
     def cancel(self, number: int) -> None:
-        """See `PeerTransport.cancel`: what was handed on ends by itself."""
+        """See `PeerTransport.cancel`: what was posted ends by itself."""
+        for link, waiting in self._waiting.items():
+            self._end_waiting(link, [push for push in waiting if push.number == number])
+
+    def quiet_at(self, link: int) -> float:
+        """See `PeerTransport.quiet_at`."""
+        return self._leases.quiet_at(link)
+
+    def gone(self, link: int) -> None:
+        """See `PeerTransport.gone`."""
+        self._leases.gone(link)
+
+    def close(self) -> None:
+        """See `PeerTransport.close`. Waits for what is being written: it is read from memory that goes, and nobody is
+        to find this side's port closed before it has ended."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        end = self._clock.monotonic() + self.longest_transfer_seconds
+        while self._finish_writing() and self._clock.monotonic() < end:
+            for event in self._channel.poll(0.0):
+                self._take(event)
+            self._clock.sleep(self.poll_seconds)
+        self._channel.close()
+        self._release()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Free everything; no link is open any more."""
+
+    @abstractmethod
+    def _finish_writing(self) -> bool:
+        """Tell of writes that have ended; whether others are under way."""
+
+    @abstractmethod
+    def _post(self, link: int, push: Push) -> None:
+        """Begin to write; this side has a lease. Pushed comes once it is over, at once where the link is lost."""
+
+    def _hear(self, link: int, message: WireMessage) -> bool:
+        if isinstance(message, Want):
+            self._leases.may_write(link)  # asks: the answer is there when the first blocks are computed
+        return False
+
+    def _advance(self) -> None:
+        self._post_waiting()
+        self._finish_writing()
+
+    def _lost(self, link: int) -> None:
+        self._num_granted = {key: count for key, count in self._num_granted.items() if key[0] != link}
+        self._end_waiting(link, list(self._waiting.get(link, ())))
+        self._waiting.pop(link, None)
+
+    def _post_waiting(self) -> None:
+        for link in [link for link, waiting in self._waiting.items() if waiting]:
+            self._guarded(link, self._post_leased, link)
+
+    def _post_leased(self, link: int) -> None:
+        """Post what this side has a lease for; looked at in front of each write."""
+        waiting = self._waiting[link]
+        while waiting and link in self._met and self._leases.may_write(link):
+            self._post(link, waiting.popleft())
 
     def _hear_written(self, link: int, told: Filled) -> None:
         """The peer says what it has written. Raises PeerError where that was not granted."""
@@ -213,8 +295,10 @@ class OneSided(OverChannel):
         check_granted(arrived, granted)
         self._arrived(arrived)
 
-    def _forget_grants(self, link: int) -> None:
-        self._num_granted = {key: count for key, count in self._num_granted.items() if key[0] != link}
+    def _end_waiting(self, link: int, pushes: Sequence[Push]) -> None:
+        for push in pushes:
+            self._waiting[link].remove(push)
+            self._events.append(Pushed(push.number, False))
 
 
 def check_granted(arrived: Arrived, num_blocks: int) -> None:

@@ -29,7 +29,8 @@ logger = logging.getLogger("kv_connector.peer")
 
 _IDLE_SECONDS = 0.25
 _MARKER_SECONDS = 0.0005
-_CLOSE_SECONDS = 30.0
+_CLOSE_SECONDS = 60.0
+_STOP_SECONDS = 2.0
 _REST_SECONDS = 0.003
 
 
@@ -72,6 +73,7 @@ class PeerJobs:
         self._prepare_thread = prepare_thread
         self._is_closing = False
         self._is_broken = False
+        self._is_over = False  # and nothing is written any more for what was under way
         self._clock = clock
         self._thread: threading.Thread | None = None
 
@@ -93,6 +95,8 @@ class PeerJobs:
     def begin(self, job: PeerJob, behind: Marker) -> None:
         """Offer the job's blocks, or ask for them once the work in front of `behind` is done: it may use them."""
         self._open.add(job.job_id)
+        if self._is_broken:
+            self._ended.append(EndedPeerJob(job.job_id, False))
         if job.action is PeerAction.SEND:
             self._say(None, lambda: self._offers.offer(job))
         else:
@@ -127,12 +131,12 @@ class PeerJobs:
     def poll(self) -> list[EndedPeerJob]:
         """Jobs that have ended since the last call."""
         self._has_ended.clear()
-        is_broken, ended = self._is_broken, []  # looked at first: nothing is reported behind it
+        is_over, ended = self._is_over, []  # looked at first: nothing is reported behind it
         while self._ended:
             job = self._ended.popleft()
             self._open.discard(job.job_id)
             ended.append(job)
-        if is_broken:
+        if is_over:
             ended += [EndedPeerJob(job_id, False) for job_id in sorted(self._open)]
             self._open.clear()
         return ended
@@ -148,6 +152,7 @@ class PeerJobs:
             self._transport.wake()
             self._thread.join(_CLOSE_SECONDS)
         elif not was_closing:
+            self._stop_receives()
             self._close()
 
     def turn(self, timeout: float = _IDLE_SECONDS) -> None:
@@ -193,21 +198,35 @@ class PeerJobs:
                 self._prepare_thread()
             while not self._is_closing:
                 self.turn()
+            self._stop_receives()
         except Exception:  # a thread's top: whatever went wrong, jobs fail and the engine goes on without peers.
             logger.exception("the peer thread has ended: nothing is handed over any more")
         finally:
             self._close()
 
+    def _stop_receives(self) -> None:
+        """Tell producers to stop; who says that it has needs no fence."""
+        self._receives.cancel_all()
+        end = self._clock.monotonic() + _STOP_SECONDS
+        while self._receives.num_open and self._clock.monotonic() < end:
+            for event in self._transport.poll(0.0):
+                self._take(event)
+            self._receives.give_up_overdue()
+            self._clock.sleep(_MARKER_SECONDS)
+
     def _close(self) -> None:
+        self._is_broken = True
         try:
             self._transport.close()
-            if self._receives.num_open:
-                self._clock.sleep(self._transport.quiet_seconds)  # what peers still write goes to blocks that are ours
+            self._offers.close()
+            self._report()
+            # What peers may still write goes to blocks that are ours.
+            self._clock.sleep(max(0.0, self._receives.quiet_at - self._clock.monotonic()))
         finally:
             self._offers.close()
             self._receives.close()
             self._report()
-            self._is_broken = True
+            self._is_over = True
 
     def _take_words(self) -> None:
         """Nothing is pushed here: what is ready waits behind a marker, reached or not."""
@@ -231,11 +250,11 @@ class PeerJobs:
         if isinstance(event, Connected):
             self._open_links.add(event.link)
             self._offers.connected(event.link, event.num_blocks)
-            self._receives.connected(event.link)
+            self._receives.connected(event.link, event.engine_id)
         elif isinstance(event, Lost):
             self._open_links.discard(event.link)
             self._offers.lost(event.link)
-            self._receives.lost(event.link)
+            self._receives.lost(event.link, event.is_refused)
         elif isinstance(event, Pushed):
             self._offers.pushed(event)
         elif isinstance(event, Arrived):

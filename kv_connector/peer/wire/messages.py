@@ -122,6 +122,21 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class AskLease:
+    """The sender asks to be allowed to write; `number` is its count of such questions."""
+
+    number: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The answer: it may, for so long from when it asked (`carriers.leases`)."""
+
+    number: Number
+    milliseconds: Number
+
+
+@dataclass(frozen=True, slots=True)
 class Filled:
     """Positions `first` to `first + count` of a grant, in regions [start, stop)."""
 
@@ -184,6 +199,8 @@ _KINDS: dict[str, type[Any]] = {
     "stop": Stop,
     "stopped": Stopped,
     "refused": Refused,
+    "ask_lease": AskLease,
+    "lease": Lease,
     "written": Written,
     "slot_filled": SlotFilled,
     "slot_freed": SlotFreed,
@@ -201,6 +218,8 @@ WireMessage = (
     | Stop
     | Stopped
     | Refused
+    | AskLease
+    | Lease
     | Written
     | SlotFilled
     | SlotFreed

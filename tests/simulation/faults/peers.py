@@ -8,6 +8,7 @@ _OUTGOING = "kv_connector/scheduler/peers/outgoing.py"
 _INCOMING = "kv_connector/scheduler/peers/incoming.py"
 _COMPANION = "kv_connector/scheduler/peers/companion.py"
 _OFFERS = "kv_connector/peer/protocol/offers.py"
+_LEASES = "kv_connector/peer/carriers/leases.py"
 _RECEIVES = "kv_connector/peer/protocol/receives.py"
 _JOBS = "kv_connector/peer/protocol/jobs.py"
 _SESSION = "kv_connector/peer/wire/session.py"
@@ -202,11 +203,93 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "if entry.phase is _Phase.CONNECTING or not self._transport.quiet_seconds:",
+                "if entry.phase is _Phase.CONNECTING or self._transport.quiet_at(link) <= self._clock():",
                 "if True:",
             ),
         ),
         tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
+        "leaseless",
+        "a producer writes into another's blocks whatever it has heard of it",
+        (
+            Patch(
+                "kv_connector/peer/carriers/one_sided.py",
+                "while waiting and link in self._met and self._leases.may_write(link):",
+                "while waiting and link in self._met:",
+            ),
+        ),
+        tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
+        "lease-from-its-answer",
+        "a lease is counted from when its answer was read",
+        (Patch(_LEASES, "own.until, own.is_answered = own.asked_at", "own.until, own.is_answered = self._clock()"),),
+        tested("tests/peer/carriers/test_leases.py"),
+    ),
+    Mutant(
+        "lease-of-another-question",
+        "an answer that is late is taken for that to a later question",
+        (Patch(_LEASES, "if own is not None and own.number == message.number:", "if own is not None:"),),
+        tested("tests/peer/carriers/test_leases.py"),
+    ),
+    Mutant(
+        "fence-without-transfers",
+        "what was posted within a lease is not waited for",
+        (Patch(_LEASES, "now + LEASE_SECONDS + self._longest", "now + LEASE_SECONDS"),),
+        tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
+        "gone-by-any-answer",
+        "a producer that answers is taken for gone",
+        (Patch(_RECEIVES, "if recall is not None and recall.engine_id != engine_id:", "if recall is not None:"),),
+        tested("tests/peer/protocol/test_receives.py"),
+    ),
+    Mutant(
+        "gone-by-any-silence",
+        "a producer that cannot be reached is taken for gone",
+        (Patch(_RECEIVES, "if recall is not None and is_refused:", "if recall is not None:"),),
+        tested("tests/peer/protocol/test_receives.py"),
+    ),
+    Mutant(
+        "failed-write-over",
+        "a producer says that it has stopped although parts of a write that failed may land yet",
+        (
+            Patch(
+                "kv_connector/peer/carriers/nixl.py", '            if state != "DONE":  #', "            if False:  #"
+            ),
+        ),
+        tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
+        "port-closed-first",
+        "a process cannot be reached any more while its copies still write: others take it for gone",
+        (
+            Patch(
+                "kv_connector/peer/carriers/one_sided.py",
+                "        end = self._clock.monotonic() + self.longest_transfer_seconds\n",
+                "        end = self._clock.monotonic()\n",
+            ),
+        ),
+        tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
+        "rings-at-once",
+        "slots that a peer may write to yet are given to another link",
+        (
+            Patch(
+                "kv_connector/peer/carriers/staged/nixl.py",
+                "if entry[0] <= now and (found",
+                "if (found",
+            ),
+        ),
+        tested("tests/peer/carriers/staged/test_registered_rings.py"),
+    ),
+    Mutant(
+        "rings-unmapped",
+        "slots go with their link although a peer may write to them yet",
+        (Patch("kv_connector/peer/carriers/staged/nixl.py", "        self._rings.append(memory)\n", ""),),
+        tested("tests/peer/carriers/staged/test_registered_rings.py"),
     ),
     Mutant(
         "keys-alike",

@@ -22,8 +22,8 @@ class Outgoing(Protocol):
     def carry(self, slot: int, num_bytes: int) -> Marker | None:
         """Bring a slot's first bytes to the peer; the marker says when they are there, None at once."""
 
-    def close(self) -> None:
-        """Nothing is carried any more. Raises nothing."""
+    def close(self, quiet_at: float) -> None:
+        """Nothing is carried any more; what was may be read until `quiet_at`. Raises nothing."""
 
 
 class Incoming(Protocol):
@@ -31,14 +31,17 @@ class Incoming(Protocol):
 
     ring: Ring
 
-    def close(self) -> None:
-        """Nothing is read from it any more. Raises nothing."""
+    def close(self, quiet_at: float) -> None:
+        """Nothing is read from it any more; the peer may write to it until `quiet_at`. Raises nothing."""
 
 
 class Carrier(Protocol):
     """Brings slots to peers. `extra` is what the info tells them, and `peer` in each call is what theirs has told."""
 
     extra: Mapping[str, Any]
+    longest_transfer_seconds: float
+    """What is carried is there within so many seconds or never, and only who has a lease may carry; 0 where both sides
+    have mapped the same memory."""
 
     def start(self, watch: Callable[[socket.socket, Callable[[], None]], None]) -> None:
         """`watch` lets a function be called whenever there is something to read at a socket of the carrier's."""

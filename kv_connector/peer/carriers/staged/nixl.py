@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ...base import PeerError, PeerPool
+from ...base import Clock, PeerError, PeerPool
 from ...wire.messages import RingMapped, RingOffered
 from ...wire.peer_info import PeerInfo
-from ..nixl_agent import add_remote, encode_metadata, foreign
+from ..nixl_agent import LONGEST_TRANSFER_SECONDS, add_remote, encode_metadata, foreign
 from . import ring
 from .transport import StagedTransport
 
-_QUIET_SECONDS = 1.0
 logger = logging.getLogger("kv_connector.peer")
 
 
@@ -50,10 +50,13 @@ class NixlStagedTransport(StagedTransport):
 class NixlSlots:
     """See `Carrier`. A slot that has not arrived after `seconds` costs its link."""
 
-    def __init__(self, agent: Any, seconds: float) -> None:
+    longest_transfer_seconds = LONGEST_TRANSFER_SECONDS
+
+    def __init__(self, agent: Any, seconds: float, clock: Clock = time) -> None:
         self.extra: Mapping[str, Any] = {}
         self._agent = agent
         self._seconds = seconds
+        self._rings = RegisteredRings(agent, clock)
         self._num_ways: Counter[str] = Counter()  # by the peer's agent: the last one that goes takes it along
 
     def start(self, watch: Callable[[socket.socket, Callable[[], None]], None]) -> None:
@@ -61,48 +64,87 @@ class NixlSlots:
 
     def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Outgoing, str]:
         """See `Carrier.offer`."""
-        return _Outgoing(self._agent, self._num_ways, self._seconds, num_slots, slot_bytes), ""
+        return _Outgoing(self._agent, self._rings, self._num_ways, self._seconds, num_slots, slot_bytes), ""
 
     def accept(self, offered: RingOffered) -> tuple[_Slots, RingMapped]:
         """See `Carrier.accept`."""
-        way = _Slots(self._agent, offered.slots, offered.slot_bytes)
+        way = _Slots(self._agent, self._rings, offered.slots, offered.slot_bytes)
         return way, RingMapped(way.ring.address, way.metadata())
 
     def close(self) -> None:
-        """See `Carrier.close`: nothing is left."""
+        """See `Carrier.close`: rings go with the agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    ring: ring.Ring
+    handle: Any
+
+
+class RegisteredRings:
+    """Rings that NIXL knows, each given to one link after the other. None is unmapped or deregistered while the agent
+    lives: over TCP a write that comes late goes to its address whatever is there (UCX does not look), and where nothing
+    is the process ends."""
+
+    def __init__(self, agent: Any, clock: Clock) -> None:
+        self._agent = agent
+        self._clock = clock
+        self._resting: list[tuple[float, _Registered]] = []  # from when it may be used
+        rings: list[ring.Ring] = []
+        self._rings = rings
+        weakref.finalize(agent, rings.clear)
+
+    def take(self, num_slots: int, slot_bytes: int) -> _Registered:
+        """A ring that nobody writes to any more, or a new one. Raises PeerError, or OSError without memory."""
+        now = self._clock.monotonic()
+        for entry in self._resting:
+            found = entry[1]
+            if entry[0] <= now and (found.ring.num_slots, found.ring.slot_bytes) == (num_slots, slot_bytes):
+                self._resting.remove(entry)
+                return found
+        memory = ring.Ring(ring.create(num_slots, slot_bytes), num_slots, slot_bytes)
+        with foreign("NIXL cannot register slots for blocks"):
+            handle = self._agent.register_memory([(memory.address, memory.slots.nbytes, 0, "")], "DRAM")
+        self._rings.append(memory)
+        return _Registered(memory, handle)
+
+    def give_back(self, registered: _Registered, quiet_at: float) -> None:
+        """Its link is lost; what was written over it may land until `quiet_at`."""
+        self._resting.append((quiet_at, registered))
 
 
 class _Slots:
     """A ring that NIXL knows: where a peer's slots arrive."""
 
-    def __init__(self, agent: Any, num_slots: int, slot_bytes: int) -> None:
-        self.ring = ring.Ring(ring.create(num_slots, slot_bytes), num_slots, slot_bytes)
+    def __init__(self, agent: Any, rings: RegisteredRings, num_slots: int, slot_bytes: int) -> None:
         self._agent = agent
-        with foreign("NIXL cannot register slots for blocks"):
-            self._registered = agent.register_memory([(self.ring.address, self.ring.slots.nbytes, 0, "")], "DRAM")
+        self._rings = rings
+        self._registered = rings.take(num_slots, slot_bytes)
+        self.ring = self._registered.ring
 
     def metadata(self) -> str:
         """What lets a peer write to these slots, and to nothing else of this process."""
         with foreign("NIXL does not tell of slots for blocks"):
-            return encode_metadata(self._agent.get_partial_agent_metadata(self._registered, True, ["UCX"]))
+            return encode_metadata(self._agent.get_partial_agent_metadata(self._registered.handle, True, ["UCX"]))
 
-    def close(self) -> None:
-        """See `Incoming.close`. A peer that has not noticed may still write for a moment: the memory outlives the
-        registration."""
-        try:
-            self._agent.deregister_memory(self._registered)
-        except Exception as error:  # noqa: BLE001 - NIXL's own; nothing is left to do about it
-            logger.warning("NIXL did not let go of its memory: %s: %s", type(error).__name__, error)
-        keeper = threading.Timer(_QUIET_SECONDS, [self.ring].clear)
-        keeper.daemon = True
-        keeper.start()
+    def close(self, quiet_at: float) -> None:
+        """See `Incoming.close`."""
+        self._rings.give_back(self._registered, quiet_at)
 
 
 class _Outgoing(_Slots):
     """See `Outgoing`."""
 
-    def __init__(self, agent: Any, num_ways: Counter[str], seconds: float, num_slots: int, slot_bytes: int) -> None:
-        super().__init__(agent, num_slots, slot_bytes)
+    def __init__(
+        self,
+        agent: Any,
+        rings: RegisteredRings,
+        num_ways: Counter[str],
+        seconds: float,
+        num_slots: int,
+        slot_bytes: int,
+    ) -> None:
+        super().__init__(agent, rings, num_slots, slot_bytes)
         self._num_ways = num_ways
         self._seconds = seconds
         self._peer = ""
@@ -132,7 +174,7 @@ class _Outgoing(_Slots):
         self._transfers = [*(entry for entry in self._transfers if entry.is_under_way), transfer]
         return transfer
 
-    def close(self) -> None:
+    def close(self, quiet_at: float) -> None:
         """See `Outgoing.close`."""
         for transfer in self._transfers:
             transfer.release()
@@ -144,7 +186,7 @@ class _Outgoing(_Slots):
                     self._agent.remove_remote_agent(self._peer)
                 except Exception as error:  # noqa: BLE001 - it is gone either way
                     logger.debug("NIXL had forgotten %s: %s", self._peer, error)
-        super().close()
+        super().close(quiet_at)
 
 
 class _Transfer:

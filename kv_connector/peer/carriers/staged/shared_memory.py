@@ -42,12 +42,14 @@ class _Mapped:
     def carry(self, slot: int, num_bytes: int) -> None:
         """See `Outgoing`."""
 
-    def close(self) -> None:
-        """See `Outgoing` and `Incoming`: the mapping goes with its last view."""
+    def close(self, quiet_at: float) -> None:
+        """See `Outgoing` and `Incoming`: the mapping goes with its last view, and each side has its own."""
 
 
 class SharedMemory:
     """See `Carrier`. The sender makes the ring, and its descriptor goes over a Unix socket."""
+
+    longest_transfer_seconds = 0.0
 
     def __init__(self) -> None:
         self._descriptors = ring.Descriptors()

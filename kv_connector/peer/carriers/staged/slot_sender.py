@@ -28,8 +28,8 @@ class _Filling:
 class SlotSender:
     """Calls raise what the link is to be lost for: PeerError, TransferError, or OSError where memory is short.
 
-    `offer` makes the slots when something is first to be sent, and gives what the peer has to be told; `say` tells it,
-    `tell` takes pushes that have ended.
+    `offer` makes the slots when something is first to be sent, and gives what the peer has to be told; `may_carry` is
+    asked in front of each slot; `say` tells the peer, `tell` takes pushes that have ended.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class SlotSender:
         counters: PeerCounters,
         slot_bytes: int,
         offer: Callable[[int, int], tuple[Outgoing, str]],
+        may_carry: Callable[[], bool],
         say: Callable[[WireMessage], None],
         tell: Callable[[Pushed], None],
     ) -> None:
@@ -48,6 +49,7 @@ class SlotSender:
         self._counters = counters
         self._slot_bytes = slot_bytes
         self._offer = offer
+        self._may_carry = may_carry
         self._say = say
         self._tell = tell
         self._is_accepted = False
@@ -109,7 +111,7 @@ class SlotSender:
             self._free.popleft()
             self._filling.append(_Filling(chunk, slot, marker))
         for filling in self._filling:
-            if not filling.is_packed and _is_over(filling.marker):
+            if not filling.is_packed and _is_over(filling.marker) and self._may_carry():
                 num_bytes = len(filling.chunk.source_ids) * self._pool.bytes_of(filling.chunk.regions)
                 filling.marker, filling.is_packed = self.way.carry(filling.slot, num_bytes), True
         while self._filling and self._filling[0].is_packed and _is_over(self._filling[0].marker):

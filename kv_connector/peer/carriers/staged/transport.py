@@ -11,6 +11,7 @@ The price is a second copy.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,18 +40,19 @@ class _Link:
 
 @dataclass(slots=True)
 class _Ending:
-    """The way of a lost link, which is closed once these are over, or when it is due."""
+    """The way of a lost link, which is closed once these are over, or when it is due. It may be used until
+    `quiet_at`."""
 
     way: Outgoing | Incoming
     markers: list[Marker]
     due: float
+    quiet_at: float
 
 
 class StagedTransport(OverChannel):
     """See `PeerTransport`. Each link takes up to `staging_bytes` for each direction that is used, on either side."""
 
     is_one_sided = False
-    quiet_seconds = 0.0
     poll_seconds = _POLL_SECONDS
 
     def __init__(
@@ -69,7 +71,7 @@ class StagedTransport(OverChannel):
         """Takes the carrier over. Raises ConfigError where the address cannot be used or the staging memory is too
         small."""
         self._carrier = carrier
-        self._clock = clock
+        self.longest_transfer_seconds = carrier.longest_transfer_seconds
         self._slot_bytes = staging_bytes // NUM_SLOTS // 4096 * 4096
         try:
             if self._slot_bytes < max(pool.pieces):
@@ -79,7 +81,7 @@ class StagedTransport(OverChannel):
                     "layer's piece of a block"
                 )
             extra = {**carrier.extra, "slot_bytes": self._slot_bytes}
-            super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel)
+            super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel, clock)
         except ConfigError:
             carrier.close()
             raise
@@ -112,6 +114,14 @@ class StagedTransport(OverChannel):
         """See `PeerTransport.cancel`."""
         for entry in self._links.values():
             entry.sender.cancel(number)
+
+    def quiet_at(self, link: int) -> float:
+        """See `PeerTransport.quiet_at`: no peer writes to the pool."""
+        return -math.inf
+
+    def gone(self, link: int) -> None:
+        """See `PeerTransport.gone`."""
+        self._leases.gone(link)
 
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for a while for what is under way: it uses memory that goes."""
@@ -178,7 +188,14 @@ class StagedTransport(OverChannel):
 
         # `poll` hands the list of events out and begins another.
         sender = SlotSender(
-            self._pool, self._copier, self.counters, slot_bytes, offer, say, lambda event: self._events.append(event)
+            self._pool,
+            self._copier,
+            self.counters,
+            slot_bytes,
+            offer,
+            partial(self._may_carry, link),
+            say,
+            lambda event: self._events.append(event),
         )
         receiver = SlotReceiver(link, self._pool, self._copier, slot_bytes, accept, say, self._arrived)
         self._links[link] = _Link(sender, receiver)
@@ -189,11 +206,16 @@ class StagedTransport(OverChannel):
             return
         entry.sender.forget()
         entry.receiver.forget()
-        due = self._clock.monotonic() + _CLOSE_SECONDS
+        now = self._clock.monotonic()
+        due = now + _CLOSE_SECONDS
         if entry.sender.way is not None:
-            self._ending.append(_Ending(entry.sender.way, entry.sender.markers, due))
+            own = now + self.longest_transfer_seconds
+            self._ending.append(_Ending(entry.sender.way, entry.sender.markers, due, own))
         if entry.receiver.way is not None:
-            self._ending.append(_Ending(entry.receiver.way, [], due))
+            self._ending.append(_Ending(entry.receiver.way, [], due, self._leases.quiet_at(link)))
+
+    def _may_carry(self, link: int) -> bool:
+        return not self.longest_transfer_seconds or self._leases.may_write(link)
 
     def _close_ended(self) -> None:
         ending, self._ending = self._ending, []
@@ -203,7 +225,7 @@ class StagedTransport(OverChannel):
                 self._ending.append(entry)
             else:
                 self._copier.unlock(entry.way.ring)
-                entry.way.close()
+                entry.way.close(entry.quiet_at)
 
 
 def _has_ended(marker: Marker) -> bool:

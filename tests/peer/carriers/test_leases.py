@@ -1,0 +1,117 @@
+"""The fence of one-sided writes: a lease is over one lease behind its answer, however late that is read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kv_connector.peer.carriers.leases import GONE_SECONDS, LEASE_SECONDS, WriteLeases
+from kv_connector.peer.wire.messages import AskLease, Lease, Stop, WireMessage
+
+LINK = 3
+LONGEST_SECONDS = 5.0
+
+
+class Pair:
+    """A writer and the owner of the memory, whose clocks show different times and whose messages wait to be read."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.to_owner: list[WireMessage] = []
+        self.to_writer: list[WireMessage] = []
+        self.writer = WriteLeases(self._say(self.to_owner), LONGEST_SECONDS, lambda: 1000.0 + self.seconds)
+        self.owner = WriteLeases(self._say(self.to_writer), LONGEST_SECONDS, lambda: self.seconds)
+
+    def _say(self, inbox: list[WireMessage]):  # type: ignore[no-untyped-def]
+        return lambda link, message: inbox.append(message)
+
+    def read(self) -> None:
+        """Both read what was said to them."""
+        for leases, inbox in ((self.owner, self.to_owner), (self.writer, self.to_writer)):
+            while inbox:
+                assert leases.hear(LINK, inbox.pop(0))
+
+
+def test_a_writer_without_a_lease_asks_once_and_writes_when_it_has_one() -> None:
+    pair = Pair()
+    assert not pair.writer.may_write(LINK)
+    assert not pair.writer.may_write(LINK)
+    assert pair.to_owner == [AskLease(1)]
+    pair.read()
+    assert pair.writer.may_write(LINK)
+
+
+def test_a_lease_is_counted_from_when_it_was_asked_for() -> None:
+    """Its answer lay in a socket's buffer while the writer stood still."""
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.owner.hear(LINK, pair.to_owner.pop())
+    pair.seconds += LEASE_SECONDS
+    pair.read()
+    assert not pair.writer.may_write(LINK)
+
+
+@pytest.mark.parametrize("on_the_way", [0.0, 0.3, 1.9])
+@pytest.mark.parametrize("unread", [0.0, 0.05])
+def test_nothing_that_was_posted_lands_behind_the_fence(on_the_way: float, unread: float) -> None:
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.seconds += on_the_way
+    pair.owner.hear(LINK, pair.to_owner.pop())
+    pair.seconds += unread
+    pair.read()
+    last_landing = -math.inf
+    for _ in range(400):
+        if pair.writer.may_write(LINK):
+            last_landing = pair.seconds + LONGEST_SECONDS
+        pair.seconds += 0.01
+    assert on_the_way + unread < LEASE_SECONDS
+    assert -math.inf < last_landing <= pair.owner.quiet_at(LINK)
+
+
+def test_who_goes_on_writing_is_given_the_next_lease_before_the_last_is_over() -> None:
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    for _ in range(100):
+        pair.read()
+        assert pair.writer.may_write(LINK)
+        pair.seconds += LEASE_SECONDS / 10
+    assert pair.owner.quiet_at(LINK) > pair.seconds + LONGEST_SECONDS
+
+
+def test_an_answer_that_never_came_is_asked_for_again() -> None:
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    lost = pair.to_owner.pop()
+    pair.seconds += LEASE_SECONDS
+    pair.writer.may_write(LINK)
+    assert pair.to_owner == [AskLease(2)]
+    pair.writer.hear(LINK, Lease(lost.number, 2000))  # type: ignore[attr-defined]
+    assert not pair.writer.may_write(LINK), "the answer to another question"
+
+
+def test_over_a_link_that_is_lost_nothing_is_written_and_another_begins_without_a_lease() -> None:
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.read()
+    pair.writer.lost(LINK)
+    assert not pair.writer.may_write(LINK)
+
+
+def test_who_never_had_a_lease_has_written_nothing() -> None:
+    assert Pair().owner.quiet_at(LINK) == -math.inf
+
+
+def test_a_process_that_is_gone_is_waited_for_no_longer_than_what_is_on_its_way() -> None:
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.read()
+    pair.owner.gone(LINK)
+    assert pair.owner.quiet_at(LINK) == GONE_SECONDS
+    pair.owner.gone(LINK + 1)
+    assert pair.owner.quiet_at(LINK + 1) == -math.inf
+
+
+def test_what_is_not_about_leases_is_for_others() -> None:
+    assert not Pair().owner.hear(LINK, Stop(1))
