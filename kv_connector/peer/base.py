@@ -209,11 +209,10 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A link is gone, or was never made. `is_refused`: nobody listens where it was to lead, so whoever did is gone."""
+    """A link is gone, or was never made."""
 
     link: int
     reason: str
-    is_refused: bool = False
 
 
 PeerEvent = Connected | Message | Arrived | Pushed | Lost
@@ -266,10 +265,7 @@ class PeerTransport(Protocol):
 
     def quiet_at(self, link: int) -> float:
         """When nothing can be written any more of what the peer of a lost link was to push here, in the seconds of the
-        transport's clock; in the past where it is so already."""
-
-    def gone(self, link: int) -> None:
-        """The process behind a lost link is known to have ended: `quiet_at` may be sooner."""
+        transport's clock; in the past where it is so already. It may come nearer, where the peer's process ends."""
 
     def poll(self, timeout: float) -> list[PeerEvent]:
         """Make progress, for up to `timeout` seconds where there is nothing to tell."""

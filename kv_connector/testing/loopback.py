@@ -145,9 +145,6 @@ class LoopbackTransport:
         """See `PeerTransport.quiet_at`."""
         return -math.inf
 
-    def gone(self, link: int) -> None:
-        """See `PeerTransport.gone`."""
-
     def wake(self) -> None:
         """See `PeerTransport.wake`."""
         with self._net.changed:

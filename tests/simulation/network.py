@@ -169,7 +169,6 @@ class _Gone:
     """The link is lost."""
 
     reason: str
-    is_refused: bool = False
 
 
 _Said = _Hello | _Welcome | _Gone | WireMessage
@@ -302,7 +301,7 @@ class SimulatedChannel:
         end = self._new_end(is_caller=True)
         listener = self.network.channels.get(port)
         if listener is None or listener.process is self.process:
-            end.inbox.append(_Gone("cannot be reached: connection refused", is_refused=True))
+            end.inbox.append(_Gone("cannot be reached: connection refused"))
             self.process.wake(self.network.delay())
         else:
             self.network.pair(end, listener._new_end(is_caller=False))
@@ -367,7 +366,7 @@ class SimulatedChannel:
 
     def _take(self, end: End, said: _Said) -> None:
         if isinstance(said, _Gone):
-            self._lose(end, said.reason, said.is_refused)
+            self._lose(end, said.reason)
         elif isinstance(said, _Hello):
             reason = "it does not know the secret" if said.secret != self._secret else ""
             reason = reason or "; ".join(self._info.differences(said.info))
@@ -395,14 +394,14 @@ class SimulatedChannel:
         self._peers[end.link] = info
         self._events.append(Connected(end.link, info.engine_id, info.num_blocks))
 
-    def _lose(self, end: End, reason: str, is_refused: bool = False) -> None:
+    def _lose(self, end: End, reason: str) -> None:
         del self.ends[end.link]
         self._peers.pop(end.link, None)
         if end.is_open:
             self._counters.lost_links += 1
         else:
             self._counters.refused_links += 1
-        self._events.append(Lost(end.link, reason, is_refused))
+        self._events.append(Lost(end.link, reason))
         self.process.wake()
         if end.pair is not None:
             end.pair.closed(end)

@@ -11,7 +11,7 @@ channel, NIXL's agent, the driver's handles and the stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,18 @@ class VirtualClock:
 
     def sleep(self, seconds: float, /) -> None:
         self._time.run_until(self._time.now() + seconds)
+
+
+@dataclass(frozen=True)
+class _PeerProcess:
+    """See `leases.Process`."""
+
+    process: SimulatedPeers
+    start: int
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.process.is_alive or self.process.start != self.start
 
 
 class SimulatedPeers(Process):
@@ -113,6 +125,7 @@ class SimulatedPeers(Process):
             self._transport = CudaIpcTransport(pool, *where, self._open_channel, clock, lambda device: driver)
         if self.carrier != "staged":
             self._name_pushes()
+        self._transport._process_of = self._process_of
         self.jobs = PeerJobs(self._transport, self.engine_id, len(pool.regions), self._rank, deadline, timeout, clock)
         return self.jobs
 
@@ -218,6 +231,11 @@ class SimulatedPeers(Process):
             post_on(link, push)
 
         self._transport._post = post
+
+    def _process_of(self, info: PeerInfo) -> _PeerProcess:
+        (process,) = [p for p in self.network.processes if getattr(p, "engine_id", "") == info.engine_id]
+        assert isinstance(process, SimulatedPeers)
+        return _PeerProcess(process, process.start)
 
     def _gone(self) -> None:
         self.is_alive = False

@@ -8,8 +8,9 @@
 A lease is counted from when it was asked for, so however late its answer is read, and whatever stood still in between,
 it is over one lease behind `a`. What was posted lands within the carrier's longest transfer or never. So once a link is
 lost nothing lands behind a + lease + longest transfer: until then the owner uses the memory for nothing else. Sooner it
-may be used where the writer has said that it stopped, where it never had a lease, or where its process is known to be
-gone: then nothing but what a network still holds can land.
+may be used where the writer has said that it stopped, where it never had a lease, or where the kernel says that its
+process has ended: then nothing can land but what is on its way. What somebody else says of a writer (a connection that
+was refused, or reset) proves nothing: whoever is in between can say so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..wire.messages import AskLease, Lease, WireMessage
 
@@ -24,17 +26,28 @@ LEASE_SECONDS = 2.0
 """Short beside what a transfer is waited for, long beside what an engine's process stands still: a writer that stands
 still for longer asks again before it goes on."""
 GONE_SECONDS = 1.0
-"""From when a process is known to be gone until nothing of it is on its way: what its machine and ours still hold."""
+"""From when a process is found to have ended until nothing of it is on its way: what the kernel and networks hold."""
+
+
+class Process(Protocol):
+    """A peer's process."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended."""
 
 
 @dataclass(slots=True)
-class _Own:
-    """A lease of this side's to write to a peer."""
+class _Link:
+    """`until` to `is_answered` are of this side's lease to write to the peer, `quiet_at` is of the peer's."""
 
+    process: Process
     until: float = -math.inf
     asked_at: float = -math.inf
     number: int = 0  # of the last question
     is_answered: bool = True
+    quiet_at: float = -math.inf
+    is_lost: bool = False
 
 
 class WriteLeases:
@@ -46,47 +59,49 @@ class WriteLeases:
         self._say = say
         self._longest = longest_transfer_seconds
         self._clock = clock
-        self._own: dict[int, _Own] = {}
-        self._quiet_at: dict[int, float] = {}  # of links over which a peer was given a lease
+        self._links: dict[int, _Link] = {}
+
+    def met(self, link: int, process: Process) -> None:
+        """A link is open, to this process."""
+        now = self._clock()
+        self._links = {n: entry for n, entry in self._links.items() if not entry.is_lost or entry.quiet_at > now}
+        self._links[link] = _Link(process)
 
     def may_write(self, link: int) -> bool:
-        """Whether a write may be posted now; a lease that is missing, or half over, is asked for. To be called right in
-        front of each write."""
-        own, now = self._own.setdefault(link, _Own()), self._clock()
-        is_due = now >= own.until - LEASE_SECONDS / 2
-        if is_due and (own.is_answered or now >= own.asked_at + LEASE_SECONDS):
-            own.asked_at, own.is_answered = now, False
-            own.number += 1
-            self._say(link, AskLease(own.number))
-        return now < own.until
+        """Whether a write may be posted now, over a link that is open; a lease that is missing, or half over, is asked
+        for. To be called right in front of each write."""
+        entry, now = self._links[link], self._clock()
+        is_due = now >= entry.until - LEASE_SECONDS / 2
+        if is_due and (entry.is_answered or now >= entry.asked_at + LEASE_SECONDS):
+            entry.asked_at, entry.is_answered = now, False
+            entry.number += 1
+            self._say(link, AskLease(entry.number))
+        return now < entry.until
 
     def hear(self, link: int, message: WireMessage) -> bool:
-        """Take a message if it is about leases."""
+        """Take a message over an open link if it is about leases."""
+        entry = self._links[link]
         if isinstance(message, AskLease):
-            self._give(link, message.number)
+            entry.quiet_at = self._clock() + LEASE_SECONDS + self._longest
+            self._say(link, Lease(message.number, int(LEASE_SECONDS * 1e3)))
         elif isinstance(message, Lease):
-            own = self._own.get(link)
-            if own is not None and own.number == message.number:  # else it was over before it came
-                own.until, own.is_answered = own.asked_at + message.milliseconds / 1e3, True
+            if entry.number == message.number:  # else it was over before it came
+                entry.until, entry.is_answered = entry.asked_at + message.milliseconds / 1e3, True
         else:
             return False
         return True
 
-    def quiet_at(self, link: int) -> float:
-        """When nothing can land any more of what the peer of a lost link has written; on this side's clock."""
-        return self._quiet_at.get(link, -math.inf)
-
     def lost(self, link: int) -> None:
-        """A link is gone: this side writes no more over it."""
-        self._own.pop(link, None)
+        """A link is gone, which may not have been met."""
+        if link in self._links:
+            self._links[link].is_lost = True
 
-    def gone(self, link: int) -> None:
-        """The process behind a lost link is known to have ended."""
-        if link in self._quiet_at:
-            self._quiet_at[link] = min(self._quiet_at[link], self._clock() + GONE_SECONDS)
-
-    def _give(self, link: int, number: int) -> None:
-        now = self._clock()
-        self._quiet_at = {other: at for other, at in self._quiet_at.items() if at > now}
-        self._quiet_at[link] = now + LEASE_SECONDS + self._longest
-        self._say(link, Lease(number, int(LEASE_SECONDS * 1e3)))
+    def quiet_at(self, link: int) -> float:
+        """When nothing can land any more of what the peer of a lost link has written; on this side's clock. It comes
+        nearer where the peer's process is found to have ended."""
+        entry = self._links.get(link)
+        if entry is None:
+            return -math.inf
+        if entry.process.has_ended:
+            entry.quiet_at = min(entry.quiet_at, self._clock() + GONE_SECONDS)
+        return entry.quiet_at

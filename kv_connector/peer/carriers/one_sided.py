@@ -20,7 +20,8 @@ from ..base import Arrived, Clock, Connected, Lost, Message, PeerCounters, PeerE
 from ..wire.channel import SideChannel
 from ..wire.messages import Filled, Want, WireMessage
 from ..wire.peer_info import PeerInfo
-from .leases import WriteLeases
+from .leases import Process, WriteLeases
+from .processes import PeerProcess, own_process
 
 logger = logging.getLogger("kv_connector.peer")
 
@@ -84,7 +85,12 @@ class OverChannel(ABC):
         self.counters = PeerCounters()
         self._pool = pool
         self._clock = clock
-        info = PeerInfo(info.identity, info.engine_id, info.num_blocks, {"transport": self.transport, **extra})
+        info = PeerInfo(
+            info.identity,
+            info.engine_id,
+            info.num_blocks,
+            {"transport": self.transport, "process": own_process(), **extra},
+        )
         self._channel = open_channel(bind, port, secret, info, seconds, self.counters)
         self._leases = WriteLeases(self._channel.send, self.longest_transfer_seconds, clock.monotonic)
         self._events: list[PeerEvent] = []
@@ -149,6 +155,7 @@ class OverChannel(ABC):
             info = self._channel.info_of(event.link)
             if info is not None and self._guarded(event.link, self._meet, event.link, info):
                 self._met.add(event.link)
+                self._leases.met(event.link, self._process_of(info))
                 self._events.append(event)
         elif isinstance(event, Message):
             if event.link in self._met:
@@ -158,6 +165,9 @@ class OverChannel(ABC):
             self._leases.lost(event.link)
             self._lost(event.link)
             self._events.append(event)
+
+    def _process_of(self, info: PeerInfo) -> Process:
+        return PeerProcess(info.extra.get("process"))
 
     def _told(self, event: Message) -> None:
         if not self._leases.hear(event.link, event.message) and not self._hear(event.link, event.message):
@@ -232,13 +242,8 @@ class OneSided(OverChannel):
         """See `PeerTransport.quiet_at`."""
         return self._leases.quiet_at(link)
 
-    def gone(self, link: int) -> None:
-        """See `PeerTransport.gone`."""
-        self._leases.gone(link)
-
     def close(self) -> None:
-        """See `PeerTransport.close`. Waits for what is being written: it is read from memory that goes, and nobody is
-        to find this side's port closed before it has ended."""
+        """See `PeerTransport.close`. Waits for what is being written: it is read from memory that goes."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -250,11 +250,11 @@ class PeerJobs:
         if isinstance(event, Connected):
             self._open_links.add(event.link)
             self._offers.connected(event.link, event.num_blocks)
-            self._receives.connected(event.link, event.engine_id)
+            self._receives.connected(event.link)
         elif isinstance(event, Lost):
             self._open_links.discard(event.link)
             self._offers.lost(event.link)
-            self._receives.lost(event.link, event.is_refused)
+            self._receives.lost(event.link)
         elif isinstance(event, Pushed):
             self._offers.pushed(event)
         elif isinstance(event, Arrived):

@@ -2,8 +2,7 @@
 
 A job that will not be served fails: the producer refuses, its link is lost, or nothing has come for too long. Where the
 producer's own copies write into our pool it fails only once they cannot any more: the producer has said that it
-stopped, or the fence is over (`PeerTransport.quiet_at`). A producer whose link was lost is called again at once: where
-nobody listens any more, or another start of the engine does, its process is gone and the fence ends sooner.
+stopped, or the fence is over (`PeerTransport.quiet_at`).
 """
 
 from __future__ import annotations
@@ -38,14 +37,6 @@ class _Receiving:
     phase: _Phase = _Phase.CONNECTING
 
 
-@dataclass(frozen=True, slots=True)
-class _Recall:
-    """A link that was lost while its producer might write, whose address is called again. `engine_id` was there."""
-
-    link: int
-    engine_id: str
-
-
 class Receives:
     """Asks, counts what arrives and gives up. `ended` collects (job id, ok) for the owner to take."""
 
@@ -67,8 +58,7 @@ class Receives:
         self._stop_seconds = stop_seconds
         self._clock = clock
         self._links: dict[tuple[str, int], int] = {}
-        self._open_links: dict[int, str] = {}  # and which engine's start is there
-        self._recalls: dict[int, _Recall] = {}  # by the new link
+        self._open_links: set[int] = set()
         self._jobs: dict[int, _Receiving] = {}
         self._log_limiter = LogLimiter(clock)
 
@@ -76,7 +66,9 @@ class Receives:
         """Ask the producer for the job's blocks, which nothing uses any more."""
         port = job.ports[self._rank] if self._rank < len(job.ports) else job.ports[0] + self._rank
         address = job.host, port
-        link = self._call(address)
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = self._transport.connect(job.host, port)
         missing = np.ones((job.num_blocks, self._num_regions), dtype=np.bool_)
         entry = _Receiving(job, address, link, self._clock() + self._seconds, missing)
         self._jobs[job.job_id] = entry
@@ -90,31 +82,21 @@ class Receives:
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._jobs
 
-    def connected(self, link: int, engine_id: str) -> None:
-        """A link is open, to this start of an engine."""
-        self._open_links[link] = engine_id
-        recall = self._recalls.pop(link, None)
-        if recall is not None and recall.engine_id != engine_id:
-            self._transport.gone(recall.link)
+    def connected(self, link: int) -> None:
+        """A link is open."""
+        self._open_links.add(link)
         for entry in [e for e in self._jobs.values() if e.link == link and e.phase is _Phase.CONNECTING]:
             self._ask(entry)
 
-    def lost(self, link: int, is_refused: bool) -> None:
-        """A link is gone, or was never made; `is_refused`: nobody listens there."""
-        engine_id = self._open_links.pop(link, "")
+    def lost(self, link: int) -> None:
+        """A link is gone."""
+        self._open_links.discard(link)
         self._links = {address: other for address, other in self._links.items() if other != link}
-        recall = self._recalls.pop(link, None)
-        if recall is not None and is_refused:
-            self._transport.gone(recall.link)
-        fenced = []
         for entry in [e for e in self._jobs.values() if e.link == link]:
             if entry.phase is _Phase.CONNECTING or self._transport.quiet_at(link) <= self._clock():
                 self._end(entry, ok=False)
             else:
                 entry.phase = _Phase.STOPPING
-                fenced.append(entry)
-        if fenced:
-            self._recalls[self._call(fenced[0].address)] = _Recall(link, engine_id)
 
     def hear(self, link: int, message: WireMessage) -> bool:
         """Take a message if it is for consumers."""
@@ -178,12 +160,6 @@ class Receives:
         """Every job fails: nothing can write any more."""
         self.ended += [(job_id, False) for job_id in self._jobs]
         self._jobs.clear()
-
-    def _call(self, address: tuple[str, int]) -> int:
-        """The link to an address, which may be a new one."""
-        if address not in self._links:
-            self._links[address] = self._transport.connect(*address)
-        return self._links[address]
 
     def _ask(self, entry: _Receiving) -> None:
         job = entry.job

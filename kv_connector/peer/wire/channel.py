@@ -100,8 +100,8 @@ class SideChannel:
                 self._naming[link] = _Naming(shown, self._clock() + self._seconds)
             else:
                 self._call(link, shown, address)
-        except (PeerError, OSError) as error:
-            self._never(link, shown, error)
+        except PeerError as error:
+            self._never(link, shown, str(error))
         return link
 
     def send(self, link: int, message: WireMessage) -> None:
@@ -122,7 +122,7 @@ class SideChannel:
             self._lose(connection, reason)
         naming = self._naming.pop(link, None)
         if naming is not None:
-            self._never(link, naming.host, PeerError(reason))
+            self._never(link, naming.host, reason)
 
     def poll(self, timeout: float) -> list[PeerEvent]:
         """Links opened, lost, and messages; waits up to `timeout` seconds for the first."""
@@ -165,17 +165,20 @@ class SideChannel:
         self._next_link += 1
         return self._next_link
 
-    def _never(self, link: int, host: str, error: Exception) -> None:
-        self._log_limiter.fault(host, str(error))
-        self._events.append(Lost(link, str(error), isinstance(error, ConnectionRefusedError)))
+    def _never(self, link: int, host: str, reason: str) -> None:
+        self._log_limiter.fault(host, reason)
+        self._events.append(Lost(link, reason))
 
     def _add(self, connection: Connection) -> None:
         self._links[connection.link] = connection
         self._selector.register(connection.sock, connection.events(), connection)
 
     def _call(self, link: int, shown: str, address: Address) -> None:
-        """Begin to reach a peer; raises OSError where that fails at once."""
-        sock = socket.socket(address.family, address.kind, address.protocol)
+        """Begin to reach a peer; raises PeerError where that fails at once."""
+        try:
+            sock = socket.socket(address.family, address.kind, address.protocol)
+        except OSError as error:
+            raise PeerError(f"cannot be reached: {error}") from None
         handshake = Handshake(self._secret, self._info, is_caller=True)
         connection = Connection(link, sock, shown, handshake, self._clock(), self._seconds)
         try:
@@ -183,7 +186,7 @@ class SideChannel:
             connection.begin_connect(address.address)
         except OSError as error:
             sock.close()
-            raise type(error)(error.errno, f"cannot be reached: {error.strerror}") from None
+            raise PeerError(f"cannot be reached: {error}") from None
         for payload in handshake.begin():
             connection.queue(payload, self._clock())
         self._add(connection)
@@ -198,13 +201,12 @@ class SideChannel:
                 if found.address is None:
                     raise PeerError(found.reason)
                 self._call(found.link, naming.host, found.address)
-            except (PeerError, OSError) as error:
-                self._never(found.link, naming.host, error)
+            except PeerError as error:
+                self._never(found.link, naming.host, str(error))
         now = self._clock()
         for link, naming in [entry for entry in self._naming.items() if entry[1].deadline <= now]:
             del self._naming[link]
-            reason = f"its name was not found within {self._seconds:g} s; give an address"
-            self._never(link, naming.host, PeerError(reason))
+            self._never(link, naming.host, f"its name was not found within {self._seconds:g} s; give an address")
 
     def _accept(self) -> None:
         try:
@@ -239,8 +241,7 @@ class SideChannel:
         except EOFError:
             self._lose(connection, "it closed the connection")
         except (PeerError, OSError) as error:
-            is_refused = isinstance(error, ConnectionRefusedError)
-            self._lose(connection, str(error) or type(error).__name__, is_refused)
+            self._lose(connection, str(error) or type(error).__name__)
         except Exception:  # whatever it is that a peer has found: it costs this link
             logger.exception("an error of this side, which costs the link to %s", connection.host)
             self._counters.link_faults += 1
@@ -272,7 +273,7 @@ class SideChannel:
             self._log_limiter.well(connection.host)
             self._events.append(Connected(connection.link, handshake.peer.engine_id, handshake.peer.num_blocks))
 
-    def _lose(self, connection: Connection, reason: str, is_refused: bool = False) -> None:
+    def _lose(self, connection: Connection, reason: str) -> None:
         del self._links[connection.link]
         self._peers.pop(connection.link, None)
         self._selector.unregister(connection.sock)
@@ -282,4 +283,4 @@ class SideChannel:
         else:
             self._counters.refused_links += 1
         self._log_limiter.fault(connection.host, reason)
-        self._events.append(Lost(connection.link, reason, is_refused))
+        self._events.append(Lost(connection.link, reason))

@@ -22,6 +22,9 @@ class Pair:
         self.to_writer: list[WireMessage] = []
         self.writer = WriteLeases(self._say(self.to_owner), LONGEST_SECONDS, lambda: 1000.0 + self.seconds)
         self.owner = WriteLeases(self._say(self.to_writer), LONGEST_SECONDS, lambda: self.seconds)
+        self.has_ended = False  # the writer's process
+        for leases in (self.writer, self.owner):
+            leases.met(LINK, self)
 
     def _say(self, inbox: list[WireMessage]):  # type: ignore[no-untyped-def]
         return lambda link, message: inbox.append(message)
@@ -91,26 +94,33 @@ def test_an_answer_that_never_came_is_asked_for_again() -> None:
     assert not pair.writer.may_write(LINK), "the answer to another question"
 
 
-def test_over_a_link_that_is_lost_nothing_is_written_and_another_begins_without_a_lease() -> None:
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.writer.lost(LINK)
-    assert not pair.writer.may_write(LINK)
-
-
 def test_who_never_had_a_lease_has_written_nothing() -> None:
     assert Pair().owner.quiet_at(LINK) == -math.inf
 
 
-def test_a_process_that_is_gone_is_waited_for_no_longer_than_what_is_on_its_way() -> None:
+def test_a_process_that_has_ended_is_waited_for_no_longer_than_what_is_on_its_way() -> None:
     pair = Pair()
     pair.writer.may_write(LINK)
     pair.read()
-    pair.owner.gone(LINK)
-    assert pair.owner.quiet_at(LINK) == GONE_SECONDS
-    pair.owner.gone(LINK + 1)
-    assert pair.owner.quiet_at(LINK + 1) == -math.inf
+    pair.owner.lost(LINK)
+    pair.has_ended = True
+    pair.seconds += 0.5
+    assert pair.owner.quiet_at(LINK) == 0.5 + GONE_SECONDS
+    pair.seconds += 0.5
+    assert pair.owner.quiet_at(LINK) == 0.5 + GONE_SECONDS, "from when it was found"
+
+
+def test_a_lost_link_is_remembered_for_as_long_as_something_can_land() -> None:
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.read()
+    pair.owner.lost(LINK)
+    pair.owner.met(LINK + 1, pair)
+    fence = pair.owner.quiet_at(LINK)
+    assert fence == LEASE_SECONDS + LONGEST_SECONDS
+    pair.seconds = fence
+    pair.owner.met(LINK + 2, pair)
+    assert pair.owner.quiet_at(LINK) == -math.inf
 
 
 def test_what_is_not_about_leases_is_for_others() -> None:

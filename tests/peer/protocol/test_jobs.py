@@ -204,9 +204,9 @@ class TransferMachine(RuleBasedStateMachine):
         transport = self.a if is_producer else self.b
         part: Any = self.offers if is_producer else self.receives
         if isinstance(event, Connected):
-            part.connected(event.link, event.num_blocks if is_producer else event.engine_id)
+            part.connected(event.link, *([event.num_blocks] if is_producer else []))
         elif isinstance(event, Lost):
-            part.lost(event.link, *([] if is_producer else [event.is_refused]))
+            part.lost(event.link)
         elif isinstance(event, Message):
             assert part.hear(event.link, event.message), f"{event.message} is for nobody"
         elif isinstance(event, Pushed):

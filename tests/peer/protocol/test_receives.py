@@ -26,19 +26,18 @@ class Consumer:
     def __init__(self) -> None:
         self.now = 0.0
         self.fences: dict[int, float] = {}  # by link: until when something may be written over it
-        self.net, pool = LoopbackNet(), Pool()
-        self.producer = producer = LoopbackTransport(self.net, pool.pool, replace(info_of(pool), engine_id="producer"))
-        self.transport = LoopbackTransport(self.net, pool.pool, info_of(pool))
+        net, pool = LoopbackNet(), Pool()
+        producer = LoopbackTransport(net, pool.pool, replace(info_of(pool), engine_id="producer"))
+        self.transport = LoopbackTransport(net, pool.pool, info_of(pool))
         self.transport.is_one_sided = True
         self.transport.quiet_at = lambda link: self.fences.get(link, -math.inf)
-        self.transport.gone = self.fences.pop
         self.receives = Receives(self.transport, 1, 0, 10.0, STOP_SECONDS, lambda: self.now)
         ports = (producer.port,)
         self.receives.receive(
             PeerJob(JOB, PeerAction.RECEIVE, "t", 0, np.array([0, 1]), names=bytes(32), host="here", ports=ports)
         )
         (self.link,) = self.transport.ends
-        self.receives.connected(self.link, "producer")
+        self.receives.connected(self.link)
         self.fences[self.link] = FENCE_SECONDS
 
     def arrived(self, count: int = 2, link: int | None = None) -> None:
@@ -62,7 +61,7 @@ def test_a_transfer_ends_with_its_last_block() -> None:
 def test_what_comes_over_another_link_does_not_count() -> None:
     """Else any peer that guesses a number completes a transfer whose blocks hold whatever was there before."""
     consumer = Consumer()
-    consumer.receives.connected(consumer.link + 100, "another")
+    consumer.receives.connected(consumer.link + 100)
     consumer.arrived(link=consumer.link + 100)
     assert consumer.receives.ended == []
 
@@ -92,7 +91,7 @@ def test_who_does_not_stop_loses_its_link_before_the_blocks_are_given_back() -> 
     consumer.tick(STOP_SECONDS)
     assert consumer.receives.ended == []
     assert consumer.link not in consumer.transport.ends
-    consumer.receives.lost(consumer.link, False)
+    consumer.receives.lost(consumer.link)
     consumer.tick(FENCE_SECONDS - STOP_SECONDS - 0.1)
     assert consumer.receives.ended == []
     consumer.tick(0.1)
@@ -102,34 +101,15 @@ def test_who_does_not_stop_loses_its_link_before_the_blocks_are_given_back() -> 
 def test_a_producer_that_never_had_a_lease_is_not_waited_for() -> None:
     consumer = Consumer()
     consumer.fences.clear()
-    consumer.receives.lost(consumer.link, False)
-    assert consumer.receives.ended == [(JOB, False)]
-    assert len(consumer.transport.ends) == 1, "and not called again"
-
-
-@pytest.mark.parametrize("found", ["nobody", "the same", "another"])
-def test_a_producer_whose_link_is_lost_is_called_again_and_known_to_be_gone_where_it_is(found: str) -> None:
-    """Nobody listens at the port of a process that has ended, or another start of the engine does."""
-    consumer = Consumer()
-    consumer.transport.drop(consumer.link, "cut")
-    consumer.receives.lost(consumer.link, False)
-    (again,) = [link for link in consumer.transport.ends if link != consumer.link]
-    if found == "nobody":
-        consumer.receives.lost(again, True)
-    else:
-        consumer.receives.connected(again, "producer" if found == "the same" else "its next start")
-    consumer.tick(0.1)
-    assert consumer.receives.ended == ([] if found == "the same" else [(JOB, False)])
-    consumer.tick(FENCE_SECONDS)
+    consumer.receives.lost(consumer.link)
     assert consumer.receives.ended == [(JOB, False)]
 
 
-def test_a_producer_that_cannot_be_reached_again_is_waited_for() -> None:
-    """A network that is cut says nothing of the process behind it."""
+def test_a_producer_that_is_found_to_be_gone_is_waited_for_no_longer() -> None:
     consumer = Consumer()
-    consumer.transport.drop(consumer.link, "cut")
-    consumer.receives.lost(consumer.link, False)
-    (again,) = [link for link in consumer.transport.ends if link != consumer.link]
-    consumer.receives.lost(again, False)
+    consumer.receives.lost(consumer.link)
     consumer.tick(0.1)
     assert consumer.receives.ended == []
+    consumer.fences[consumer.link] = 0.2
+    consumer.tick(0.1)
+    assert consumer.receives.ended == [(JOB, False)]

@@ -224,32 +224,38 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "lease-from-its-answer",
         "a lease is counted from when its answer was read",
-        (Patch(_LEASES, "own.until, own.is_answered = own.asked_at", "own.until, own.is_answered = self._clock()"),),
+        (
+            Patch(
+                _LEASES,
+                "entry.until, entry.is_answered = entry.asked_at",
+                "entry.until, entry.is_answered = self._clock()",
+            ),
+        ),
         tested("tests/peer/carriers/test_leases.py"),
     ),
     Mutant(
         "lease-of-another-question",
         "an answer that is late is taken for that to a later question",
-        (Patch(_LEASES, "if own is not None and own.number == message.number:", "if own is not None:"),),
+        (Patch(_LEASES, "if entry.number == message.number:", "if True:"),),
         tested("tests/peer/carriers/test_leases.py"),
     ),
     Mutant(
         "fence-without-transfers",
         "what was posted within a lease is not waited for",
-        (Patch(_LEASES, "now + LEASE_SECONDS + self._longest", "now + LEASE_SECONDS"),),
+        (Patch(_LEASES, "self._clock() + LEASE_SECONDS + self._longest", "self._clock() + LEASE_SECONDS"),),
         tested("tests/simulation/test_network.py"),
     ),
     Mutant(
-        "gone-by-any-answer",
-        "a producer that answers is taken for gone",
-        (Patch(_RECEIVES, "if recall is not None and recall.engine_id != engine_id:", "if recall is not None:"),),
-        tested("tests/peer/protocol/test_receives.py"),
+        "gone-at-once",
+        "what a process that has ended had on its way is not waited for",
+        (Patch(_LEASES, "self._clock() + GONE_SECONDS", "self._clock()"),),
+        tested("tests/simulation/test_network.py"),
     ),
     Mutant(
-        "gone-by-any-silence",
-        "a producer that cannot be reached is taken for gone",
-        (Patch(_RECEIVES, "if recall is not None and is_refused:", "if recall is not None:"),),
-        tested("tests/peer/protocol/test_receives.py"),
+        "gone-unproved",
+        "a PID that was told is taken for this machine's",
+        (Patch("kv_connector/peer/carriers/processes.py", "        if here == told:", "        if True:"),),
+        tested("tests/peer/carriers/test_processes.py"),
     ),
     Mutant(
         "failed-write-over",
@@ -257,18 +263,6 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/peer/carriers/nixl.py", '            if state != "DONE":  #', "            if False:  #"
-            ),
-        ),
-        tested("tests/simulation/test_network.py"),
-    ),
-    Mutant(
-        "port-closed-first",
-        "a process cannot be reached any more while its copies still write: others take it for gone",
-        (
-            Patch(
-                "kv_connector/peer/carriers/one_sided.py",
-                "        end = self._clock.monotonic() + self.longest_transfer_seconds\n",
-                "        end = self._clock.monotonic()\n",
             ),
         ),
         tested("tests/simulation/test_network.py"),

@@ -119,10 +119,6 @@ class StagedTransport(OverChannel):
         """See `PeerTransport.quiet_at`: no peer writes to the pool."""
         return -math.inf
 
-    def gone(self, link: int) -> None:
-        """See `PeerTransport.gone`."""
-        self._leases.gone(link)
-
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for a while for what is under way: it uses memory that goes."""
         if self._is_closed:
