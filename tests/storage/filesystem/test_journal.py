@@ -199,6 +199,7 @@ def test_a_pack_that_was_removed_is_not_brought_back_by_our_own_record(tmp_path:
 def test_what_a_neighbour_has_removed_since_is_written_and_not_only_called_stored(tmp_path: Path) -> None:
     """Its record is still in the journal."""
     one, two = open_store(tmp_path), open_store(tmp_path)
+    two.recovered.result(SECONDS)  # it lists the folder no more
     put(one, keys_of("a"))
     one.remove(keys_of("a")).result(SECONDS)
     assert exists(two, keys_of("a")) == PER_PACK, "as far as the journal tells"
