@@ -18,9 +18,10 @@ from pathlib import Path
 
 from integration.attack import Outcome
 from integration.attacks_on_peers import PEER_ATTACKS
+from integration.attacks_on_writes import WRITE_ATTACKS
 from integration.report import Report
 
-ATTACKS = (*PEER_ATTACKS,)
+ATTACKS = (*PEER_ATTACKS, *WRITE_ATTACKS)
 
 
 def main(arguments: list[str] | None = None) -> int:

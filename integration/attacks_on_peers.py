@@ -25,6 +25,7 @@ from integration.attack import Attack, Outcome
 from kv_connector.peer.base import VERSION, PeerIdentity, PeerPool, PeerTransport, PoolRegion
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.nixl_agent import start_agent, why_not
+from kv_connector.peer.carriers.staged.nixl import NixlStagedTransport
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
 from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.peer.wire.frames import MAX_FRAME, FrameReader, frame
@@ -69,16 +70,20 @@ class Reached:
 class Rank:
     """One rank of an engine: its pool, and the peer thread."""
 
-    def __init__(self, engine_id: str, is_nixl: bool = False, deadline: float = 10.0) -> None:
+    def __init__(self, engine_id: str, route: str = "shared_memory", deadline: float = 10.0) -> None:
         self.engine_id = engine_id
         self.arrays = [np.zeros((NUM_BLOCKS, piece), dtype=np.uint8) for piece in PIECES]
         regions = tuple(PoolRegion(a.ctypes.data, a.strides[0], a.shape[1]) for a in self.arrays)
         pool = PeerPool(NUM_BLOCKS, regions, keeps=self.arrays)
         self.info = PeerInfo(PeerIdentity("model", "uint8", "NHD", 16, 1, 1, 0, PIECES), engine_id, NUM_BLOCKS)
         where = self.info, "127.0.0.1", 0, SECRET, TIMEOUT
-        self.transport: PeerTransport = (
-            NixlTransport(start_agent(), pool, *where) if is_nixl else SharedMemoryTransport(pool, *where, 1 << 20)
-        )
+        self.transport: PeerTransport
+        if route == "nixl":
+            self.transport = NixlTransport(start_agent(), pool, *where)
+        elif route == "nixl_staged":
+            self.transport = NixlStagedTransport(start_agent(), pool, *where, 1 << 20)
+        else:
+            self.transport = SharedMemoryTransport(pool, *where, 1 << 20)
         self.jobs = PeerJobs(self.transport, engine_id, len(PIECES), 0, deadline, TIMEOUT)
         self.jobs.start()
         self.ended: dict[int, bool] = {}
@@ -440,7 +445,8 @@ def relay(tries: int, seed: int) -> Outcome:
     """Somebody who does not know the secret passes on what two engines say, with changes. Copies of one into the
     other's pool, where NIXL is there: those land where a want says."""
     rng, is_nixl = random.Random(seed), why_not() is None
-    producer, consumer = Rank("producer", is_nixl, 3.0), Rank("consumer", is_nixl, 3.0)
+    route = "nixl" if is_nixl else "shared_memory"
+    producer, consumer = Rank("producer", route, 3.0), Rank("consumer", route, 3.0)
     overwritten = wrong = changed = received = 0
     for number in range(tries):
         for array in consumer.arrays:

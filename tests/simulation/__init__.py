@@ -23,9 +23,9 @@ Who owns what, and in which states it is:
   which are all that crosses the halves.
 - an operation on a stream waits, is due, has run.
 
-What takes time is an event of the one queue (`clock.VirtualTime`), also what the network and the disk do later. Two
-things are left out: weights that are updated on one engine and not on another one while blocks travel between them (the
-proxy waits, since no engine can tell), and one-sided writes that land long after they were revoked (`late_writes`).
+What takes time is an event of the one queue (`clock.VirtualTime`), also what the network and the disk do later. One
+thing is left out: weights that are updated on one engine and not on another one while blocks travel between them (the
+proxy waits, since no engine can tell).
 
 After every step `Engine.check`, at rest `Engine.check_at_rest`; whatever does not hold raises `checks.Violation`, which
 ends the world. `shrink` then looks for the shortest history that still fails.

@@ -233,8 +233,9 @@ class SimulatedPeers(Process):
         self._transport._post = post
 
     def _process_of(self, info: PeerInfo) -> _PeerProcess:
-        (process,) = [p for p in self.network.processes if getattr(p, "engine_id", "") == info.engine_id]
-        assert isinstance(process, SimulatedPeers)
+        told = info.engine_id, info.identity.rank
+        peers = [process for process in self.network.processes if isinstance(process, SimulatedPeers)]
+        (process,) = [process for process in peers if (process.engine_id, process._rank) == told]
         return _PeerProcess(process, process.start)
 
     def _gone(self) -> None:

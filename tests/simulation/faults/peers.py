@@ -249,7 +249,7 @@ PEERS: tuple[Mutant, ...] = (
         "gone-at-once",
         "what a process that has ended had on its way is not waited for",
         (Patch(_LEASES, "self._clock() + GONE_SECONDS", "self._clock()"),),
-        tested("tests/simulation/test_network.py"),
+        tested("tests/peer/carriers/test_leases.py"),
     ),
     Mutant(
         "gone-unproved",
@@ -265,7 +265,7 @@ PEERS: tuple[Mutant, ...] = (
                 "kv_connector/peer/carriers/nixl.py", '            if state != "DONE":  #', "            if False:  #"
             ),
         ),
-        tested("tests/simulation/test_network.py"),
+        tested("tests/peer/carriers/test_nixl.py"),
     ),
     Mutant(
         "rings-at-once",
