@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -57,7 +58,8 @@ def open_on(backend: str, num_blocks: int, seed: int, engine_id: str, device: in
         staging_memory=STAGING,
         timeout_ms=5000,
     )
-    return Side(open_transport(config, IDENTITY, engine_id, there.pool)), there
+    identity = replace(IDENTITY, arrangement=there.pool.arrangement)
+    return Side(open_transport(config, identity, engine_id, there.pool)), there
 
 
 class FarSide:
