@@ -80,6 +80,7 @@ def test_what_is_computed_anew_after_its_eviction_is_found_after_a_restart(tmp_p
     write(store, "a", 2)
     store.close()
     store = open_store(tmp_path)
+    store.recovered.result(SECONDS)
     assert read(store, "a") == [2] * NUM_BLOCKS
     assert store.stats()["corrupt_blocks"] == 0
     assert len(files_of(tmp_path)) == 1
