@@ -63,7 +63,7 @@ def build_worker(
         options["open_storage"] = partial(_open_storage, config.storage, own)
     if config.peer is not None:
         options["open_peers"] = partial(_open_peers, config.peer, own, engine_id)
-    return WorkerHalf(config, rank, world_size, **options)
+    return WorkerHalf(config, rank, world_size, identity=own.shown() if identity is not None else "", **options)
 
 
 def _check_argument(name: str, value: object, least: int, most: int | None = None) -> None:

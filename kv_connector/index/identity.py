@@ -63,6 +63,10 @@ class RankIdentity:
         own = {"rank": f"{self.rank} of {self.world_size}", "backend": self.backend, "arrangement": self.arrangement}
         return {name: str(value) for name, value in (common | own).items()}
 
+    def shown(self) -> str:
+        """Every field that says something, for a log."""
+        return ", ".join(f"{name} {value}" for name, value in self.parts().items() if value)
+
     def digest(self) -> bytes:
         """32 bytes for all of it."""
         text = b"".join(encode_field(name) + encode_field(value) for name, value in self.parts().items())

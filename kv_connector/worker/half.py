@@ -42,7 +42,8 @@ class WorkerHalf(KVConnectorWorker):
     background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
     `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
     `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given, arranged as
-    the text says; `open_peers` opens the links to other engines.
+    the text says; `open_peers` opens the links to other engines. `identity` is what decides this rank's bytes, to be
+    told.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class WorkerHalf(KVConnectorWorker):
         retries_loads: bool = False,
         open_storage: Callable[[int, memoryview, str], Storage] | None = None,
         open_peers: OpenPeers | None = None,
+        identity: str = "",
     ) -> None:
+        self._identity = identity
         self._config = config
         self._rank = rank
         self._world_size = world_size
@@ -227,11 +230,12 @@ class WorkerHalf(KVConnectorWorker):
         if self._layout is None:
             return "nothing registered"
         num_host_blocks = self._host.num_blocks if self._host is not None else 0
+        identity = f"; they are those of {self._identity}" if self._identity else ""
         peers = f"; other engines reach it at port {self._peers.port}" if self._peers is not None else ""
         return (
             f"{len(self._layout.layer_names)} layers in {len(self._layout.regions)} regions of "
             f"{self._layout.num_blocks} blocks on {self._layout.device}; {num_host_blocks} host blocks of "
-            f"{self._layout.block_bytes} bytes{peers}"
+            f"{self._layout.block_bytes} bytes{peers}{identity}"
         )
 
     def shutdown(self) -> None:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from kv_connector.build import build_worker
 from kv_connector.config import Config
 from kv_connector.errors import ConfigError, KVConnectorError, LayoutError, TransferError
+from kv_connector.index import CacheIdentity
 from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
@@ -335,3 +337,15 @@ def test_what_memory_is_not_ready_is_not_told_of(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(HostPool, "num_ready_blocks", property(lambda pool: 3))
     assert worker.build_connector_worker_meta().num_host_blocks == 3
     worker.shutdown()
+
+
+def test_what_a_rank_has_registered_is_told_with_what_decides_its_bytes() -> None:
+    identity = CacheIdentity("org/model", "bfloat16", "NHD", 16, weights="commit abc")
+    worker = build_worker(Config.from_mapping({"host_memory": "1MiB"}), 1, 2, identity, backend="FlashAttention")
+    assert worker.describe() == "nothing registered"
+    worker.register_kv_caches({"layers.0": torch.zeros((NUM_BLOCKS, 8, 16))}, NUM_BLOCKS)
+    told = worker.describe()
+    worker.shutdown()
+    assert f"{NUM_BLOCKS} blocks on cpu" in told
+    for part in ("model org/model", "weights commit abc", "rank 1 of 2", "backend FlashAttention"):
+        assert part in told
