@@ -79,11 +79,11 @@ def _open_storage(
     digest, parts = identity.digest(), identity.parts()
     storage_logger.info("blocks are stored as %s: %s", digest.hex()[:16], parts)
     if config.kind == "mooncake":
-        from .storage.mooncake.backend import MooncakeStorage
         from .storage.mooncake.client import MooncakeClient, MooncakeOptions
+        from .storage.objects.backend import ObjectStorage
 
         client = MooncakeClient(MooncakeOptions.of(config, identity.world_size))
-        return MooncakeStorage(client, digest, block_bytes, pool)
+        return ObjectStorage("mooncake", client, digest, block_bytes, pool)
     if config.is_external:
         from .storage.checked import CheckedStorage, object_bytes
         from .storage.external import StorageContext, open_external

@@ -23,8 +23,8 @@ import numpy as np
 
 from integration.mooncake_master import HOST, MooncakeMaster, running_store, store_config, why_not
 from integration.report import Report, hardware
-from kv_connector.storage.mooncake.backend import MooncakeStorage
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions, load_mooncake
+from kv_connector.storage.objects.backend import ObjectStorage
 
 TOTAL = 64 << 20
 STORE = 1 << 30
@@ -50,14 +50,14 @@ class Side(Protocol):
 
 
 class Ours:
-    """`MooncakeStorage` with blocks of one size in a registered pool."""
+    """`ObjectStorage` with blocks of one size in a registered pool."""
 
     def __init__(self, master: MooncakeMaster, block_bytes: int, source: memoryview, target: memoryview) -> None:
         self.name = f"ours, blocks of {block_bytes >> 10} KiB"
         self.source = _cut(source, block_bytes)
         self.target = _cut(target, block_bytes)
         client = MooncakeClient(MooncakeOptions.of(store_config(master), 1))
-        self.storage = MooncakeStorage(client, IDENTITY, block_bytes, target)
+        self.storage = ObjectStorage("mooncake", client, IDENTITY, block_bytes, target)
         assert self.storage.connected.wait(30), "the store was not reached"
         while self.storage.stats()["breaker_is_open"]:
             time.sleep(0.01)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from integration.mooncake_master import MemoryOwner, MooncakeMaster, store_config, why_not
-from kv_connector.storage.mooncake.backend import MooncakeStorage
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
-from tests.storage.mooncake.stores import connected, until
+from kv_connector.storage.objects.backend import ObjectStorage
+from tests.storage.objects.stores import connected, until
 from tests.storage.storages import IDENTITY, SECONDS, buffers, exists, get, key, put
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -25,14 +25,14 @@ OTHER_ENGINE = """
 import sys
 from integration.mooncake_master import HOST
 from kv_connector.config import StorageConfig
-from kv_connector.storage.mooncake.backend import MooncakeStorage
+from kv_connector.storage.objects.backend import ObjectStorage
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from tests.storage.storages import IDENTITY, exists, get, key, put
-from tests.storage.mooncake.stores import connected
+from tests.storage.objects.stores import connected
 
 master, action, block_bytes, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 config = StorageConfig(kind="mooncake", master=master, hostname=HOST)
-storage = connected(MooncakeStorage(MooncakeClient(MooncakeOptions.of(config, 1)), IDENTITY, block_bytes))
+storage = connected(ObjectStorage("mooncake", MooncakeClient(MooncakeOptions.of(config, 1)), IDENTITY, block_bytes))
 keys = [key(i) for i in range(count)]
 print(exists(storage, keys), sum((put if action == "put" else get)(storage, keys, block_bytes)))
 storage.close()
@@ -54,9 +54,9 @@ def owner(master: MooncakeMaster) -> Iterator[MemoryOwner]:
     owner.kill()
 
 
-def open_storage(master: MooncakeMaster, block_bytes: int, pool: memoryview | None = None) -> MooncakeStorage:
+def open_storage(master: MooncakeMaster, block_bytes: int, pool: memoryview | None = None) -> ObjectStorage:
     client = MooncakeClient(MooncakeOptions.of(store_config(master), 1))
-    return MooncakeStorage(client, IDENTITY, block_bytes, pool)
+    return ObjectStorage("mooncake", client, IDENTITY, block_bytes, pool)
 
 
 def other_engine(master: MooncakeMaster, action: str, block_bytes: int) -> str:

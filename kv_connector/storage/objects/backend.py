@@ -1,4 +1,4 @@
-"""Mooncake Store as storage: the memory of many machines, shared by all engines that know its master.
+"""A store of objects as storage, shared by all engines that know it: `client.py` says what such a store can do.
 
 Blocks go straight between host memory and the store, in groups of a megabyte or more (`groups.py`), a batch of groups
 at a time, on threads of this backend. Everything that is read is checked against the checksum it was written with. A
@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from ..base import KEY_BYTES, ThreadedStorage, address, ended
 from ..filesystem.packs import PAGE, PackError, PackHeader, pack_bytes
-from ..guarded import GuardedClient
 from .client import Answer, Fragment, StoreClient, Transfer
 from .groups import GROUP_BYTES, MAX_BLOCKS, Group, Groups
+from .guarded import GuardedClient
 
 NUM_READERS = 4
 NUM_WRITERS = 2
@@ -37,33 +37,35 @@ T = TypeVar("T")
 Wanted = tuple[Group, list[int]]  # blocks of one group, as positions in the batch that asks for them
 
 
-class MooncakeStorage(ThreadedStorage):
+class ObjectStorage(ThreadedStorage):
     """See `Storage`. It connects in the background: until then everything is a miss."""
 
     def __init__(
         self,
+        name: str,
         client: StoreClient,
         identity: bytes,
         block_bytes: int,
         pool: memoryview | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool`: the memory whose blocks are read and written; over RDMA no other can be. `identity`, 32 bytes, names
-        everything that must be equal for bytes to be shared. Raises ValueError for a size that cannot be.
+        """`name` is what logs and threads are called by. `pool`: the memory whose blocks are read and written; over
+        RDMA no other can be. `identity`, 32 bytes, names everything that must be equal for bytes to be shared. Raises
+        ValueError for a size that cannot be.
         """
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
-        super().__init__("mooncake", NUM_READERS)
+        super().__init__(name, NUM_READERS)
         self._identity = identity
         self._block_bytes = block_bytes
         self._groups = Groups(identity, block_bytes)
-        self._write_io = ThreadPoolExecutor(NUM_WRITERS, "kv-mooncake-write-io")
+        self._write_io = ThreadPoolExecutor(NUM_WRITERS, f"kv-{name}-write-io")
         self._scratch: SimpleQueue[memoryview] = SimpleQueue()
         memory = memoryview(mmap.mmap(-1, (NUM_READERS + NUM_WRITERS + 2) * _SCRATCH_BYTES))
         for start in range(0, len(memory), _SCRATCH_BYTES):
             self._scratch.put(memory[start : start + _SCRATCH_BYTES])
         regions = [(address(region), region.nbytes) for region in (memory, pool) if region is not None]
-        self._client = GuardedClient(client, regions, clock, self.note_fault)
+        self._client = GuardedClient(name, client, regions, clock, self.note_fault)
         self.connected = self._client.connected
         """Set when the store was reached for the first time."""
 

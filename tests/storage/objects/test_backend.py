@@ -13,9 +13,10 @@ import pytest
 from kv_connector.config import StorageConfig
 from kv_connector.errors import ConfigError
 from kv_connector.storage.breaker import BreakerState
-from kv_connector.storage.mooncake.backend import MooncakeStorage
-from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions, StoreUnreachable
-from tests.storage.mooncake.stores import ImitatedStore, connected, until
+from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
+from kv_connector.storage.objects.backend import ObjectStorage
+from kv_connector.storage.objects.client import StoreUnreachable
+from tests.storage.objects.stores import ImitatedStore, connected, until
 from tests.storage.storages import IDENTITY, SECONDS, buffers, exists, get, key, put
 
 SMALL, LARGE = 128 << 10, 1 << 20
@@ -43,21 +44,21 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def storage(store: ImitatedStore, clock: Clock) -> Iterator[MooncakeStorage]:
-    backend = connected(MooncakeStorage(store, IDENTITY, SMALL, clock=clock))
+def storage(store: ImitatedStore, clock: Clock) -> Iterator[ObjectStorage]:
+    backend = connected(ObjectStorage("mooncake", store, IDENTITY, SMALL, clock=clock))
     yield backend
     backend.close()
 
 
 @pytest.fixture
-def other(store: ImitatedStore) -> Iterator[MooncakeStorage]:
+def other(store: ImitatedStore) -> Iterator[ObjectStorage]:
     """Another engine's, on the same store."""
-    backend = connected(MooncakeStorage(ImitatedStore(store.objects), IDENTITY, SMALL))
+    backend = connected(ObjectStorage("mooncake", ImitatedStore(store.objects), IDENTITY, SMALL))
     yield backend
     backend.close()
 
 
-def pass_time(storage: MooncakeStorage, clock: Clock, seconds: float) -> None:
+def pass_time(storage: ObjectStorage, clock: Clock, seconds: float) -> None:
     """Let the clock go on once a failed probe has ended, and who waits for it look at it."""
     until(lambda: storage._client.breaker.state is BreakerState.OPEN)
     clock.now += seconds
@@ -68,7 +69,7 @@ def groups(store: ImitatedStore) -> list[str]:
     return [name for name in store.objects if ".group." in name]
 
 
-def test_small_blocks_share_an_object_of_a_megabyte(storage: MooncakeStorage, store: ImitatedStore) -> None:
+def test_small_blocks_share_an_object_of_a_megabyte(storage: ObjectStorage, store: ImitatedStore) -> None:
     keys = [key(i) for i in range(2 * PER_GROUP + 1)]
     assert all(put(storage, keys, SMALL))
     sizes = sorted(len(store.objects[name]) for name in groups(store))
@@ -78,7 +79,7 @@ def test_small_blocks_share_an_object_of_a_megabyte(storage: MooncakeStorage, st
 
 
 def test_a_block_of_a_megabyte_is_an_object_by_itself(store: ImitatedStore) -> None:
-    storage = connected(MooncakeStorage(store, IDENTITY, LARGE))
+    storage = connected(ObjectStorage("mooncake", store, IDENTITY, LARGE))
     keys = [key(i) for i in range(3)]
     assert all(put(storage, keys, LARGE))
     assert len(store.objects) == len(groups(store)) == 3
@@ -86,7 +87,7 @@ def test_a_block_of_a_megabyte_is_an_object_by_itself(store: ImitatedStore) -> N
     storage.close()
 
 
-def test_another_engine_may_begin_anywhere_in_a_prefix(storage: MooncakeStorage, other: MooncakeStorage) -> None:
+def test_another_engine_may_begin_anywhere_in_a_prefix(storage: ObjectStorage, other: ObjectStorage) -> None:
     keys = [key(i) for i in range(3 * PER_GROUP)]
     put(storage, keys, SMALL)
     middle = keys[PER_GROUP // 2 : 2 * PER_GROUP + 3]
@@ -95,9 +96,7 @@ def test_another_engine_may_begin_anywhere_in_a_prefix(storage: MooncakeStorage,
     assert get(other, [keys[-1], key("none"), keys[0]], SMALL) == [True, False, True]
 
 
-def test_one_card_tells_of_its_whole_group(
-    storage: MooncakeStorage, other: MooncakeStorage, store: ImitatedStore
-) -> None:
+def test_one_card_tells_of_its_whole_group(storage: ObjectStorage, other: ObjectStorage, store: ImitatedStore) -> None:
     keys = [key(i) for i in range(4 * PER_GROUP)]
     put(storage, keys, SMALL)
     client = other._client._client
@@ -110,7 +109,7 @@ def test_one_card_tells_of_its_whole_group(
 
 
 def test_what_branches_off_a_prefix_is_stored_without_what_is_there(
-    storage: MooncakeStorage, other: MooncakeStorage
+    storage: ObjectStorage, other: ObjectStorage
 ) -> None:
     trunk = [key(i) for i in range(5)]
     put(storage, trunk, SMALL)
@@ -122,7 +121,7 @@ def test_what_branches_off_a_prefix_is_stored_without_what_is_there(
 
 
 def test_blocks_whose_group_was_evicted_are_misses_and_are_written_again(
-    storage: MooncakeStorage, other: MooncakeStorage, store: ImitatedStore
+    storage: ObjectStorage, other: ObjectStorage, store: ImitatedStore
 ) -> None:
     keys = [key(i) for i in range(PER_GROUP)]
     put(storage, keys, SMALL)
@@ -137,7 +136,7 @@ def test_blocks_whose_group_was_evicted_are_misses_and_are_written_again(
 
 
 def test_a_group_that_was_written_anew_is_found_by_who_knew_the_old_one(
-    storage: MooncakeStorage, other: MooncakeStorage, store: ImitatedStore
+    storage: ObjectStorage, other: ObjectStorage, store: ImitatedStore
 ) -> None:
     keys = [key(i) for i in range(4)]
     put(storage, keys, SMALL)
@@ -147,14 +146,14 @@ def test_a_group_that_was_written_anew_is_found_by_who_knew_the_old_one(
     assert all(get(storage, keys, SMALL))
 
 
-def test_nothing_is_asked_for_that_lies_behind_a_miss(storage: MooncakeStorage, store: ImitatedStore) -> None:
+def test_nothing_is_asked_for_that_lies_behind_a_miss(storage: ObjectStorage, store: ImitatedStore) -> None:
     store.calls.clear()
     assert exists(storage, [key(i) for i in range(5000)]) == 0
     assert sum(count for _, count in store.calls) <= 512
 
 
 def test_damage_and_foreign_bytes_are_misses(
-    storage: MooncakeStorage, store: ImitatedStore, caplog: pytest.LogCaptureFixture
+    storage: ObjectStorage, store: ImitatedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = [key(i) for i in range(2 * PER_GROUP)]
     put(storage, keys, SMALL)
@@ -170,17 +169,17 @@ def test_damage_and_foreign_bytes_are_misses(
     assert all(get(storage, keys, SMALL))
 
 
-def test_models_are_told_apart(storage: MooncakeStorage, store: ImitatedStore) -> None:
+def test_models_are_told_apart(storage: ObjectStorage, store: ImitatedStore) -> None:
     keys = [key(i) for i in range(3)]
     put(storage, keys, SMALL)
-    stranger = connected(MooncakeStorage(ImitatedStore(store.objects), b"another".ljust(32), SMALL))
+    stranger = connected(ObjectStorage("mooncake", ImitatedStore(store.objects), b"another".ljust(32), SMALL))
     assert exists(stranger, keys) == 0
     assert not any(get(stranger, keys, SMALL))
     stranger.close()
 
 
 def test_a_dead_store_is_asked_once_and_found_again_by_a_probe(
-    storage: MooncakeStorage, store: ImitatedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+    storage: ObjectStorage, store: ImitatedStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = [key(i) for i in range(4)]
     put(storage, keys, SMALL)
@@ -210,7 +209,7 @@ def test_a_dead_store_is_asked_once_and_found_again_by_a_probe(
 
 def test_a_store_that_is_not_there_at_the_start_is_joined_later(store: ImitatedStore, clock: Clock) -> None:
     store.is_down = True
-    storage = MooncakeStorage(store, IDENTITY, SMALL, clock=clock)
+    storage = ObjectStorage("mooncake", store, IDENTITY, SMALL, clock=clock)
     until(lambda: store.connections == [False])
     assert put(storage, [key(1)], SMALL) == [False]
     store.is_down = False
@@ -231,7 +230,7 @@ def test_what_waits_behind_a_call_that_hangs_is_not_tried_after_it() -> None:
             raise StoreUnreachable("it timed out")
 
     store = HangingStore()
-    storage = connected(MooncakeStorage(store, IDENTITY, SMALL))
+    storage = connected(ObjectStorage("mooncake", store, IDENTITY, SMALL))
     first = storage.exists([key(1)])
     assert hangs.wait(SECONDS)
     waiting = [storage.exists([key(i)]) for i in range(10)]
@@ -242,7 +241,7 @@ def test_what_waits_behind_a_call_that_hangs_is_not_tried_after_it() -> None:
 
 
 def test_an_owner_that_does_not_answer_costs_its_blocks_and_then_opens_the_breaker(
-    storage: MooncakeStorage, store: ImitatedStore
+    storage: ObjectStorage, store: ImitatedStore
 ) -> None:
     keys = [key(i) for i in range(2 * PER_GROUP)]
     put(storage, keys, SMALL)
@@ -256,7 +255,7 @@ def test_an_owner_that_does_not_answer_costs_its_blocks_and_then_opens_the_break
     assert storage.stats()["failed_reads_blocks"] == 3 * PER_GROUP
 
 
-def test_a_full_store_is_no_fault_of_the_store(storage: MooncakeStorage, store: ImitatedStore) -> None:
+def test_a_full_store_is_no_fault_of_the_store(storage: ObjectStorage, store: ImitatedStore) -> None:
     keys = [key(i) for i in range(PER_GROUP)]
     put(storage, keys, SMALL)
     store.max_objects = 0
@@ -267,7 +266,7 @@ def test_a_full_store_is_no_fault_of_the_store(storage: MooncakeStorage, store: 
     assert (stats["failed_writes_blocks"], stats["breaker_opened_times"]) == (5, 0)
 
 
-def test_cards_without_room_leave_no_block_half_stored(storage: MooncakeStorage, store: ImitatedStore) -> None:
+def test_cards_without_room_leave_no_block_half_stored(storage: ObjectStorage, store: ImitatedStore) -> None:
     store.max_objects = 3  # the group and two of its cards
     keys = [key(i) for i in range(4)]
     assert put(storage, keys, SMALL) == [False] * 4
@@ -279,12 +278,12 @@ def test_cards_without_room_leave_no_block_half_stored(storage: MooncakeStorage,
 @pytest.mark.parametrize("block_bytes", [0, -4096, 1000, 4097])
 def test_blocks_are_whole_pages(block_bytes: int, store: ImitatedStore) -> None:
     with pytest.raises(ValueError, match="give a multiple of 4096"):
-        MooncakeStorage(store, IDENTITY, block_bytes)
+        ObjectStorage("mooncake", store, IDENTITY, block_bytes)
 
 
 def test_after_a_close_no_thread_is_left(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    storage = connected(MooncakeStorage(ImitatedStore(), IDENTITY, SMALL))
+    storage = connected(ObjectStorage("mooncake", ImitatedStore(), IDENTITY, SMALL))
     put(storage, [key(1)], SMALL)
     storage.close()
     assert set(threading.enumerate()) == before

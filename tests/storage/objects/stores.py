@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from integration.mooncake_master import MooncakeMaster, running_store, store_config, why_not
-from kv_connector.storage.mooncake.backend import MooncakeStorage
-from kv_connector.storage.mooncake.client import Answer, MooncakeClient, MooncakeOptions, StoreUnreachable, Transfer
+from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
+from kv_connector.storage.objects.backend import ObjectStorage
+from kv_connector.storage.objects.client import Answer, StoreUnreachable, Transfer
 
 SECONDS = 30.0
 
@@ -94,20 +95,20 @@ class ImitatedStore:
         return Answer.OK
 
 
-def make_imitated(folder: Path, block_bytes: int = 16384) -> MooncakeStorage:
+def make_imitated(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
     """On an imitated store of its own."""
-    return connected(MooncakeStorage(ImitatedStore(), identity_of(folder), block_bytes))
+    return connected(ObjectStorage("mooncake", ImitatedStore(), identity_of(folder), block_bytes))
 
 
-def make_mooncake(folder: Path, block_bytes: int = 16384) -> MooncakeStorage:
+def make_mooncake(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
     """On the real store of this run of tests; `folder` names what it shares with others. Skips without Mooncake."""
     if reason := why_not():
         pytest.skip(reason)
     client = MooncakeClient(MooncakeOptions.of(store_config(shared_store()), 1))
-    return connected(MooncakeStorage(client, identity_of(folder), block_bytes))
+    return connected(ObjectStorage("mooncake", client, identity_of(folder), block_bytes))
 
 
-def connected(storage: MooncakeStorage) -> MooncakeStorage:
+def connected(storage: ObjectStorage) -> ObjectStorage:
     """The same, once it has reached its store."""
     assert storage.connected.wait(SECONDS)
     until(lambda: not storage.stats()["breaker_is_open"])
