@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
-from ..base import ThreadedStorage, address, ended
+from ..base import MakeExecutor, ThreadedStorage, address, ended
 from ..filesystem.packs import PAGE, PackError, PackHeader, pack_bytes
 from .client import Answer, Fragment, StoreClient, Transfer
 from .groups import GROUP_BYTES, Group, Groups
@@ -62,6 +62,7 @@ class ObjectStorage(ThreadedStorage):
         pool: memoryview | None = None,
         clock: Callable[[], float] = time.monotonic,
         group_bytes: int = GROUP_BYTES,
+        executor: MakeExecutor = ThreadPoolExecutor,
     ) -> None:
         """`name` is what logs and threads are called by. `pool`: the memory whose blocks are read and written; over
         RDMA no other can be. `identity`, 32 bytes, names everything that must be equal for bytes to be shared.
@@ -69,12 +70,12 @@ class ObjectStorage(ThreadedStorage):
         """
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
-        super().__init__(name, NUM_READERS)
+        super().__init__(name, NUM_READERS, executor=executor)
         self._identity = identity
         self._block_bytes = block_bytes
         self._groups = Groups(identity, block_bytes, group_bytes)
         self.group_blocks = self._groups.blocks_per_group
-        self._write_io = ThreadPoolExecutor(NUM_WRITERS, f"kv-{name}-write-io")
+        self._write_io = executor(NUM_WRITERS, f"kv-{name}-write-io")
         self._scratch: SimpleQueue[memoryview] = SimpleQueue()
         size = _HEADERS_BYTES + (block_bytes if self.group_blocks > 1 else 0)
         memory = memoryview(mmap.mmap(-1, (NUM_READERS + NUM_WRITERS) * size))
