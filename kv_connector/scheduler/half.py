@@ -93,7 +93,9 @@ class SchedulerHalf(KVConnectorScheduler):
         self._watchdog = CopyWatchdog(self._ledger, clock)
         self._ranks = RankStates(world_size, self.host)
         root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
-        self._companions = _companions(config, shared, self._loads, Roots(root, adapter_of), engine_id, world_size)
+        self._companions = _companions(
+            config, shared, self._loads, self._ranks, Roots(root, adapter_of), engine_id, world_size
+        )
         self._step = 0
         self._unpins_when_idle = unpins_when_idle
 
@@ -392,15 +394,23 @@ class SchedulerHalf(KVConnectorScheduler):
 
 
 def _companions(
-    config: Config, shared: Shared, loads: LoadPlanner, roots: Roots, engine_id: str, world_size: int
+    config: Config,
+    shared: Shared,
+    loads: LoadPlanner,
+    ranks: RankStates,
+    roots: Roots,
+    engine_id: str,
+    world_size: int,
 ) -> tuple[Companion, ...]:
     """Those that the user has configured. What another engine brings is not looked up in storage: peers come first."""
     for name, part in (("storage", config.storage), ("peer", config.peer)):
         if part is not None and len(shared.grouped.groups) > 1:
             raise ConfigError(f"{name} with {len(shared.grouped.groups)} block groups is not supported: leave it out")
+    if config.storage is not None and shared.grouped.groups[0].window_blocks is not None:
+        raise ConfigError("storage with a sliding window is not supported: leave it out")  # it goes by whole prefixes
     companions: list[Companion] = []
     if config.peer is not None:
         companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size))
     if config.storage is not None:
-        companions.append(StorageCompanion(config.storage, shared, loads, roots))
+        companions.append(StorageCompanion(config.storage, shared, loads, ranks, roots))
     return tuple(companions)

@@ -19,7 +19,7 @@ from kv_connector.testing.storage_contract import SECONDS, exists, get, put
 from kv_connector.testing.storage_contract import content_of as content
 from kv_connector.testing.storage_contract import key_of as key
 from kv_connector.testing.storage_contract import make_buffers as buffers
-from tests.storage.mooncake.stores import make_imitated, make_mooncake
+from tests.storage.objects.stores import make_imitated, make_mooncake
 
 __all__ = ["BLOCK", "SECONDS", "buffers", "content", "exists", "get", "key", "put"]
 R = TypeVar("R")

@@ -13,11 +13,11 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from ...config import StorageConfig
 from ...errors import ConfigError
+from ..objects.client import Answer, StoreUnreachable, Transfer
 
 _UNREACHABLE = range(-999, -899)  # errors of calls to the master
 _CONNECT_SECONDS = 1.0
@@ -36,57 +36,7 @@ _DEFAULTS = {
 """Settings of Mooncake that are not those it comes with, where the user has set none."""
 
 
-class StoreUnreachable(OSError):
-    """The master does not answer."""
-
-
-class Answer(Enum):
-    """What became of one object."""
-
-    OK = "ok"
-    MISSING = "missing"
-    NO_ROOM = "no room"
-    FAULT = "fault"
-
-
 _ANSWERS = {-704: Answer.MISSING, -200: Answer.NO_ROOM}
-
-
-class Fragment(NamedTuple):
-    """`num_bytes` of memory at `address`."""
-
-    address: int
-    num_bytes: int
-
-
-class Transfer(NamedTuple):
-    """One object and where its bytes are or go, all of them, in order."""
-
-    name: str
-    fragments: tuple[Fragment, ...]
-
-
-class StoreClient(Protocol):
-    """What `MooncakeStorage` needs of a store; calls from any thread. All raise StoreUnreachable but `close`."""
-
-    def connect(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Make sure that the master answers; the first time, also join the store. `regions`: address and length of all
-        memory that transfers use."""
-
-    def exist(self, names: Sequence[str]) -> list[bool]:
-        """Which objects there are. Each one is kept from eviction for seconds by being asked for."""
-
-    def get(self, transfers: Sequence[Transfer]) -> list[Answer]:
-        """Read whole objects into memory."""
-
-    def put(self, transfers: Sequence[Transfer]) -> list[Answer]:
-        """Write objects; OK also where there was one of this name, which is kept."""
-
-    def remove(self, names: Sequence[str]) -> list[bool]:
-        """Remove objects, also those that were just read; which ones there were."""
-
-    def close(self) -> None:
-        """Leave the store. Idempotent."""
 
 
 def load_mooncake() -> Any:

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from .breaker import Breaker, BreakerState
-from .mooncake.client import Answer, StoreClient, StoreUnreachable, Transfer
+from ..breaker import Breaker, BreakerState
+from .client import Answer, StoreClient, StoreUnreachable, Transfer
 
 T = TypeVar("T")
 logger = logging.getLogger("kv_connector.storage")
@@ -17,26 +17,29 @@ logger = logging.getLogger("kv_connector.storage")
 class GuardedClient:
     """The calls of `StoreClient`; all raise StoreUnreachable at once while the breaker is open.
 
-    An unreachable master opens the breaker, and so do three calls in a row in which an owner of memory did not answer.
+    An unreachable store opens the breaker, and so do three calls in a row in which an owner of memory did not answer.
     """
 
     def __init__(
         self,
+        name: str,
         client: StoreClient,
         regions: Sequence[tuple[int, int]],
         clock: Callable[[], float],
         note_fault: Callable[[str, BaseException], None],
     ) -> None:
-        """Connects in the background, see `StoreClient.connect`; `note_fault` is told where that fails."""
+        """Connects in the background, see `StoreClient.connect`; `note_fault` is told where that fails. `name` is what
+        logs call the store."""
         self.breaker = Breaker(clock, is_open=True)
         self.connected = threading.Event()
         """Set when the store was reached for the first time."""
+        self._name = name
         self._client = client
         self._regions = regions
         self._note_fault = note_fault
         self._is_closed = False
         self._wake = threading.Event()
-        self._prober = threading.Thread(target=self._keep_connected, name="kv-mooncake-probe", daemon=True)
+        self._prober = threading.Thread(target=self._keep_connected, name=f"kv-{name}-probe", daemon=True)
         self._prober.start()
 
     def exist(self, names: Sequence[str]) -> list[bool]:
@@ -96,6 +99,6 @@ class GuardedClient:
         except OSError as error:
             self._note_fault("no connection, it will be tried again", error)
             return False
-        logger.info("mooncake storage: connected")
+        logger.info("%s storage: connected", self._name)
         self.connected.set()
         return True

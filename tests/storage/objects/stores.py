@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from integration.mooncake_master import MooncakeMaster, running_store, store_config, why_not
-from kv_connector.storage.mooncake.backend import MooncakeStorage
-from kv_connector.storage.mooncake.client import Answer, MooncakeClient, MooncakeOptions, StoreUnreachable, Transfer
+from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
+from kv_connector.storage.objects.backend import ObjectStorage
+from kv_connector.storage.objects.client import Answer, StoreUnreachable, Transfer
 
 SECONDS = 30.0
 
@@ -44,7 +45,8 @@ class ImitatedStore:
 
     def get(self, transfers: Sequence[Transfer]) -> list[Answer]:
         self._enter("get", len(transfers))
-        return [self._get(transfer) for transfer in transfers]
+        last = {transfer.name: transfer for transfer in transfers}  # of one name twice Mooncake fills one
+        return [self._get(transfer) if last[transfer.name] is transfer else Answer.OK for transfer in transfers]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Answer]:
         self._enter("put", len(transfers))
@@ -94,20 +96,23 @@ class ImitatedStore:
         return Answer.OK
 
 
-def make_imitated(folder: Path, block_bytes: int = 16384) -> MooncakeStorage:
-    """On an imitated store of its own."""
-    return connected(MooncakeStorage(ImitatedStore(), identity_of(folder), block_bytes))
+def make_imitated(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
+    """On an imitated store of its own; each block is a group."""
+    identity = identity_of(folder)
+    return connected(ObjectStorage("mooncake", ImitatedStore(), identity, block_bytes, group_bytes=block_bytes))
 
 
-def make_mooncake(folder: Path, block_bytes: int = 16384) -> MooncakeStorage:
-    """On the real store of this run of tests; `folder` names what it shares with others. Skips without Mooncake."""
+def make_mooncake(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
+    """On the real store of this run of tests; `folder` names what it shares with others, and each block is a group.
+    Skips without Mooncake."""
     if reason := why_not():
         pytest.skip(reason)
     client = MooncakeClient(MooncakeOptions.of(store_config(shared_store()), 1))
-    return connected(MooncakeStorage(client, identity_of(folder), block_bytes))
+    identity = identity_of(folder)
+    return connected(ObjectStorage("mooncake", client, identity, block_bytes, group_bytes=block_bytes))
 
 
-def connected(storage: MooncakeStorage) -> MooncakeStorage:
+def connected(storage: ObjectStorage) -> ObjectStorage:
     """The same, once it has reached its store."""
     assert storage.connected.wait(SECONDS)
     until(lambda: not storage.stats()["breaker_is_open"])
