@@ -265,9 +265,8 @@ def _measure_hidden(
 def _start(layers: int, device: str, shape: EngineShape, kind: str, role: str) -> MiniEngine:
     if device == "cpu":
         torch.set_num_threads(1)
-    elif role == "consumer":
-        device = f"cuda:{1 % torch.cuda.device_count()}"
-    if device != "cpu":
+    else:
+        device = f"cuda:{int(role == 'consumer') % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     config = ModelConfig(num_hidden_layers=layers, max_position_embeddings=1 << 16)
     model = PagedLlama.random(config, seed=0, device=device)
