@@ -68,6 +68,8 @@ class FaultyStorage:
 class HeldStorage:
     """A dictionary whose calls end when the test says so, and fail when it says so; everything in the test's thread."""
 
+    group_blocks = 1
+
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
         self.hold = False

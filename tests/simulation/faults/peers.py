@@ -462,8 +462,8 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "                if entry.link in self._open_links:\n",
-                "                if False:\n",
+                "if entry.phase is _Phase.STOPPING and entry.link not in self._open_links:",
+                "if entry.phase is _Phase.STOPPING:",
             ),
         ),
         tested(f"{_RECEIVED}::test_who_does_not_stop_loses_its_link_before_the_blocks_are_given_back"),
