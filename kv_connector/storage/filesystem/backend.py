@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from ..base import MakeExecutor, ThreadedStorage, address
+from ..checksums import crc32
 from .catalog import Pack, Slot
 from .folder import PackFolder, room_bytes
 from .packs import MAX_BLOCKS, PAGE, PackHeader, open_file
@@ -192,7 +192,7 @@ class FilesystemStorage(ThreadedStorage):
             self.count(failed_reads_blocks=len(run))
             return
         for (index, i), target in zip(run, targets, strict=True):
-            found[i] = zlib.crc32(target) == header.checksums[index]
+            found[i] = crc32(target) == header.checksums[index]
         damaged = [index for index, i in run if not found[i]]
         if damaged:
             self._note_damage(pack, damaged)
@@ -233,7 +233,7 @@ class FilesystemStorage(ThreadedStorage):
         buffers = [pack.buffers[i] for i in piece]
         try:
             for i, buffer in zip(piece, buffers, strict=True):
-                pack.checksums[i] = zlib.crc32(buffer)
+                pack.checksums[i] = crc32(buffer)
             _transfer(os.pwritev, pack.file.descriptor, buffers, pack.header.offset(piece[0]))
         except OSError as error:
             pack.error = error

@@ -14,12 +14,12 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..checksums import crc32
 from .packs import MAX_HEADER_BYTES, PackError, PackHeader, open_file
 from .temporaries import Temporary
 
@@ -47,7 +47,7 @@ class Record(NamedTuple):
         """With its length in front and its checksum behind."""
         text = self.header.text()
         record = _RECORD.pack(self.time_ns, len(text)) + text
-        return record + _CRC.pack(zlib.crc32(record))
+        return record + _CRC.pack(crc32(record))
 
 
 class Journal:
@@ -150,7 +150,7 @@ def _record_at(text: bytes, at: int) -> tuple[Record, int] | None:
     start, stop = at + _RECORD.size, at + _RECORD.size + num_bytes
     if num_bytes > MAX_HEADER_BYTES or len(text) < stop + _CRC.size:
         return None
-    if zlib.crc32(text[at:stop]) != _CRC.unpack_from(text, stop)[0]:
+    if crc32(text[at:stop]) != _CRC.unpack_from(text, stop)[0]:
         return None
     try:
         return Record(time_ns, PackHeader.decode(text[start:stop])), stop + _CRC.size

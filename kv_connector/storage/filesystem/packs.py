@@ -16,12 +16,12 @@ import hashlib
 import os
 import stat
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..base import KEY_BYTES
+from ..checksums import crc32
 
 PAGE = 4096
 MAX_BLOCKS = 1024
@@ -74,7 +74,7 @@ class PackHeader:
         """The header without its padding."""
         text = _FIXED.pack(_MAGIC, VERSION, self.header_bytes, self.identity, self.block_bytes, len(self.keys))
         text += b"".join(_ENTRY.pack(*entry) for entry in zip(self.keys, self.checksums, strict=True))
-        return text + _CRC.pack(zlib.crc32(text))
+        return text + _CRC.pack(crc32(text))
 
     @classmethod
     def decode(cls, text: bytes, file_bytes: int | None = None) -> PackHeader:
@@ -90,7 +90,7 @@ class PackHeader:
         end = _FIXED.size + count * _ENTRY.size
         if not 1 <= count <= MAX_BLOCKS or header_bytes != _header_bytes(count) or len(text) < end + _CRC.size:
             raise PackError(f"it claims {count} blocks behind a header of {header_bytes} bytes")
-        if zlib.crc32(text[:end]) != _CRC.unpack_from(text, end)[0]:
+        if crc32(text[:end]) != _CRC.unpack_from(text, end)[0]:
             raise PackError("its header is damaged")
         expected = pack_bytes(count, block_bytes)
         if block_bytes % PAGE or not block_bytes or file_bytes not in (None, expected):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -19,6 +18,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from ..base import KEY_BYTES, ThreadedStorage, address, ended
+from ..checksums import crc32
 from ..filesystem.packs import PAGE, PackError, PackHeader, pack_bytes
 from ..guarded import GuardedClient
 from .client import Answer, Fragment, StoreClient, Transfer
@@ -207,7 +207,7 @@ class MooncakeStorage(ThreadedStorage):
             if (header.identity, header.keys) != (self._identity, group.keys):
                 raise PackError("it holds other blocks")
             expected = dict(zip(header.keys, header.checksums, strict=True))
-            good = [i for i, (key, buffer) in blocks.items() if zlib.crc32(buffer) == expected[key]]
+            good = [i for i, (key, buffer) in blocks.items() if crc32(buffer) == expected[key]]
             if len(good) < len(blocks):
                 raise PackError("checksums differ")
             self.note_success()
@@ -235,7 +235,7 @@ class MooncakeStorage(ThreadedStorage):
             with self._borrow() as scratch:
                 transfers = []
                 for i, group in enumerate(groups):
-                    checksums = tuple(zlib.crc32(blocks[key]) for key in group.keys)
+                    checksums = tuple(crc32(blocks[key]) for key in group.keys)
                     header = scratch[i * PAGE : (i + 1) * PAGE]
                     header[:] = PackHeader(self._identity, self._block_bytes, group.keys, checksums).encode()
                     own = {key: address(blocks[key]) for key in group.keys}

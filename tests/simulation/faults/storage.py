@@ -24,7 +24,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "object-not-checked",
         "bytes of a backend of the user's own are not compared with their checksum",
-        (Patch(_CHECKED, "name, zlib.crc32(view[: self._block_bytes]))", "name, label[2])"),),
+        (Patch(_CHECKED, "name, crc32(view[: self._block_bytes]))", "name, label[2])"),),
         tested(f"{_OTHERS}::test_other_bytes_are_a_miss_and_are_removed"),
     ),
     Mutant(
