@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .catalog import SKEW_NS, Pack, PackCatalog
+from .descriptors import OpenPacks
 from .journal import Journal, Record
 from .layout import FolderLayout
 from .packs import PackHeader, pack_bytes, read_header
@@ -59,6 +60,8 @@ class PackFolder:
         self.layout.warn_of_others()
         self.catalog = PackCatalog(clock)
         """What is known of what lies there; looks at no file."""
+        self.opened = OpenPacks(self.layout)
+        """What of it is being read."""
         self._identity = identity
         self._block_bytes = block_bytes
         self._capacity = capacity
@@ -92,6 +95,7 @@ class PackFolder:
 
     def missed(self, name: str) -> None:
         """There is no file of this pack: not any more, or not yet, or the disk is away. It is looked for once more."""
+        self.opened.drop(name)
         self.catalog.forget(name)
         self._missed[name] = None
 
@@ -149,6 +153,7 @@ class PackFolder:
 
     def remove(self, pack: Pack) -> int:
         """Delete a pack; how many blocks can be read no more. What cannot be deleted counts, and is tried again."""
+        self.opened.drop(pack.name)
         try:
             os.unlink(self.layout.path(pack.name))
         except FileNotFoundError:

@@ -169,8 +169,8 @@ STORAGE: tuple[Mutant, ...] = (
         "one damaged block takes all of its pack with it",
         (
             Patch(
-                f"{_FILESYSTEM}/backend.py",
-                "if header is not None and self.folder.catalog.drop(pack, indices):",
+                f"{_FILESYSTEM}/reads.py",
+                "if header is not None and self._folder.catalog.drop(pack, places):",
                 "if False:",
             ),
         ),
