@@ -76,9 +76,8 @@ class FilesystemStorage(ThreadedStorage):
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.fill`."""
         batch = self._reader.plan(keys, buffers)
-        with self.folder.opened.batch():
+        with self.folder.reading(batch.packs):
             self._run_all(batch.calls)
-        self.folder.used(batch.packs)
         num_read = sum(batch.found)
         self.count(read_blocks=num_read, read_bytes=num_read * self._block_bytes, missed_blocks=batch.num_missed)
         return batch.found

@@ -41,6 +41,11 @@ class OpenPacks:
         self._open: dict[tuple[str, int], OpenPack] = {}  # by name and flags, the ones that were read last behind
         self._num_batches = 0
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a batch is being read."""
+        return self._num_batches > 0
+
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Within, packs are read: they may stay open."""

@@ -15,7 +15,8 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from .temporaries import Temporaries, Temporary
 _LIST_NS = 10 * 10**9
 """Room that others have made is found where they must have made it: among what was used longest ago. What an operator
 deletes may be anything, and is found this long behind it."""
+_TELL_NS = 10**9
 _COPIES = 2  # of the journal: while a new one is written the old one is there
 
 
@@ -70,6 +72,9 @@ class PackFolder:
         self._journal = Journal(self.layout.index)
         self._journal_lock = threading.RLock()
         self._listed_ns: int | None = None  # when everything was listed; None where that must be done
+        self._read_lock = threading.Lock()
+        self._read: dict[str, Pack] = {}  # since `_told_ns`, when the folder was told
+        self._told_ns = 0
         self._missed: dict[str, None] = {}  # packs without a file, to be looked for when nobody is adding any
 
     def recover(self) -> None:
@@ -99,18 +104,30 @@ class PackFolder:
         self.catalog.forget(name)
         self._missed[name] = None
 
+    @contextmanager
+    def reading(self, packs: Sequence[Pack]) -> Iterator[None]:
+        """Within, these packs are read: they may stay open, and are used. The folder is told once for all batches that
+        are read at a time, behind the last of them, or after a second."""
+        now = self.catalog.now()
+        for pack in packs:
+            self.catalog.used(pack, now)
+        with self.opened.batch():
+            yield
+        with self._read_lock:
+            self._read.update((pack.name, pack) for pack in packs)
+            if self.opened.is_in_use and abs(now - self._told_ns) < _TELL_NS:
+                return
+            read, self._read, self._told_ns = self._read, {}, now
+        self._tell(read.values())
+
     def used(self, packs: Iterable[Pack]) -> None:
         """These packs were read, or are to be kept: they go last. It is found out which of them are gone. Failing to
         note it is no fault."""
         now = self.catalog.now()
-        for pack in packs:
+        used = list(packs)
+        for pack in used:
             self.catalog.used(pack, now)
-            try:
-                os.utime(self.layout.path(pack.name), ns=(now, now))
-            except FileNotFoundError:
-                self.missed(pack.name)
-            except OSError:
-                continue
+        self._tell(used)
 
     def reserve(self, counts: Sequence[int]) -> Reservation:
         """Temporary files for packs of so many blocks, each to be given to `commit` or deleted. Raises OSError."""
@@ -167,6 +184,16 @@ class PackFolder:
         """The header in the file of this pack, not that in the journal; None where it is damaged. Raises OSError."""
         _, header, _ = read_header(self.layout.path(name))
         return header
+
+    def _tell(self, packs: Iterable[Pack]) -> None:
+        """Others, and the next start, when these were used."""
+        for pack in packs:
+            try:
+                os.utime(self.layout.path(pack.name), ns=(pack.used_ns, pack.used_ns))
+            except FileNotFoundError:
+                self.missed(pack.name)
+            except OSError:
+                continue
 
     def _is_listed(self) -> bool:
         return self._listed_ns is not None

@@ -215,6 +215,30 @@ STORAGE: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "closed-while-read",
+        "a pack is closed while somebody reads it, so that its descriptor may be another file's",
+        (
+            Patch(
+                f"{_FILESYSTEM}/descriptors.py",
+                "[pack for pack in self._open.values() if not pack.num_users]",
+                "list(self._open.values())",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_descriptors.py"),
+    ),
+    Mutant(
+        "open-for-ever",
+        "packs that were read stay open, and take room when others have deleted them",
+        (
+            Patch(
+                f"{_FILESYSTEM}/descriptors.py",
+                "idle = self._take_idle(0) if not self._num_batches else []",
+                "idle = self._take_idle(MOST_OPEN)",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_descriptors.py::test_reads_leave_nothing_open", _SIMULATED_DISK),
+    ),
+    Mutant(
         "undeleted-is-uncounted",
         "a pack that cannot be deleted takes no room",
         (Patch(f"{_FILESYSTEM}/folder.py", "            return self.catalog.hide(pack)\n", "            pass\n"),),
