@@ -11,6 +11,7 @@ from ..base import ThreadedStorage
 from ..checksums import crc32
 from .catalog import Pack
 from .folder import PackFolder
+from .packs import checksum_of, offset_of
 from .transfers import are_aligned, blocks_per_piece, move
 
 _Run = list[tuple[int, int]]  # neighbouring blocks: places in a pack, each with its number in the batch
@@ -54,15 +55,15 @@ class PackReader:
         return batch
 
     def _read(self, pack: Pack, run: _Run, batch: ReadBatch, flags: int) -> None:
-        header = pack.header
-        if header is None:  # it was found damaged meanwhile
+        text = pack.text
+        if text is None:  # it was found damaged meanwhile
             self._storage.count(missed_blocks=len(run))
             return
         places, targets = [place for place, _ in run], [batch.buffers[i] for _, i in run]
         try:
             opened = self._folder.opened.borrow(pack.name, flags)
             try:
-                move(os.preadv, opened.descriptor, targets, header.offset(places[0]))
+                move(os.preadv, opened.descriptor, targets, offset_of(text, places[0]))
             finally:
                 self._folder.opened.give_back(opened)
         except FileNotFoundError:  # another process made room
@@ -78,7 +79,7 @@ class PackReader:
             self._storage.count(failed_reads_blocks=len(run))
             return
         for (place, i), target in zip(run, targets, strict=True):
-            batch.found[i] = crc32(target) == header.checksums[place]
+            batch.found[i] = crc32(target) == checksum_of(text, place)
         damaged = [place for place, i in run if not batch.found[i]]
         if damaged:
             self._note_damage(pack, damaged)

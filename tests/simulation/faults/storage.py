@@ -265,7 +265,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "records-of-the-future",
         "packs count as used when their record says, although those behind it are older",
-        (Patch(f"{_FILESYSTEM}/folder.py", "limit = min(limit - 1, record.time_ns)", "limit = record.time_ns"),),
+        (Patch(f"{_FILESYSTEM}/folder.py", "limit = min(limit - 1, time_ns)", "limit = time_ns"),),
         tested("tests/storage/filesystem/test_clocks.py"),
     ),
     Mutant(
