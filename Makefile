@@ -29,7 +29,7 @@ help:
 	@echo 'make test [ARGS="-k config"]   all tests that this machine can run'
 	@echo 'make simulate                  worlds of engines under faults, all from one seed; ARGS="--seed 1 --steps 20000"'
 	@echo 'make mutants                   faults put back one by one: each must be caught'
-	@echo 'make attacks                   strangers and hostile peers, each attack counted; ARGS="--share 0.1"'
+	@echo 'make attacks                   strangers, hostile peers, kills and faulty disks, each attack counted; ARGS="--share 0.1"'
 	@echo 'make test-vllm [VLLM=0.25.1]   the tests in real vLLM engines on the CPU, part of make test'
 	@echo 'make test-vllm-matrix          the same with vLLM $(VLLM_VERSIONS)'
 	@echo 'make bench [BENCH=index]       benchmarks, one or all; ARGS="--json out.json" goes to each'

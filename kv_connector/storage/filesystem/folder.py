@@ -282,7 +282,11 @@ class PackFolder:
         name, keys = name_and_keys(text)
         try:
             os.utime(file.path, ns=(now, now))  # the system's own time stamps are coarse
-            os.rename(file.path, self.layout.path(name))
+            try:
+                os.rename(file.path, self.layout.path(name))
+            except IsADirectoryError:  # whoever made that: of a folder that somebody uses it is refused
+                os.rmdir(self.layout.path(name))
+                os.rename(file.path, self.layout.path(name))
         except OSError as error:
             return error
         self.catalog.add([self._pack(name, now, text, keys)])
