@@ -49,7 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
-    parser.add_argument("--mib", type=int, default=512, help="written and read by each side in each round")
+    parser.add_argument("--mib", type=int, default=1024, help="written and read by each side in each round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--blocks", type=int, default=100_000, help="in the folder that is recovered")
     options = parser.parse_args()
