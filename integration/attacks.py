@@ -1,4 +1,4 @@
-"""What strangers, hostile peers and faults may try: each attack so many times, with counts of what it has achieved.
+"""What strangers, hostile peers, damage and faulty disks may do: each so many times, with counts of what was achieved.
 
 `--json FILE` writes the result as the benchmarks do. An attack is a function of how often it tries and of a seed; it
 returns an `Outcome`, whose claims are counts that are to stay 0 and are added up over all attacks. Each runs in a
@@ -17,11 +17,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from integration.attack import Outcome
+from integration.attacks_on_disks import DISK_ATTACKS
 from integration.attacks_on_peers import PEER_ATTACKS
+from integration.attacks_on_storage import STORAGE_ATTACKS
 from integration.attacks_on_writes import WRITE_ATTACKS
 from integration.report import Report
 
-ATTACKS = (*PEER_ATTACKS, *WRITE_ATTACKS)
+ATTACKS = (*PEER_ATTACKS, *WRITE_ATTACKS, *STORAGE_ATTACKS, *DISK_ATTACKS)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,10 +42,20 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = run_apart(attack.name, tries, options.seed)
         seconds = round(time.monotonic() - start, 1)
         report.rows.append(
-            {"attack": attack.name, "tried": tries, "seconds": seconds, **outcome.claims, **outcome.details}
+            {
+                "attack": attack.name,
+                "tried": tries,
+                "seconds": seconds,
+                **outcome.claims,
+                **outcome.milliseconds,
+                **outcome.details,
+            }
         )
-        print(f"{attack.name}: tried {tries} times in {seconds} s: {outcome.claims} {outcome.details}", flush=True)
+        told = outcome.claims | outcome.milliseconds
+        print(f"{attack.name}: tried {tries} times in {seconds} s: {told} {outcome.details}", flush=True)
         claims.update(outcome.claims)
+        for name, longest in outcome.milliseconds.items():
+            report.claim(name, longest, 1, "ms", "lower")
     for name, count in sorted(claims.items()):
         report.claim(name, count, 0, "times", "lower")
     report.write(options.json)
@@ -68,7 +80,8 @@ def run_apart(name: str, tries: int, seed: int) -> Outcome:
 
 
 def _run_here(pipe: Connection, name: str, tries: int, seed: int) -> None:
-    logging.getLogger("kv_connector.peer").setLevel(logging.CRITICAL)
+    for part in ("peer", "storage"):
+        logging.getLogger(f"kv_connector.{part}").setLevel(logging.CRITICAL)
     (attack,) = (attack for attack in ATTACKS if attack.name == name)
     pipe.send(attack.run(tries, seed))
 

@@ -75,6 +75,9 @@ def _check_argument(name: str, value: object, least: int, most: int | None = Non
 def _open_storage(
     config: StorageConfig, identity: RankIdentity, block_bytes: int, pool: memoryview, arrangement: str
 ) -> GroupedStorage:
+    from .storage.checksums import warn_where_slow
+
+    warn_where_slow()
     identity = replace(identity, arrangement=arrangement)
     digest, parts = identity.digest(), identity.parts()
     storage_logger.info("blocks are stored as %s: %s", digest.hex()[:16], parts)

@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     add("stat", _stat, "what lies in the folder, in all and by identity")
     add("ls", _ls, "one line for each pack, the last used first").add_argument("--limit", type=int, help="lines")
     verify = add("verify", _verify, "read everything and compare checksums")
-    verify.add_argument("--delete", action="store_true", help="delete what is damaged")
+    verify.add_argument(
+        "--delete", action="store_true", help="delete packs without a good block; of others engines read what is good"
+    )
     gc = add("gc", _gc, "delete what was used longest ago until the folder is small enough")
     gc.add_argument("--capacity", required=True, help='such as "100GiB"')
     rm = add("rm", _rm, "delete packs")
@@ -140,20 +142,29 @@ def _ls(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     packs = list(survey(options.path))
-    bad = []
+    num_blocks, num_bad_blocks, lost, partly = 0, 0, 0, 0
     for pack in _progress(packs, "verify"):
         try:
             damaged = [] if pack.header is None else damaged_blocks(pack)
         except FileNotFoundError:
             continue  # evicted meanwhile
-        if pack.problem or damaged:
-            bad.append(pack)
-            print(f"{pack.path}: {pack.problem or f'blocks {damaged} are damaged'}")
-            if options.delete:
-                pack.path.unlink(missing_ok=True)
-    done = " and deleted" if options.delete else ""
-    print(f"{len(packs)} packs, {len(bad)} damaged{done if bad else ''}")
-    return 1 if bad and not options.delete else 0
+        count = len(pack.header.keys) if pack.header is not None else 0
+        num_blocks, num_bad_blocks = num_blocks + count, num_bad_blocks + len(damaged)
+        if not pack.problem and not damaged:
+            continue
+        print(f"{pack.path}: {pack.problem or f'of {count} blocks {damaged} are damaged'}")
+        if len(damaged) < count:
+            partly += 1
+            continue
+        lost += 1
+        if options.delete:
+            pack.path.unlink(missing_ok=True)
+    done = " and deleted" if options.delete and lost else ""
+    print(
+        f"{len(packs)} packs, {lost} without a good block{done}, {partly} with some; "
+        f"{num_blocks} blocks, {num_bad_blocks} damaged"
+    )
+    return 1 if partly or (lost and not options.delete) else 0
 
 
 def _gc(options: argparse.Namespace) -> int:

@@ -51,23 +51,43 @@ def test_stat_and_ls_tell_what_is_there(folder: Path, capsys: pytest.CaptureFixt
     assert [line.split()[1] for line in lines] == [(b"o" * 32).hex()[:16], IDENTITY.hex()[:16]]
 
 
-def test_verify_finds_every_flipped_bit_and_deletes_on_request(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_finds_every_flipped_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["storage", "verify", str(folder)]) == 0
-    assert "4 packs, 0 damaged" in capsys.readouterr().out
-    first, second, *_ = sorted(folder.rglob("*.pack"))
-    text = bytearray(first.read_bytes())
-    text[4096 + 2 * BLOCK + 5] ^= 128
-    first.write_bytes(text)
+    assert "4 packs, 0 without a good block, 0 with some; 16 blocks, 0 damaged" in capsys.readouterr().out
+    first, second, third, _ = sorted(folder.rglob("*.pack"))
+    flip(first, 2)
     second.write_bytes(b"nonsense")
+    for slot in range(4):
+        flip(third, slot)
     assert main(["storage", "verify", str(folder)]) == 1
     out = capsys.readouterr().out
-    assert f"{first}: blocks [2] are damaged" in out
+    assert f"{first}: of 4 blocks [2] are damaged" in out
     assert f"{second}: it ends after 8 bytes" in out
+    assert f"{third}: of 4 blocks [0, 1, 2, 3] are damaged" in out
+    assert "4 packs, 2 without a good block, 1 with some; 12 blocks, 5 damaged" in out
+
+
+def test_verify_deletes_packs_without_a_good_block_and_no_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third, fourth = sorted(folder.rglob("*.pack"))
+    flip(first, 2)
+    second.write_bytes(b"nonsense")
+    for slot in range(4):
+        flip(third, slot)
+    assert main(["storage", "verify", "--delete", str(folder)]) == 1, "a damaged block is still there"
+    assert "4 packs, 2 without a good block and deleted, 1 with some" in capsys.readouterr().out
+    assert sorted(folder.rglob("*.pack")) == [first, fourth]
+    assert main(["storage", "rm", str(folder), first.stem]) == 0
     assert main(["storage", "verify", "--delete", str(folder)]) == 0
-    assert main(["storage", "verify", str(folder)]) == 0
-    assert "2 packs, 0 damaged" in capsys.readouterr().out
+    assert "1 packs, 0 without a good block, 0 with some; 4 blocks, 0 damaged" in capsys.readouterr().out
+
+
+def flip(pack: Path, slot: int) -> None:
+    """A bit of one block."""
+    text = bytearray(pack.read_bytes())
+    text[4096 + slot * BLOCK + 5] ^= 128
+    pack.write_bytes(text)
 
 
 def test_gc_deletes_what_was_used_longest_ago(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

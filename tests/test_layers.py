@@ -24,6 +24,7 @@ THIRD_PARTY = {
     "vllm",
     "prometheus_client",
     "mooncake",
+    "isal",
     "huggingface_hub",
     "matplotlib",
 }

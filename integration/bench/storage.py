@@ -1,7 +1,9 @@
 """The folder of packs beside the disk it lies on: throughput against fio, recovery of a large index, look-ups.
 
 Throughput: our storage and fio write new files and read them again in one folder, in blocks of one size, as many in
-flight on either side, both past the page cache or neither; they take turns, `--rounds` times, and medians count. Ours
+flight on either side, both past the page cache or neither; they take turns, `--rounds` times, and medians count. fio
+runs in both of its usual ways, one process with asynchronous calls (`libaio`) and as many threads as we have
+(`psync`), and the better one is what ours is compared with: on a machine that others use too, threads get more. Ours
 is asked as the scheduler half asks, for batches of 64 blocks to read and 256 to write, and verifies a checksum of all
 that it reads. `shuffled` are blocks of all packs in random order. Recovery: how long a new process takes to know what
 `--blocks` blocks lie in a folder. Look-ups: what is known, and what is missing, which makes it look at the folder for
@@ -33,8 +35,9 @@ from kv_connector.storage.filesystem.backend import NUM_THREADS, FilesystemStora
 from kv_connector.storage.filesystem.layout import FolderLayout
 from kv_connector.storage.filesystem.packs import PackHeader
 
-GOALS = {1 << 20: 0.9, 128 << 10: 0.8}
+GOALS = {1 << 20: 0.95, 128 << 10: 0.9}
 """Throughput of ours over fio's, by block size."""
+SIDES = ("ours", "libaio", "psync")
 READ_BATCH, WRITE_BATCH, WRITES_UNDER_WAY = 64, 256, 2  # as `storing.py` has them
 INDEX_BLOCK = 1 << 20  # bytes
 IDENTITY = hashlib.sha256(b"bench").digest()
@@ -46,7 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
-    parser.add_argument("--mib", type=int, default=512, help="written and read by each side in each round")
+    parser.add_argument("--mib", type=int, default=1024, help="written and read by each side in each round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--blocks", type=int, default=100_000, help="in the folder that is recovered")
     options = parser.parse_args()
@@ -109,13 +112,19 @@ class Ours:
         shutil.rmtree(self.root)
 
 
-def run_fio(file: Path, block_bytes: int, size: int, kind: str, is_direct: bool) -> float:
-    """Bytes a second of one job; "write" makes the file anew."""
+def run_fio(file: Path, block_bytes: int, size: int, kind: str, is_direct: bool, engine: str) -> float:
+    """Bytes a second of one file; "write" makes it anew. With `libaio` one process has as many calls under way as we
+    have threads; with `psync` as many threads have one each, in a part of the file of their own."""
     if kind == "write":
         file.unlink(missing_ok=True)
     rw = {"write": "write", "read": "read", "shuffled": "randread"}[kind]
-    command = ["fio", "--name=kv", f"--filename={file}", f"--size={size}", f"--bs={block_bytes}", f"--rw={rw}"]
-    command += [f"--direct={is_direct:d}", "--ioengine=libaio", f"--iodepth={NUM_THREADS}", "--output-format=json"]
+    command = ["fio", "--name=kv", f"--filename={file}", f"--bs={block_bytes}", f"--rw={rw}", f"--ioengine={engine}"]
+    command += [f"--direct={is_direct:d}", "--group_reporting", "--output-format=json"]
+    if engine == "psync":
+        part = size // NUM_THREADS
+        command += ["--thread", f"--numjobs={NUM_THREADS}", f"--size={part}", f"--offset_increment={part}"]
+    else:
+        command += [f"--size={size}", f"--iodepth={NUM_THREADS}"]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     job = json.loads(result.stdout)["jobs"][0]
     return float(job["write" if kind == "write" else "read"]["bw_bytes"])
@@ -128,14 +137,17 @@ def measure_throughput(report: Report, root: Path, block_bytes: int, size: int, 
     memory = [whole[at : at + block_bytes] for at in range(0, size, block_bytes)]
     file = root / "fio.bin"
     kinds = ("write", "read", "shuffled")
-    rates: dict[tuple[str, str], list[float]] = {(kind, side): [] for kind in kinds for side in ("ours", "fio")}
+    rates: dict[tuple[str, str], list[float]] = {(kind, side): [] for kind in kinds for side in SIDES}
     is_direct = False
     for turn in range(rounds):
         ours = Ours(root / "ours", block_bytes, memory)
         is_direct = ours.storage.is_direct
         for kind in kinds:
-            for side in ("ours", "fio") if turn % 2 else ("fio", "ours"):
-                rate = ours.run(kind) if side == "ours" else run_fio(file, block_bytes, size, kind, is_direct)
+            for side in SIDES[turn % len(SIDES) :] + SIDES[: turn % len(SIDES)]:
+                if side == "ours":
+                    rate = ours.run(kind)
+                else:
+                    rate = run_fio(file, block_bytes, size, kind, is_direct, side)
                 rates[kind, side].append(rate)
         ours.close()
     file.unlink()
@@ -143,11 +155,12 @@ def measure_throughput(report: Report, root: Path, block_bytes: int, size: int, 
     print(f"\n{size >> 20} MiB in blocks of {block_bytes >> 10} KiB, {NUM_THREADS} in flight, {how}, {rounds} rounds")
     print("MB/s, median (least to most)")
     for kind in kinds:
-        sides = {side: rates[kind, side] for side in ("ours", "fio")}
-        ratios = [ours / fio for ours, fio in zip(*sides.values(), strict=True)]
-        value = median(sides["ours"]) / median(sides["fio"])
+        sides = {side: rates[kind, side] for side in SIDES}
+        best = max(SIDES[1:], key=lambda side: median(sides[side]))
+        ratios = [ours / fio for ours, fio in zip(sides["ours"], sides[best], strict=True)]
+        value = median(sides["ours"]) / median(sides[best])
         shown = "; ".join(f"{side} {_spread(values, 1e6)}" for side, values in sides.items())
-        print(f"{kind:9} {shown}; ratio {value:.2f} (round by round {min(ratios):.2f} to {max(ratios):.2f})")
+        print(f"{kind:9} {shown}; over {best} {value:.2f} (round by round {min(ratios):.2f} to {max(ratios):.2f})")
         row = {"part": "throughput", "kind": kind, "block_bytes": block_bytes, "bytes": size, "direct": is_direct}
         report.rows.append(row | {f"{side}_bytes_per_second": values for side, values in sides.items()})
         report.claim(f"{kind}_over_fio_{block_bytes >> 10}_kib", value, GOALS[block_bytes], "of 1", "higher")

@@ -66,7 +66,7 @@ def test_the_next_engine_answers_from_the_folder(tmp_path: Path) -> None:
     with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
         assert engine.alone(asked) == from_device, "damage is a miss"
         engine.check_all_free()
-        assert engine.stats()["failed_fetch_jobs"] > 0
+        assert engine.stats()["storage_corrupt_blocks"] > 0
 
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")

@@ -6,6 +6,7 @@ the log for each episode of faults says why.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -13,8 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
-
-import numpy as np
 
 KEY_BYTES = 32
 """A key is a SHA-256 digest: it names a block's content and everything that decides its bytes."""
@@ -221,5 +220,5 @@ def ended(result: T) -> Future[T]:
 
 
 def address(buffer: memoryview) -> int:
-    """Where in memory a buffer begins."""
-    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])
+    """Where in memory a buffer begins; it is writable."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

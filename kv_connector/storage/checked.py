@@ -11,7 +11,6 @@ import hashlib
 import mmap
 import struct
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 from .base import Storage, ThreadedStorage
 from .breaker import Breaker, BreakerState
+from .checksums import crc32
 
 PAGE = 4096
 _MAGIC = b"kvcobj1\0"
@@ -73,7 +73,7 @@ class CheckedStorage(ThreadedStorage):
             objects = self._objects(len(names))
             for name, key, view in zip(names, new[batch], objects, strict=True):
                 view[: self._block_bytes] = blocks[key]
-                _LABEL.pack_into(view, self._block_bytes, _MAGIC, name, zlib.crc32(blocks[key]))
+                _LABEL.pack_into(view, self._block_bytes, _MAGIC, name, crc32(blocks[key]))
             stored = self._answers(self._ask(partial(self._inner.write, names, objects)), len(names))
             written |= {key for key, is_stored in zip(new[batch], stored, strict=True) if is_stored}
         self._look_at_gauges()
@@ -118,7 +118,7 @@ class CheckedStorage(ThreadedStorage):
 
     def _is_whole(self, name: bytes, view: memoryview) -> bool:
         label = _LABEL.unpack_from(view, self._block_bytes)
-        return label == (_MAGIC, name, zlib.crc32(view[: self._block_bytes]))
+        return label == (_MAGIC, name, crc32(view[: self._block_bytes]))
 
     def _ask(self, begin: Callable[[], Future[T]]) -> T:
         """What the backend answers in time. Raises OSError where it does not, or is left alone."""

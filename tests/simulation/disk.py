@@ -22,14 +22,26 @@ from typing import Any
 from unittest.mock import patch
 
 from kv_connector.storage.base import StorageCounters
-from kv_connector.storage.filesystem import backend, folder, journal, layout, packs, survey, temporaries
+from kv_connector.storage.filesystem import (
+    backend,
+    descriptors,
+    folder,
+    journal,
+    layout,
+    packs,
+    reads,
+    survey,
+    temporaries,
+    transfers,
+    writes,
+)
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 
 from .clock import Event, VirtualTime
 from .files import SECTOR, Broken, File, Files, Folder, SimulatedPath, fail
 
 MARKER = f"/kv_connector.format-{layout.FORMAT}"
-_MODULES = (backend, folder, journal, layout, packs, survey, temporaries)
+_MODULES = (descriptors, folder, journal, layout, packs, reads, survey, temporaries, transfers, writes)
 EPOCH_NS = 1_700_000_000 * 10**9
 
 
@@ -85,7 +97,7 @@ class Disk:
         """Within, the backend's modules use this disk instead of the machine's."""
         names: list[tuple[Any, str, object]] = [(SimulatedPath, "installed", self.files)]
         names += [(module, "os", self.files) for module in _MODULES]
-        names += [(module, "fcntl", _Fcntl(self.files)) for module in (backend, layout, temporaries)]
+        names += [(module, "fcntl", _Fcntl(self.files)) for module in (layout, temporaries, transfers)]
         with ExitStack() as stack:
             for target, name, stand_in in names:
                 stack.enter_context(patch.object(target, name, stand_in, create=True))

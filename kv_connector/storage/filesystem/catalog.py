@@ -2,6 +2,8 @@
 so its lock is held for moments, and `num_blocks` and `used_bytes` are read without.
 
     _packs    name -> Pack, those of others too, for they take room
+    _numbers  number -> Pack; a slot is a pack's number and a place in it as one integer: there are millions of them,
+              and Python's garbage collector walks no integers
     _slots    key  -> where the block is read: its newest copy
     _spare    key  -> older copies of the same block, computed anew by this process or another
     _oldest   heap of (time, name), one live entry for each pack; an entry is dead once its pack was queued at another
@@ -11,12 +13,12 @@ so its lock is held for moments, and `num_blocks` and `used_bytes` are read with
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from .packs import PackHeader
+from .packs import MAX_BLOCKS, name_and_keys
 
 _SPARE_ENTRIES = 1000  # dead ones in the heap, before it is worth making anew
 _NOT_QUEUED = -1
@@ -26,19 +28,24 @@ SKEW_NS = 60 * 10**9
 
 @dataclass(slots=True)
 class Pack:
-    """A file of the folder. `header` is None where it cannot be read: another identity or block size, damaged, or to be
-    deleted. It may have been used later than `used_ns` by another process, never earlier."""
+    """A file of the folder. `text`, of its header, is None where it cannot be read: another identity or block size,
+    damaged, or to be deleted. It may have been used later than `used_ns` by another process, never earlier."""
 
     name: str
     num_bytes: int
     used_ns: int
-    header: PackHeader | None
+    text: bytes | None
+    number: int = -1
     queued_ns: int = _NOT_QUEUED  # of its entry in the heap
     dropped: frozenset[int] = frozenset()  # blocks that were found damaged
 
+    def keys(self) -> Sequence[bytes]:
+        """Of the blocks that it has for us."""
+        return name_and_keys(self.text)[1] if self.text is not None else ()
+
 
 class Slot(NamedTuple):
-    """Where a block lies. A tuple, for there are millions of them."""
+    """Where a block lies."""
 
     pack: Pack
     place: int
@@ -55,8 +62,10 @@ class PackCatalog:
         self._clock = clock
         self._lock = threading.RLock()
         self._packs: dict[str, Pack] = {}
-        self._slots: dict[bytes, Slot] = {}
-        self._spare: dict[bytes, list[Slot]] = {}
+        self._numbers: dict[int, Pack] = {}
+        self._next_number = 0
+        self._slots: dict[bytes, int] = {}
+        self._spare: dict[bytes, list[int]] = {}
         self._oldest: list[tuple[int, str]] = []
         self._last_ns = 0
 
@@ -79,25 +88,34 @@ class PackCatalog:
     def slots(self, keys: Sequence[bytes]) -> list[Slot | None]:
         """Where each of these blocks lies, as far as is known."""
         with self._lock:
-            return [self._slots.get(key) for key in keys]
+            found = [self._slots.get(key) for key in keys]
+            return [None if slot is None else self._slot(slot) for slot in found]
 
     def packs(self) -> list[Pack]:
         """All of them, the least recently used first."""
         with self._lock:
             return sorted(self._packs.values(), key=lambda pack: pack.used_ns)
 
-    def add(self, pack: Pack) -> None:
-        """A pack lies there, in the place of one of the same name."""
+    def add(self, packs: Iterable[tuple[Pack, Sequence[bytes]]]) -> None:
+        """These packs lie there, each in the place of one of the same name. With each come the keys of its blocks; none
+        of one that cannot be read."""
         with self._lock:
-            self.forget(pack.name)
-            self._packs[pack.name] = pack
-            self.used_bytes += pack.num_bytes
-            self._push(pack)
-            for index, key in enumerate(pack.header.keys if pack.header is not None else ()):
-                older = self._slots.get(key)
-                if older is not None:
-                    self._spare.setdefault(key, []).append(older)
-                self._slots[key] = Slot(pack, index)
+            slots, spare = self._slots, self._spare
+            for pack, keys in packs:
+                name, used_ns = pack.name, pack.used_ns
+                if name in self._packs:
+                    self.forget(name)
+                number = self._next_number
+                self._next_number += 1
+                self._packs[name] = self._numbers[number] = pack
+                pack.number, pack.queued_ns = number, used_ns
+                self.used_bytes += pack.num_bytes
+                heappush(self._oldest, (used_ns, name))
+                for slot, key in enumerate(keys, number * MAX_BLOCKS):
+                    if key in slots:
+                        spare.setdefault(key, []).append(slots[key])
+                    slots[key] = slot
+            self._trim()
             self.num_blocks = len(self._slots)
 
     def forget(self, name: str) -> int:
@@ -107,31 +125,31 @@ class PackCatalog:
             if pack is None:
                 return 0
             num_lost = self.hide(pack)
-            del self._packs[name]
+            del self._packs[name], self._numbers[pack.number]
             self.used_bytes -= pack.num_bytes
             return num_lost
 
-    def keep(self, names: Collection[str]) -> None:
-        """Forget all packs but those of these names."""
+    def keep(self, names: Set[str]) -> Set[str]:
+        """Forget all packs but those of these names; those of them that are not known."""
         with self._lock:
-            for name in [name for name in self._packs if name not in names]:
+            for name in sorted(self._packs.keys() - names):
                 self.forget(name)
+            return names - self._packs.keys()
 
     def hide(self, pack: Pack) -> int:
         """The pack is not to be read any more, and takes room; how many blocks went with it."""
         with self._lock:
-            header, pack.header = pack.header, None
-            return sum(self._drop(key, pack) for key in header.keys) if header is not None else 0
+            keys, pack.text = pack.keys(), None
+            return sum(self._drop(key, pack) for key in keys)
 
     def drop(self, pack: Pack, indices: Iterable[int]) -> bool:
         """These blocks of a pack are damaged; whether a good one is left."""
         with self._lock:
-            if pack.header is None:
-                return False
-            pack.dropped = pack.dropped.union(indices)
+            keys = pack.keys()
+            pack.dropped = pack.dropped.union(indices if keys else ())
             for index in pack.dropped:
-                self._drop(pack.header.keys[index], pack)
-            return len(pack.dropped) < len(pack.header.keys)
+                self._drop(keys[index], pack)
+            return len(pack.dropped) < len(keys)
 
     def used(self, pack: Pack, used_ns: int) -> None:
         """A pack was read: it goes behind those that were read before."""
@@ -162,6 +180,9 @@ class PackCatalog:
     def _push(self, pack: Pack) -> None:
         pack.queued_ns = pack.used_ns
         heappush(self._oldest, (pack.used_ns, pack.name))
+        self._trim()
+
+    def _trim(self) -> None:
         if len(self._oldest) > 2 * len(self._packs) + _SPARE_ENTRIES:
             self._rebuild()
 
@@ -173,9 +194,9 @@ class PackCatalog:
     def _drop(self, key: bytes, pack: Pack) -> bool:
         """Read the block from another pack, where there is one; whether it is lost."""
         slot = self._slots.get(key)
-        spare = [other for other in self._spare.pop(key, ()) if other.pack is not pack]
+        spare = [other for other in self._spare.pop(key, ()) if other // MAX_BLOCKS != pack.number]
         is_lost = False
-        if slot is not None and slot.pack is pack:
+        if slot is not None and slot // MAX_BLOCKS == pack.number:
             if spare:
                 self._slots[key] = spare.pop()
             else:
@@ -185,6 +206,10 @@ class PackCatalog:
         if spare:
             self._spare[key] = spare
         return is_lost
+
+    def _slot(self, slot: int) -> Slot:
+        number, place = divmod(slot, MAX_BLOCKS)
+        return Slot(self._numbers[number], place)
 
     def _bring_back(self, now: int) -> None:
         late = sorted((pack for pack in self._packs.values() if pack.used_ns > now), key=lambda pack: pack.used_ns)

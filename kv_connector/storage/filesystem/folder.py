@@ -15,19 +15,23 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .catalog import SKEW_NS, Pack, PackCatalog
+from .descriptors import OpenPacks
 from .journal import Journal, Record
 from .layout import FolderLayout
-from .packs import PackHeader, pack_bytes, read_header
+from .packs import PackHeader, name_and_keys, outline, pack_bytes, read_header
 from .temporaries import Temporaries, Temporary
 
 _LIST_NS = 10 * 10**9
 """Room that others have made is found where they must have made it: among what was used longest ago. What an operator
 deletes may be anything, and is found this long behind it."""
+_TELL_NS = 10**9
+_AT_ONCE = 1000  # records taken in while the catalog is locked
 _COPIES = 2  # of the journal: while a new one is written the old one is there
 
 
@@ -59,6 +63,8 @@ class PackFolder:
         self.layout.warn_of_others()
         self.catalog = PackCatalog(clock)
         """What is known of what lies there; looks at no file."""
+        self.opened = OpenPacks(self.layout)
+        """What of it is being read."""
         self._identity = identity
         self._block_bytes = block_bytes
         self._capacity = capacity
@@ -67,6 +73,9 @@ class PackFolder:
         self._journal = Journal(self.layout.index)
         self._journal_lock = threading.RLock()
         self._listed_ns: int | None = None  # when everything was listed; None where that must be done
+        self._read_lock = threading.Lock()
+        self._read: dict[str, Pack] = {}  # since `_told_ns`, when the folder was told
+        self._told_ns = 0
         self._missed: dict[str, None] = {}  # packs without a file, to be looked for when nobody is adding any
 
     def recover(self) -> None:
@@ -82,31 +91,44 @@ class PackFolder:
         with self._journal_lock:
             records = self._journal.read()
             limit, times = self.catalog.now(), []
-            for record in reversed(records):  # they were written in this order, whatever clocks said
-                limit = min(limit - 1, record.time_ns)
+            for time_ns, _ in reversed(records):  # they were written in this order, whatever clocks said
+                limit = min(limit - 1, time_ns)
                 times.append(limit)
-            for record, used_ns in zip(records, reversed(times), strict=True):
-                name = record.name
-                if name not in self.catalog:
-                    self.catalog.add(Pack(name, record.header.file_bytes, used_ns, self._ours(record.header)))
+            times.reverse()
+            for start in range(0, len(records), _AT_ONCE):
+                part = slice(start, start + _AT_ONCE)
+                self.catalog.add(self._new_packs(records[part], times[part]))
 
     def missed(self, name: str) -> None:
         """There is no file of this pack: not any more, or not yet, or the disk is away. It is looked for once more."""
+        self.opened.drop(name)
         self.catalog.forget(name)
         self._missed[name] = None
+
+    @contextmanager
+    def reading(self, packs: Sequence[Pack]) -> Iterator[None]:
+        """Within, these packs are read: they may stay open, and are used. The folder is told once for all batches that
+        are read at a time, behind the last of them, or after a second."""
+        now = self.catalog.now()
+        for pack in packs:
+            self.catalog.used(pack, now)
+        with self.opened.batch():
+            yield
+        with self._read_lock:
+            self._read.update((pack.name, pack) for pack in packs)
+            if self.opened.is_in_use and abs(now - self._told_ns) < _TELL_NS:
+                return
+            read, self._read, self._told_ns = self._read, {}, now
+        self._tell(read.values())
 
     def used(self, packs: Iterable[Pack]) -> None:
         """These packs were read, or are to be kept: they go last. It is found out which of them are gone. Failing to
         note it is no fault."""
         now = self.catalog.now()
-        for pack in packs:
+        used = list(packs)
+        for pack in used:
             self.catalog.used(pack, now)
-            try:
-                os.utime(self.layout.path(pack.name), ns=(now, now))
-            except FileNotFoundError:
-                self.missed(pack.name)
-            except OSError:
-                continue
+        self._tell(used)
 
     def reserve(self, counts: Sequence[int]) -> Reservation:
         """Temporary files for packs of so many blocks, each to be given to `commit` or deleted. Raises OSError."""
@@ -140,7 +162,7 @@ class PackFolder:
         """
         if not files:
             return []
-        records = [Record(self.catalog.now(), header) for _, header in files]
+        records = [(self.catalog.now(), header.text()) for _, header in files]
         with self.layout.exclusive():
             with self._journal_lock:
                 self._renew_journal()
@@ -149,6 +171,7 @@ class PackFolder:
 
     def remove(self, pack: Pack) -> int:
         """Delete a pack; how many blocks can be read no more. What cannot be deleted counts, and is tried again."""
+        self.opened.drop(pack.name)
         try:
             os.unlink(self.layout.path(pack.name))
         except FileNotFoundError:
@@ -163,6 +186,16 @@ class PackFolder:
         _, header, _ = read_header(self.layout.path(name))
         return header
 
+    def _tell(self, packs: Iterable[Pack]) -> None:
+        """Others, and the next start, when these were used."""
+        for pack in packs:
+            try:
+                os.utime(self.layout.path(pack.name), ns=(pack.used_ns, pack.used_ns))
+            except FileNotFoundError:
+                self.missed(pack.name)
+            except OSError:
+                continue
+
     def _is_listed(self) -> bool:
         return self._listed_ns is not None
 
@@ -175,21 +208,26 @@ class PackFolder:
         self._listed_ns = None
         self.layout.claim()
         self.catch_up()
-        names = dict.fromkeys(self.layout.pack_names())
-        self.catalog.keep(names)
-        for name in names:
-            if name not in self.catalog and (pack := self._read_pack(name)) is not None:
-                self.catalog.add(pack)
+        for name in sorted(self.catalog.keep(self.layout.pack_names())):  # in one order: a run is repeatable
+            if (pack := self._read_pack(name)) is not None:
+                self.catalog.add([pack])
         self._listed_ns = self._clock()
 
     def _look_again(self) -> None:
         """For packs that were missed. The caller holds the folder's lock. Raises OSError as `_refresh` does."""
         for name in list(self._missed):
             if name not in self.catalog and (pack := self._read_pack(name)) is not None:
-                self.catalog.add(pack)
+                self.catalog.add([pack])
             del self._missed[name]
 
-    def _read_pack(self, name: str) -> Pack | None:
+    def _new_packs(self, records: Sequence[Record], times: Sequence[int]) -> Iterator[tuple[Pack, Sequence[bytes]]]:
+        """Those of these records that are not known yet, each with the time of its use."""
+        for (_, text), used_ns in zip(records, times, strict=True):
+            name, keys = name_and_keys(text)
+            if name not in self.catalog:
+                yield self._pack(name, used_ns, text, keys)
+
+    def _read_pack(self, name: str) -> tuple[Pack, Sequence[bytes]] | None:
         """As it lies there; None where it has vanished. Raises OSError where not even its size can be had."""
         path, header = self.layout.path(name), None
         try:
@@ -200,7 +238,9 @@ class PackFolder:
         except FileNotFoundError:
             return None
         used_ns = min(status.st_mtime_ns, self.catalog.now())
-        return Pack(name, status.st_size, used_ns, self._ours(header))
+        if header is None:
+            return Pack(name, status.st_size, used_ns, None), ()
+        return self._pack(name, used_ns, header.text(), header.keys)
 
     def _renew_journal(self) -> None:
         """See to it that the journal is whole. The caller holds the folder's lock. Raises OSError."""
@@ -217,36 +257,39 @@ class PackFolder:
     def _records(self) -> list[Record]:
         """Of all packs of any identity, the least recently used first."""
         packs = self.catalog.packs()
-        known = {pack.name: pack.header for pack in packs if pack.header is not None}
+        known = {pack.name: pack.text for pack in packs if pack.text is not None}
         if len(known) < len(packs):
-            known |= {record.name: record.header for record in Journal(self.layout.index).read()}
-        records = []
-        for pack in packs:
-            header = known.get(pack.name) or self._try_header(pack.name)
-            if header is not None:
-                records.append(Record(pack.used_ns, header))
-        return records
+            known |= {name_and_keys(text)[0]: text for _, text in Journal(self.layout.index).read()}
+        texts = ((pack.used_ns, known.get(pack.name) or self._try_text(pack.name)) for pack in packs)
+        return [(used_ns, text) for used_ns, text in texts if text is not None]
 
-    def _try_header(self, name: str) -> PackHeader | None:
+    def _try_text(self, name: str) -> bytes | None:
         try:
-            return self.read_anew(name)
+            header = self.read_anew(name)
         except OSError:
             return None
+        return header.text() if header is not None else None
 
-    def _ours(self, header: PackHeader | None) -> PackHeader | None:
-        """None for another identity or block size."""
-        if header is None or (header.identity, header.block_bytes) != (self._identity, self._block_bytes):
-            return None
-        return header
+    def _pack(self, name: str, used_ns: int, text: bytes, keys: Sequence[bytes]) -> tuple[Pack, Sequence[bytes]]:
+        """As its header says; of another identity or block size it only takes room. And the keys that it has for us."""
+        found = outline(text)
+        if found.identity == self._identity and found.block_bytes == self._block_bytes:
+            return Pack(name, found.file_bytes, used_ns, text), keys
+        return Pack(name, found.file_bytes, used_ns, None), ()
 
     def _rename(self, file: Temporary, record: Record) -> OSError | None:
-        name, now = record.name, record.time_ns
+        now, text = record
+        name, keys = name_and_keys(text)
         try:
             os.utime(file.path, ns=(now, now))  # the system's own time stamps are coarse
-            os.rename(file.path, self.layout.path(name))
+            try:
+                os.rename(file.path, self.layout.path(name))
+            except IsADirectoryError:  # whoever made that: of a folder that somebody uses it is refused
+                os.rmdir(self.layout.path(name))
+                os.rename(file.path, self.layout.path(name))
         except OSError as error:
             return error
-        self.catalog.add(Pack(name, record.header.file_bytes, now, record.header))
+        self.catalog.add([self._pack(name, now, text, keys)])
         return None
 
     def _make_room(self, beyond: int) -> int:

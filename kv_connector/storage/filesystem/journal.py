@@ -14,13 +14,12 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
-from .packs import MAX_HEADER_BYTES, PackError, PackHeader, open_file
+from ..checksums import crc32
+from .packs import MAX_HEADER_BYTES, PackError, open_file, outline
 from .temporaries import Temporary
 
 _MAGIC = b"KVCINDX1"
@@ -32,22 +31,9 @@ _MOST_RECORD_BYTES = _RECORD.size + MAX_HEADER_BYTES + _CRC.size
 _SPARE_RECORDS = 100  # of packs that are gone, before it is worth writing anew
 
 
-class Record(NamedTuple):
-    """A pack that was written at `time_ns`."""
-
-    time_ns: int
-    header: PackHeader
-
-    @property
-    def name(self) -> str:
-        """The pack's."""
-        return self.header.name
-
-    def encode(self) -> bytes:
-        """With its length in front and its checksum behind."""
-        text = self.header.text()
-        record = _RECORD.pack(self.time_ns, len(text)) + text
-        return record + _CRC.pack(zlib.crc32(record))
+Record = tuple[int, bytes]
+"""When a pack was written, in nanoseconds, and the text of its header, which is whole. No class of its own: Python's
+garbage collector drops plain tuples from what it walks."""
 
 
 class Journal:
@@ -88,7 +74,7 @@ class Journal:
         """Add records, which are not read back here. The file was found whole. Raises OSError."""
         assert self.is_whole, "behind half a record nothing is read"
         added = list(records)
-        text = b"".join(record.encode() for record in added)
+        text = b"".join(encoded(record) for record in added)
         self.is_whole = False
         descriptor = open_file(self._path, os.O_WRONLY | os.O_APPEND)
         try:
@@ -109,7 +95,7 @@ class Journal:
             _write(temporary.descriptor, _MAGIC + os.urandom(_HEAD_BYTES - len(_MAGIC)))
             text = bytearray()
             for record in records:
-                text += record.encode()
+                text += encoded(record)
                 if len(text) >= _PART_BYTES:
                     _write(temporary.descriptor, bytes(text))
                     text.clear()
@@ -132,30 +118,41 @@ class Journal:
         text = b""  # behind the last record that was read
         while len(text) < _MOST_RECORD_BYTES and (part := os.pread(descriptor, _PART_BYTES, self._end + len(text))):
             text += part
-            at = 0
-            while (found := _record_at(text, at)) is not None:
-                record, at = found
-                records.append(record)
-                self._num_records += 1
-            self._end += at
-            text = text[at:]
+            found, stop = _records_in(text)
+            records += found
+            self._num_records += len(found)
+            self._end += stop
+            text = text[stop:]
         self.is_whole = self._end >= size
 
 
-def _record_at(text: bytes, at: int) -> tuple[Record, int] | None:
-    """The record that begins here, and where it ends; None for what is not, or not yet, a whole one."""
-    if len(text) - at < _RECORD.size:
-        return None
-    time_ns, num_bytes = _RECORD.unpack_from(text, at)
-    start, stop = at + _RECORD.size, at + _RECORD.size + num_bytes
-    if num_bytes > MAX_HEADER_BYTES or len(text) < stop + _CRC.size:
-        return None
-    if zlib.crc32(text[at:stop]) != _CRC.unpack_from(text, stop)[0]:
-        return None
-    try:
-        return Record(time_ns, PackHeader.decode(text[start:stop])), stop + _CRC.size
-    except PackError:
-        return None
+def encoded(record: Record) -> bytes:
+    """A record with its length in front and its checksum behind."""
+    time_ns, header = record
+    text = _RECORD.pack(time_ns, len(header)) + header
+    return text + _CRC.pack(crc32(text))
+
+
+def _records_in(text: bytes) -> tuple[list[Record], int]:
+    """The records at the beginning, and where the last of them ends. What is not, or not yet, a whole one ends them."""
+    records: list[Record] = []
+    at, num_bytes = 0, len(text)
+    while at + _RECORD.size <= num_bytes:
+        time_ns, header_bytes = _RECORD.unpack_from(text, at)
+        start, stop = at + _RECORD.size, at + _RECORD.size + header_bytes
+        if header_bytes > MAX_HEADER_BYTES or stop + _CRC.size > num_bytes:
+            break
+        if crc32(text[at:stop]) != _CRC.unpack_from(text, stop)[0]:  # the header's own lies within
+            break
+        header = text[start:stop]
+        try:
+            if outline(header).text_bytes != header_bytes:
+                break
+        except PackError:
+            break
+        records.append((time_ns, header))
+        at = stop + _CRC.size
+    return records, at
 
 
 def _write(descriptor: int, text: bytes) -> None:

@@ -101,18 +101,23 @@ class FolderLayout:
                 )
                 return
 
-    def pack_names(self) -> Iterator[str]:
-        """Of every pack that lies there, in no order. Raises OSError."""
+    def pack_names(self) -> set[str]:
+        """Of every pack that lies there. Raises OSError."""
+        names: set[str] = set()
         for folder in _SUB_FOLDERS:
             try:
                 entries = os.scandir(self.root / folder)
             except FileNotFoundError:  # somebody deleted it
                 continue
             with entries:
-                for entry in entries:
-                    found = _PACK.fullmatch(entry.name)
-                    if found and entry.name.startswith(folder) and entry.is_file(follow_symlinks=False):
-                        yield found[1]
+                names.update(
+                    found[1]
+                    for entry in entries
+                    if (found := _PACK.fullmatch(entry.name))
+                    and entry.name.startswith(folder)
+                    and entry.is_file(follow_symlinks=False)
+                )
+        return names
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

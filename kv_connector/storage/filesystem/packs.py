@@ -12,16 +12,18 @@ be read and written past the page cache. A reader believes nothing: sizes are bo
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from ..base import KEY_BYTES
+from ..checksums import crc32
 
 PAGE = 4096
 MAX_BLOCKS = 1024
@@ -74,29 +76,76 @@ class PackHeader:
         """The header without its padding."""
         text = _FIXED.pack(_MAGIC, VERSION, self.header_bytes, self.identity, self.block_bytes, len(self.keys))
         text += b"".join(_ENTRY.pack(*entry) for entry in zip(self.keys, self.checksums, strict=True))
-        return text + _CRC.pack(zlib.crc32(text))
+        return text + _CRC.pack(crc32(text))
 
     @classmethod
     def decode(cls, text: bytes, file_bytes: int | None = None) -> PackHeader:
         """From a file's first bytes, `MAX_HEADER_BYTES` of them where there are as many, and the file's length where
         there is a file. Raises PackError."""
-        if len(text) < _FIXED.size:
-            raise PackError(f"it ends after {len(text)} bytes")
-        magic, version, header_bytes, identity, block_bytes, count = _FIXED.unpack_from(text)
-        if magic != _MAGIC:
-            raise PackError("it is not a pack")
-        if version != VERSION:
-            raise PackError(f"it has version {version}, this program reads {VERSION}")
-        end = _FIXED.size + count * _ENTRY.size
-        if not 1 <= count <= MAX_BLOCKS or header_bytes != _header_bytes(count) or len(text) < end + _CRC.size:
-            raise PackError(f"it claims {count} blocks behind a header of {header_bytes} bytes")
-        if zlib.crc32(text[:end]) != _CRC.unpack_from(text, end)[0]:
+        found = outline(text)
+        end = found.text_bytes - _CRC.size
+        if len(text) < found.text_bytes or crc32(text[:end]) != _CRC.unpack_from(text, end)[0]:
             raise PackError("its header is damaged")
-        expected = pack_bytes(count, block_bytes)
-        if block_bytes % PAGE or not block_bytes or file_bytes not in (None, expected):
-            raise PackError(f"{count} blocks of {block_bytes} bytes do not make {file_bytes} bytes")
+        if file_bytes not in (None, found.file_bytes):
+            raise PackError(f"{found.num_blocks} blocks of {found.block_bytes} bytes do not make {file_bytes} bytes")
         keys, checksums = zip(*_ENTRY.iter_unpack(text[_FIXED.size : end]), strict=True)
-        return cls(identity, block_bytes, keys, checksums)
+        return cls(found.identity, found.block_bytes, keys, checksums)
+
+
+class Outline(NamedTuple):
+    """What a header's fixed part says, and what follows from it."""
+
+    identity: bytes
+    block_bytes: int
+    num_blocks: int
+    header_bytes: int
+    text_bytes: int
+    file_bytes: int
+
+
+# Of a header's text, what is needed of a hundred thousand of them at a start: text is nothing for Python's garbage
+# collector to walk, and a `PackHeader` of each takes longer to make than to read.
+
+
+def outline(text: bytes) -> Outline:
+    """How the pack with this header is laid out. Raises PackError for what cannot be."""
+    return _outline(text[: _FIXED.size])
+
+
+@lru_cache(maxsize=256)  # packs of one identity differ in their count alone
+def _outline(fixed: bytes) -> Outline:
+    if len(fixed) < _FIXED.size:
+        raise PackError(f"it ends after {len(fixed)} bytes")
+    magic, version, header_bytes, identity, block_bytes, count = _FIXED.unpack(fixed)
+    if magic != _MAGIC:
+        raise PackError("it is not a pack")
+    if version != VERSION:
+        raise PackError(f"it has version {version}, this program reads {VERSION}")
+    if not 1 <= count <= MAX_BLOCKS or header_bytes != _header_bytes(count):
+        raise PackError(f"it claims {count} blocks behind a header of {header_bytes} bytes")
+    if block_bytes % PAGE or not block_bytes:
+        raise PackError(f"it claims blocks of {block_bytes} bytes")
+    return Outline(identity, block_bytes, count, header_bytes, _text_bytes(count), pack_bytes(count, block_bytes))
+
+
+def name_and_keys(text: bytes) -> tuple[str, Sequence[bytes]]:
+    """The name of the pack with this header, which was checked, and the keys of its blocks, in order."""
+    found = outline(text)
+    parts = _entries(found.num_blocks).unpack_from(text, _FIXED.size)
+    keys = parts[::2]
+    return _digest(found.identity, keys, b"".join(parts[1::2])), keys
+
+
+def checksum_of(text: bytes, place: int) -> int:
+    """Of one block."""
+    checksum: int = _ENTRY.unpack_from(text, _FIXED.size + place * _ENTRY.size)[1]
+    return checksum
+
+
+def offset_of(text: bytes, place: int) -> int:
+    """Where one block begins in the pack."""
+    found = outline(text)
+    return found.header_bytes + place * found.block_bytes
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -134,10 +183,21 @@ def pack_bytes(count: int, block_bytes: int) -> int:
 
 def pack_name(identity: bytes, keys: Sequence[bytes], checksums: Sequence[int] = ()) -> str:
     """The name of what holds these blocks: 64 hexadecimal digits. No key becomes a part of a path itself."""
-    digest = hashlib.sha256(b"kvc1.pack" + identity + b"".join(keys))
-    digest.update(struct.pack(f"<{len(checksums)}I", *checksums))
-    return digest.hexdigest()
+    return _digest(identity, keys, struct.pack(f"<{len(checksums)}I", *checksums))
+
+
+def _digest(identity: bytes, keys: Sequence[bytes], checksums: bytes) -> str:
+    return sha256(b"kvc1.pack" + identity + b"".join(keys) + checksums).hexdigest()
+
+
+@lru_cache(maxsize=MAX_BLOCKS)
+def _entries(count: int) -> struct.Struct:
+    return struct.Struct("<" + f"{KEY_BYTES}s{_CRC.size}s" * count)
+
+
+def _text_bytes(count: int) -> int:
+    return _FIXED.size + count * _ENTRY.size + _CRC.size
 
 
 def _header_bytes(count: int) -> int:
-    return -(-(_FIXED.size + count * _ENTRY.size + _CRC.size) // PAGE) * PAGE
+    return -(-_text_bytes(count) // PAGE) * PAGE

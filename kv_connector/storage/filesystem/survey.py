@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checksums import crc32
 from .layout import FolderLayout
 from .packs import PackHeader, open_file, read_header
 from .temporaries import list_temporaries
@@ -49,7 +49,7 @@ def damaged_blocks(pack: PackFile) -> list[int]:
     descriptor = open_file(pack.path)
     try:
         for slot, checksum in enumerate(header.checksums):
-            if zlib.crc32(os.pread(descriptor, header.block_bytes, header.offset(slot))) != checksum:
+            if crc32(os.pread(descriptor, header.block_bytes, header.offset(slot))) != checksum:
                 damaged.append(slot)
     finally:
         os.close(descriptor)

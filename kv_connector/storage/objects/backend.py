@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from ..base import MakeExecutor, ThreadedStorage, address, ended
+from ..checksums import crc32
 from ..filesystem.packs import PAGE, PackError, PackHeader, pack_bytes
 from .client import Answer, Fragment, StoreClient, Transfer
 from .groups import GROUP_BYTES, Group, Groups
@@ -169,7 +169,7 @@ class ObjectStorage(ThreadedStorage):
         try:
             with self._borrow() as scratch:
                 headers = [scratch[i * PAGE : (i + 1) * PAGE] for i in range(len(batch))]
-                rest = address(scratch[_HEADERS_BYTES:])
+                rest = address(scratch) + _HEADERS_BYTES
                 transfers = [self._transfer(place, header, rest) for header, place in zip(headers, batch, strict=True)]
                 answers = self._client.get(transfers)
                 good: list[int] = []
@@ -203,7 +203,7 @@ class ObjectStorage(ThreadedStorage):
             if (header.identity, header.keys) != (self._identity, group.keys):
                 raise PackError("it holds other blocks")
             wanted = [(i, buffer) for i, buffer in enumerate(place.buffers) if buffer]
-            good = [place.first + i for i, buffer in wanted if zlib.crc32(buffer) == header.checksums[i]]
+            good = [place.first + i for i, buffer in wanted if crc32(buffer) == header.checksums[i]]
             if len(good) < len(wanted):
                 raise PackError("checksums differ")
             self.note_success()
@@ -228,7 +228,7 @@ class ObjectStorage(ThreadedStorage):
             with self._borrow() as scratch:
                 transfers = []
                 for i, place in enumerate(batch):
-                    checksums = tuple(zlib.crc32(buffer) for buffer in place.buffers)
+                    checksums = tuple(crc32(buffer) for buffer in place.buffers)
                     header = scratch[i * PAGE : (i + 1) * PAGE]
                     header[:] = PackHeader(self._identity, self._block_bytes, place.group.keys, checksums).encode()
                     transfers.append(self._transfer(place, header, rest=0))

@@ -24,7 +24,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "object-not-checked",
         "bytes of a backend of the user's own are not compared with their checksum",
-        (Patch(_CHECKED, "name, zlib.crc32(view[: self._block_bytes]))", "name, label[2])"),),
+        (Patch(_CHECKED, "name, crc32(view[: self._block_bytes]))", "name, label[2])"),),
         tested(f"{_OTHERS}::test_other_bytes_are_a_miss_and_are_removed"),
     ),
     Mutant(
@@ -169,8 +169,8 @@ STORAGE: tuple[Mutant, ...] = (
         "one damaged block takes all of its pack with it",
         (
             Patch(
-                f"{_FILESYSTEM}/backend.py",
-                "if header is not None and self.folder.catalog.drop(pack, indices):",
+                f"{_FILESYSTEM}/reads.py",
+                "if header is not None and self._folder.catalog.drop(pack, places):",
                 "if False:",
             ),
         ),
@@ -215,6 +215,30 @@ STORAGE: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "closed-while-read",
+        "a pack is closed while somebody reads it, so that its descriptor may be another file's",
+        (
+            Patch(
+                f"{_FILESYSTEM}/descriptors.py",
+                "[pack for pack in self._open.values() if not pack.num_users]",
+                "list(self._open.values())",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_descriptors.py"),
+    ),
+    Mutant(
+        "open-for-ever",
+        "packs that were read stay open, and take room when others have deleted them",
+        (
+            Patch(
+                f"{_FILESYSTEM}/descriptors.py",
+                "idle = self._take_idle(0) if not self._num_batches else []",
+                "idle = self._take_idle(MOST_OPEN)",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_descriptors.py::test_reads_leave_nothing_open", _SIMULATED_DISK),
+    ),
+    Mutant(
         "undeleted-is-uncounted",
         "a pack that cannot be deleted takes no room",
         (Patch(f"{_FILESYSTEM}/folder.py", "            return self.catalog.hide(pack)\n", "            pass\n"),),
@@ -241,7 +265,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "records-of-the-future",
         "packs count as used when their record says, although those behind it are older",
-        (Patch(f"{_FILESYSTEM}/folder.py", "limit = min(limit - 1, record.time_ns)", "limit = record.time_ns"),),
+        (Patch(f"{_FILESYSTEM}/folder.py", "limit = min(limit - 1, time_ns)", "limit = time_ns"),),
         tested("tests/storage/filesystem/test_clocks.py"),
     ),
     Mutant(

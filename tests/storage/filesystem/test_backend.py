@@ -19,7 +19,7 @@ import pytest
 
 from kv_connector.config import StorageConfig
 from kv_connector.errors import ConfigError
-from kv_connector.storage.filesystem import backend, folder, journal, layout, temporaries
+from kv_connector.storage.filesystem import folder, journal, layout, temporaries
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.folder import PackFolder
 from kv_connector.storage.filesystem.packs import MAX_BLOCKS, PackError, PackHeader, pack_bytes
@@ -269,7 +269,7 @@ def test_a_broken_disk_is_a_miss(store: FilesystemStorage, monkeypatch: pytest.M
         raise OSError(errno.EIO, "Input/output error")
 
     put(store, keys_of("a"))
-    monkeypatch.setattr(backend.os, call, broken)
+    monkeypatch.setattr(os, call, broken)
     if call == "preadv":
         assert get(store, keys_of("a")) == [False] * PER_PACK
     else:
@@ -330,7 +330,7 @@ def test_a_file_that_may_not_be_read_is_a_miss(store: FilesystemStorage, monkeyp
     def forbidden(*arguments: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(backend.os, "open", forbidden)
+    monkeypatch.setattr(os, "open", forbidden)
     assert get(store, keys_of("a", 2)) == [False] * 2
     monkeypatch.undo()
     assert get(store, keys_of("a", 2)) == [True] * 2

@@ -153,3 +153,21 @@ def test_a_pack_under_another_packs_name_is_not_believed(tmp_path: Path) -> None
     assert sorted(found) == [False, True]
     store.close()
     assert len(list(FolderLayout(tmp_path).pack_names())) == 1
+
+
+def test_a_folder_in_the_place_of_a_pack_makes_way(tmp_path: Path) -> None:
+    """But for one that somebody uses."""
+    store = open_store(tmp_path)
+    put(store, keys_of("a"))
+    store.close()
+    (path,) = files_of(tmp_path)
+    path.unlink()
+    path.mkdir()
+    (path / "notes").write_text("dear to somebody")
+    store = open_store(tmp_path)
+    store.recovered.result()
+    assert not any(put(store, keys_of("a")))
+    assert (path / "notes").read_text() == "dear to somebody"
+    (path / "notes").unlink()
+    assert all(put(store, keys_of("a"))) and all(get(store, keys_of("a")))
+    store.close()
