@@ -84,6 +84,12 @@ def _open_storage(
 
         client = MooncakeClient(MooncakeOptions.of(config, identity.world_size))
         return ObjectStorage("mooncake", client, digest, block_bytes, pool)
+    if config.s3 is not None:
+        from .storage.objects.backend import ObjectStorage
+        from .storage.s3.client import S3Client
+
+        num_parallel = max(1, config.s3.concurrency // 2)
+        return ObjectStorage("s3", S3Client(config.s3), digest, block_bytes, num_parallel=num_parallel)
     if config.is_external:
         from .storage.checked import CheckedStorage, object_bytes
         from .storage.external import StorageContext, open_external

@@ -281,7 +281,10 @@ WRONG = [
 
 
 WRONG_STORAGE = [
-    ({"kind": "redis"}, "storage.kind='redis' is unknown: give one of 'filesystem', 'mooncake', 'module:function'"),
+    (
+        {"kind": "redis"},
+        "storage.kind='redis' is unknown: give one of 'filesystem', 'mooncake', 's3', 'module:function'",
+    ),
     ({"kind": "my store:open"}, "storage.kind='my store:open' is unknown"),
     ({"kind": "my_store:open", "path": "/data"}, "storage.path='/data' is for kind 'filesystem' only"),
     ({"kind": "my_store:open", "options": [1]}, "storage.options=[1] is not an object"),

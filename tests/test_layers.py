@@ -24,6 +24,8 @@ THIRD_PARTY = {
     "vllm",
     "prometheus_client",
     "mooncake",
+    "obstore",
+    "botocore",
     "huggingface_hub",
     "matplotlib",
 }

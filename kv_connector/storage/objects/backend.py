@@ -48,20 +48,23 @@ class ObjectStorage(ThreadedStorage):
         block_bytes: int,
         pool: memoryview | None = None,
         clock: Callable[[], float] = time.monotonic,
+        num_parallel: int = 1,
     ) -> None:
         """`name` is what logs and threads are called by. `pool`: the memory whose blocks are read and written; over
-        RDMA no other can be. `identity`, 32 bytes, names everything that must be equal for bytes to be shared. Raises
-        ValueError for a size that cannot be.
+        RDMA no other can be. `identity`, 32 bytes, names everything that must be equal for bytes to be shared.
+        `num_parallel` calls of each kind run side by side, where the store answers after a while. Raises ValueError
+        for a size that cannot be.
         """
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
-        super().__init__(name, NUM_READERS)
+        num_readers, num_writers = max(NUM_READERS, num_parallel), max(NUM_WRITERS, num_parallel)
+        super().__init__(name, num_readers, num_parallel, num_look_ups=num_parallel)
         self._identity = identity
         self._block_bytes = block_bytes
         self._groups = Groups(identity, block_bytes)
-        self._write_io = ThreadPoolExecutor(NUM_WRITERS, f"kv-{name}-write-io")
+        self._write_io = ThreadPoolExecutor(num_writers, f"kv-{name}-write-io")
         self._scratch: SimpleQueue[memoryview] = SimpleQueue()
-        memory = memoryview(mmap.mmap(-1, (NUM_READERS + NUM_WRITERS + 2) * _SCRATCH_BYTES))
+        memory = memoryview(mmap.mmap(-1, (num_readers + num_writers + num_parallel + 1) * _SCRATCH_BYTES))
         for start in range(0, len(memory), _SCRATCH_BYTES):
             self._scratch.put(memory[start : start + _SCRATCH_BYTES])
         regions = [(address(region), region.nbytes) for region in (memory, pool) if region is not None]
@@ -181,8 +184,9 @@ class ObjectStorage(ThreadedStorage):
                 answers = self._client.get(transfers)
                 good: list[int] = []
                 for header, (group, wanted), answer in zip(headers, batch, answers, strict=True):
-                    if answer is Answer.OK:
-                        good += self._verify(bytes(header), group, {i: (keys[i], buffers[i]) for i in wanted})
+                    if answer in (Answer.OK, Answer.DAMAGED):
+                        text = bytes(header) if answer is Answer.OK else b""
+                        good += self._verify(text, group, {i: (keys[i], buffers[i]) for i in wanted})
                     else:
                         self._cannot_read(group, answer, len(wanted))
                 return good
@@ -223,7 +227,7 @@ class ObjectStorage(ThreadedStorage):
 
     def _cannot_read(self, group: Group, answer: Answer, count: int) -> None:
         if answer is not Answer.MISSING:
-            self.note_fault(f"cannot read {group.name}", OSError("the owner of its memory does not answer"))
+            self.note_fault(f"cannot read {group.name}", OSError(self._client.last_fault()))
             self.count(failed_reads_blocks=count)
             return
         self.count(missed_blocks=count)
@@ -270,7 +274,8 @@ class ObjectStorage(ThreadedStorage):
         """Write an object of each group; the groups of those that are stored."""
         answers = self._client.put(transfers)
         for answer in {Answer.NO_ROOM, Answer.FAULT}.intersection(answers):
-            self.note_fault("cannot write", OSError(_WHY[answer]))
+            why = _NO_ROOM if answer is Answer.NO_ROOM else self._client.last_fault()
+            self.note_fault("cannot write", OSError(why))
         return [group for group, answer in zip(groups, answers, strict=True) if answer is Answer.OK]
 
     def _remove(self, group: Group) -> None:
@@ -301,7 +306,4 @@ class ObjectStorage(ThreadedStorage):
             self._scratch.put(memory)
 
 
-_WHY = {
-    Answer.NO_ROOM: "the store has no room, or no engine has lent it memory",
-    Answer.FAULT: "an owner of its memory does not answer",
-}
+_NO_ROOM = "the store has no room, or no engine has lent it memory"
