@@ -291,5 +291,6 @@ def test_no_log_and_no_text_has_credentials_in_it(
     texts = [caplog.text, repr(client), str(vars(client)), repr(storage.stats()), repr(vars(storage))]
     storage.close()
     assert "SignatureDoesNotMatch" in caplog.text
+    assert not any("\n" in line for line in told(caplog)), "what comes behind a line's end is a dump of the request"
     for secret in (token, SECRET_KEY, "AKIAKVCONNECTORTEST"):
         assert not any(secret in text for text in texts)
