@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .peer.protocol.jobs import PeerJobs
     from .peer.wire.peer_info import PeerInfo
     from .scheduler import SchedulerHalf
-    from .storage.base import Storage
+    from .storage.base import GroupedStorage
     from .worker import WorkerHalf
 
 
@@ -74,7 +74,7 @@ def _check_argument(name: str, value: object, least: int, most: int | None = Non
 
 def _open_storage(
     config: StorageConfig, identity: RankIdentity, block_bytes: int, pool: memoryview, arrangement: str
-) -> Storage:
+) -> GroupedStorage:
     identity = replace(identity, arrangement=arrangement)
     digest, parts = identity.digest(), identity.parts()
     storage_logger.info("blocks are stored as %s: %s", digest.hex()[:16], parts)

@@ -84,14 +84,17 @@ class StorageAction(Enum):
 class StorageJob:
     """Host blocks and their names in storage; like a copy job it ends exactly once on every rank.
 
-    `keys` are 32 bytes each, one behind the other; `host_ids`, int64 of shape (num_blocks,), pair with them, and a
-    look-up has none.
+    `keys` are 32 bytes each, one behind the other; `host_ids`, int64 of shape (num_blocks,), pair with those whose
+    places are not in `skipped`, and a look-up has none. Storage may keep blocks in groups of `group_blocks` (see
+    `StepReport`), neighbours of one prefix from a multiple of that on: then the keys are those of whole groups, one
+    behind the other, of which only the last may be shorter. A fetch skips the members of a group that are not wanted.
     """
 
     job_id: int
     action: StorageAction
     keys: bytes
     host_ids: NDArray[np.int64]
+    skipped: tuple[int, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -209,11 +212,12 @@ class StepReport:
     `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `block_bytes` are those of
     one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
     belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, how many
-    leading keys exist here, and `missing`, for fetches and backups in `done`, the places in the job of blocks that were
-    not moved here. `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have
-    changed, and `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if
-    nowhere; where `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were to fill
-    and have not, as the engine was told since the report before.
+    leading keys exist here, and `missing`, for fetches and backups in `done`, the places in `host_ids` of blocks that
+    were not moved here. `group_blocks` is a power of two: so many blocks of a prefix this rank's storage keeps as one.
+    `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have changed, and
+    `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if nowhere; where
+    `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were to fill and have not, as
+    the engine was told since the report before.
     """
 
     step: int
@@ -222,6 +226,7 @@ class StepReport:
     failed: tuple[int, ...] = ()
     num_host_blocks: int = 0
     block_bytes: int = 0
+    group_blocks: int = 1
     loaded_bytes: int = 0
     saved_bytes: int = 0
     loading_bytes: int = 0

@@ -71,6 +71,19 @@ class Storage(Protocol):
         """Finish what is under way and release everything. Idempotent. Later calls answer as for missing blocks."""
 
 
+class GroupedStorage(Storage, Protocol):
+    """What a rank uses: a `Storage` that may keep several blocks as one.
+
+    A group is `group_blocks` consecutive blocks of one prefix, the first of them at a multiple of `group_blocks` in it.
+    The keys of a call begin with a group and go on group by group; only the last may have fewer blocks, and it is then
+    another group than the whole one. A look-up is of one prefix, and finds whole groups and at its end, where there is
+    one, the longest shorter group. In a read an empty buffer stands for a block of a group that is not wanted.
+    """
+
+    group_blocks: int
+    """A power of two; with 1 every block is found by itself."""
+
+
 class ThreadedStorage(ABC):
     """A backend whose calls block, run on threads of its own: subclasses say what is done, and may raise OSError.
 
@@ -88,6 +101,8 @@ class ThreadedStorage(ABC):
         executor: MakeExecutor = ThreadPoolExecutor,
         num_look_ups: int = 1,
     ) -> None:
+        self.group_blocks = 1
+        """See `GroupedStorage`."""
         self.counters = StorageCounters()
         self.lock = threading.Lock()
         """Guards the counters and whatever the subclass shares between threads."""

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import StorageAction, StorageJob
-from .base import Storage
+from .base import GroupedStorage
 
 
 @dataclass(frozen=True, slots=True)
 class EndedStorageJob:
     """`ok`: it was carried out. `found`: of a look-up, how many leading keys exist. `missing`: of a fetch or a backup,
-    the places in it of blocks that were not moved all the same; where no block was, it was not carried out."""
+    the places in its `host_ids` of blocks that were not moved all the same; where no block was, it was not carried
+    out."""
 
     job_id: int
     ok: bool
@@ -25,10 +26,13 @@ class EndedStorageJob:
     missing: tuple[int, ...] = ()
 
 
+_UNWANTED = memoryview(b"")
+
+
 class StorageJobs:
     """Moves blocks between `storage` and host memory; one thread calls, and never waits."""
 
-    def __init__(self, storage: Storage, blocks: NDArray[np.uint8]) -> None:
+    def __init__(self, storage: GroupedStorage, blocks: NDArray[np.uint8]) -> None:
         """`blocks`: the host pool, of shape (num_blocks, block_bytes)."""
         self._storage = storage
         self._blocks = blocks
@@ -41,7 +45,9 @@ class StorageJobs:
         if job.action is StorageAction.LOOK_UP:
             future = self._storage.exists(keys)
         else:
-            buffers = [memoryview(self._blocks[block_id]) for block_id in job.host_ids.tolist()]
+            wanted = (memoryview(self._blocks[block_id]) for block_id in job.host_ids.tolist())
+            skipped = frozenset(job.skipped)
+            buffers = [_UNWANTED if place in skipped else next(wanted) for place in range(len(keys))]
             is_fetch = job.action is StorageAction.FETCH
             future = self._storage.read(keys, buffers) if is_fetch else self._storage.write(keys, buffers)
         self._running[job.job_id] = (job, future)
@@ -62,9 +68,16 @@ class StorageJobs:
             elif job.action is StorageAction.LOOK_UP:
                 ended.append(EndedStorageJob(job.job_id, True, future.result()))
             else:
-                missing = tuple(place for place, is_moved in enumerate(future.result()) if not is_moved)
+                skipped = frozenset(job.skipped)
+                moved = [is_moved for place, is_moved in enumerate(future.result()) if place not in skipped]
+                missing = tuple(place for place, is_moved in enumerate(moved) if not is_moved)
                 ended.append(EndedStorageJob(job.job_id, len(missing) < job.num_blocks, missing=missing))
         return ended
+
+    @property
+    def group_blocks(self) -> int:
+        """See `GroupedStorage`."""
+        return self._storage.group_blocks
 
     def counters(self) -> tuple[tuple[str, float], ...]:
         """What the backend has counted."""

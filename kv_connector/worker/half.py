@@ -15,7 +15,7 @@ from ..base import KVConnectorWorker
 from ..config import Config
 from ..errors import KVConnectorError
 from ..peer.protocol.jobs import EndedPeerJob
-from ..storage.base import Storage
+from ..storage.base import GroupedStorage
 from ..storage.jobs import StorageJobs
 from ..transfer.costs.curves import LinkCosts
 from ..transfer.costs.known import link_costs
@@ -53,7 +53,7 @@ class WorkerHalf(KVConnectorWorker):
         make_path: Callable[[CacheLayout, HostPool, Config, LinkCosts], CopyPath] = make_path,
         fails_by_request: bool = True,
         retries_loads: bool = False,
-        open_storage: Callable[[int, memoryview, str], Storage] | None = None,
+        open_storage: Callable[[int, memoryview, str], GroupedStorage] | None = None,
         open_peers: OpenPeers | None = None,
     ) -> None:
         self._config = config
@@ -207,6 +207,7 @@ class WorkerHalf(KVConnectorWorker):
             failed=tuple(job_id for job_id, ok in ended if not ok),
             num_host_blocks=self._host.num_ready_blocks if self._host else 0,
             block_bytes=self._host.block_bytes if self._host else 0,
+            group_blocks=self._storage.group_blocks if self._storage is not None else 1,
             loaded_bytes=sum(c.bytes for c in loaded),
             saved_bytes=sum(c.bytes for c in completed if c.direction is Direction.SAVE),
             loading_bytes=self._engine.pending_bytes(Direction.LOAD) if self._engine else 0,

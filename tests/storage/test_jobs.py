@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 
@@ -24,3 +27,38 @@ def test_a_fetch_tells_which_of_its_blocks_are_missing(missing: tuple[int, ...])
     assert jobs.poll() == [EndedStorageJob(1, ok=len(missing) < 2, missing=missing)]
     for index, block_id in enumerate((3, 0)):
         assert host[block_id].tobytes() == (content(keys[index]) if index not in missing else bytes(BLOCK))
+
+
+@pytest.mark.parametrize("missing", [(), (0,), (2,), (0, 1, 2)])
+def test_a_fetch_of_groups_fills_the_host_blocks_of_those_that_are_wanted(missing: tuple[int, ...]) -> None:
+    """Two groups of four: the host has some of the first, and wants one of the second."""
+    skipped, host_ids = (0, 1, 4, 5, 6), [7, 2, 5]
+    keys = [key(index) for index in range(8)]
+    wanted = [keys[place] for place in range(8) if place not in skipped]
+
+    class Groups(MemoryStorage):
+        """Finds what is not missing."""
+
+        group_blocks = 4
+
+        def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+            assert len(keys) == 8, "whole groups"
+            for place, (block_key, buffer) in enumerate(zip(keys, buffers, strict=True)):
+                assert len(buffer) == (0 if place in skipped else BLOCK)
+                if buffer and wanted.index(block_key) not in missing:
+                    buffer[:] = content(block_key)
+            future: Future[list[bool]] = Future()
+            future.set_result(
+                [bool(buffer) and wanted.index(k) not in missing for k, buffer in zip(keys, buffers, strict=True)]
+            )
+            return future
+
+    host = np.zeros((8, BLOCK), np.uint8)
+    jobs = StorageJobs(Groups(BLOCK, BLOCK), host)
+    job = StorageJob(1, StorageAction.FETCH, b"".join(keys), np.array(host_ids), skipped)
+    assert job.num_blocks == 3
+    jobs.begin(job)
+    assert jobs.poll() == [EndedStorageJob(1, ok=len(missing) < 3, missing=missing)]
+    filled = {host_ids[i]: content(k) for i, k in enumerate(wanted) if i not in missing}
+    assert all(host[i].tobytes() == filled.get(i, bytes(BLOCK)) for i in range(8))
+    jobs.close()

@@ -1,9 +1,10 @@
 """A store of objects as storage, shared by all engines that know it: `client.py` says what such a store can do.
 
 Blocks go straight between host memory and the store, in groups of a megabyte or more (`groups.py`), a batch of groups
-at a time, on threads of this backend. Everything that is read is checked against the checksum it was written with. A
-store that does not answer costs its first request a second or so; then the breaker opens, and every request is a miss
-at once until a probe, on a thread of its own, finds the store again.
+at a time, on threads of this backend. A group is read whole, also where some of it is not wanted. Everything that is
+read is checked against the checksum it was written with. A store that does not answer costs its first request a second
+or so; then the breaker opens, and every request is a miss at once until a probe, on a thread of its own, finds the
+store again.
 """
 
 from __future__ import annotations
@@ -11,34 +12,46 @@ from __future__ import annotations
 import mmap
 import time
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
-from ..base import KEY_BYTES, ThreadedStorage, address, ended
+from ..base import ThreadedStorage, address, ended
 from ..filesystem.packs import PAGE, PackError, PackHeader, pack_bytes
 from .client import Answer, Fragment, StoreClient, Transfer
-from .groups import GROUP_BYTES, MAX_BLOCKS, Group, Groups
+from .groups import GROUP_BYTES, Group, Groups
 from .guarded import GuardedClient
 
 NUM_READERS = 4
 NUM_WRITERS = 2
 _BATCH_BYTES = 32 << 20
 _BATCH_GROUPS = 64
-_CARDS_PER_CALL = 256
-_KEYS_PER_LOOK_UP = 512  # what comes behind a miss is not asked for, and so not kept from eviction
-_NOTES_BYTES = max(_BATCH_GROUPS * PAGE, _CARDS_PER_CALL * MAX_BLOCKS * KEY_BYTES)  # headers or cards
-_SCRATCH_BYTES = _NOTES_BYTES + GROUP_BYTES  # and a block that nobody asked for
+_BATCH_BLOCKS = 1024  # each may be a fragment of its own: a store queues so many
+_NAMES_PER_LOOK_UP = 16
+_MOST_NAMES = 512  # what comes behind a miss is not asked for, and so not kept from eviction
+_HEADERS_BYTES = _BATCH_GROUPS * PAGE
 
 T = TypeVar("T")
-Wanted = tuple[Group, list[int]]  # blocks of one group, as positions in the batch that asks for them
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A group of a call: its first block's place there, and the memory of its blocks, empty for one not wanted."""
+
+    group: Group
+    first: int
+    buffers: list[memoryview]
+
+    @property
+    def num_wanted(self) -> int:
+        return sum(map(bool, self.buffers))
 
 
 class ObjectStorage(ThreadedStorage):
-    """See `Storage`. It connects in the background: until then everything is a miss."""
+    """See `GroupedStorage`. It connects in the background: until then everything is a miss."""
 
     def __init__(
         self,
@@ -48,12 +61,13 @@ class ObjectStorage(ThreadedStorage):
         block_bytes: int,
         pool: memoryview | None = None,
         clock: Callable[[], float] = time.monotonic,
+        group_bytes: int = GROUP_BYTES,
         num_parallel: int = 1,
     ) -> None:
         """`name` is what logs and threads are called by. `pool`: the memory whose blocks are read and written; over
         RDMA no other can be. `identity`, 32 bytes, names everything that must be equal for bytes to be shared.
-        `num_parallel` calls of each kind run side by side, where the store answers after a while. Raises ValueError
-        for a size that cannot be.
+        `group_bytes`: see `Groups`. `num_parallel` calls of each kind run side by side, where the store answers after
+        a while. Raises ValueError for a size that cannot be.
         """
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
@@ -61,63 +75,59 @@ class ObjectStorage(ThreadedStorage):
         super().__init__(name, num_readers, num_parallel, num_look_ups=num_parallel)
         self._identity = identity
         self._block_bytes = block_bytes
-        self._groups = Groups(identity, block_bytes)
+        self._groups = Groups(identity, block_bytes, group_bytes)
+        self.group_blocks = self._groups.blocks_per_group
         self._write_io = ThreadPoolExecutor(num_writers, f"kv-{name}-write-io")
         self._scratch: SimpleQueue[memoryview] = SimpleQueue()
-        memory = memoryview(mmap.mmap(-1, (num_readers + num_writers + num_parallel + 1) * _SCRATCH_BYTES))
-        for start in range(0, len(memory), _SCRATCH_BYTES):
-            self._scratch.put(memory[start : start + _SCRATCH_BYTES])
+        size = _HEADERS_BYTES + (block_bytes if self.group_blocks > 1 else 0)
+        memory = memoryview(mmap.mmap(-1, (num_readers + num_writers) * size))
+        for start in range(0, len(memory), size):
+            self._scratch.put(memory[start : start + size])
         regions = [(address(region), region.nbytes) for region in (memory, pool) if region is not None]
         self._client = GuardedClient(name, client, regions, clock, self.note_fault)
         self.connected = self._client.connected
         """Set when the store was reached for the first time."""
 
     def find(self, keys: list[bytes]) -> int:
-        """See `ThreadedStorage.find`."""
-        for start in range(0, len(keys), _KEYS_PER_LOOK_UP):
-            there = self._exist(keys[start : start + _KEYS_PER_LOOK_UP])
-            if not all(there):
-                return start + there.index(False)
-        return len(keys)
+        """See `ThreadedStorage.find`. One name for each whole group, and where one is missing, its beginnings."""
+        size = self.group_blocks
+        ends = [self._groups.name(key) for key in keys[size - 1 :: size]]
+        num_whole = self._count_leading(ends)
+        behind = keys[num_whole * size :][: size - 1]
+        there = self._client.exist([self._groups.name(key) for key in behind])
+        return num_whole * size + max((place for place, is_there in enumerate(there, 1) if is_there), default=0)
 
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.fill`."""
-        where = self._locate(keys)
-        first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        wanted: dict[Group, list[int]] = {}
-        for key, i in first.items():
-            if (group := where.get(key)) is not None:
-                wanted.setdefault(group, []).append(i)
-        self.count(missed_blocks=sum(key not in where for key in keys))
-        tasks = [
-            self.io.submit(self._read_groups, batch, keys, buffers) for batch in self._batches(list(wanted.items()))
-        ]
+        batches = self._batches(self._places(keys, buffers))
+        tasks = [self.io.submit(self._read_groups, batch) for batch in batches]
         wait(tasks)  # also where one of them raises: no buffer may be written to after this call
-        good = {i for task in tasks for i in task.result()}
-        for i, key in enumerate(keys):
-            if i != first[key] and first[key] in good:
-                buffers[i][:] = buffers[first[key]]
-        return [first[key] in good for key in keys]
+        good = {place for task in tasks for place in task.result()}
+        return [place in good for place in range(len(keys))]
 
     def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.store`."""
-        blocks = dict(zip(keys, buffers, strict=True))
-        new = [key for key, there in zip(blocks, self._exist(list(blocks)), strict=True) if not there]
-        size = self._groups.blocks_per_group
-        groups = [self._groups.group(new[i : i + size]) for i in range(0, len(new), size)]
-        batches = self._batches([(group, list(range(len(group.keys)))) for group in groups])
-        tasks = [self._write_io.submit(self._write_groups, [group for group, _ in batch], blocks) for batch in batches]
+        unique = list({place.group.name: place for place in self._places(keys, buffers)}.values())
+        there = self._client.exist([place.group.name for place in unique])
+        new = [place for place, is_there in zip(unique, there, strict=True) if not is_there]
+        tasks = [self._write_io.submit(self._write_groups, batch) for batch in self._batches(new)]
         wait(tasks)
-        written = {key for task in tasks for group in task.result() for key in group.keys}
-        return self.count_stored(keys, new, written, self._block_bytes)
+        written = {group.name: len(group.keys) for task in tasks for group in task.result()}
+        num_new, num_written = sum(len(place.buffers) for place in new), sum(written.values())
+        self.count(
+            skipped_writes_blocks=len(keys) - num_new,
+            written_blocks=num_written,
+            written_bytes=num_written * self._block_bytes,
+            failed_writes_blocks=num_new - num_written,
+        )
+        lost = {place.group.name for place in new} - written.keys()
+        return [group.name not in lost for group in self._groups.cut(keys) for _ in group.keys]
 
     def forget(self, keys: list[bytes]) -> int:
-        """See `ThreadedStorage.forget`. A group goes as a whole."""
-        unique = list(dict.fromkeys(keys))
-        stored = [key for key, there in zip(unique, self._exist(unique), strict=True) if there]
-        for group in set(self._locate(stored).values()):
-            self._remove(group)
-        return len(stored)
+        """See `ThreadedStorage.forget`."""
+        groups = {group.name: len(group.keys) for group in self._groups.cut(keys)}
+        there = self._client.remove(list(groups))
+        return sum(count for count, was_there in zip(groups.values(), there, strict=True) if was_there)
 
     def stats(self) -> dict[str, float]:
         """See `Storage.stats`."""
@@ -136,169 +146,122 @@ class ObjectStorage(ThreadedStorage):
         self.count(refused_calls=1, **lost)
         return ended(otherwise)
 
-    def _exist(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._client.exist([self._groups.entry(key) for key in keys])
+    def _count_leading(self, names: Sequence[str]) -> int:
+        """How many leading objects there are; ever more are asked for at a time, since most look-ups find few."""
+        start, count = 0, _NAMES_PER_LOOK_UP
+        while start < len(names):
+            there = self._client.exist(names[start : start + count])
+            if not all(there):
+                return start + there.index(False)
+            start, count = start + count, min(2 * count, _MOST_NAMES)
+        return len(names)
 
-    def _locate(self, keys: Sequence[bytes]) -> dict[bytes, Group]:
-        """Groups of those blocks that have one. A card tells of a whole group: few of them need to be read."""
-        where: dict[bytes, Group] = {}
-        unknown = list(dict.fromkeys(keys))
-        asked: set[bytes] = set()
-        while unknown:
-            where |= {key: group for key in unknown if (group := self._groups.find(key)) is not None}
-            unknown = [key for key in unknown if key not in where and key not in asked]
-            some = unknown[:: self._groups.blocks_per_group][:_CARDS_PER_CALL]
-            asked.update(some)
-            for group in self._read_cards(some):
-                self._groups.learn(group)
-        return where
+    def _places(self, keys: list[bytes], buffers: list[memoryview]) -> list[_Place]:
+        """The groups of a call of which a block is wanted."""
+        places, first = [], 0
+        for group in self._groups.cut(keys):
+            own = buffers[first : first + len(group.keys)]
+            if any(own):
+                places.append(_Place(group, first, own))
+            first += len(own)
+        return places
 
-    def _read_cards(self, keys: Sequence[bytes]) -> list[Group]:
-        if not keys:
-            return []
-        size = self._groups.card_bytes
-        with self._borrow() as scratch:
-            slots = [scratch[i * size : (i + 1) * size] for i in range(len(keys))]
-            transfers = [
-                Transfer(self._groups.card(key), (Fragment(address(slot), size),))
-                for key, slot in zip(keys, slots, strict=True)
-            ]
-            answers = self._client.get(transfers)
-            cards = [
-                self._groups.read_card(key, bytes(slot))
-                for key, slot, answer in zip(keys, slots, answers, strict=True)
-                if answer is Answer.OK
-            ]
-        return [group for group in cards if group is not None]
-
-    def _read_groups(self, batch: list[Wanted], keys: list[bytes], buffers: list[memoryview]) -> list[int]:
-        """Those positions that were read and are good; on a thread of `io`."""
+    def _read_groups(self, batch: list[_Place]) -> list[int]:
+        """Those blocks, by their places in the call, that were read and are good; on a thread of `io`."""
         try:
             with self._borrow() as scratch:
                 headers = [scratch[i * PAGE : (i + 1) * PAGE] for i in range(len(batch))]
-                rest = address(scratch[_NOTES_BYTES:])
-                transfers = [
-                    self._transfer(group, header, {keys[i]: address(buffers[i]) for i in wanted}, rest)
-                    for header, (group, wanted) in zip(headers, batch, strict=True)
-                ]
+                rest = address(scratch[_HEADERS_BYTES:])
+                transfers = [self._transfer(place, header, rest) for header, place in zip(headers, batch, strict=True)]
                 answers = self._client.get(transfers)
                 good: list[int] = []
-                for header, (group, wanted), answer in zip(headers, batch, answers, strict=True):
+                for header, place, answer in zip(headers, batch, answers, strict=True):
                     if answer in (Answer.OK, Answer.DAMAGED):
-                        text = bytes(header) if answer is Answer.OK else b""
-                        good += self._verify(text, group, {i: (keys[i], buffers[i]) for i in wanted})
+                        good += self._verify(bytes(header) if answer is Answer.OK else b"", place)
                     else:
-                        self._cannot_read(group, answer, len(wanted))
+                        self._cannot_read(place, answer)
                 return good
         except OSError as error:
             self.note_fault("cannot read", error)
-            self.count(failed_reads_blocks=sum(len(wanted) for _, wanted in batch))
+            self.count(failed_reads_blocks=sum(place.num_wanted for place in batch))
             return []
 
-    def _transfer(self, group: Group, header: memoryview, blocks: Mapping[bytes, int], rest: int) -> Transfer:
-        """A group as it lies in memory: `blocks` by address, others at `rest`. Neighbours are one fragment."""
+    def _transfer(self, place: _Place, header: memoryview, rest: int) -> Transfer:
+        """A group as it lies in memory, what is not wanted of it at `rest`. Neighbours are one fragment."""
         fragments = [Fragment(address(header), PAGE)]
-        for key in group.keys:
-            start, last = blocks.get(key, rest), fragments[-1]
+        for buffer in place.buffers:
+            start, last = address(buffer) if buffer else rest, fragments[-1]
             if last.address + last.num_bytes == start:
                 fragments[-1] = Fragment(last.address, last.num_bytes + self._block_bytes)
             else:
                 fragments.append(Fragment(start, self._block_bytes))
-        return Transfer(group.name, tuple(fragments))
+        return Transfer(place.group.name, tuple(fragments))
 
-    def _verify(self, text: bytes, group: Group, blocks: dict[int, tuple[bytes, memoryview]]) -> list[int]:
-        """Those of the blocks that are what was written. A group with others is removed."""
+    def _verify(self, text: bytes, place: _Place) -> list[int]:
+        """Those of the wanted blocks that are what was written. A group with others is removed."""
+        group = place.group
         try:
             header = PackHeader.decode(text, pack_bytes(len(group.keys), self._block_bytes))
             if (header.identity, header.keys) != (self._identity, group.keys):
                 raise PackError("it holds other blocks")
-            expected = dict(zip(header.keys, header.checksums, strict=True))
-            good = [i for i, (key, buffer) in blocks.items() if zlib.crc32(buffer) == expected[key]]
-            if len(good) < len(blocks):
+            wanted = [(i, buffer) for i, buffer in enumerate(place.buffers) if buffer]
+            good = [place.first + i for i, buffer in wanted if zlib.crc32(buffer) == header.checksums[i]]
+            if len(good) < len(wanted):
                 raise PackError("checksums differ")
             self.note_success()
         except PackError as error:
             good = []
             self.note_fault(f"{group.name} is damaged and was removed", error)
-            self._remove(group)
+            self._client.remove([group.name])
         self.count(read_blocks=len(good), read_bytes=len(good) * self._block_bytes)
-        self.count(corrupt_blocks=len(blocks) - len(good))
+        self.count(corrupt_blocks=place.num_wanted - len(good))
         return good
 
-    def _cannot_read(self, group: Group, answer: Answer, count: int) -> None:
-        if answer is not Answer.MISSING:
-            self.note_fault(f"cannot read {group.name}", OSError(self._client.last_fault()))
-            self.count(failed_reads_blocks=count)
+    def _cannot_read(self, place: _Place, answer: Answer) -> None:
+        if answer is Answer.MISSING:
+            self.count(missed_blocks=place.num_wanted)
             return
-        self.count(missed_blocks=count)
-        self._groups.forget(group)
-        if self._groups.has_cards and group in self._read_cards(group.keys[:1]):
-            self._remove(group)  # only its cards are left: with them nobody would write the blocks again
+        self.note_fault(f"cannot read {place.group.name}", OSError(self._client.last_fault()))
+        self.count(failed_reads_blocks=place.num_wanted)
 
-    def _write_groups(self, groups: list[Group], blocks: dict[bytes, memoryview]) -> list[Group]:
+    def _write_groups(self, batch: list[_Place]) -> list[Group]:
         """Those that are stored now; on a thread of `_write_io`."""
         try:
             with self._borrow() as scratch:
                 transfers = []
-                for i, group in enumerate(groups):
-                    checksums = tuple(zlib.crc32(blocks[key]) for key in group.keys)
+                for i, place in enumerate(batch):
+                    checksums = tuple(zlib.crc32(buffer) for buffer in place.buffers)
                     header = scratch[i * PAGE : (i + 1) * PAGE]
-                    header[:] = PackHeader(self._identity, self._block_bytes, group.keys, checksums).encode()
-                    own = {key: address(blocks[key]) for key in group.keys}
-                    transfers.append(self._transfer(group, header, own, rest=0))
-                stored = self._put(groups, transfers)
-                if self._groups.has_cards:
-                    stored = self._write_cards(stored, scratch)
+                    header[:] = PackHeader(self._identity, self._block_bytes, place.group.keys, checksums).encode()
+                    transfers.append(self._transfer(place, header, rest=0))
+                answers = self._client.put(transfers)
         except OSError as error:
             self.note_fault("cannot write", error)
             return []
-        for group in stored:
-            self._groups.learn(group)
-            self.note_success()
-        return stored
-
-    def _write_cards(self, groups: list[Group], scratch: memoryview) -> list[Group]:
-        """Those whose blocks can all be found now."""
-        size = self._groups.card_bytes
-        owners, transfers = [], []
-        for i, group in enumerate(groups):
-            card = scratch[i * size : (i + 1) * size]
-            card[:] = self._groups.write_card(group)
-            for key in group.keys:
-                owners.append(group)
-                transfers.append(Transfer(self._groups.card(key), (Fragment(address(card), size),)))
-        num_found = Counter(group.name for group in self._put(owners, transfers))
-        return [group for group in groups if num_found[group.name] == len(group.keys)]
-
-    def _put(self, groups: Sequence[Group], transfers: Sequence[Transfer]) -> list[Group]:
-        """Write an object of each group; the groups of those that are stored."""
-        answers = self._client.put(transfers)
         for answer in {Answer.NO_ROOM, Answer.FAULT}.intersection(answers):
             why = _NO_ROOM if answer is Answer.NO_ROOM else self._client.last_fault()
             self.note_fault("cannot write", OSError(why))
-        return [group for group, answer in zip(groups, answers, strict=True) if answer is Answer.OK]
+        if Answer.OK in answers:
+            self.note_success()
+        return [place.group for place, answer in zip(batch, answers, strict=True) if answer is Answer.OK]
 
-    def _remove(self, group: Group) -> None:
-        """Remove a group and its cards. Raises OSError."""
-        self._groups.forget(group)
-        self._client.remove(self._groups.objects(group))
-
-    def _batches(self, wanted: list[Wanted]) -> Iterator[list[Wanted]]:
-        """Cut to what one call moves."""
-        batch: list[Wanted] = []
-        num_bytes = 0
-        for group, positions in wanted:
-            if batch and (len(batch) == _BATCH_GROUPS or num_bytes >= _BATCH_BYTES):
-                yield batch
-                batch, num_bytes = [], 0
-            batch.append((group, positions))
-            num_bytes += len(positions) * self._block_bytes
+    def _batches(self, places: list[_Place]) -> Iterator[list[_Place]]:
+        """Cut to what one call moves; a store may answer for a name once in a call."""
+        batch: dict[str, _Place] = {}
+        num_blocks = 0
+        for place in places:
+            is_full = len(batch) == _BATCH_GROUPS or num_blocks + len(place.buffers) > _BATCH_BLOCKS
+            if batch and (is_full or place.group.name in batch or num_blocks * self._block_bytes >= _BATCH_BYTES):
+                yield list(batch.values())
+                batch, num_blocks = {}, 0
+            batch[place.group.name] = place
+            num_blocks += len(place.buffers)
         if batch:
-            yield batch
+            yield list(batch.values())
 
     @contextmanager
     def _borrow(self) -> Iterator[memoryview]:
-        """Memory for headers and cards; there is some for every thread."""
+        """Memory for headers, and for what is not wanted of groups; there is some for every thread."""
         memory = self._scratch.get()
         try:
             yield memory

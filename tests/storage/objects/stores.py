@@ -99,16 +99,19 @@ class ImitatedStore:
 
 
 def make_imitated(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
-    """On an imitated store of its own."""
-    return connected(ObjectStorage("mooncake", ImitatedStore(), identity_of(folder), block_bytes))
+    """On an imitated store of its own; each block is a group."""
+    identity = identity_of(folder)
+    return connected(ObjectStorage("mooncake", ImitatedStore(), identity, block_bytes, group_bytes=block_bytes))
 
 
 def make_mooncake(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
-    """On the real store of this run of tests; `folder` names what it shares with others. Skips without Mooncake."""
+    """On the real store of this run of tests; `folder` names what it shares with others, and each block is a group.
+    Skips without Mooncake."""
     if reason := why_not():
         pytest.skip(reason)
     client = MooncakeClient(MooncakeOptions.of(store_config(shared_store()), 1))
-    return connected(ObjectStorage("mooncake", client, identity_of(folder), block_bytes))
+    identity = identity_of(folder)
+    return connected(ObjectStorage("mooncake", client, identity, block_bytes, group_bytes=block_bytes))
 
 
 def connected(storage: ObjectStorage) -> ObjectStorage:

@@ -17,7 +17,7 @@ from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from kv_connector.storage.objects.backend import ObjectStorage
 from kv_connector.storage.objects.client import StoreUnreachable
 from tests.storage.objects.stores import ImitatedStore, connected, until
-from tests.storage.storages import IDENTITY, SECONDS, buffers, exists, get, key, put
+from tests.storage.storages import IDENTITY, SECONDS, buffers, content, exists, get, key, put
 
 SMALL, LARGE = 128 << 10, 1 << 20
 PER_GROUP = 8
@@ -58,6 +58,12 @@ def other(store: ImitatedStore) -> Iterator[ObjectStorage]:
     backend.close()
 
 
+def client_of(storage: ObjectStorage) -> ImitatedStore:
+    client = storage._client._client
+    assert isinstance(client, ImitatedStore)
+    return client
+
+
 def pass_time(storage: ObjectStorage, clock: Clock, seconds: float) -> None:
     """Let the clock go on once a failed probe has ended, and who waits for it look at it."""
     until(lambda: storage._client.breaker.state is BreakerState.OPEN)
@@ -65,99 +71,145 @@ def pass_time(storage: ObjectStorage, clock: Clock, seconds: float) -> None:
     storage._client._wake.set()
 
 
-def groups(store: ImitatedStore) -> list[str]:
-    return [name for name in store.objects if ".group." in name]
+def prefix(count: int) -> list[bytes]:
+    """Blocks of one prefix, from its first on."""
+    return [key(i) for i in range(count)]
 
 
-def test_small_blocks_share_an_object_of_a_megabyte(storage: ObjectStorage, store: ImitatedStore) -> None:
-    keys = [key(i) for i in range(2 * PER_GROUP + 1)]
-    assert all(put(storage, keys, SMALL))
-    sizes = sorted(len(store.objects[name]) for name in groups(store))
-    assert sizes == [4096 + SMALL, 4096 + LARGE, 4096 + LARGE], "only the end of a batch is a smaller one"
-    assert len(store.objects) == 3 + len(keys), "and each block has a card"
-    assert [count for name, count in store.calls if name == "put"] == [3, len(keys)], "one batch, then its cards"
+def test_small_blocks_share_an_object_of_a_megabyte_and_nothing_else_is_stored(
+    storage: ObjectStorage, store: ImitatedStore
+) -> None:
+    assert storage.group_blocks == PER_GROUP
+    assert all(put(storage, prefix(2 * PER_GROUP + 1), SMALL))
+    sizes = sorted(len(content) for content in store.objects.values())
+    assert sizes == [4096 + SMALL, 4096 + LARGE, 4096 + LARGE], "only the end of a prefix is a smaller one"
+    assert [count for name, count in store.calls if name == "put"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "blocks"), [(4096, 64), (16 << 10, 64), (100 << 10, 16), (SMALL, 8), (LARGE, 1), (4 << 20, 1)]
+)
+def test_a_group_is_a_power_of_two_of_blocks(store: ImitatedStore, block_bytes: int, blocks: int) -> None:
+    storage = connected(ObjectStorage("mooncake", store, IDENTITY, block_bytes))
+    assert storage.group_blocks == blocks
+    storage.close()
 
 
 def test_a_block_of_a_megabyte_is_an_object_by_itself(store: ImitatedStore) -> None:
     storage = connected(ObjectStorage("mooncake", store, IDENTITY, LARGE))
-    keys = [key(i) for i in range(3)]
+    keys = prefix(3)
     assert all(put(storage, keys, LARGE))
-    assert len(store.objects) == len(groups(store)) == 3
+    assert len(store.objects) == 3
     assert get(storage, keys, LARGE) == [True] * 3
     storage.close()
 
 
-def test_another_engine_may_begin_anywhere_in_a_prefix(storage: ObjectStorage, other: ObjectStorage) -> None:
-    keys = [key(i) for i in range(3 * PER_GROUP)]
+def test_a_look_up_asks_for_one_name_a_group(storage: ObjectStorage, other: ObjectStorage) -> None:
+    keys = prefix(3 * PER_GROUP)
     put(storage, keys, SMALL)
-    middle = keys[PER_GROUP // 2 : 2 * PER_GROUP + 3]
-    assert exists(other, middle) == len(middle)
-    assert get(other, middle, SMALL) == [True] * len(middle)
-    assert get(other, [keys[-1], key("none"), keys[0]], SMALL) == [True, False, True]
-
-
-def test_one_card_tells_of_its_whole_group(storage: ObjectStorage, other: ObjectStorage, store: ImitatedStore) -> None:
-    keys = [key(i) for i in range(4 * PER_GROUP)]
-    put(storage, keys, SMALL)
-    client = other._client._client
-    assert isinstance(client, ImitatedStore)
-    assert all(get(other, keys, SMALL))
-    assert [count for name, count in client.calls if name == "get"] == [4, 4], "four cards, four groups"
+    client = client_of(other)
+    assert exists(other, keys) == len(keys)
+    assert client.calls == [("exist", 3)]
     client.calls.clear()
-    assert all(get(other, keys, SMALL))
-    assert [count for name, count in client.calls if name == "get"] == [4], "the cards are remembered"
+    assert exists(other, keys[PER_GROUP:]) == 2 * PER_GROUP, "it may begin at any group"
+    assert exists(other, keys[:PER_GROUP]) == PER_GROUP
+    assert client.calls == [("exist", 2), ("exist", 1)]
 
 
-def test_what_branches_off_a_prefix_is_stored_without_what_is_there(
-    storage: ObjectStorage, other: ObjectStorage
+@pytest.mark.parametrize("count", range(1, PER_GROUP))
+def test_the_end_of_a_prefix_is_found_by_whoever_goes_on_from_it(
+    storage: ObjectStorage, other: ObjectStorage, count: int
 ) -> None:
-    trunk = [key(i) for i in range(5)]
-    put(storage, trunk, SMALL)
-    branch = [*trunk[:3], *(key(f"branch {i}") for i in range(4))]
-    put(other, branch, SMALL)
-    assert (other.stats()["skipped_writes_blocks"], other.stats()["written_blocks"]) == (3, 4)
-    assert exists(storage, branch) == len(branch)
-    assert all(get(storage, branch, SMALL))
+    """A request of other blocks behind it asks for the whole group, and then for its beginnings, in one call more."""
+    keys = prefix(PER_GROUP + count)
+    put(storage, keys, SMALL)
+    longer = [*keys, *(key(f"behind {i}") for i in range(2 * PER_GROUP))]
+    assert exists(other, longer) == len(keys)
+    assert [name for name, _ in client_of(other).calls] == ["exist", "exist"]
+    assert exists(other, keys) == len(keys)
+    assert get(other, keys, SMALL) == [True] * len(keys)
+    assert exists(other, keys[: PER_GROUP + count - 1]) == PER_GROUP, "a shorter one is another group"
 
 
-def test_blocks_whose_group_was_evicted_are_misses_and_are_written_again(
+def test_of_several_ends_the_longest_counts(storage: ObjectStorage, other: ObjectStorage) -> None:
+    keys = prefix(PER_GROUP)
+    for count in (5, 2, 3):
+        put(storage, keys[:count], SMALL)
+    assert exists(other, keys) == 5
+    put(storage, keys, SMALL)
+    assert exists(other, keys) == PER_GROUP
+
+
+def test_an_end_is_not_the_whole_group_whatever_lies_under_its_name(
+    storage: ObjectStorage, store: ImitatedStore
+) -> None:
+    keys = prefix(PER_GROUP)
+    put(storage, keys[:3], SMALL)
+    (name,) = store.objects
+    put(storage, keys, SMALL)
+    (whole,) = set(store.objects) - {name}
+    store.objects[whole] = store.objects[name]
+    assert not any(get(storage, keys, SMALL))
+
+
+def test_what_is_not_wanted_of_a_group_is_not_touched(storage: ObjectStorage, other: ObjectStorage) -> None:
+    keys = prefix(3 * PER_GROUP)
+    put(storage, keys, SMALL)
+    wanted = {0, 3, 4, PER_GROUP + 7}
+    memory = buffers(len(keys), SMALL)
+    asked = [block if i in wanted else memoryview(b"") for i, block in enumerate(memory)]
+    found = other.read(keys, asked).result(SECONDS)
+    assert {i for i, is_found in enumerate(found) if is_found} == wanted
+    for i, block in enumerate(memory):
+        assert bytes(block) == (content(keys[i], SMALL) if i in wanted else bytes(SMALL))
+    assert other.stats()["read_blocks"] == len(wanted)
+    assert [call for call in client_of(other).calls if call[0] == "get"] == [("get", 2)], "nothing of the third"
+
+
+def test_what_branches_off_within_a_group_is_a_group_of_its_own(storage: ObjectStorage, other: ObjectStorage) -> None:
+    trunk = prefix(PER_GROUP)
+    branch = [*trunk[:3], *(key(f"branch {i}") for i in range(PER_GROUP - 3))]
+    assert all(put(storage, [*trunk, *branch], SMALL)), "both in one call"
+    assert storage.stats()["written_blocks"] == 2 * PER_GROUP
+    for keys in (trunk, branch):
+        assert exists(other, keys) == PER_GROUP
+        assert all(get(other, keys, SMALL))
+
+
+def test_a_group_that_was_evicted_is_a_miss_and_is_written_again(
     storage: ObjectStorage, other: ObjectStorage, store: ImitatedStore
 ) -> None:
-    keys = [key(i) for i in range(PER_GROUP)]
+    keys = prefix(2 * PER_GROUP)
     put(storage, keys, SMALL)
-    for name in groups(store):
-        del store.objects[name]
-    assert exists(other, keys) == PER_GROUP, "its cards are still there"
-    assert not any(get(other, keys, SMALL))
-    assert not store.objects
+    del store.objects[next(iter(store.objects))]
+    assert exists(other, keys) == 0
+    assert get(other, keys, SMALL) == [False] * PER_GROUP + [True] * PER_GROUP
     assert other.stats()["missed_blocks"] == PER_GROUP
     assert all(put(storage, keys, SMALL))
+    assert storage.stats()["skipped_writes_blocks"] == PER_GROUP
     assert all(get(other, keys, SMALL))
 
 
-def test_a_group_that_was_written_anew_is_found_by_who_knew_the_old_one(
-    storage: ObjectStorage, other: ObjectStorage, store: ImitatedStore
-) -> None:
-    keys = [key(i) for i in range(4)]
-    put(storage, keys, SMALL)
-    store.objects.clear()
-    put(other, [*keys, key("more")], SMALL)
-    get(storage, keys, SMALL)  # finds out that what it knew is gone
-    assert all(get(storage, keys, SMALL))
-
-
-def test_nothing_is_asked_for_that_lies_behind_a_miss(storage: ObjectStorage, store: ImitatedStore) -> None:
+def test_little_is_asked_for_that_lies_behind_a_miss(storage: ObjectStorage, store: ImitatedStore) -> None:
     store.calls.clear()
-    assert exists(storage, [key(i) for i in range(5000)]) == 0
-    assert sum(count for _, count in store.calls) <= 512
+    assert exists(storage, prefix(5000)) == 0
+    assert sum(count for _, count in store.calls) < 16 + PER_GROUP
+
+
+def test_a_long_prefix_is_counted_to_its_end(storage: ObjectStorage, store: ImitatedStore) -> None:
+    keys = prefix(700 * PER_GROUP + 3)
+    for group in storage._groups.cut(keys)[:650]:
+        store.objects[group.name] = b""
+    assert exists(storage, keys) == 650 * PER_GROUP
+    assert [count for _, count in store.calls] == [16, 32, 64, 128, 256, 204, PER_GROUP - 1]
 
 
 def test_damage_and_foreign_bytes_are_misses(
     storage: ObjectStorage, store: ImitatedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = [key(i) for i in range(2 * PER_GROUP)]
+    keys = prefix(2 * PER_GROUP)
     put(storage, keys, SMALL)
-    first, second = groups(store)
+    first, second = store.objects
     damaged = bytearray(store.objects[first])
     damaged[-1] ^= 1
     store.objects[first], store.objects[second] = bytes(damaged), store.objects[first]
@@ -264,15 +316,6 @@ def test_a_full_store_is_no_fault_of_the_store(storage: ObjectStorage, store: Im
     assert all(get(storage, keys, SMALL))
     stats = storage.stats()
     assert (stats["failed_writes_blocks"], stats["breaker_opened_times"]) == (5, 0)
-
-
-def test_cards_without_room_leave_no_block_half_stored(storage: ObjectStorage, store: ImitatedStore) -> None:
-    store.max_objects = 3  # the group and two of its cards
-    keys = [key(i) for i in range(4)]
-    assert put(storage, keys, SMALL) == [False] * 4
-    store.max_objects = 100
-    assert put(storage, keys, SMALL) == [True] * 4
-    assert get(storage, keys, SMALL) == [True] * 4
 
 
 @pytest.mark.parametrize("block_bytes", [0, -4096, 1000, 4097])

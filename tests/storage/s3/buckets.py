@@ -27,12 +27,14 @@ def s3_config(endpoint: str, **more: Any) -> S3Config:
 
 
 def open_s3(endpoint: str, identity: bytes, block_bytes: int = 16384, **more: Any) -> ObjectStorage:
-    """Storage that may not have reached its bucket yet."""
-    return ObjectStorage("s3", S3Client(s3_config(endpoint, **more)), identity, block_bytes, num_parallel=MOST_PARALLEL)
+    """Storage that may not have reached its bucket yet; each block is a group."""
+    client = S3Client(s3_config(endpoint, **more))
+    return ObjectStorage("s3", client, identity, block_bytes, group_bytes=block_bytes, num_parallel=MOST_PARALLEL)
 
 
 def make_s3(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
-    """On the server of this run of tests; `folder` names what it shares with others. Skips without it."""
+    """On the server of this run of tests; `folder` names what it shares with others. Skips without
+    it."""
     if reason := why_not():
         pytest.skip(reason)
     return connected(open_s3(shared_server().endpoint, identity_of(folder), block_bytes))
