@@ -110,7 +110,7 @@ class S3Config:
     timeout_ms: for one request, with all that it moves; no request is tried again after this.
     connect_timeout_ms: for a connection.
     max_retries: further tries of a request that was answered with 5xx (503 is "slow down"), or whose connection broke.
-    concurrency: requests under way at a time, of each rank.
+    concurrency: look-ups, reads and writes under way at a time, so many of each, of each rank.
     """
 
     bucket: str = ""

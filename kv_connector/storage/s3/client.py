@@ -1,10 +1,11 @@
 """Amazon S3, and whatever speaks its protocol, through obstore: the only file that knows that library's names.
 
 Every object is put and read by one request: a writer that is killed leaves nothing, and a reader sees all of one
-version or nothing. Requests of a call run side by side, on threads of this client, as many as `concurrency` says. What
-was answered 5xx or lost its connection is tried again by the library, until `timeout_ms` after its beginning; then the
-request has failed. A request that nobody answered takes those with it that waited behind it, so that an endpoint which
-hangs costs `timeout_ms` once, whatever is queued.
+version or nothing. Requests of a call run side by side, on threads of this client, as many as `concurrency` says of
+each kind: look-ups wait for no reads, and reads for no writes. What was answered 5xx or lost its connection is tried
+again by the library, until `timeout_ms` after its beginning; then the request has failed. A request that nobody
+answered takes those with it that waited behind it, so that an endpoint which hangs costs `timeout_ms` once, whatever is
+queued.
 
     answered        -> OK, MISSING, DAMAGED (another length), or FAULT where the server says that it cannot
     not answered    -> FAULT; where no request of a call was answered, StoreUnreachable
@@ -20,7 +21,7 @@ import ctypes
 import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +32,8 @@ from ...errors import ConfigError
 from ..objects.client import Answer, StoreUnreachable, Transfer
 from .credentials import Credentials
 
+GROUP_BYTES = 4 << 20
+"""Of a group of blocks: S3 takes tens of milliseconds, and money, for each request, however few bytes it moves."""
 _DEFAULT_REGION = "us-east-1"
 _PROBE = "kvc1.probe"
 _ABSENT = "kvc1.absent"
@@ -86,7 +89,9 @@ class S3Client:
         self._obstore = obstore
         self._config = config
         self._store = self._open(config)
-        self._threads = ThreadPoolExecutor(config.concurrency, "kv-s3-request")
+        self._looking, self._reading, self._writing = (
+            ThreadPoolExecutor(config.concurrency, f"kv-s3-{kind}-request") for kind in ("look", "read", "write")
+        )
         self._num_unanswered = 0  # grows only; threads that add to it at once may count one
         self._last_fault = ""
 
@@ -103,18 +108,18 @@ class S3Client:
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         """See `StoreClient.exist`."""
-        answers = self._each(self._head, names)
+        answers = self._each(self._looking, self._head, names)
         if Answer.FAULT in answers:
             raise StoreUnreachable(self._last_fault)
         return [answer is Answer.OK for answer in answers]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Answer]:
         """See `StoreClient.get`."""
-        return self._each(self._get, transfers)
+        return self._each(self._reading, self._get, transfers)
 
     def put(self, transfers: Sequence[Transfer]) -> list[Answer]:
         """See `StoreClient.put`. Where there was an object of this name it is replaced, by one of the same blocks."""
-        return self._each(self._put, transfers)
+        return self._each(self._writing, self._put, transfers)
 
     def remove(self, names: Sequence[str]) -> list[bool]:
         """See `StoreClient.remove`."""
@@ -131,7 +136,8 @@ class S3Client:
 
     def close(self) -> None:
         """See `StoreClient.close`."""
-        self._threads.shutdown(wait=True)
+        for threads in (self._looking, self._reading, self._writing):
+            threads.shutdown(wait=True)
 
     def _open(self, config: S3Config) -> Any:
         from obstore.store import S3Store
@@ -159,8 +165,9 @@ class S3Client:
         except Exception as error:  # obstore's, botocore's for a profile that is not there, and Python's own
             raise ConfigError(f"storage.s3 and the environment's AWS_* variables: {_first_line(error)}") from error
 
-    def _each(self, call: Callable[[T], Answer], items: Sequence[T]) -> list[Answer]:
-        """An answer for each. Raises StoreUnreachable where no request was answered, or all were refused."""
+    def _each(self, threads: Executor, call: Callable[[T], Answer], items: Sequence[T]) -> list[Answer]:
+        """An answer for each, by requests on `threads`. Raises StoreUnreachable where no request was answered, or all
+        were refused."""
         num_unanswered = self._num_unanswered
 
         def run(item: T) -> Answer | _Fault:
@@ -169,7 +176,7 @@ class S3Client:
             return self._try(call, item)
 
         try:
-            requests = [self._threads.submit(run, item) for item in items]
+            requests = [threads.submit(run, item) for item in items]
         except RuntimeError as error:  # it is closed
             raise StoreUnreachable(str(error)) from error
         wait(requests)  # whatever becomes of them: no memory may be touched after this call
