@@ -79,6 +79,18 @@ class CacheTier:
         """Block ids of the nodes' copies on this tier."""
         return list(map(self._block.__getitem__, nodes))
 
+    def nodes_of(self, block_ids: Iterable[int]) -> list[int]:
+        """The nodes whose copies are in these blocks, which hold some."""
+        return list(map(self._node.__getitem__, block_ids))
+
+    def first_not_resident(self, block_ids: Iterable[int]) -> int | None:
+        """The first of these blocks that does not hold the complete and valid copy of a node."""
+        state, num_rows = self._state, len(self._state)
+        for block_id in block_ids:
+            if block_id >= num_rows or state[block_id] != _RESIDENT:
+                return block_id
+        return None
+
     def hashes_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
         """Hashes of the copies in these blocks."""
         return [self.tree.hash_of(self._node[block_id]) for block_id in block_ids]

@@ -93,7 +93,9 @@ class SchedulerHalf(KVConnectorScheduler):
         self._watchdog = CopyWatchdog(self._ledger, clock)
         self._ranks = RankStates(world_size, self.host)
         root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
-        self._companions = _companions(config, shared, self._loads, Roots(root, adapter_of), engine_id, world_size)
+        self._companions = _companions(
+            config, shared, self._loads, self._ranks, Roots(root, adapter_of), engine_id, world_size
+        )
         self._step = 0
         self._unpins_when_idle = unpins_when_idle
 
@@ -392,7 +394,13 @@ class SchedulerHalf(KVConnectorScheduler):
 
 
 def _companions(
-    config: Config, shared: Shared, loads: LoadPlanner, roots: Roots, engine_id: str, world_size: int
+    config: Config,
+    shared: Shared,
+    loads: LoadPlanner,
+    ranks: RankStates,
+    roots: Roots,
+    engine_id: str,
+    world_size: int,
 ) -> tuple[Companion, ...]:
     """Those that the user has configured. What another engine brings is not looked up in storage: peers come first."""
     for name, part in (("storage", config.storage), ("peer", config.peer)):
@@ -402,5 +410,5 @@ def _companions(
     if config.peer is not None:
         companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size))
     if config.storage is not None:
-        companions.append(StorageCompanion(config.storage, shared, loads, roots))
+        companions.append(StorageCompanion(config.storage, shared, loads, ranks, roots))
     return tuple(companions)

@@ -14,10 +14,13 @@ class RankStates:
         self._latest = [StepReport(0, rank) for rank in range(world_size)]
         self._host = host
         self._limit: int | None = None
+        self.group_blocks = 1
+        """Blocks of a prefix that storage keeps as one: where ranks differ the largest, which is a multiple of all."""
 
     def take_in(self, report: StepReport) -> None:
         """The rank's newest report."""
         self._latest[report.rank] = report
+        self.group_blocks = max(self.group_blocks, report.group_blocks)
 
     def limit_host(self, num_blocks: int | None) -> None:
         """Use at most so many host blocks from now on; None uses all that are ready. Raises InvalidBlockError, and

@@ -164,6 +164,13 @@ def draw_remembered(rng: random.Random, drawn: Sequence[EngineConfig]) -> list[E
     return [replace(config, most_remembered=most) for config in drawn]
 
 
+def draw_group_blocks(rng: random.Random) -> list[int]:
+    """Of each rank, as many blocks as storage keeps as one; none where it is a folder. `rng` is one of its own."""
+    size = rng.choice([0, 0, 2, 4])
+    other = rng.choice([size, size, 2 * size])
+    return [size, other, size, size] if size else []
+
+
 def _with_storage(rng: random.Random, config: EngineConfig) -> EngineConfig:
     return replace(
         config,

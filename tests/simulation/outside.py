@@ -19,6 +19,7 @@ from .checks import Violation
 from .config import HOST_BLOCK_BYTES, EngineConfig
 from .disk import Disk, SimulatedStorage
 from .network import Network
+from .objects import SimulatedObjects
 from .peers import CARRIERS, SimulatedPeers
 
 if TYPE_CHECKING:
@@ -34,9 +35,12 @@ SECONDS_TO_REST = 150.0
 
 
 class Outside:
-    """Shared by all engines of a world. `rng` decides what it is like."""
+    """Shared by all engines of a world. `rng` decides what it is like. `group_blocks`: of each rank of an engine, as
+    many blocks as a store of objects keeps as one; none where storage is a folder."""
 
-    def __init__(self, time: VirtualTime, rng: random.Random, configs: Sequence[EngineConfig]) -> None:
+    def __init__(
+        self, time: VirtualTime, rng: random.Random, configs: Sequence[EngineConfig], group_blocks: Sequence[int] = ()
+    ) -> None:
         self.time = time
         self.network = Network(time)
         self.network.seconds = rng.choice([(20e-6, 2e-3), (1e-5, 1e-4), (1e-3, 2e-2)])
@@ -45,6 +49,7 @@ class Outside:
         num_packs = rng.choice([3, 12, 100])
         capacity = num_packs * room_bytes(self._pack_bytes // HOST_BLOCK_BYTES, HOST_BLOCK_BYTES)
         self._folder_bytes = capacity
+        self.group_blocks = tuple(group_blocks)
         self.disk = Disk(time)
         self.disk.seconds = rng.choice([(50e-6, 2e-3), (1e-5, 2e-4), (1e-3, 3e-2)])
         self._peers: dict[tuple[int, int], SimulatedPeers] = {}
@@ -60,7 +65,11 @@ class Outside:
             return None
         name = f"{engine.engine_id}/rank{rank}"
         digest = hashlib.sha256(engine.identity.encode() + f"|rank {rank}".encode()).digest()
-        storage = SimulatedStorage(self.disk, name, digest, self._folder_bytes, target_bytes=self._pack_bytes)
+        storage: SimulatedStorage
+        if self.group_blocks:
+            storage = SimulatedObjects(self.disk, name, digest, self._folder_bytes, self.group_blocks[rank])
+        else:
+            storage = SimulatedStorage(self.disk, name, digest, self._folder_bytes, target_bytes=self._pack_bytes)
         self._storages[engine.index, rank] = storage
         return storage.open_storage
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kv_connector.types import StepPlan
+from kv_connector.types import StepPlan, StorageAction
 
 from . import config as configs
 from . import streams, workload
@@ -62,7 +62,8 @@ class World:
         self.configs = configs.draw_remembered(random.Random(f"{seed}/most_remembered"), configs.draw_world(rng))
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
-        self.outside = Outside(self.time, rng, self.configs)
+        group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))
+        self.outside = Outside(self.time, rng, self.configs, group_blocks)
         self.engines: list[Engine] = []
         self.actions = workload.draw(rng, self.configs)
         self.actions += streams.draw(random.Random(f"{seed}/sessions"), self.configs, self.actions)
@@ -79,6 +80,12 @@ class World:
 
     def count_step(self, engine: Engine, plan: StepPlan, items: Sequence[Item]) -> None:
         self.num_steps += 1
+        size = max(self.outside.group_blocks, default=1)
+        for job in plan.storage:
+            if job.action is StorageAction.FETCH:
+                self.met["fetches that skip blocks of a group"] += bool(job.skipped)
+            elif job.action is StorageAction.BACK_UP:
+                self.met["backups of a group where a request has ended"] += job.num_blocks % size > 0
         computed = [(item.request.number, item.num_computed, item.num_scheduled, item.tables) for item in items]
         jobs = [job.job_id for job in (*plan.loads, *plan.background_loads, *plan.saves, *plan.storage, *plan.peer)]
         self._digest.update(f"{engine.engine_id} {self.time.now():.9f} {computed} {jobs}".encode())
@@ -158,6 +165,7 @@ class World:
             met[f"engines that are {config.role.value}"] += 1
             met[f"worlds with {self.outside.carrier}"] += engine.index == 0
         met["engines with storage"] += config.prefetch is not None
+        met["engines with groups in storage"] += config.prefetch is not None and bool(self.outside.group_blocks)
         met["engines with storage and peers"] += config.prefetch is not None and config.role is not None
 
     def _count_stats(self, engine: Engine) -> None:

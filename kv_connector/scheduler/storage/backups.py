@@ -1,10 +1,14 @@
 """Host blocks on their way to storage: which are due, which wait, which are being written.
 
-    on_save        a block is due once its save has arrived
-    on_eviction    it is due when it is among the next to be evicted from the host
+    on_save        a group is due once the save of its last block has arrived
+    on_eviction    it is due when its last block is among the next to be evicted from the host
     at_finish      it is due when a request that used it has ended
 
-A block that waits or is written is leased, so the host cannot reuse it. The queue is bounded, also by a share of the
+Groups are written whole (`grouping.py`): what is on the host of one that is not whole yet stays there, and may be
+evicted, until the rest has come. Where a request ends within a group, as much as there is of it becomes a group. A
+block is written as often as groups are that have it: where prefixes branch, and where a request went on from an end.
+
+A group that waits or is written is leased, so the host cannot reuse it. The queue is bounded, also by a share of the
 host, so that storage which is slower than the model, or hangs, costs cached blocks and never keeps the host tier from
 taking new ones.
 """
@@ -21,6 +25,7 @@ from ...index import BlockState
 from ...types import BlockHash, StorageAction, StorageJob
 from ..ledger import EndedJob, JobOwner
 from ..shared import Shared
+from .grouping import Grouping
 from .reading import LOST_SECONDS
 
 _JOB_BLOCKS = 256
@@ -37,18 +42,26 @@ class BackupPlanner:
     """Decides what is written when. `keys` names blocks in storage by their hashes; `owner` opens the jobs."""
 
     def __init__(
-        self, config: StorageConfig, shared: Shared, owner: JobOwner, keys: Callable[[Sequence[BlockHash]], bytes]
+        self,
+        config: StorageConfig,
+        shared: Shared,
+        grouping: Grouping,
+        owner: JobOwner,
+        keys: Callable[[Sequence[BlockHash]], bytes],
     ) -> None:
         self._when = config.backup
         self._most_blocks = config.max_backup_blocks
         self._shared = shared
         self._host = shared.host
         self._metrics = shared.metrics
+        self._grouping = grouping
         self._owner = owner
         self._keys = keys
-        self._unstored: set[int] = set()  # host blocks that are not due, as far as known not in storage either
-        self._due_when_saved: set[int] = set()  # of ended requests, still being saved
-        self._waiting: deque[int] = deque()  # leased
+        self._unstored: set[int] = set()  # host blocks that are in no group that is due, and so far not in storage
+        self._ends: set[int] = set()  # those of them whose groups are to be written
+        self._marked: set[int] = set()  # being saved, and where ended requests end or, at finish, their groups
+        self._behind: dict[int, list[int]] = {}  # by a block on its way: ends that are due, but for it
+        self._waiting: deque[list[int]] = deque()  # groups, leased
         self._begun: dict[int, float] = {}  # jobs under way, the oldest first, and when they were begun
         self._num_blocks = 0  # that wait or are written
         self._may_look_ahead = False  # something changed since nothing was due
@@ -56,7 +69,7 @@ class BackupPlanner:
     @property
     def follows_requests(self) -> bool:
         """Whether `finished` is to be called."""
-        return self._when is Backup.AT_FINISH
+        return self._when is Backup.AT_FINISH or self._grouping.num_blocks > 1
 
     @property
     def is_busy(self) -> bool:
@@ -66,30 +79,32 @@ class BackupPlanner:
     def saved(self, host_ids: Sequence[int]) -> None:
         """Host blocks were filled by a save."""
         self._note_replaced(host_ids)
-        if self._when is Backup.ON_SAVE:
-            self._take(host_ids)
-            return
-        due = [block_id for block_id in host_ids if block_id in self._due_when_saved]
-        self._due_when_saved.difference_update(due)
+        marked = self._marked.intersection(host_ids)
+        self._marked -= marked
         self._unstored.update(host_ids)
-        self._unstored.difference_update(due)
-        self._take(due)
+        whole = self._grouping.ending_whole(host_ids)
+        self._ends.update(whole, marked)
+        if self._when is Backup.ON_SAVE:
+            self._offer(whole)
+        if self._when is not Backup.ON_EVICTION and marked:
+            self._offer([block_id for block_id in host_ids if block_id in marked])
+        self._offer_behind(host_ids)
         self._may_look_ahead = self._when is Backup.ON_EVICTION
 
     def fetched(self, host_ids: Sequence[int]) -> None:
         """Host blocks were filled from storage, which has them."""
         self._note_replaced(host_ids)
+        self._offer_behind(host_ids)
 
-    def finished(self, host_ids: Iterable[int]) -> None:
-        """A request that used these host blocks has ended."""
-        due = []
-        for block_id in host_ids:
-            if block_id in self._unstored:
-                due.append(block_id)
-            elif self._host.state(block_id) is BlockState.SWAPPING_TO_HOST:
-                self._due_when_saved.add(block_id)
-        self._unstored.difference_update(due)
-        self._take(due)
+    def finished(self, host_ids: Sequence[int], last: Sequence[int]) -> None:
+        """A request that used these host blocks has ended. `last`, where there is one, holds the end of what of its
+        prefix is on the host, or on its way there."""
+        is_due = self._when is not Backup.ON_EVICTION
+        ends = [*self._grouping.ending_whole(host_ids), *last] if is_due else last
+        self._marked.update(b for b in ends if self._host.state(b) is BlockState.SWAPPING_TO_HOST)
+        self._ends |= self._unstored.intersection(last)
+        if is_due:
+            self._offer(ends)
 
     def plan(self) -> list[StorageJob]:
         """Jobs that begin in this step."""
@@ -97,8 +112,7 @@ class BackupPlanner:
             self._look_ahead()
         jobs = []
         while self._waiting and len(self._begun) < _JOBS:
-            host_ids = [self._waiting.popleft() for _ in range(min(_JOB_BLOCKS, len(self._waiting)))]
-            jobs += self._open(host_ids)
+            jobs += self._open(self._next_groups())
         return jobs
 
     def end(self, ended: EndedJob) -> None:
@@ -111,8 +125,10 @@ class BackupPlanner:
     def reset(self) -> None:
         """The host forgets its blocks, and what waits is not wanted any more."""
         self._unstored.clear()
-        self._due_when_saved.clear()
-        waiting = list(self._waiting)
+        self._ends.clear()
+        self._marked.clear()
+        self._behind.clear()
+        waiting = [block_id for group in self._waiting for block_id in group]
         self._waiting.clear()
         self._num_blocks -= len(waiting)
         self._host.release(waiting)
@@ -121,38 +137,86 @@ class BackupPlanner:
         """What these blocks held before is gone from the host: not all of it went to storage."""
         lost = self._unstored.intersection(host_ids)
         self._unstored -= lost
+        self._ends -= lost
         self._metrics.dropped_backups_blocks += len(lost)
 
-    def _take(self, host_ids: Sequence[int]) -> None:
-        """Queue blocks, as far as there is room."""
-        taken = host_ids[: self._room()]
-        self._metrics.dropped_backups_blocks += len(host_ids) - len(taken)
-        self._host.acquire(taken)
-        self._waiting.extend(taken)
-        self._num_blocks += len(taken)
+    def _offer_behind(self, host_ids: Iterable[int]) -> None:
+        """These blocks have come: groups may be whole that waited for them."""
+        if self._behind:
+            self._offer([end for block_id in host_ids for end in self._behind.pop(block_id, ())])
+
+    def _offer(self, ends: Iterable[int]) -> None:
+        """Queue the groups of these ends, as far as they are whole and there is room."""
+        room, taken, is_due = self._room(), [], self._ends
+        for end in ends:
+            group = self._group_of(end) if end in is_due else []
+            if not group:
+                continue
+            if len(group) <= room:
+                room -= len(group)
+                taken.append(group)
+            else:
+                self._metrics.dropped_backups_blocks += len(self._unstored.intersection(group))
+            self._unstored.difference_update(group)
+            self._ends.difference_update(group)
+        self._queue(taken)
+
+    def _group_of(self, end: int) -> list[int]:
+        """The group that ends in this block, if it is whole on the host. Where some of it is still on its way, it is
+        offered again when that has come."""
+        group = self._grouping.ending_in(end)
+        on_its_way = self._host.first_not_resident(group)
+        if on_its_way is None:
+            return group
+        self._behind.setdefault(on_its_way, []).append(end)
+        return []
+
+    def _queue(self, groups: Sequence[list[int]]) -> None:
+        """These are written next."""
+        host_ids = [block_id for group in groups for block_id in group]
+        self._host.acquire(host_ids)
+        self._waiting.extend(groups)
+        self._num_blocks += len(host_ids)
 
     def _room(self) -> int:
-        """Blocks that may be queued now: none while storage does not answer."""
+        """Blocks that may be queued now, where nothing waits a group at least: none while storage does not answer."""
         oldest = next(iter(self._begun.values()), None)
         if oldest is not None and self._shared.clock() - oldest > LOST_SECONDS:
             return 0
-        share = max(1, self._host.pool.capacity // _HOST_SHARE)
-        return max(0, min(self._most_blocks, share) - self._num_blocks)
+        share = self._host.pool.capacity // _HOST_SHARE
+        return max(0, max(self._grouping.num_blocks, min(self._most_blocks, share)) - self._num_blocks)
 
     def _look_ahead(self) -> None:
-        room = self._room()
         limit = min(_WATCHED_BLOCKS, -(-self._host.pool.capacity // _WATCHED_SHARE))
-        due = [block_id for block_id, _ in self._host.next_reused(limit) if block_id in self._unstored]
-        self._unstored.difference_update(due[:room])
-        self._take(due[:room])
+        next_reused = [block_id for block_id, _ in self._host.next_reused(limit)]
+        due = [end for end in next_reused if end in self._ends and self._group_of(end)]
         self._may_look_ahead = bool(due)
+        room = self._room()
+        for end in due:
+            room -= len(self._grouping.ending_in(end))
+            if room < 0:
+                break
+            self._offer((end,))
 
-    def _open(self, host_ids: list[int]) -> list[StorageJob]:
-        """One job; none where a reset has taken all of the blocks."""
-        live = [b for b in host_ids if self._host.state(b) is BlockState.RESIDENT]
-        gone = [b for b in host_ids if self._host.state(b) is not BlockState.RESIDENT]
-        self._host.release(gone)
-        self._num_blocks -= len(gone)
+    def _next_groups(self) -> list[list[int]]:
+        """Groups of one job; none behind one that is shorter than the others."""
+        groups, num_blocks = [self._waiting.popleft()], 0
+        while self._waiting and len(groups[-1]) == self._grouping.num_blocks:
+            num_blocks += len(groups[-1])
+            if num_blocks + len(self._waiting[0]) > _JOB_BLOCKS:
+                break
+            groups.append(self._waiting.popleft())
+        return groups
+
+    def _open(self, groups: list[list[int]]) -> list[StorageJob]:
+        """One job; none where a reset has taken a block of each group."""
+        live: list[int] = []
+        for group in groups:
+            if self._host.first_not_resident(group) is None:
+                live += group
+            else:
+                self._host.release(group)
+                self._num_blocks -= len(group)
         if not live:
             return []
         keys = self._keys(self._host.hashes_of(live))

@@ -16,21 +16,26 @@ from ..companion import Admission, Companion
 from ..ledger import EndedJob
 from ..loads.choice import LoadPlanner
 from ..names import BlockNames, Roots
+from ..ranks import RankStates
 from ..shared import Shared
 from ..tables import BlockTable
 from .backups import BackupPlanner
+from .grouping import Grouping
 from .prefetches import PrefetchPlanner
 
 
 class StorageCompanion(Companion):
     """What the scheduler half knows of storage."""
 
-    def __init__(self, config: StorageConfig, shared: Shared, loads: LoadPlanner, roots: Roots) -> None:
+    def __init__(
+        self, config: StorageConfig, shared: Shared, loads: LoadPlanner, ranks: RankStates, roots: Roots
+    ) -> None:
         """`roots` are in every key: they stand for whatever the engine's own hashes leave out."""
         self._shared = shared
         self._names = names = BlockNames(roots, shared.grouped.tree)
-        self._backups = BackupPlanner(config, shared, self, names.of)
-        self._prefetches = PrefetchPlanner(config, shared, loads, self, names.of, self._backups.fetched)
+        grouping = Grouping(shared.host, ranks)
+        self._backups = BackupPlanner(config, shared, grouping, self, names.of)
+        self._prefetches = PrefetchPlanner(config, shared, grouping, loads, self, names.of, self._backups.fetched)
         self._counters: dict[int, dict[str, float]] = {}  # by rank
 
     def arrived(self, request: Request) -> bool:
@@ -68,8 +73,10 @@ class StorageCompanion(Companion):
         if self._backups.follows_requests:
             host = self._shared.host
             nodes = self._shared.grouped.tree.match(request.block_hashes)
-            absent = set(host.absent(nodes))
-            self._backups.finished(host.blocks_of(n for i, n in enumerate(nodes) if i not in absent))
+            absent = host.absent(nodes)
+            held = set(range(len(nodes))).difference(absent)
+            end = absent[0] if absent else len(nodes)
+            self._backups.finished(host.blocks_of(nodes[i] for i in sorted(held)), host.blocks_of(nodes[:end][-1:]))
 
     def saved(self, host_ids: Sequence[int]) -> None:
         """New blocks are on the host."""

@@ -3,8 +3,9 @@
     a request arrives --LOOK_UP--> every rank says how much of its prefix it has; the shortest counts
                       --FETCH----> into host blocks that are matchable once they are filled, like any other hit
 
-A request whose prefix is on its way for another one waits for those jobs, too. A job that nobody waits for any more
-is called off, and is done all the same where it had begun.
+Look-ups and fetches are of whole groups (`grouping.py`), but for the end of a prefix: a fetch names all blocks of a
+group and brings those that the host lacks. A request whose prefix is on its way for another one waits for those jobs,
+too. A job that nobody waits for any more is called off, and is done all the same where it had begun.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from ..ledger import EndedJob, JobOwner
 from ..loads.choice import LoadPlanner
 from ..loads.rates import MOST_SKIPPED
 from ..shared import Shared
+from .grouping import Grouping
 from .reading import LOST_SECONDS, Reading
 
 _FETCH_BLOCKS = 64
@@ -39,7 +42,8 @@ class _Prefetch:
     """What storage has of a request that was seen and not admitted."""
 
     request: Request
-    first: int  # blocks that are looked up: from here
+    first: int  # blocks that are looked up: from here, where a group begins
+    lacking: int  # the first that the host lacks
     stop: int  # to here
     deadline: float
     jobs: dict[int, list[int]] = field(default_factory=dict)  # under way, and the blocks of the prefix they fetch
@@ -57,14 +61,15 @@ class PrefetchPlanner:
     """Follows requests from arrival to admission. The caller puts `plan` and `take_cancelled` into every step, and
     hands every ended look-up and fetch to `end`.
 
-    `keys` names blocks in storage by their hashes; `on_fetched` hears of host blocks that are filled; `owner` opens the
-    jobs.
+    `keys` names blocks in storage by their hashes; `on_fetched` hears of host blocks that were filled; `owner` opens
+    the jobs.
     """
 
     def __init__(
         self,
         config: StorageConfig,
         shared: Shared,
+        grouping: Grouping,
         loads: LoadPlanner,
         owner: JobOwner,
         keys: Callable[[Sequence[BlockHash]], bytes],
@@ -74,6 +79,7 @@ class PrefetchPlanner:
         self._shared = shared
         self._tree = shared.grouped.tree
         self._host = shared.host
+        self._grouping = grouping
         self._loads = loads
         self._owner = owner
         self._metrics = shared.metrics
@@ -102,7 +108,7 @@ class PrefetchPlanner:
         if request.request_id in self._prefetches:
             return
         stop = min(num_blocks, len(request.block_hashes))
-        prefetch = _Prefetch(request, 0, stop, self._clock() + self._config.timeout_ms / 1e3)
+        prefetch = _Prefetch(request, 0, 0, stop, self._clock() + self._config.timeout_ms / 1e3)
         self._prefetches[request.request_id] = prefetch
         self._begin(prefetch)
 
@@ -181,8 +187,9 @@ class PrefetchPlanner:
         """What the host does not hold is to be looked up, and what is on its way to it is waited for."""
         path = self._tree.match(prefetch.request.block_hashes[: prefetch.stop])
         absent = self._host.absent(path)
-        prefetch.first = absent[0] if absent else len(path)
-        prefetch.is_planned = prefetch.first >= prefetch.stop or self._reading.hangs(self._clock())
+        prefetch.lacking = absent[0] if absent else len(path)
+        prefetch.first = self._grouping.start(prefetch.lacking)
+        prefetch.is_planned = prefetch.lacking >= prefetch.stop or self._reading.hangs(self._clock())
         self._coalesce(prefetch, 0, path)
 
     def _look_up(self, prefetch: _Prefetch) -> StorageJob:
@@ -192,8 +199,10 @@ class PrefetchPlanner:
         self._follow(job.job_id, prefetch, [])
         return job
 
-    def _open(self, action: StorageAction, keys: bytes, host_ids: Sequence[int]) -> StorageJob:
-        job = StorageJob(self._shared.ledger.next_id(), action, keys, np.array(host_ids, dtype=np.int64))
+    def _open(
+        self, action: StorageAction, keys: bytes, host_ids: Sequence[int], skipped: tuple[int, ...] = ()
+    ) -> StorageJob:
+        job = StorageJob(self._shared.ledger.next_id(), action, keys, np.array(host_ids, dtype=np.int64), skipped)
         self._shared.ledger.open(job, self._owner)
         return job
 
@@ -211,23 +220,35 @@ class PrefetchPlanner:
 
     def _found(self, prefetch: _Prefetch, num_found: int) -> None:
         """Storage has so many of the blocks that were looked up: fetch them, but for those that are on their way."""
-        if self._is_sooner_computed(num_found):
+        num_new = prefetch.first + num_found - prefetch.lacking
+        if num_new <= 0 or self._is_sooner_computed(num_new):
             return
         hashes, now = prefetch.request.block_hashes[: prefetch.first + num_found], self._clock()
         capacity = self._host.pool.capacity
         most = capacity - capacity // _LEFT_SHARE - self._num_fetching
-        room = self._host.allocate_behind(max(0, min(num_found, most)), hashes, now)
+        room = self._host.allocate_behind(max(0, min(num_new, most)), hashes, now)
         nodes = self._tree.insert_path(hashes, now, prefetch.first)
         self._tree.touch(nodes, now)
         self._coalesce(prefetch, prefetch.first, nodes)
         wanted = self._host.absent(nodes)[: len(room)]
         self._host.release(room[len(wanted) :])
-        self._metrics.dropped_fetches_blocks += num_found - len(room)
-        for start in range(0, len(wanted), _FETCH_BLOCKS):
-            part = wanted[start : start + _FETCH_BLOCKS]
-            job = self._fetch([nodes[i] for i in part], room[start : start + len(part)])
+        self._metrics.dropped_fetches_blocks += num_new - len(room)
+        taken = 0
+        for part in self._parts(wanted):
+            job = self._fetch(nodes, part, room[taken : taken + len(part)])
             self._follow(job.job_id, prefetch, [prefetch.first + i for i in part])
+            taken += len(part)
         self._tree.settle(nodes)
+
+    def _parts(self, wanted: Sequence[int]) -> list[list[int]]:
+        """Places of blocks, in order and counted from the beginning of a group, cut into jobs: no group is cut."""
+        parts: list[list[int]] = []
+        for _, group in groupby(wanted, self._grouping.start):
+            places = list(group)
+            if not parts or len(parts[-1]) + len(places) > _FETCH_BLOCKS:
+                parts.append([])
+            parts[-1] += places
+        return parts
 
     def _is_sooner_computed(self, num_blocks: int) -> bool:
         """Whether the model is estimated to be sooner than storage. What is not known yet is fetched."""
@@ -240,10 +261,15 @@ class PrefetchPlanner:
         self._metrics.recomputed_storage_tokens += num_blocks * self._block_size
         return True
 
-    def _fetch(self, nodes: list[int], host_ids: list[int]) -> StorageJob:
-        self._host.attach(host_ids, nodes, Event.FETCH)
-        keys = self._keys([self._tree.hash_of(node) for node in nodes])
-        job = self._open(StorageAction.FETCH, keys, host_ids)
+    def _fetch(self, nodes: list[int], wanted: list[int], host_ids: list[int]) -> StorageJob:
+        """Of the nodes, which begin with a group, those at these places are wanted; none of groups without any."""
+        self._host.attach(host_ids, [nodes[i] for i in wanted], Event.FETCH)
+        size, is_wanted = self._grouping.num_blocks, frozenset(wanted)
+        starts = dict.fromkeys(map(self._grouping.start, wanted))
+        places = [i for start in starts for i in range(start, min(start + size, len(nodes)))]
+        skipped = tuple(key for key, i in enumerate(places) if i not in is_wanted)
+        keys = self._keys([self._tree.hash_of(nodes[i]) for i in places])
+        job = self._open(StorageAction.FETCH, keys, host_ids, skipped)
         self._num_fetching += job.num_blocks
         self._job_of |= dict.fromkeys(host_ids, job.job_id)
         self._fetches.append(job)
@@ -261,8 +287,8 @@ class PrefetchPlanner:
             return
         self._host.discard([host_ids[place] for place in sorted(ended.missing)])
         host_ids = [block_id for place, block_id in enumerate(host_ids) if place not in ended.missing]
-        self._on_fetched(host_ids)
         filled = self._host.fill(host_ids)
+        self._on_fetched(host_ids)
         self._metrics.fetched_blocks += len(filled)
         if filled:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
-from ..base import ThreadedStorage, address, ended
+from ..base import MakeExecutor, ThreadedStorage, address, ended
 from ..filesystem.packs import PAGE, PackError, PackHeader, pack_bytes
 from .client import Answer, Fragment, StoreClient, Transfer
 from .groups import GROUP_BYTES, Group, Groups
@@ -62,6 +62,7 @@ class ObjectStorage(ThreadedStorage):
         pool: memoryview | None = None,
         clock: Callable[[], float] = time.monotonic,
         group_bytes: int = GROUP_BYTES,
+        executor: MakeExecutor = ThreadPoolExecutor,
         num_parallel: int = 1,
     ) -> None:
         """`name` is what logs and threads are called by. `pool`: the memory whose blocks are read and written; over
@@ -72,12 +73,12 @@ class ObjectStorage(ThreadedStorage):
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
         num_readers, num_writers = max(NUM_READERS, num_parallel), max(NUM_WRITERS, num_parallel)
-        super().__init__(name, num_readers, num_parallel, num_look_ups=num_parallel)
+        super().__init__(name, num_readers, num_parallel, executor, num_look_ups=num_parallel)
         self._identity = identity
         self._block_bytes = block_bytes
         self._groups = Groups(identity, block_bytes, group_bytes)
         self.group_blocks = self._groups.blocks_per_group
-        self._write_io = ThreadPoolExecutor(num_writers, f"kv-{name}-write-io")
+        self._write_io = executor(num_writers, f"kv-{name}-write-io")
         self._scratch: SimpleQueue[memoryview] = SimpleQueue()
         size = _HEADERS_BYTES + (block_bytes if self.group_blocks > 1 else 0)
         memory = memoryview(mmap.mmap(-1, (num_readers + num_writers) * size))
@@ -106,10 +107,10 @@ class ObjectStorage(ThreadedStorage):
         return [place in good for place in range(len(keys))]
 
     def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
-        """See `ThreadedStorage.store`."""
+        """See `ThreadedStorage.store`. What comes behind a group that is missing is most likely missing as well, and
+        is written without asking: a question may take as long as an answer."""
         unique = list({place.group.name: place for place in self._places(keys, buffers)}.values())
-        there = self._client.exist([place.group.name for place in unique])
-        new = [place for place, is_there in zip(unique, there, strict=True) if not is_there]
+        new = unique[self._count_leading([place.group.name for place in unique], at_first=1) :]
         tasks = [self._write_io.submit(self._write_groups, batch) for batch in self._batches(new)]
         wait(tasks)
         written = {group.name: len(group.keys) for task in tasks for group in task.result()}
@@ -146,9 +147,9 @@ class ObjectStorage(ThreadedStorage):
         self.count(refused_calls=1, **lost)
         return ended(otherwise)
 
-    def _count_leading(self, names: Sequence[str]) -> int:
+    def _count_leading(self, names: Sequence[str], at_first: int = _NAMES_PER_LOOK_UP) -> int:
         """How many leading objects there are; ever more are asked for at a time, since most look-ups find few."""
-        start, count = 0, _NAMES_PER_LOOK_UP
+        start, count = 0, at_first
         while start < len(names):
             there = self._client.exist(names[start : start + count])
             if not all(there):

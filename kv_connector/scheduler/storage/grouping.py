@@ -1,0 +1,55 @@
+"""Which blocks storage keeps as one: so many consecutive blocks of a prefix, and always the same ones.
+
+    prefix    0  1  2  3 | 4  5  6  7 | 8  9        groups of four
+
+The first block of a group is at a multiple of the group size, so it follows from a block's place in its prefix which
+group it is in. A block *ends* the group of itself and all in front of it in its group: at the last place of a group
+that is a whole one, and elsewhere a shorter one, which is stored where a request has ended. With groups of one block
+every block ends its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...index import CacheTier
+from ..ranks import RankStates
+
+
+class Grouping:
+    """The group size, which ranks report, and the groups of host blocks."""
+
+    def __init__(self, host: CacheTier, ranks: RankStates) -> None:
+        self._host = host
+        self._tree = host.tree
+        self._ranks = ranks
+
+    @property
+    def num_blocks(self) -> int:
+        """In a whole group: a power of two. It is known once there are host blocks."""
+        return self._ranks.group_blocks
+
+    def start(self, place: int) -> int:
+        """Where the group begins that has the block at this place of a prefix."""
+        return place - place % self.num_blocks
+
+    def ending_whole(self, block_ids: Sequence[int]) -> list[int]:
+        """Those of these host blocks that end whole groups."""
+        size, depth = self.num_blocks, self._tree.depth
+        if size == 1:
+            return list(block_ids)
+        nodes = self._host.nodes_of(block_ids)
+        return [block_id for block_id, node in zip(block_ids, nodes, strict=True) if (depth[node] + 1) % size == 0]
+
+    def ending_in(self, block_id: int) -> list[int]:
+        """The host blocks of the group that this one ends, in order; none where one of them is not
+        there, or this one has lost its copy."""
+        size = self.num_blocks
+        if size == 1:
+            return [block_id]
+        (node,) = nodes = self._host.nodes_of((block_id,))
+        for _ in range(self._tree.depth[node] % size):
+            node = self._tree.parent[node]
+            nodes.append(node)
+        host_ids = self._host.blocks_of(reversed(nodes))
+        return [] if self._host.absent(nodes) or host_ids[-1] != block_id else host_ids
