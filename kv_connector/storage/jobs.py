@@ -26,7 +26,7 @@ class EndedStorageJob:
     missing: tuple[int, ...] = ()
 
 
-_UNWANTED = memoryview(b"")
+_UNWANTED = memoryview(bytearray())
 
 
 class StorageJobs:
