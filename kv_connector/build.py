@@ -85,11 +85,9 @@ def _open_storage(
         client = MooncakeClient(MooncakeOptions.of(config, identity.world_size))
         return ObjectStorage("mooncake", client, digest, block_bytes, pool)
     if config.s3 is not None:
-        from .storage.objects.backend import ObjectStorage
-        from .storage.s3.client import GROUP_BYTES, S3Client
+        from .storage.s3.backend import open_s3
 
-        s3, parallel = S3Client(config.s3), max(1, config.s3.concurrency // 2)
-        return ObjectStorage("s3", s3, digest, block_bytes, group_bytes=GROUP_BYTES, num_parallel=parallel)
+        return open_s3(config.s3, digest, block_bytes)
     if config.is_external:
         from .storage.checked import CheckedStorage, object_bytes
         from .storage.external import StorageContext, open_external

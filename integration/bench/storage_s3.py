@@ -25,8 +25,8 @@ import numpy as np
 from integration.report import Report, hardware
 from integration.s3_server import S3Server, running_s3, s3_settings, why_not
 from kv_connector.config import S3Config, StorageConfig
-from kv_connector.storage.objects.backend import ObjectStorage
-from kv_connector.storage.s3.client import GROUP_BYTES, S3Client
+from kv_connector.storage.s3.backend import GROUP_BYTES, open_s3
+from kv_connector.storage.s3.client import S3Client
 
 TOTAL = 128 << 20
 OBJECT = GROUP_BYTES
@@ -60,14 +60,7 @@ class Ours:
         self.source = _cut(source, block_bytes)
         self.target = _cut(target, block_bytes)
         self._whole_source, self._whole_target = source, target
-        self.storage = ObjectStorage(
-            "s3",
-            S3Client(config),
-            IDENTITY,
-            block_bytes,
-            group_bytes=GROUP_BYTES,
-            num_parallel=config.concurrency // 2,
-        )
+        self.storage = open_s3(config, IDENTITY, block_bytes)
         assert self.storage.connected.wait(30), "the server was not reached"
         while self.storage.stats()["breaker_is_open"]:
             time.sleep(0.01)

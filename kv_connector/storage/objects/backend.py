@@ -27,7 +27,7 @@ from .guarded import GuardedClient
 
 NUM_READERS = 4
 NUM_WRITERS = 2
-_BATCH_BYTES = 32 << 20
+BATCH_BYTES = 32 << 20
 _BATCH_GROUPS = 64
 _BATCH_BLOCKS = 1024  # each may be a fragment of its own: a store queues so many
 _NAMES_PER_LOOK_UP = 16
@@ -62,13 +62,14 @@ class ObjectStorage(ThreadedStorage):
         pool: memoryview | None = None,
         clock: Callable[[], float] = time.monotonic,
         group_bytes: int = GROUP_BYTES,
+        batch_bytes: int = BATCH_BYTES,
         executor: MakeExecutor = ThreadPoolExecutor,
         num_parallel: int = 1,
     ) -> None:
         """`name` is what logs and threads are called by. `pool`: the memory whose blocks are read and written; over
         RDMA no other can be. `identity`, 32 bytes, names everything that must be equal for bytes to be shared.
-        `group_bytes`: see `Groups`. `num_parallel` calls of each kind run side by side, where the store answers after
-        a while. Raises ValueError for a size that cannot be.
+        `group_bytes`: see `Groups`. One call of the client moves groups of about `batch_bytes`. `num_parallel` calls of
+        each kind run side by side, where the store answers after a while. Raises ValueError for a size that cannot be.
         """
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
@@ -76,6 +77,7 @@ class ObjectStorage(ThreadedStorage):
         super().__init__(name, num_readers, num_parallel, executor, num_look_ups=num_parallel)
         self._identity = identity
         self._block_bytes = block_bytes
+        self._batch_bytes = batch_bytes
         self._groups = Groups(identity, block_bytes, group_bytes)
         self.group_blocks = self._groups.blocks_per_group
         self._write_io = executor(num_writers, f"kv-{name}-write-io")
@@ -252,7 +254,7 @@ class ObjectStorage(ThreadedStorage):
         num_blocks = 0
         for place in places:
             is_full = len(batch) == _BATCH_GROUPS or num_blocks + len(place.buffers) > _BATCH_BLOCKS
-            if batch and (is_full or place.group.name in batch or num_blocks * self._block_bytes >= _BATCH_BYTES):
+            if batch and (is_full or place.group.name in batch or num_blocks * self._block_bytes >= self._batch_bytes):
                 yield list(batch.values())
                 batch, num_blocks = {}, 0
             batch[place.group.name] = place

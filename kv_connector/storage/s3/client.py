@@ -32,8 +32,6 @@ from ...errors import ConfigError
 from ..objects.client import Answer, StoreUnreachable, Transfer
 from .credentials import Credentials
 
-GROUP_BYTES = 4 << 20
-"""Of a group of blocks: S3 takes tens of milliseconds, and money, for each request, however few bytes it moves."""
 _DEFAULT_REGION = "us-east-1"
 _PROBE = "kvc1.probe"
 _ABSENT = "kvc1.absent"

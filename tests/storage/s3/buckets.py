@@ -13,10 +13,8 @@ import pytest
 from integration.s3_server import S3Server, running_s3, s3_settings, why_not
 from kv_connector.config import S3Config, StorageConfig
 from kv_connector.storage.objects.backend import ObjectStorage
-from kv_connector.storage.s3.client import S3Client
+from kv_connector.storage.s3 import backend
 from tests.storage.objects.stores import connected, identity_of
-
-MOST_PARALLEL = 16
 
 
 def s3_config(endpoint: str, **more: Any) -> S3Config:
@@ -28,8 +26,7 @@ def s3_config(endpoint: str, **more: Any) -> S3Config:
 
 def open_s3(endpoint: str, identity: bytes, block_bytes: int = 16384, **more: Any) -> ObjectStorage:
     """Storage that may not have reached its bucket yet; each block is a group."""
-    client = S3Client(s3_config(endpoint, **more))
-    return ObjectStorage("s3", client, identity, block_bytes, group_bytes=block_bytes, num_parallel=MOST_PARALLEL)
+    return backend.open_s3(s3_config(endpoint, **more), identity, block_bytes, group_bytes=block_bytes)
 
 
 def make_s3(folder: Path, block_bytes: int = 16384) -> ObjectStorage:

@@ -112,16 +112,22 @@ def test_a_server_that_says_slow_down_is_left_alone(
     is_found_again(storage)
 
 
-def test_an_endpoint_that_hangs_costs_one_time_out_whatever_is_queued(proxy: FaultProxy, identity: bytes) -> None:
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_an_endpoint_that_hangs_costs_one_time_out_whatever_is_queued(
+    proxy: FaultProxy, identity: bytes, method: str
+) -> None:
     storage = connected(open_s3(proxy.endpoint, identity, LARGE, timeout_ms=1000, concurrency=4))
     keys = [key(i) for i in range(24)]
     until(lambda: all(put(storage, keys, LARGE)))
     proxy.requests.clear()
-    proxy.fault = of_groups("GET", "hang")
-    assert not any(get(storage, keys, LARGE))
-    assert storage.stats()["failed_reads_blocks"] == 24
+    proxy.fault = of_groups(method, "hang")
+    if method == "HEAD":
+        assert exists(storage, keys) == 0
+    else:
+        assert not any(get(storage, keys, LARGE))
+        assert storage.stats()["failed_reads_blocks"] == 24
     assert storage.stats()["breaker_is_open"]
-    assert len([name for method, name in proxy.requests if method == "GET" and "group" in name]) == 4
+    assert len([name for asked, name in proxy.requests if asked == method and "group" in name]) == 4
     proxy.fault = lambda method, name: None
     proxy.go_on()
     is_found_again(storage, keys)
