@@ -60,6 +60,11 @@ _MARKS = {
     "incorrectly configured region": _FIXES["PermanentRedirect"],
 }
 """What obstore's texts have in them where a request cannot be made, or is sent elsewhere."""
+_CAUSES = {
+    "TimedOut": "it takes longer than storage.s3.timeout_ms, or connect_timeout_ms",
+    "kind: Connect": "no connection",
+}
+"""The same where there was no answer."""
 _REFUSED = (401, 403)
 
 T = TypeVar("T")
@@ -206,8 +211,9 @@ class S3Client:
         fix = next((fix for mark, fix in _MARKS.items() if mark in str(error)), "")
         if not fix:
             self._num_unanswered += 1
-        why = _first_line(error).rpartition(" - ")[2]
-        return _Fault(f"{where} does not answer: {fix or why}", is_of_store=True)
+        cause = next((cause for mark, cause in _CAUSES.items() if mark in str(error)), "")
+        why = fix or cause or _first_line(error).rpartition(" - ")[2]
+        return _Fault(f"{where} does not answer: {why}", is_of_store=True)
 
     def _head(self, name: str) -> Answer:
         self._obstore.head(self._store, name)

@@ -114,11 +114,13 @@ def test_a_server_that_says_slow_down_is_left_alone(
 
 @pytest.mark.parametrize("method", ["HEAD", "GET"])
 def test_an_endpoint_that_hangs_costs_one_time_out_whatever_is_queued(
-    proxy: FaultProxy, identity: bytes, method: str
+    proxy: FaultProxy, identity: bytes, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     storage = connected(open_s3(proxy.endpoint, identity, LARGE, timeout_ms=1000, concurrency=4))
     keys = [key(i) for i in range(24)]
     until(lambda: all(put(storage, keys, LARGE)))
+    storage.note_success()
+    caplog.clear()
     proxy.requests.clear()
     proxy.fault = of_groups(method, "hang")
     if method == "HEAD":
@@ -128,6 +130,8 @@ def test_an_endpoint_that_hangs_costs_one_time_out_whatever_is_queued(
         assert storage.stats()["failed_reads_blocks"] == 24
     assert storage.stats()["breaker_is_open"]
     assert len([name for asked, name in proxy.requests if asked == method and "group" in name]) == 4
+    (line,) = told(caplog)
+    assert "does not answer: it takes longer than storage.s3.timeout_ms" in line
     proxy.fault = lambda method, name: None
     proxy.go_on()
     is_found_again(storage, keys)
@@ -231,6 +235,25 @@ def test_a_bucket_that_is_not_there_is_told_at_the_start_and_may_come_later(
     storage.close()
 
 
+def test_without_credentials_the_start_says_what_to_do_and_they_may_come_later(
+    server: S3Server, identity: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+            patch.delenv(name, raising=False)
+        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+            patch.setenv(name, str(tmp_path / "none"))
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        storage = open_s3(server.endpoint, identity, LARGE)
+        until(lambda: bool(told(caplog)))
+        assert not any(put(storage, KEYS, LARGE))
+        (line,) = told(caplog)
+        assert "no AWS credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in line
+    connected(storage)
+    assert all(put(storage, KEYS, LARGE))
+    storage.close()
+
+
 def test_a_killed_server_costs_misses_and_is_found_again(identity: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with running_s3() as server:
         storage = connected(open_s3(server.endpoint, identity, LARGE))
@@ -240,7 +263,7 @@ def test_a_killed_server_costs_misses_and_is_found_again(identity: bytes, caplog
         assert storage.stats()["breaker_is_open"]
         assert storage.exists(KEYS).done(), "nobody waits for a store that is left alone"
         assert not any(put(storage, KEYS, LARGE))
-        assert len(told(caplog)) == 1 and "does not answer" in told(caplog)[0]
+        assert len(told(caplog)) == 1 and "does not answer: no connection" in told(caplog)[0]
         server.start()
         until(lambda: not storage.stats()["breaker_is_open"])
         assert exists(storage, KEYS) == 0, "what it held is lost"
