@@ -13,7 +13,7 @@ from integration.mooncake_master import MemoryOwner, MooncakeMaster, store_confi
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import connected, until
-from tests.storage.storages import IDENTITY, SECONDS, buffers, exists, get, key, put
+from tests.storage.storages import IDENTITY, SECONDS, buffers, content, exists, get, key, put
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,13 @@ def test_what_one_process_writes_another_one_reads(master: MooncakeMaster, block
     assert other_engine(master, "put", block_bytes) == f"0 {NUM_BLOCKS}"
     storage = connected(open_storage(master, block_bytes))
     assert exists(storage, [*keys, key("other")]) == NUM_BLOCKS
-    assert get(storage, [*keys[3:], key("other")], block_bytes) == [True] * (NUM_BLOCKS - 3) + [False]
+    skipped = storage.group_blocks
+    assert exists(storage, keys[skipped:]) == NUM_BLOCKS - skipped, "it may begin at any group"
+    memory = buffers(NUM_BLOCKS, block_bytes)
+    asked = [memoryview(bytearray()), *memory[1:]]
+    assert storage.read(keys, asked).result(SECONDS) == [False] + [True] * (NUM_BLOCKS - 1)
+    assert [bytes(block) for block in memory] == [bytes(block_bytes), *(content(k, block_bytes) for k in keys[1:])]
+    assert get(storage, [key("other")], block_bytes) == [False]
     assert put(storage, keys, block_bytes) == [True] * NUM_BLOCKS
     assert storage.stats()["skipped_writes_blocks"] == NUM_BLOCKS
     more = [key(f"more {i}") for i in range(NUM_BLOCKS)]

@@ -23,3 +23,11 @@ def test_as_many_blocks_are_remembered_as_the_host_has(num_host_blocks: int, num
     tree.settle(tree.insert_path(chat, 1.0))
     tree.settle(tree.insert_path(others, 2.0))
     assert len(tree.match(chat)) == 3
+
+
+def test_the_largest_group_of_any_rank_is_that_of_all() -> None:
+    ranks = RankStates(2, CacheTier(PrefixTree(), Tier.HOST, 0))
+    assert ranks.group_blocks == 1
+    for rank, group_blocks in ((0, 2), (1, 8), (0, 2)):
+        ranks.take_in(StepReport(1, rank, group_blocks=group_blocks))
+    assert ranks.group_blocks == 8

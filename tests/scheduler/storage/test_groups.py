@@ -98,6 +98,15 @@ def test_what_storage_has_and_the_host_has_too_is_not_fetched(found: int) -> Non
     assert fetch(half, Asked("a", PROMPT), found=found) == ()
 
 
+def test_a_host_that_has_some_of_a_group_makes_room_for_the_rest_and_no_more() -> None:
+    half, _, _ = make_grouped(num_host_blocks=11)
+    compute(half, Asked("before", PROMPT[:25]))
+    drain(half)
+    fetch(half, Asked("a", PROMPT), found=6)
+    stats = half.get_kv_connector_stats()
+    assert (stats["host_cached_blocks"], stats["dropped_fetches_blocks"]) == (10, 0)
+
+
 def test_a_block_that_the_host_has_lost_since_the_look_up_is_fetched_too() -> None:
     half, _, _ = make_grouped()
     compute(half, Asked("before", PROMPT[:25]))
@@ -155,17 +164,6 @@ def test_missing_blocks_are_counted_among_those_that_were_wanted() -> None:
     report(half, [job], missing=(2, 3))
     assert matched(half, request) == 32, "the second group is missing"
     half.check()
-
-
-def test_ranks_with_groups_of_two_sizes_are_asked_for_the_larger() -> None:
-    half, _, _ = make_half(world_size=2)
-    for rank, size in enumerate((2, 4)):
-        half.update_connector_output([StepReport(0, rank, num_host_blocks=100, group_blocks=size)])
-    job = arrive(half, Asked("a", PROMPT))
-    for rank in range(2):
-        report(half, [job], found=(10, 9)[rank], rank=rank)
-    (job,) = step(half)
-    assert [len(group) for group in groups_of(job)] == [4, 4, 1]
 
 
 def test_whole_groups_are_written_as_they_come_and_the_rest_when_the_request_ends() -> None:
@@ -310,3 +308,23 @@ def test_a_reset_lets_go_of_groups_that_wait() -> None:
     assert step(half) == ()
     assert half.host.num_available == 100
     half.check()
+
+
+@pytest.mark.parametrize("backup", ["on_save", "at_finish"])
+def test_a_group_with_a_hole_waits_for_who_fills_it(backup: str) -> None:
+    half, _, _ = make_grouped(backup=backup, prefetch="best_effort")
+    request = Asked("a", PROMPT[:17])
+    half.on_new_request(request)
+    report(half, step(half), found=0)
+    admit(half, request)
+    (early,) = run(half, Asked("a", PROMPT[:9])).saves
+    (late,) = run(half, request, computed=8).saves
+    report(half, failed=[early])  # type: ignore[list-item]
+    report(half, [late])  # type: ignore[list-item]
+    half.request_finished(request)
+    assert step(half) == ()
+    half.check()
+    compute(half, Asked("b", PROMPT[:17]))
+    (job,) = step(half)
+    assert groups_of(job) == [names(PROMPT[:17])]
+    assert check_places(half, job, PROMPT) == [0, 1, 2, 3]

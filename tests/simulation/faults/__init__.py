@@ -4,6 +4,7 @@ Most of them were in the code once, or a test suite did not notice them. A fault
 whatever notices it.
 """
 
+from .groups import GROUPS
 from .identity import IDENTITY
 from .loads import LOADS
 from .mutant import Mutant
@@ -15,4 +16,15 @@ from .transfer import TRANSFER
 from .vllm import VLLM
 from .worker import WORKER
 
-MUTANTS: tuple[Mutant, ...] = (*SCHEDULER, *LOADS, *SAVES, *WORKER, *PEERS, *STORAGE, *IDENTITY, *TRANSFER, *VLLM)
+MUTANTS: tuple[Mutant, ...] = (
+    *SCHEDULER,
+    *LOADS,
+    *SAVES,
+    *WORKER,
+    *PEERS,
+    *STORAGE,
+    *GROUPS,
+    *IDENTITY,
+    *TRANSFER,
+    *VLLM,
+)

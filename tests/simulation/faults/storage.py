@@ -65,7 +65,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "backups-take-all",
         "what waits to be written may take the whole host",
-        (Patch(_BACKUPS, "share = max(1, self._host.pool.capacity // _HOST_SHARE)", "share = self._most_blocks"),),
+        (Patch(_BACKUPS, "share = self._host.pool.capacity // _HOST_SHARE", "share = self._most_blocks"),),
         tested(
             "tests/scheduler/storage/test_backups.py::test_storage_that_is_slower_than_the_model_keeps_a_share_of_the_host"
         ),
@@ -282,7 +282,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "fetched-in-part",
         "a block that is missing in a fetch is not told of",
-        (Patch("kv_connector/storage/jobs.py", "enumerate(future.result()) if not is_moved", "enumerate(()) if True"),),
+        (Patch("kv_connector/storage/jobs.py", "enumerate(moved) if not is_moved", "enumerate(()) if True"),),
         tested("tests/storage/test_jobs.py"),
     ),
     Mutant(
@@ -316,13 +316,8 @@ STORAGE: tuple[Mutant, ...] = (
         (
             Patch(
                 _BACKUPS,
-                "live = [b for b in host_ids if self._host.state(b) is BlockState.RESIDENT]",
-                "live = list(host_ids)",
-            ),
-            Patch(
-                _BACKUPS,
-                "gone = [b for b in host_ids if self._host.state(b) is not BlockState.RESIDENT]",
-                "gone: list[int] = []",
+                "if self._host.first_not_resident(group) is None:\n                live += group",
+                "if True:\n                live += group",
             ),
         ),
         tested(

@@ -45,7 +45,8 @@ class ImitatedStore:
 
     def get(self, transfers: Sequence[Transfer]) -> list[Answer]:
         self._enter("get", len(transfers))
-        return [self._get(transfer) for transfer in transfers]
+        last = {transfer.name: transfer for transfer in transfers}  # of one name twice Mooncake fills one
+        return [self._get(transfer) if last[transfer.name] is transfer else Answer.OK for transfer in transfers]
 
     def put(self, transfers: Sequence[Transfer]) -> list[Answer]:
         self._enter("put", len(transfers))
