@@ -61,7 +61,7 @@ _MARKS = {
 }
 """What obstore's texts have in them where a request cannot be made, or is sent elsewhere."""
 _CAUSES = {
-    "TimedOut": "it takes longer than storage.s3.timeout_ms, or connect_timeout_ms: raise them, or lower the concurrency",
+    "TimedOut": "it takes longer than storage.s3.timeout_ms or connect_timeout_ms: raise them, or lower concurrency",
     "kind: Connect": "no connection",
 }
 """The same where there was no answer."""
