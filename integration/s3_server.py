@@ -92,9 +92,10 @@ def running_s3() -> Iterator[S3Server]:
 
 
 def s3_settings(endpoint: str, **more: Any) -> dict[str, Any]:
-    """What `storage` of an engine is given to use it."""
+    """What `storage` of an engine is given to use it. A busy machine that stands still for seconds is no fault."""
     settings = {"bucket": BUCKET, "endpoint": endpoint, "allow_http": True, "region": "us-east-1"}
-    return {"kind": "s3", "s3": settings | more}
+    patience = {"timeout_ms": 60_000, "connect_timeout_ms": 60_000}
+    return {"kind": "s3", "s3": settings | patience | more}
 
 
 def _free_port() -> int:

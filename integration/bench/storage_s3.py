@@ -198,7 +198,7 @@ def longest_wait(ours: Ours) -> float:
 
 
 def _config(server: S3Server) -> S3Config:
-    config = StorageConfig(**s3_settings(server.endpoint, timeout_ms=60_000)).s3
+    config = StorageConfig(**s3_settings(server.endpoint)).s3
     assert config is not None
     return config
 

@@ -88,7 +88,7 @@ def test_an_engine_answers_from_mooncake_what_only_another_one_has_seen(tmp_path
 def test_an_engine_answers_from_a_bucket_what_only_another_one_has_seen(tmp_path: Path) -> None:
     asked = prompts(4)
     with s3_server.running_s3() as server:
-        storage = s3_server.s3_settings(server.endpoint, timeout_ms=60_000) | {"prefetch": "wait_complete"}
+        storage = s3_server.s3_settings(server.endpoint) | {"prefetch": "wait_complete"}
         config = transfer_config({"write_policy": "write_through", "storage": storage})
         from_device = answers_of_two(tmp_path, config, asked)
         server.kill()
