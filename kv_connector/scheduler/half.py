@@ -406,6 +406,8 @@ def _companions(
     for name, part in (("storage", config.storage), ("peer", config.peer)):
         if part is not None and len(shared.grouped.groups) > 1:
             raise ConfigError(f"{name} with {len(shared.grouped.groups)} block groups is not supported: leave it out")
+    if config.storage is not None and shared.grouped.groups[0].window_blocks is not None:
+        raise ConfigError("storage with a sliding window is not supported: leave it out")  # it goes by whole prefixes
     companions: list[Companion] = []
     if config.peer is not None:
         companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size))

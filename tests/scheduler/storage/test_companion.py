@@ -380,6 +380,8 @@ def test_windows_are_refused() -> None:
     config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "x", "capacity": "8MiB"}})
     with pytest.raises(ConfigError, match="storage with 2 block groups is not supported"):
         SchedulerHalf(config, 4, groups=(BlockGroup(), BlockGroup(window_blocks=3)))
+    with pytest.raises(ConfigError, match="storage with a sliding window is not supported"):
+        SchedulerHalf(config, 4, groups=(BlockGroup(window_blocks=3),))
 
 
 @pytest.mark.parametrize(
