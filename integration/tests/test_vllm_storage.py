@@ -33,12 +33,14 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def answers_of_two(folder: Path, config: dict[str, Any], asked: list[list[int]]) -> list[list[int]]:
     """An engine computes prompts, and the next one answers them from storage alone, the same as from the device."""
     with running(folder, num_blocks=200, kv_transfer_config=config) as engine:
+        engine.wait_for_storage()
         engine.alone(asked)
         from_device = engine.alone(asked)
         engine.check_all_free()
         stats = engine.stats()
     assert (stats["backed_up_blocks"], stats["fetched_blocks"]) == (NUM_BLOCKS, 0)
     with running(folder, num_blocks=200, kv_transfer_config=config) as engine:
+        engine.wait_for_storage()
         assert engine.alone(asked) == from_device
         engine.check_all_free()
         assert cached_tokens_by_source() in ({}, {"disk": NUM_BLOCKS * BLOCK_SIZE})
