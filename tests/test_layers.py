@@ -25,6 +25,8 @@ THIRD_PARTY = {
     "prometheus_client",
     "mooncake",
     "isal",
+    "obstore",
+    "botocore",
     "huggingface_hub",
     "matplotlib",
 }

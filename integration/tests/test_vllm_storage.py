@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration import s3_server
 from integration.mooncake_master import running_store, why_not
 from integration.tests.vllm_engines import BLOCK_SIZE, cached_tokens_by_source, prompts, running, transfer_config
 from kv_connector.errors import ConfigError
@@ -32,12 +33,14 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def answers_of_two(folder: Path, config: dict[str, Any], asked: list[list[int]]) -> list[list[int]]:
     """An engine computes prompts, and the next one answers them from storage alone, the same as from the device."""
     with running(folder, num_blocks=200, kv_transfer_config=config) as engine:
+        engine.wait_for_storage()
         engine.alone(asked)
         from_device = engine.alone(asked)
         engine.check_all_free()
         stats = engine.stats()
     assert (stats["backed_up_blocks"], stats["fetched_blocks"]) == (NUM_BLOCKS, 0)
     with running(folder, num_blocks=200, kv_transfer_config=config) as engine:
+        engine.wait_for_storage()
         assert engine.alone(asked) == from_device
         engine.check_all_free()
         assert cached_tokens_by_source() in ({}, {"disk": NUM_BLOCKS * BLOCK_SIZE})
@@ -79,6 +82,20 @@ def test_an_engine_answers_from_mooncake_what_only_another_one_has_seen(tmp_path
         master.kill()
         with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
             assert engine.alone(asked) == from_device, "a dead store is a miss"
+            engine.check_all_free()
+            assert engine.stats()["fetched_blocks"] == 0
+
+
+@pytest.mark.skipif(s3_server.why_not() is not None, reason=s3_server.why_not() or "")
+def test_an_engine_answers_from_a_bucket_what_only_another_one_has_seen(tmp_path: Path) -> None:
+    asked = prompts(4)
+    with s3_server.running_s3() as server:
+        storage = s3_server.s3_settings(server.endpoint) | {"prefetch": "wait_complete"}
+        config = transfer_config({"write_policy": "write_through", "storage": storage})
+        from_device = answers_of_two(tmp_path, config, asked)
+        server.kill()
+        with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
+            assert engine.alone(asked) == from_device, "a dead server is a miss"
             engine.check_all_free()
             assert engine.stats()["fetched_blocks"] == 0
 

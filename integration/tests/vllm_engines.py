@@ -14,7 +14,9 @@ import torch
 
 from integration.models import tiny
 from kv_connector.errors import TransferError
+from kv_connector.storage.objects.backend import ObjectStorage
 from kv_connector.types import Direction
+from tests.storage.objects.stores import connected
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -117,6 +119,10 @@ class VllmEngine:
         """Layers that our worker half copies."""
         names: list[str] = self.llm.collective_rpc(_layer_names)[0]
         return names
+
+    def wait_for_storage(self) -> None:
+        """Return when every rank has reached it: until then all is a miss."""
+        assert all(self.llm.collective_rpc(_has_reached_storage))
 
     def break_loads(self, broken: bool) -> None:
         """Let every load fail from now on, or none."""
@@ -287,6 +293,11 @@ class _BreakablePath:
 
     def close(self) -> None:
         self.inner.close()
+
+
+def _has_reached_storage(worker: Any) -> bool:
+    storage = _half()._storage._storage
+    return not isinstance(storage, ObjectStorage) or connected(storage) is storage
 
 
 def _break_loads(worker: Any, broken: bool) -> None:

@@ -88,11 +88,17 @@ class ThreadedStorage(ABC):
 
     Look-ups wait for no reads, and reads for no writes: each kind has threads of its own that plan its batches, and
     they share `num_threads` for the input and output itself. With `num_batches` above one, so many reads and as many
-    writes run side by side, so that the disk has work while the last blocks of a batch are awaited.
+    writes run side by side, so that the disk has work while the last blocks of a batch are awaited; and `num_look_ups`
+    where a look-up waits for a network.
     """
 
     def __init__(
-        self, name: str, num_threads: int, num_batches: int = 1, executor: MakeExecutor = ThreadPoolExecutor
+        self,
+        name: str,
+        num_threads: int,
+        num_batches: int = 1,
+        executor: MakeExecutor = ThreadPoolExecutor,
+        num_look_ups: int = 1,
     ) -> None:
         self.group_blocks = 1
         """See `GroupedStorage`."""
@@ -100,7 +106,7 @@ class ThreadedStorage(ABC):
         self.lock = threading.Lock()
         """Guards the counters and whatever the subclass shares between threads."""
         self.io = executor(num_threads, f"kv-{name}-io")
-        self._looking = executor(1, f"kv-{name}-look")
+        self._looking = executor(num_look_ups, f"kv-{name}-look")
         self._reading = executor(num_batches, f"kv-{name}-read")
         self._writing = executor(num_batches, f"kv-{name}-write")
         self._name = name

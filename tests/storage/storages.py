@@ -20,6 +20,7 @@ from kv_connector.testing.storage_contract import content_of as content
 from kv_connector.testing.storage_contract import key_of as key
 from kv_connector.testing.storage_contract import make_buffers as buffers
 from tests.storage.objects.stores import make_imitated, make_mooncake
+from tests.storage.s3.buckets import make_s3
 
 __all__ = ["BLOCK", "SECONDS", "buffers", "content", "exists", "get", "key", "put"]
 R = TypeVar("R")
@@ -178,4 +179,5 @@ BACKENDS: dict[str, Callable[[Path], Storage]] = {
     "faulty": make_faulty,
     "imitated mooncake": make_imitated,
     "mooncake": make_mooncake,
+    "s3": make_s3,
 }

@@ -114,6 +114,10 @@ class MooncakeClient:
         """See `StoreClient.put`."""
         return self._move(self._open_store().batch_put_from_multi_buffers, transfers)
 
+    def last_fault(self) -> str:
+        """See `StoreClient.last_fault`."""
+        return "an owner of its memory does not answer"
+
     def remove(self, names: Sequence[str]) -> list[bool]:
         """See `StoreClient.remove`."""
         codes = self._open_store().batch_remove(list(names), True)

@@ -27,7 +27,7 @@ from .guarded import GuardedClient
 
 NUM_READERS = 4
 NUM_WRITERS = 2
-_BATCH_BYTES = 8 << 20  # checksums of one are computed while others travel
+BATCH_BYTES = 8 << 20  # checksums of one are computed while others travel
 _BATCH_GROUPS = 64
 _BATCH_BLOCKS = 1024  # each may be a fragment of its own: a store queues so many
 _NAMES_PER_LOOK_UP = 16
@@ -62,23 +62,28 @@ class ObjectStorage(ThreadedStorage):
         pool: memoryview | None = None,
         clock: Callable[[], float] = time.monotonic,
         group_bytes: int = GROUP_BYTES,
+        batch_bytes: int = BATCH_BYTES,
         executor: MakeExecutor = ThreadPoolExecutor,
+        num_parallel: int = 1,
     ) -> None:
         """`name` is what logs and threads are called by. `pool`: the memory whose blocks are read and written; over
         RDMA no other can be. `identity`, 32 bytes, names everything that must be equal for bytes to be shared.
-        `group_bytes`: see `Groups`. Raises ValueError for a size that cannot be.
+        `group_bytes`: see `Groups`. One call of the client moves groups of about `batch_bytes`. `num_parallel` calls of
+        each kind run side by side, where the store answers after a while. Raises ValueError for a size that cannot be.
         """
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
-        super().__init__(name, NUM_READERS, executor=executor)
+        num_readers, num_writers = max(NUM_READERS, num_parallel), max(NUM_WRITERS, num_parallel)
+        super().__init__(name, num_readers, num_parallel, executor, num_look_ups=num_parallel)
         self._identity = identity
         self._block_bytes = block_bytes
+        self._batch_bytes = batch_bytes
         self._groups = Groups(identity, block_bytes, group_bytes)
         self.group_blocks = self._groups.blocks_per_group
-        self._write_io = executor(NUM_WRITERS, f"kv-{name}-write-io")
+        self._write_io = executor(num_writers, f"kv-{name}-write-io")
         self._scratch: SimpleQueue[memoryview] = SimpleQueue()
         size = _HEADERS_BYTES + (block_bytes if self.group_blocks > 1 else 0)
-        memory = memoryview(mmap.mmap(-1, (NUM_READERS + NUM_WRITERS) * size))
+        memory = memoryview(mmap.mmap(-1, (num_readers + num_writers) * size))
         for start in range(0, len(memory), size):
             self._scratch.put(memory[start : start + size])
         regions = [(address(region), region.nbytes) for region in (memory, pool) if region is not None]
@@ -104,10 +109,10 @@ class ObjectStorage(ThreadedStorage):
         return [place in good for place in range(len(keys))]
 
     def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
-        """See `ThreadedStorage.store`."""
+        """See `ThreadedStorage.store`. What comes behind a group that is missing is most likely missing as well, and
+        is written without asking: a question may take as long as an answer."""
         unique = list({place.group.name: place for place in self._places(keys, buffers)}.values())
-        there = self._client.exist([place.group.name for place in unique])
-        new = [place for place, is_there in zip(unique, there, strict=True) if not is_there]
+        new = unique[self._count_leading([place.group.name for place in unique], at_first=1) :]
         tasks = [self._write_io.submit(self._write_groups, batch) for batch in self._batches(new)]
         wait(tasks)
         written = {group.name: len(group.keys) for task in tasks for group in task.result()}
@@ -144,9 +149,9 @@ class ObjectStorage(ThreadedStorage):
         self.count(refused_calls=1, **lost)
         return ended(otherwise)
 
-    def _count_leading(self, names: Sequence[str]) -> int:
+    def _count_leading(self, names: Sequence[str], at_first: int = _NAMES_PER_LOOK_UP) -> int:
         """How many leading objects there are; ever more are asked for at a time, since most look-ups find few."""
-        start, count = 0, _NAMES_PER_LOOK_UP
+        start, count = 0, at_first
         while start < len(names):
             there = self._client.exist(names[start : start + count])
             if not all(there):
@@ -174,8 +179,8 @@ class ObjectStorage(ThreadedStorage):
                 answers = self._client.get(transfers)
                 good: list[int] = []
                 for header, place, answer in zip(headers, batch, answers, strict=True):
-                    if answer is Answer.OK:
-                        good += self._verify(bytes(header), place)
+                    if answer in (Answer.OK, Answer.DAMAGED):
+                        good += self._verify(bytes(header) if answer is Answer.OK else b"", place)
                     else:
                         self._cannot_read(place, answer)
                 return good
@@ -219,7 +224,7 @@ class ObjectStorage(ThreadedStorage):
         if answer is Answer.MISSING:
             self.count(missed_blocks=place.num_wanted)
             return
-        self.note_fault(f"cannot read {place.group.name}", OSError("the owner of its memory does not answer"))
+        self.note_fault(f"cannot read {place.group.name}", OSError(self._client.last_fault()))
         self.count(failed_reads_blocks=place.num_wanted)
 
     def _write_groups(self, batch: list[_Place]) -> list[Group]:
@@ -237,7 +242,8 @@ class ObjectStorage(ThreadedStorage):
             self.note_fault("cannot write", error)
             return []
         for answer in {Answer.NO_ROOM, Answer.FAULT}.intersection(answers):
-            self.note_fault("cannot write", OSError(_WHY[answer]))
+            why = _NO_ROOM if answer is Answer.NO_ROOM else self._client.last_fault()
+            self.note_fault("cannot write", OSError(why))
         if Answer.OK in answers:
             self.note_success()
         return [place.group for place, answer in zip(batch, answers, strict=True) if answer is Answer.OK]
@@ -248,7 +254,7 @@ class ObjectStorage(ThreadedStorage):
         num_blocks = 0
         for place in places:
             is_full = len(batch) == _BATCH_GROUPS or num_blocks + len(place.buffers) > _BATCH_BLOCKS
-            if batch and (is_full or place.group.name in batch or num_blocks * self._block_bytes >= _BATCH_BYTES):
+            if batch and (is_full or place.group.name in batch or num_blocks * self._block_bytes >= self._batch_bytes):
                 yield list(batch.values())
                 batch, num_blocks = {}, 0
             batch[place.group.name] = place
@@ -266,7 +272,4 @@ class ObjectStorage(ThreadedStorage):
             self._scratch.put(memory)
 
 
-_WHY = {
-    Answer.NO_ROOM: "the store has no room, or no engine has lent it memory",
-    Answer.FAULT: "an owner of its memory does not answer",
-}
+_NO_ROOM = "the store has no room, or no engine has lent it memory"

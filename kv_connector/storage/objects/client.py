@@ -20,6 +20,7 @@ class Answer(Enum):
 
     OK = "ok"
     MISSING = "missing"
+    DAMAGED = "damaged"  # is there, and is not what was written
     NO_ROOM = "no room"
     FAULT = "fault"
 
@@ -39,7 +40,8 @@ class Transfer(NamedTuple):
 
 
 class StoreClient(Protocol):
-    """What `ObjectStorage` needs of a store; calls from any thread. All raise StoreUnreachable but `close`."""
+    """What `ObjectStorage` needs of a store; calls from any thread. All raise StoreUnreachable but `close` and
+    `last_fault`."""
 
     def connect(self, regions: Sequence[tuple[int, int]]) -> None:
         """Make sure that the store answers; the first time, also join it. `regions`: address and length of all memory
@@ -52,7 +54,10 @@ class StoreClient(Protocol):
         """Read whole objects into memory."""
 
     def put(self, transfers: Sequence[Transfer]) -> list[Answer]:
-        """Write objects; OK also where there was one of this name, which is kept."""
+        """Write objects; OK also where there was one of this name; one of both is kept."""
+
+    def last_fault(self) -> str:
+        """What became of an object whose answer is FAULT, for the log."""
 
     def remove(self, names: Sequence[str]) -> list[bool]:
         """Remove objects, also those that were just read; which ones there were."""

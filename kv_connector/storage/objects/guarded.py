@@ -58,6 +58,10 @@ class GuardedClient:
         """See `StoreClient.remove`."""
         return self._ask(lambda: self._client.remove(names)) if names else []
 
+    def last_fault(self) -> str:
+        """See `StoreClient.last_fault`."""
+        return self._client.last_fault()
+
     def stats(self) -> dict[str, float]:
         """Gauges of the breaker."""
         is_open = self.breaker.state is not BreakerState.CLOSED

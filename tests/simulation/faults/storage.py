@@ -13,6 +13,8 @@ _TESTS = "tests/scheduler/storage/test_companion.py"
 
 _CHECKED = "kv_connector/storage/checked.py"
 _OTHERS = "tests/storage/test_checked.py"
+_S3 = "kv_connector/storage/s3/client.py"
+_S3_FAULTS = "tests/storage/s3/test_faults.py"
 
 STORAGE: tuple[Mutant, ...] = (
     Mutant(
@@ -38,6 +40,27 @@ STORAGE: tuple[Mutant, ...] = (
         "keys of another rank or model are the same to a backend of the user's own",
         (Patch(_CHECKED, "digest_size=32, key=self._identity)", "digest_size=32)"),),
         tested(f"{_OTHERS}::test_another_model_or_rank_that_shares_the_backend_finds_nothing"),
+    ),
+    Mutant(
+        "s3-any-length",
+        "an object of S3 that has another length is copied into memory",
+        (
+            Patch(_S3, '        if result.meta["size"] != num_bytes:\n', "        if False:\n"),
+            Patch(_S3, "        if body.nbytes != num_bytes:\n", "        if False:\n"),
+        ),
+        tested("tests/storage/s3/test_client.py::test_an_object_of_another_length_is_damaged_and_nothing_is_read"),
+    ),
+    Mutant(
+        "s3-asks-on",
+        "an endpoint of S3 that hangs is asked for all that is queued",
+        (Patch(_S3, "if self._num_unanswered != num_unanswered:", "if False:"),),
+        tested(f"{_S3_FAULTS}::test_an_endpoint_that_hangs_costs_one_time_out_whatever_is_queued"),
+    ),
+    Mutant(
+        "s3-log-has-answers",
+        "the log repeats what S3 says, and so a token",
+        (Patch(_S3, 'return _Fault(f"{said}: {fix}" if fix', 'return _Fault(f"{error}" if fix'),),
+        tested(f"{_S3_FAULTS}::test_no_log_and_no_text_has_credentials_in_it"),
     ),
     Mutant(
         "backups-take-all",

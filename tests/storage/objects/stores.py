@@ -56,6 +56,9 @@ class ImitatedStore:
         self._enter("remove", len(names))
         return [self.objects.pop(name, None) is not None for name in names]
 
+    def last_fault(self) -> str:
+        return "it does not answer"
+
     def close(self) -> None:
         self.is_down = True
 

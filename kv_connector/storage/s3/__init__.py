@@ -1,0 +1,1 @@
+"""Storage in Amazon S3, and in servers that speak its protocol."""
