@@ -51,6 +51,9 @@ class ObjectsOnDisk:
         objects = self._objects()
         return [objects.pop(name, None) is not None for name in names]
 
+    def last_fault(self) -> str:
+        return "the disk has failed"
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -70,7 +73,9 @@ class ObjectsOnDisk:
             content = bytes(file.data[offset : offset + num_bytes])
             ctypes.memmove(address, content, len(content))
             offset += num_bytes
-        return Answer.OK if self._works("preadv", transfer.name) and len(file.data) == offset else Answer.FAULT
+        if not self._works("preadv", transfer.name):
+            return Answer.FAULT
+        return Answer.OK if len(file.data) == offset else Answer.DAMAGED
 
     def _put(self, objects: dict[str, Any], transfer: Transfer) -> Answer:
         if transfer.name in objects:
@@ -116,8 +121,8 @@ class SimulatedObjects(SimulatedStorage):
                 block_bytes,
                 pool,
                 self.disk.time.now,
-                self._group_blocks * block_bytes,
-                self._executor,
+                group_bytes=self._group_blocks * block_bytes,
+                executor=self._executor,
             )
         assert storage.group_blocks == self._group_blocks
         self.storage = storage  # type: ignore[assignment]
