@@ -126,9 +126,10 @@ def _process(visible: str | None) -> Any:
 def _serve(pipe: Connection) -> None:
     side, pool = None, None
     while True:
-        if side is not None and not side.transport._is_closed:
+        is_open = side is not None and not side.transport._is_closed
+        if is_open:
             side.poll(0.001)
-        if not pipe.poll(0.0 if side is not None else None):
+        if not pipe.poll(0.0 if is_open else None):
             continue
         try:
             word, *args = pipe.recv()
