@@ -18,10 +18,10 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from integration.servers import HOST, free_ports, wait_for_interrupt
 from kv_connector.config import StorageConfig
 from kv_connector.values import parse_size
 
-HOST = "127.0.0.1"
 _START_SECONDS = 20.0
 _CANNOT_LOAD = 127  # the exit status of a program whose libraries are not there
 _OWN = (
@@ -49,7 +49,7 @@ class MooncakeMaster:
     """A `mooncake_master` on a free port of loopback, which can be killed and started again there."""
 
     def __init__(self) -> None:
-        self.port, self._metrics_port = _free_ports(2)
+        self.port, self._metrics_port = free_ports(2)
         self.address = f"{HOST}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -134,16 +134,6 @@ def _program() -> str | None:
     return shutil.which("mooncake_master", path=sysconfig.get_path("scripts")) or shutil.which("mooncake_master")
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind((HOST, 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", type=parse_size, default=1 << 30, help="what the store may hold, such as 1GiB")
@@ -153,11 +143,8 @@ def main() -> int:
         return 1
     with running_store(options.memory) as master:
         print(f'"storage": {{"kind": "mooncake", "master": "{master.address}"}}', flush=True)
-        try:
-            while True:
-                time.sleep(3600)
-        except KeyboardInterrupt:
-            return 0
+        wait_for_interrupt()
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-HOST = "127.0.0.1"
+from integration.servers import HOST, free_ports, wait_for_interrupt
+
 BUCKET = "kv-test"
 ACCESS_KEY, SECRET_KEY = "AKIAKVCONNECTORTEST", "kv-connector-test-secret"
 _START_SECONDS = 60.0
@@ -35,7 +36,7 @@ class S3Server:
     """moto's server with one empty bucket, on a free port of loopback."""
 
     def __init__(self) -> None:
-        self.port = _free_port()
+        (self.port,) = free_ports(1)
         self.endpoint = f"http://{HOST}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -98,12 +99,6 @@ def s3_settings(endpoint: str, **more: Any) -> dict[str, Any]:
     return {"kind": "s3", "s3": settings | patience | more}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     if reason := why_not():
@@ -116,11 +111,8 @@ def main() -> int:
             '"allow_http": true}}',
             flush=True,
         )
-        try:
-            while True:
-                time.sleep(3600)
-        except KeyboardInterrupt:
-            return 0
+        wait_for_interrupt()
+    return 0
 
 
 if __name__ == "__main__":

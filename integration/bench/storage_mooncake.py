@@ -15,15 +15,16 @@ import mmap
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Protocol
 
 import numpy as np
 
-from integration.mooncake_master import HOST, MooncakeMaster, running_store, store_config, why_not
+from integration.bench.dead_store import longest_wait
+from integration.mooncake_master import MooncakeMaster, running_store, store_config, why_not
 from integration.report import Report, hardware
+from integration.servers import HOST
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions, load_mooncake
 from kv_connector.storage.objects.backend import ObjectStorage
 
@@ -178,24 +179,6 @@ def compare(
             print(f"{side.name:38} {action}: {share:.2f} of Mooncake's client")
             if side.block_bytes in CLAIMED_SIZES:
                 report.claim(f"{action}_of_{side.block_bytes >> 10}_kib_blocks", share, GOAL, "ratio", "higher")
-
-
-def longest_wait(ours: Ours) -> float:
-    """Milliseconds of the longest of 300 requests to a dead store, once one has found out that it is."""
-    assert ours.storage.exists(ours.keys(0)).result() == 0
-    assert ours.storage.stats()["breaker_is_open"]
-    waits = []
-    for turn in range(100):
-        keys = ours.keys(turn)
-        times = [time.perf_counter()]
-        ours.storage.exists(keys).result()
-        times.append(time.perf_counter())
-        ours.storage.read(keys, ours.target).result()
-        times.append(time.perf_counter())
-        ours.storage.write(keys, ours.source).result()
-        times.append(time.perf_counter())
-        waits += [(after - before) * 1e3 for before, after in pairwise(times)]
-    return max(waits)
 
 
 def _cut(memory: memoryview, size: int) -> list[memoryview]:

@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Protocol
 
 import numpy as np
 
+from integration.bench.dead_store import longest_wait
 from integration.report import Report, hardware
 from integration.s3_server import S3Server, running_s3, s3_settings, why_not
 from kv_connector.config import S3Config, StorageConfig
@@ -177,24 +177,6 @@ def compare(report: Report, rates: dict[tuple[str, str], list[float]]) -> None:
         if name != RAW and action != "look up":
             claim = f"{action}_{name.rpartition(' of ')[2].replace(' ', '').lower()}_share_of_obstore"
             report.claim(claim, ratio, 0.8, "", "higher")
-
-
-def longest_wait(ours: Ours) -> float:
-    """Milliseconds of the longest of 300 requests to a dead server, once one has found out that it is."""
-    assert ours.storage.exists(ours.keys(0)).result() == 0
-    assert ours.storage.stats()["breaker_is_open"]
-    waits = []
-    for turn in range(100):
-        keys = ours.keys(turn)
-        times = [time.perf_counter()]
-        ours.storage.exists(keys).result()
-        times.append(time.perf_counter())
-        ours.storage.read(keys, ours.target).result()
-        times.append(time.perf_counter())
-        ours.storage.write(keys, ours.source).result()
-        times.append(time.perf_counter())
-        waits += [(after - before) * 1e3 for before, after in pairwise(times)]
-    return max(waits)
 
 
 def _config(server: S3Server) -> S3Config:

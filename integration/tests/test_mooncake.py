@@ -23,7 +23,7 @@ MEMORY = 128 << 20
 
 OTHER_ENGINE = """
 import sys
-from integration.mooncake_master import HOST
+from integration.servers import HOST
 from kv_connector.config import StorageConfig
 from kv_connector.storage.objects.backend import ObjectStorage
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions

@@ -16,23 +16,19 @@ from integration.s3_server import SECRET_KEY, S3Server, running_s3, s3_settings,
 from kv_connector.build import build_scheduler, build_worker
 from kv_connector.config import Config
 from kv_connector.index import CacheIdentity
-from kv_connector.scheduler.storage import reading
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import connected
 from tests.storage.s3.proxy import FaultProxy
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+    pytest.mark.usefixtures("slow_machine"),
+]
 BLOCK_SIZE = 8
 NUM_BLOCKS = 64
 PROMPTS = [[(17 * request + 7 * position) % 500 for position in range(90)] for request in range(3)]
 NUM_HIT_TOKENS = 3 * 88
 """Of a prompt's 90 tokens those of whole blocks."""
-
-
-@pytest.fixture(autouse=True)
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that stands still for seconds, as a busy host's do, is not a storage that never answers."""
-    monkeypatch.setattr(reading, "STALL_SECONDS", 60.0)
 
 
 @pytest.fixture

@@ -23,22 +23,12 @@ from integration.tests.vllm_engines import prompts, running, transfer_config
 from kv_connector.engines.vllm import identity
 from kv_connector.engines.vllm.identity import Adapters, local_fingerprint
 from kv_connector.errors import ConfigError
-from kv_connector.scheduler.storage import reading
 
 NUM_BLOCKS = 2 * 13
 ASKED = prompts(2)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10000.0}
 
-
-@pytest.fixture(autouse=True)
-def stable_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-
-
-@pytest.fixture(autouse=True)
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that stands still for seconds, as a busy host's do, is not a storage that never answers."""
-    monkeypatch.setattr(reading, "STALL_SECONDS", 60.0)
+pytestmark = pytest.mark.usefixtures("stable_hashes", "slow_machine")
 
 
 def start(folder: Path, stores: bool = True, adapter: Any = None, **options: Any) -> tuple[list[list[int]], int]:

@@ -22,6 +22,7 @@ import pytest
 from integration.models.smollm2 import default_folder, is_converted
 
 pytest.importorskip("vllm")
+from integration.servers import free_ports
 from integration.tests.test_vllm_serve import Server
 
 pytestmark = [
@@ -49,18 +50,11 @@ def config_of(role: str, port: int = 0) -> str:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Proxy:
     """A process of our proxy."""
 
     def __init__(self, prefill: str, decode: Server, port: int = 0) -> None:
-        self.port = port or free_port()
+        self.port = port or free_ports(1)[0]
         command = [sys.executable, "-m", "integration.pd_proxy", "--port", str(self.port), "--prefill", prefill]
         command += ["--decode", f"http://127.0.0.1:{decode.port}"]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -106,7 +100,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.peer_port = free_port()
+        self.peer_port = free_ports(1)[0]
         os.environ["PD_SECRET"] = SECRET
         self.prefill, self.decode = self.start("kv_producer"), self.start("kv_consumer")
         for server in (self.prefill, self.decode):

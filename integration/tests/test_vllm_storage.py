@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,10 @@ from integration import s3_server
 from integration.mooncake_master import running_store, why_not
 from integration.tests.vllm_engines import BLOCK_SIZE, cached_tokens_by_source, prompts, running, transfer_config
 from kv_connector.errors import ConfigError
-from kv_connector.scheduler.storage import reading
 
 NUM_BLOCKS = 4 * 13
 
-
-@pytest.fixture(autouse=True)
-def stable_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-
-
-@pytest.fixture(autouse=True)
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that stands still for seconds, as a busy host's do, is not a storage that never answers."""
-    monkeypatch.setattr(reading, "STALL_SECONDS", 60.0)
+pytestmark = pytest.mark.usefixtures("stable_hashes", "slow_machine")
 
 
 def answers_of_two(folder: Path, config: dict[str, Any], asked: list[list[int]]) -> list[list[int]]:
@@ -74,30 +65,27 @@ def test_the_next_engine_answers_from_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 def test_an_engine_answers_from_mooncake_what_only_another_one_has_seen(tmp_path: Path) -> None:
-    asked = prompts(4)
     with running_store(64 << 20) as master:
-        storage = {"kind": "mooncake", "master": master.address, "prefetch": "wait_complete"}
-        config = transfer_config({"write_policy": "write_through", "storage": storage})
-        from_device = answers_of_two(tmp_path, config, asked)
-        master.kill()
-        with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
-            assert engine.alone(asked) == from_device, "a dead store is a miss"
-            engine.check_all_free()
-            assert engine.stats()["fetched_blocks"] == 0
+        check_shared_store(tmp_path, {"kind": "mooncake", "master": master.address}, master.kill)
 
 
 @pytest.mark.skipif(s3_server.why_not() is not None, reason=s3_server.why_not() or "")
 def test_an_engine_answers_from_a_bucket_what_only_another_one_has_seen(tmp_path: Path) -> None:
-    asked = prompts(4)
     with s3_server.running_s3() as server:
-        storage = s3_server.s3_settings(server.endpoint) | {"prefetch": "wait_complete"}
-        config = transfer_config({"write_policy": "write_through", "storage": storage})
-        from_device = answers_of_two(tmp_path, config, asked)
-        server.kill()
-        with running(tmp_path, num_blocks=200, kv_transfer_config=config) as engine:
-            assert engine.alone(asked) == from_device, "a dead server is a miss"
-            engine.check_all_free()
-            assert engine.stats()["fetched_blocks"] == 0
+        check_shared_store(tmp_path, s3_server.s3_settings(server.endpoint), server.kill)
+
+
+def check_shared_store(folder: Path, storage: dict[str, Any], kill: Callable[[], None]) -> None:
+    """What one engine has seen the next one answers from this storage, and computes once its server was killed."""
+    asked = prompts(4)
+    storage = storage | {"prefetch": "wait_complete"}
+    config = transfer_config({"write_policy": "write_through", "storage": storage})
+    from_device = answers_of_two(folder, config, asked)
+    kill()
+    with running(folder, num_blocks=200, kv_transfer_config=config) as engine:
+        assert engine.alone(asked) == from_device, "a dead store is a miss"
+        engine.check_all_free()
+        assert engine.stats()["fetched_blocks"] == 0
 
 
 def test_a_reset_of_the_connector_hides_what_storage_has(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from integration.s3_server import HOST
+from integration.servers import HOST
 
 SECONDS = 30.0
 
