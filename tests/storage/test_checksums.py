@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kv_connector.storage.checksums import crc32
-from tests.storage.storages import BLOCK, CAPACITY, IDENTITY, get, keys_of, open_store
+from tests.storage.storages import BLOCK, CAPACITY, IDENTITY, SECONDS, get, keys_of, open_store
 
 WITHOUT_ISAL = f"""
 import logging, sys
@@ -40,5 +40,6 @@ def test_what_an_engine_without_isal_wrote_is_read_and_it_says_once_that_it_is_s
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     assert done.stderr.count("pip install 'isal>=1.7'") == 1
     store = open_store(tmp_path)
+    store.recovered.result(SECONDS)
     assert all(get(store, keys_of("a")))
     store.close()
