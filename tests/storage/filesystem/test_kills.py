@@ -109,6 +109,7 @@ def test_killed_at_any_moment_nothing_wrong_is_ever_read(tmp_path: Path) -> None
         # A look takes a while: what its neighbour deletes meanwhile counts beside what takes its place.
         assert min(size_of(tmp_path) for _ in range(3)) <= capacity
         store = open_store(tmp_path, capacity)
+        store.recovered.result(SECONDS)
         for name in range(12):
             found += sum(get(store, keys_of(name, 2 * PER_PACK)))
         assert store.stats()["corrupt_blocks"] == 0
