@@ -27,7 +27,7 @@ from .guarded import GuardedClient
 
 NUM_READERS = 4
 NUM_WRITERS = 2
-BATCH_BYTES = 8 << 20  # checksums of one are computed while others travel
+BATCH_BYTES = 32 << 20  # checksums of one are computed while others travel
 _BATCH_GROUPS = 64
 _BATCH_BLOCKS = 1024  # each may be a fragment of its own: a store queues so many
 _NAMES_PER_LOOK_UP = 16
