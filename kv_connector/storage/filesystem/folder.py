@@ -100,7 +100,8 @@ class PackFolder:
                 self.catalog.add(self._new_packs(records[part], times[part]))
 
     def missed(self, name: str) -> None:
-        """There is no file of this pack: not any more, or not yet, or the disk is away. It is looked for once more."""
+        """The file of this pack cannot be read: it is not there any more, or not yet, or the disk does not give it. It
+        is looked for again when something is next written."""
         self.opened.drop(name)
         self.catalog.forget(name)
         self._missed[name] = None

@@ -74,9 +74,7 @@ class PackReader:
             self._note_damage(pack, places)
             return
         except OSError as error:
-            self._folder.opened.drop(pack.name)
-            self._storage.note_fault(f"cannot read {pack.name}", error)
-            self._storage.count(failed_reads_blocks=len(run))
+            self._cannot_read(pack, places, error)
             return
         for (place, i), target in zip(run, targets, strict=True):
             batch.found[i] = crc32(target) == checksum_of(text, place)
@@ -97,8 +95,7 @@ class PackReader:
             self._storage.count(missed_blocks=len(places))
             return
         except OSError as error:
-            self._storage.note_fault(f"cannot read {pack.name}", error)
-            self._storage.count(failed_reads_blocks=len(places))
+            self._cannot_read(pack, places, error)
             return
         self._storage.count(corrupt_blocks=len(places))
         if header is not None and self._folder.catalog.drop(pack, places):
@@ -107,6 +104,13 @@ class PackReader:
         else:
             self._storage.note_fault(f"{pack.name} was deleted", ValueError("it is damaged as a whole"))
             self._folder.remove(pack)
+
+    def _cannot_read(self, pack: Pack, places: list[int], error: OSError) -> None:
+        """Whether the disk is away for now or a sector for ever is not known: the pack counts as missed until it is
+        looked for again, so its blocks are stored once more by whoever computes them."""
+        self._folder.missed(pack.name)
+        self._storage.note_fault(f"cannot read {pack.name}", error)
+        self._storage.count(failed_reads_blocks=len(places))
 
 
 def _runs(wanted: _Run, length: int) -> list[_Run]:

@@ -98,7 +98,9 @@ def act_as_nobody(root: Path) -> None:
     assert get(store, keys_of("a")) == [False] * PER_PACK
     assert store.stats()["failed_reads_blocks"] == PER_PACK
     pack.chmod(0o600)
+    assert all(put(store, keys_of("other")))  # it is looked for again
     assert all(get(store, keys_of("a")))
+    assert store.stats()["written_blocks"] == 2 * PER_PACK
     (root / "mine" / "tmp").chmod(0o500)
     assert put(store, keys_of("b")) == [False] * PER_PACK
     (root / "mine" / "tmp").chmod(0o700)

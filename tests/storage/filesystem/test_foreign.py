@@ -155,6 +155,23 @@ def test_a_pack_under_another_packs_name_is_not_believed(tmp_path: Path) -> None
     assert len(list(FolderLayout(tmp_path).pack_names())) == 1
 
 
+@pytest.mark.parametrize("count", [PER_PACK, 1], ids=["all of its blocks", "one of its blocks"])
+def test_what_cannot_be_read_is_stored_once_more_by_whoever_computes_it(tmp_path: Path, count: int) -> None:
+    """A sector that is lost for ever does not keep its blocks from being stored."""
+    store = open_store(tmp_path)
+    assert all(put(store, keys_of("a")))
+    (pack,) = files_of(tmp_path)
+    pack.rename(pack.with_suffix(".moved"))
+    pack.symlink_to(pack.with_suffix(".moved"))  # no link is followed: the system refuses to open it
+    keys = keys_of("a")[:count]
+    assert not any(get(store, keys))
+    assert exists(store, keys) == 0
+    assert all(put(store, keys))
+    assert exists(store, keys) == count
+    assert all(get(store, keys))
+    store.close()
+
+
 def test_a_folder_in_the_place_of_a_pack_makes_way(tmp_path: Path) -> None:
     """But for one that somebody uses."""
     store = open_store(tmp_path)
