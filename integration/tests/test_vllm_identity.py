@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from integration.models import tiny
 from integration.tests.vllm_engines import prompts, running, transfer_config
 from kv_connector.engines.vllm import identity
-from kv_connector.engines.vllm.identity import Adapters, local_fingerprint
+from kv_connector.engines.vllm.identity import Adapters, local_fingerprint, read_identity
 from kv_connector.errors import ConfigError
+from kv_connector.index import CacheIdentity
 
 NUM_BLOCKS = 2 * 13
 ASKED = prompts(2)
@@ -106,6 +107,36 @@ def test_another_attention_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     clear_choice()
 
 
+def identity_of(path: Path, multimodal: dict[str, Any] | None = None, **options: Any) -> CacheIdentity:
+    """As an engine with these options would read it."""
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=str(path), skip_tokenizer_init=True, dtype="float32", **options).create_engine_config()
+    if multimodal is not None:
+        config.model_config.multimodal_config = MultiModalConfig(**multimodal)
+    return read_identity(config, SimpleNamespace(kv_cache_layout=None), 32)
+
+
+def test_what_is_made_of_an_image_is_named(tmp_path: Path) -> None:
+    """vLLM hashes an image as it was sent, so under one hash lies what another size or normalisation has made of it."""
+    folder = tiny.write_weights("dense", tmp_path)
+    plain = identity_of(folder, {})
+    assert identity_of(folder, {}) == plain
+    for changed in ({"mm_processor_kwargs": {"max_pixels": 100352}}, {"video_pruning_rate": 0.5}):
+        assert identity_of(folder, changed).settings != plain.settings
+
+
+def test_which_weights_of_a_folder_are_read_is_named(tmp_path: Path) -> None:
+    folder = tiny.write_weights("dense", tmp_path)
+    plain = identity_of(folder)
+    assert identity_of(folder, load_format="safetensors") == plain, "the same files"
+    pt = identity_of(folder, load_format="pt")
+    assert pt.weights != plain.weights
+    some = identity_of(folder, ignore_patterns=["*-00002-*"])
+    assert some.weights not in (plain.weights, pt.weights)
+
+
 def clear_choice() -> None:
     """vLLM remembers which backend it has chosen."""
     from vllm.v1.attention import selector
@@ -145,7 +176,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def weights_of(model: str, load_format: str = "auto", model_weights: str = "", **load: Any) -> str:
     """What the weights are known by, of a model and a load configuration as vLLM has them."""
     config = SimpleNamespace(model=model, model_weights=model_weights, revision=None, seed=3)
-    load = {"load_format": load_format, "download_dir": None, "model_loader_extra_config": {}} | load
+    load = {
+        "load_format": load_format,
+        "download_dir": None,
+        "model_loader_extra_config": {},
+        "ignore_patterns": [],
+    } | load
     return identity._weights(config, SimpleNamespace(**load))
 
 

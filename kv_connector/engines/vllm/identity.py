@@ -32,6 +32,16 @@ _FROM_FILES = {
     *("bitsandbytes", "sharded_state", "runai_streamer", "runai_streamer_sharded"),
 }
 """Load formats under which weights are read from the model's own folder, unless that is an URL."""
+_SAFETENSORS_FIRST = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "bitsandbytes", "runai_streamer"}
+"""Those that read the same files of a folder."""
+_NEVER_READ = ["original/**/*"]
+"""vLLM's own `LoadConfig.ignore_patterns`."""
+_MULTIMODAL = (
+    *("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_backend", "mm_encoder_attn_dtype"),
+    *("mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method"),
+)
+"""Fields of `MultiModalConfig`, where a version has them, that decide what the model makes of an image: vLLM's hash of
+an image is of the image as it was sent, and `ModelConfig.compute_hash` leaves them out."""
 
 
 def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> CacheIdentity:
@@ -131,12 +141,14 @@ def _hash(model: ModelConfig) -> str:
 
 
 def _settings(model: ModelConfig) -> str:
-    """Of what is in the hash the part that a user sets and may want to read."""
+    """Of what is in the hash the part that a user sets and may want to read; and what decides images, which is not."""
     overrides = model.hf_overrides
+    multimodal = {name: getattr(model.multimodal_config, name, None) for name in _MULTIMODAL}
     shown = {
         "quantization": model.quantization,
         "max_model_len": model.max_model_len,
         "hf_overrides": f"{overrides.__module__}.{overrides.__qualname__}" if callable(overrides) else overrides,
+        **multimodal,
     }
     return json.dumps({name: value for name, value in shown.items() if value}, sort_keys=True, default=str)
 
@@ -150,10 +162,21 @@ def _weights(model: ModelConfig, load: Any) -> str:
     if load_format in _FROM_FILES and not model.model_weights:
         found = local_fingerprint(model.model, model.revision, load.download_dir)
     if found is not None:
-        return found
+        return f"{found}{_choice(load)}"
     source = f"{load_format} {model.model_weights or model.model}@{model.revision or ''}"
     _say_unnamed(source)
     return f"{source} {json.dumps(load.model_loader_extra_config, sort_keys=True, default=str)}"
+
+
+def _choice(load: Any) -> str:
+    """Which of a folder's files are read and how, where that is not the usual."""
+    choice = {
+        "load_format": "" if str(load.load_format) in _SAFETENSORS_FIRST else str(load.load_format),
+        "ignore_patterns": load.ignore_patterns if load.ignore_patterns != _NEVER_READ else None,
+        "model_loader_extra_config": load.model_loader_extra_config,
+    }
+    chosen = {name: value for name, value in choice.items() if value}
+    return f" {json.dumps(chosen, sort_keys=True, default=str)}" if chosen else ""
 
 
 @cache
