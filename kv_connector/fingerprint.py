@@ -7,8 +7,8 @@
                                        of small files of settings all bytes, and no time
 
 Who replaces weights at the same path changes a time as a rule. Where all files have one that was made up (images that
-are built to be equal), the pages tell: training changes whole tensors. A copy is taken for the same weights where it was
-made with its times (`cp -p`, `rsync -a`).
+are built to be equal), the pages tell: training changes whole tensors. A copy is taken for the same weights where it
+was made with its times (`cp -p`, `rsync -a`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def fingerprint_of(path: Path) -> str | None:
     """One line for the weights in a folder or a file: equal where they are the same ones. None where there are none.
 
-    Reads the first 64 KiB and some pages of each file, 1 MiB of settings at most. Raises OSError where something cannot be read.
+    Reads the first 64 KiB and some pages of each file, 1 MiB of settings at most. Raises OSError where something
+    cannot be read.
     """
     folder = path.parent if path.is_file() else path
     if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
