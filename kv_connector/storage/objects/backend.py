@@ -214,7 +214,7 @@ class ObjectStorage(ThreadedStorage):
             self.note_success()
         except PackError as error:
             good = []
-            self.note_fault(f"{group.name} is damaged and was removed", error)
+            self.note_fault(f"{group.name} is damaged and not read any more", error)
             self._client.remove([group.name])
         self.count(read_blocks=len(good), read_bytes=len(good) * self._block_bytes)
         self.count(corrupt_blocks=place.num_wanted - len(good))

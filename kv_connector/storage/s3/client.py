@@ -10,6 +10,8 @@ queued.
     answered        -> OK, MISSING, DAMAGED (another length), or FAULT where the server says that it cannot
     not answered    -> FAULT; where no request of a call was answered, StoreUnreachable
     refused (401, 403), no such bucket -> StoreUnreachable: no request will do better until somebody mends it
+    one object whose reading or deleting is refused (archived, another's key, no right to delete)
+                    -> DAMAGED or FAULT, and it counts as missing until it is written anew
 
 Bytes are copied once on their way out, so that nothing of the library's holds host memory when a call is over, and once
 on their way in; both without the interpreter lock.
@@ -66,6 +68,10 @@ _CAUSES = {
 }
 """The same where there was no answer."""
 _REFUSED = (401, 403)
+_KEEPS = "(code: AccessDenied)"
+"""In obstore's text where the server has taken a request to delete, and answers this for one of the objects."""
+_ARCHIVED = "InvalidObjectState"
+_MOST_SHUNNED = 4096
 
 T = TypeVar("T")
 
@@ -97,24 +103,25 @@ class S3Client:
         )
         self._num_unanswered = 0  # grows only; threads that add to it at once may count one
         self._last_fault = ""
+        self._shunned: dict[str, None] = {}  # objects that are there and may not be read, or not be deleted
 
     def __repr__(self) -> str:
         return f"S3Client({self._config!r})"
 
     def connect(self, regions: Sequence[tuple[int, int]]) -> None:
         """See `StoreClient.connect`. Writes and reads what no engine uses, so that whatever is not allowed is told at
-        the start."""
+        the start. Where that is refused, what was refused before it was not for its object's sake."""
         for call, name in ((self._write_probe, _PROBE), (self._read_absent, _ABSENT)):
             fault = self._try(call, name)
             if isinstance(fault, _Fault):
+                self._shunned.clear()
                 raise StoreUnreachable(fault.text)
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         """See `StoreClient.exist`."""
-        answers = self._each(self._looking, self._head, names)
-        if Answer.FAULT in answers:
-            raise StoreUnreachable(self._last_fault)
-        return [answer is Answer.OK for answer in answers]
+        return [
+            is_there and name not in self._shunned for is_there, name in zip(self._look_up(names), names, strict=True)
+        ]
 
     def get(self, transfers: Sequence[Transfer]) -> list[Answer]:
         """See `StoreClient.get`."""
@@ -125,13 +132,16 @@ class S3Client:
         return self._each(self._writing, self._put, transfers)
 
     def remove(self, names: Sequence[str]) -> list[bool]:
-        """See `StoreClient.remove`."""
-        there = self.exist(names)
+        """See `StoreClient.remove`. Those that may not be deleted are left where they are, and count as missing."""
+        there = self._look_up(names)
         stored = [name for name, is_there in zip(names, there, strict=True) if is_there]
-        fault = self._try(self._delete, stored) if stored else Answer.OK
-        if isinstance(fault, _Fault):
-            raise StoreUnreachable(fault.text)
-        return there
+        outcome = self._try(self._delete, stored) if stored else Answer.OK
+        if outcome is Answer.OK:
+            return there
+        if isinstance(outcome, _Fault) and outcome.is_of_store:
+            raise StoreUnreachable(outcome.text)
+        self._shun(stored)
+        return [False] * len(names)
 
     def last_fault(self) -> str:
         """See `StoreClient.last_fault`."""
@@ -215,12 +225,39 @@ class S3Client:
         why = fix or cause or _first_line(error).rpartition(" - ")[2]
         return _Fault(f"{where} does not answer: {why}", is_of_store=True)
 
+    def _look_up(self, names: Sequence[str]) -> list[bool]:
+        answers = self._each(self._looking, self._head, names)
+        if Answer.FAULT in answers:
+            raise StoreUnreachable(self._last_fault)
+        return [answer is Answer.OK for answer in answers]
+
+    def _refused(self, error: Exception) -> Answer:
+        """What becomes of an object of which a request was refused. Raises the error where it is not about the object;
+        what cannot be told apart is."""
+        code = _found(_CODE, error)
+        if code in _FIXES:
+            raise error
+        self._last_fault = self._explain(error, 403, code).text
+        return Answer.DAMAGED if code == _ARCHIVED else Answer.FAULT
+
+    def _shun(self, names: Sequence[str]) -> None:
+        """They count as missing until they are written anew."""
+        for name in names:
+            self._shunned[name] = None
+        while len(self._shunned) > _MOST_SHUNNED:
+            self._shunned.pop(next(iter(self._shunned)), None)
+
     def _head(self, name: str) -> Answer:
         self._obstore.head(self._store, name)
         return Answer.OK
 
     def _get(self, transfer: Transfer) -> Answer:
-        result = self._obstore.get(self._store, transfer.name)
+        try:
+            result = self._obstore.get(self._store, transfer.name)
+        except self._obstore.exceptions.PermissionDeniedError as error:
+            answer = self._refused(error)
+            self._shun([transfer.name])
+            return answer
         num_bytes = sum(fragment.num_bytes for fragment in transfer.fragments)
         if result.meta["size"] != num_bytes:
             return Answer.DAMAGED
@@ -239,7 +276,9 @@ class S3Client:
         for fragment in transfer.fragments:
             ctypes.memmove(target, fragment.address, fragment.num_bytes)
             target += fragment.num_bytes
-        return self._upload(transfer.name, body)
+        answer = self._upload(transfer.name, body)
+        self._shunned.pop(transfer.name, None)
+        return answer
 
     def _upload(self, name: str, body: Any) -> Answer:
         try:
@@ -249,7 +288,12 @@ class S3Client:
         return Answer.OK
 
     def _delete(self, names: Sequence[str]) -> Answer:
-        self._obstore.delete(self._store, list(names))
+        try:
+            self._obstore.delete(self._store, list(names))
+        except self._obstore.exceptions.BaseError as error:
+            if isinstance(error, self._obstore.exceptions.PermissionDeniedError) or _KEEPS in str(error):
+                return self._refused(error)
+            raise
         return Answer.OK
 
     def _write_probe(self, name: str) -> Answer:

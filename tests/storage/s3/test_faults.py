@@ -201,8 +201,46 @@ def test_a_server_that_refuses_is_told_of_once_with_what_to_do(
         assert not any(put(storage, KEYS, LARGE))
     (line,) = told(caplog)
     assert f"answers {status} {code} for bucket 'kv-test': {fix}" in line
+    before = len(proxy.requests)
+    until(lambda: len(proxy.requests) > before)  # a probe was refused too: it is not about the objects
     proxy.fault = lambda method, name: None
     is_found_again(storage)
+
+
+@pytest.mark.parametrize("code", ["InvalidObjectState", "AccessDenied"])
+def test_an_object_that_may_not_be_read_costs_itself_alone(
+    storage: ObjectStorage, proxy: FaultProxy, code: str
+) -> None:
+    """It was moved to an archive, or is under a key that these credentials may not use."""
+    assert all(put(storage, KEYS, LARGE))
+    name = storage._groups.name(KEYS[0])
+    proxy.error = f"<Error><Code>{code}</Code></Error>"
+    proxy.fault = lambda method, asked: 403 if method == "GET" and asked == name else None
+    assert get(storage, KEYS, LARGE) == [False, True, True]
+    for _ in range(5):
+        assert exists(storage, KEYS) == 0, "so nobody asks for it again, and whoever computes it writes it"
+        assert all(get(storage, KEYS[1:], LARGE))
+    assert storage.stats()["breaker_opened_times"] == 0
+    assert all(put(storage, KEYS, LARGE))
+    proxy.fault = lambda method, asked: None
+    assert exists(storage, KEYS) == 3
+    assert all(get(storage, KEYS, LARGE))
+
+
+def test_a_damaged_object_that_may_not_be_deleted_costs_itself_alone(storage: ObjectStorage, proxy: FaultProxy) -> None:
+    """For want of a right that nothing else needs, or because the bucket keeps its objects."""
+    assert all(put(storage, KEYS, LARGE))
+    name = storage._groups.name(KEYS[0])
+    spoilt = {("GET", name): "flip"}
+    proxy.fault = lambda method, asked: 403 if method in ("POST", "DELETE") else spoilt.get((method, asked))
+    for _ in range(5):
+        assert get(storage, KEYS, LARGE) == [False, True, True]
+    assert storage.stats()["breaker_opened_times"] == 0
+    assert exists(storage, KEYS) == 0
+    assert all(put(storage, KEYS, LARGE))
+    spoilt.clear()
+    assert exists(storage, KEYS) == 3
+    assert all(get(storage, KEYS, LARGE))
 
 
 @pytest.mark.parametrize("method", ["PUT", "GET"])
