@@ -77,6 +77,7 @@ class PackFolder:
         self._read: dict[str, Pack] = {}  # since `_told_ns`, when the folder was told
         self._told_ns = 0
         self._missed: dict[str, None] = {}  # packs without a file, to be looked for when nobody is adding any
+        self._told: dict[str, None] = {}  # packs that the journal has told of since everything was listed
 
     def recover(self) -> None:
         """Take in what lies there, and see to it that the next start is quick. Raises OSError."""
@@ -143,6 +144,8 @@ class PackFolder:
             is_short = taken + self.catalog.used_bytes + sum(room for _, room in packs) > self._capacity
             if not self._is_listed() or not self._journal.is_whole or (is_short and self._was_listed_long_ago()):
                 self._refresh()
+            elif is_short:
+                self._look_at_told()
             self._look_again()
             for size, room in packs:
                 result.evicted_blocks += self._make_room(taken + room - self._capacity)
@@ -209,6 +212,7 @@ class PackFolder:
         self._listed_ns = None
         self.layout.claim()
         self.catch_up()
+        self._told.clear()
         for name in sorted(self.catalog.keep(self.layout.pack_names())):  # in one order: a run is repeatable
             if (pack := self._read_pack(name)) is not None:
                 self.catalog.add([pack])
@@ -221,11 +225,22 @@ class PackFolder:
                 self.catalog.add([pack])
             del self._missed[name]
 
+    def _look_at_told(self) -> None:
+        """Forget what the journal has told of and never came: good packs are not to make room for it. The caller holds
+        the folder's lock, so nobody is about to rename one. Raises OSError where that cannot be known."""
+        for name in self._told:
+            try:
+                os.lstat(self.layout.path(name))
+            except FileNotFoundError:
+                self.catalog.forget(name)
+        self._told.clear()
+
     def _new_packs(self, records: Sequence[Record], times: Sequence[int]) -> Iterator[tuple[Pack, Sequence[bytes]]]:
         """Those of these records that are not known yet, each with the time of its use."""
         for (_, text), used_ns in zip(records, times, strict=True):
             name, keys = name_and_keys(text)
             if name not in self.catalog:
+                self._told[name] = None
                 yield self._pack(name, used_ns, text, keys)
 
     def _read_pack(self, name: str) -> tuple[Pack, Sequence[bytes]] | None:
@@ -285,8 +300,8 @@ class PackFolder:
             os.utime(file.path, ns=(now, now))  # the system's own time stamps are coarse
             try:
                 os.rename(file.path, self.layout.path(name))
-            except IsADirectoryError:  # whoever made that: of a folder that somebody uses it is refused
-                os.rmdir(self.layout.path(name))
+            except (FileNotFoundError, IsADirectoryError):
+                self.layout.clear_the_way(name)
                 os.rename(file.path, self.layout.path(name))
         except OSError as error:
             return error

@@ -103,7 +103,7 @@ class Journal:
             with suppress(OSError):
                 os.rmdir(self._path)  # of a file it is refused, and so it is of a folder that somebody uses
             os.rename(temporary.path, self._path)
-        except OSError:
+        except BaseException:
             temporary.delete()
             raise
         temporary.close()
@@ -127,9 +127,9 @@ class Journal:
 
 
 def encoded(record: Record) -> bytes:
-    """A record with its length in front and its checksum behind."""
+    """A record with its length in front and its checksum behind. What is before 1970 counts as that year."""
     time_ns, header = record
-    text = _RECORD.pack(time_ns, len(header)) + header
+    text = _RECORD.pack(max(0, time_ns), len(header)) + header
     return text + _CRC.pack(crc32(text))
 
 

@@ -21,7 +21,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FORMAT = 2
@@ -118,6 +118,14 @@ class FolderLayout:
                     and entry.is_file(follow_symlinks=False)
                 )
         return names
+
+    def clear_the_way(self, name: str) -> None:
+        """For a pack that cannot be put in its place: where its sub-folder was deleted, as empty folders are by those
+        who tidy up, it is made anew, and an empty folder of the pack's name goes. Raises OSError."""
+        path = self.path(name)
+        _make_folder(path.parent)
+        with suppress(FileNotFoundError):
+            os.rmdir(path)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from kv_connector.cli import main
 from kv_connector.config import Config, StorageConfig
 from kv_connector.errors import ConfigError
 from kv_connector.storage.filesystem.layout import FolderLayout, ForeignFolderError
-from tests.storage.storages import CAPACITY, PER_PACK, exists, files_of, get, keys_of, open_store, put
+from tests.storage.storages import CAPACITY, PER_PACK, SECONDS, exists, files_of, get, keys_of, open_store, put
 
 OLD = 0.0  # a time stamp, decades ago
 
@@ -169,6 +169,17 @@ def test_what_cannot_be_read_is_stored_once_more_by_whoever_computes_it(tmp_path
     assert all(put(store, keys))
     assert exists(store, keys) == count
     assert all(get(store, keys))
+    store.close()
+
+
+def test_who_tidies_up_empty_folders_costs_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.recovered.result(SECONDS)
+    for folder in tmp_path.glob("??"):
+        folder.rmdir()
+    for name in "abc":
+        assert all(put(store, keys_of(name)))
+        assert all(get(store, keys_of(name)))
     store.close()
 
 

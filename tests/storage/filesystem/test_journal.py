@@ -21,6 +21,7 @@ from tests.storage.storages import (
     IDENTITY,
     PER_PACK,
     SECONDS,
+    capacity_for,
     exists,
     files_of,
     get,
@@ -90,6 +91,45 @@ def test_a_missed_look_up_opens_one_file_and_finds_what_a_neighbour_wrote(
     assert all(get(two, keys_of("a") + keys_of("b")))
     one.close()
     two.close()
+
+
+def test_good_packs_do_not_make_room_for_packs_that_never_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine's disk renames nothing for a while, so what it tells of in the journal is not there."""
+    capacity = capacity_for(4)
+    one, two = open_store(tmp_path, capacity), open_store(tmp_path, capacity)
+    one.recovered.result(SECONDS)
+    two.recovered.result(SECONDS)
+    for name in "abc":
+        assert all(put(two, keys_of(name)))
+
+    def broken(source: object, target: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", broken)
+    for name in "xyz":
+        assert not any(put(one, keys_of(name)))
+    monkeypatch.undo()
+    assert all(put(two, keys_of("d")))
+    assert two.stats()["evicted_blocks"] == 0
+    for name in "abcd":
+        assert all(get(two, keys_of(name)))
+    one.close()
+    two.close()
+
+
+def test_a_pack_from_before_1970_hinders_nobody(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    put(store, keys_of("a"))
+    store.close()
+    (pack,) = files_of(tmp_path)
+    os.utime(pack, ns=(-(10**9), -(10**9)))
+    (tmp_path / "index").unlink()
+    for name in "bc":
+        store = open_store(tmp_path)
+        assert all(put(store, keys_of(name)))
+        assert all(get(store, keys_of("a")))
+        store.close()
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "head", "missing", "empty", "garbage", "zeros"])
