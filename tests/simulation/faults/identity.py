@@ -12,6 +12,24 @@ _ADAPTED = "tests/scheduler/test_names.py"
 
 IDENTITY: tuple[Mutant, ...] = (
     Mutant(
+        "ends-of-weights",
+        "of weights with made-up times their two ends alone are looked at",
+        (Patch(_FINGERPRINT, "for _ in range(num_pages - 1)]", "for _ in range(0)]"),),
+        tested("tests/test_fingerprint.py"),
+    ),
+    Mutant(
+        "images-without-names",
+        "what prepares images is not in the identity",
+        (
+            Patch(
+                _FINGERPRINT,
+                "(?!tokenizer|generation)",
+                "(?!tokenizer|generation|preprocessor|processor)",
+            ),
+        ),
+        tested("tests/test_fingerprint.py"),
+    ),
+    Mutant(
         "times-of-weights-unread",
         "weights that were replaced by others with the same two ends are the same",
         (Patch(_FINGERPRINT, 'b"%d %d" % (status.st_size, status.st_mtime_ns)', 'b"%d" % status.st_size'),),
@@ -20,7 +38,7 @@ IDENTITY: tuple[Mutant, ...] = (
     Mutant(
         "content-of-weights-unread",
         "weights that were replaced with their times kept are the same",
-        (Patch(_FINGERPRINT, ", head, tail))", "))"),),
+        (Patch(_FINGERPRINT, ", head, *pages))", "))"),),
         tested("tests/test_fingerprint.py"),
     ),
     Mutant(

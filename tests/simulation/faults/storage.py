@@ -200,6 +200,42 @@ STORAGE: tuple[Mutant, ...] = (
         tested("tests/storage/filesystem/test_backend.py::test_damaged_and_foreign_files_are_misses"),
     ),
     Mutant(
+        "unreadable-for-ever",
+        "blocks that the disk does not give count as stored, and are not stored again",
+        (
+            Patch(
+                f"{_FILESYSTEM}/reads.py",
+                'self._folder.missed(pack.name)\n        self._storage.note_fault(f"cannot read',
+                'self._folder.opened.drop(pack.name)\n        self._storage.note_fault(f"cannot read',
+            ),
+        ),
+        tested("tests/storage/filesystem/test_foreign.py"),
+    ),
+    Mutant(
+        "room-for-what-never-came",
+        "good packs make room for those that the journal has told of and that never came",
+        (Patch(f"{_FILESYSTEM}/folder.py", "                self._look_at_told()\n", "                pass\n"),),
+        tested("tests/storage/filesystem/test_journal.py"),
+    ),
+    Mutant(
+        "one-object-closes-the-bucket",
+        "an object that may not be read counts as a store that refuses everything",
+        (
+            Patch(
+                _S3,
+                "        code = _found(_CODE, error)\n        if code in _FIXES:\n            raise error\n",
+                "        code = _found(_CODE, error)\n        raise error\n",
+            ),
+        ),
+        tested(_S3_FAULTS),
+    ),
+    Mutant(
+        "refused-is-stored",
+        "an object that may not be read counts as stored, and is not written again",
+        (Patch(_S3, "            self._shunned[name] = None\n", "            pass\n"),),
+        tested(_S3_FAULTS),
+    ),
+    Mutant(
         "folders-of-others-taken",
         "a folder with files of somebody else becomes ours",
         (Patch(f"{_FILESYSTEM}/layout.py", "if others and not self.is_ours():", "if False:"),),
