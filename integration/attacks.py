@@ -1,6 +1,6 @@
 """What strangers, hostile peers, damage and faulty disks may do: each so many times, with counts of what was achieved.
 
-`--json FILE` writes the result as the benchmarks do. An attack is a function of how often it tries and of a seed; it
+`--json FILE` writes the result as the benchmarks do, and the exit status is 1 where a claim does not hold. An attack is a function of how often it tries and of a seed; it
 returns an `Outcome`, whose claims are counts that are to stay 0 and are added up over all attacks. Each runs in a
 process of its own, so that one which is brought down by it is counted, too.
 """
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         report.rows.append(
             {
                 "attack": attack.name,
-                "tried": tries,
+                "tried": tries - outcome.not_tried,
                 "seconds": seconds,
                 **outcome.claims,
                 **outcome.milliseconds,
@@ -52,14 +52,17 @@ def main(arguments: list[str] | None = None) -> int:
             }
         )
         told = outcome.claims | outcome.milliseconds
-        print(f"{attack.name}: tried {tries} times in {seconds} s: {told} {outcome.details}", flush=True)
-        claims.update(outcome.claims)
+        print(
+            f"{attack.name}: tried {tries - outcome.not_tried} of {tries} times in {seconds} s: {told} {outcome.details}",
+            flush=True,
+        )
+        claims.update(outcome.claims | {"not_tried": outcome.not_tried})
         for name, longest in outcome.milliseconds.items():
             report.claim(name, longest, 1, "ms", "lower")
     for name, count in sorted(claims.items()):
         report.claim(name, count, 0, "times", "lower")
     report.write(options.json)
-    return 0
+    return 0 if report.all_hold else 1
 
 
 def run_apart(name: str, tries: int, seed: int) -> Outcome:
@@ -72,7 +75,7 @@ def run_apart(name: str, tries: int, seed: int) -> Outcome:
     try:
         outcome: Outcome = here.recv()
     except EOFError:
-        outcome = Outcome({"processes_brought_down": 1})
+        outcome = Outcome({"processes_brought_down": 1}, not_tried=tries)
     else:
         outcome.claims["processes_brought_down"] = 0
     process.join()  # NIXL's wheel ends with a segmentation fault, behind everything of ours

@@ -309,7 +309,7 @@ def namespaces(tries: int, seed: int) -> Outcome:
                 failed, wrong = failed + 30 * PER_PACK - found, wrong + bad
             store.close()
         claims = {"wrong_bytes": wrong, "blocks_lost": failed, "problems_afterwards": problems(root)}
-    return Outcome(claims, {"namespaces": int(can)})
+    return Outcome(claims, {"namespaces": int(can)}, not_tried=0 if can else tries)
 
 
 def _run_quietly(target: Callable[..., None], *arguments: object) -> None:

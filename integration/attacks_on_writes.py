@@ -115,7 +115,7 @@ class Pair:
         self.between = Middlebox(self.producer.port)
         self.consumer = Rank("consumer", route, _SILENCE_SECONDS)
         self.late = self.seconds = 0.0
-        self.is_failed = False
+        self.is_failed = self.has_begun = False
 
     def cut(self) -> None:
         """The consumer's side of the channel is closed; the producer hears nothing and goes on."""
@@ -138,6 +138,7 @@ class Pair:
         """Run one of these."""
         try:
             self._begin()
+            self.has_begun = True
             (self.cut, self.freeze, self.kill)[number % 3]()
         finally:
             self.producer.close()
@@ -173,8 +174,8 @@ class Pair:
 
 def _attack(route: str, tries: int, seed: int) -> Outcome:
     if why_not() is not None:
-        return Outcome({"late_writes_landed": 0}, {"nixl": 0})
-    late = failed = 0
+        return Outcome({"late_writes_landed": 0}, {"nixl": 0}, not_tried=tries)
+    late = failed = begun = 0
     longest = 0.0
     for start in range(0, tries, _AT_ONCE):
         pairs = [Pair(route, seed + number) for number in range(start, min(start + _AT_ONCE, tries))]
@@ -187,8 +188,9 @@ def _attack(route: str, tries: int, seed: int) -> Outcome:
             thread.join()
         late += sum(pair.late > 0 for pair in pairs)
         failed += sum(pair.is_failed for pair in pairs)
+        begun += sum(pair.has_begun for pair in pairs)
         longest = max(longest, *(pair.seconds for pair in pairs))
-    return Outcome({"late_writes_landed": late}, {"failed": failed, "longest_s": longest})
+    return Outcome({"late_writes_landed": late}, {"failed": failed, "longest_s": longest}, not_tried=tries - begun)
 
 
 def direct(tries: int, seed: int) -> Outcome:

@@ -35,6 +35,11 @@ class Report:
         relation = "at most" if better == "lower" else "at least"
         print(f"{'holds ' if holds else 'MISSED'}  {name}: {value:.4g} {unit} (goal: {relation} {goal:g})")
 
+    @property
+    def all_hold(self) -> bool:
+        """Whether every claim does."""
+        return all(claim["holds"] for claim in self.claims.values())
+
     def write(self, path: Path | None) -> None:
         """Write the object, if a path is given."""
         if path is None:
