@@ -1,8 +1,8 @@
 """What strangers, hostile peers, damage and faulty disks may do: each so many times, with counts of what was achieved.
 
-`--json FILE` writes the result as the benchmarks do, and the exit status is 1 where a claim does not hold. An attack is a function of how often it tries and of a seed; it
-returns an `Outcome`, whose claims are counts that are to stay 0 and are added up over all attacks. Each runs in a
-process of its own, so that one which is brought down by it is counted, too.
+`--json FILE` writes the result as the benchmarks do, and the exit status is 1 where a claim does not hold. An attack is
+a function of how often it tries and of a seed; it returns an `Outcome`, whose claims are counts that are to stay 0 and
+are added up over all attacks. Each runs in a process of its own, so that one which is brought down by it is counted.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
             }
         )
         told = outcome.claims | outcome.milliseconds
-        print(
-            f"{attack.name}: tried {tries - outcome.not_tried} of {tries} times in {seconds} s: {told} {outcome.details}",
-            flush=True,
-        )
+        tried = f"tried {tries - outcome.not_tried} of {tries} times in {seconds} s"
+        print(f"{attack.name}: {tried}: {told} {outcome.details}", flush=True)
         claims.update(outcome.claims | {"not_tried": outcome.not_tried})
         for name, longest in outcome.milliseconds.items():
             report.claim(name, longest, 1, "ms", "lower")
