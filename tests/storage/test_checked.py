@@ -185,6 +185,34 @@ def test_what_is_written_when_nobody_waits_any_more_lands_nowhere(
     assert get(storage, KEYS) == [True] * 4
 
 
+def test_a_probe_whose_answer_is_lost_is_not_the_last(storage: CheckedStorage, inner: Odd, clock: Clock) -> None:
+    """A call lost in a partition; what it says later, when another probe is out, says nothing of now."""
+    put(storage, KEYS)
+    asked: list[Future[Any]] = []
+
+    def hang(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+        asked.append(Future())
+        return asked[-1]
+
+    inner.answer = hang
+    assert exists(storage, KEYS) == 0
+    clock.now += 1
+    for _ in range(2):
+        assert get(storage, KEYS) == [False] * 4
+    assert len(asked) == 2 and storage.breaker.state is BreakerState.HALF_OPEN, "one probe at a time"
+    clock.now += 0.05
+    assert get(storage, KEYS) == [False] * 4
+    assert storage.breaker.state is BreakerState.OPEN, "its time is over, as any other answer's"
+    clock.now += 1
+    assert get(storage, KEYS) == [False] * 4
+    assert len(asked) == 3
+    asked[1].set_result(0)
+    assert storage.breaker.state is BreakerState.HALF_OPEN, "that was the one before"
+    inner.answer = None
+    asked[2].set_result(0)
+    assert get(storage, KEYS) == [True] * 4
+
+
 @pytest.mark.parametrize("answers", [[True] * 3, [True] * 5, None, OSError("gone")])
 def test_answers_that_cannot_be_are_misses(storage: CheckedStorage, inner: Odd, answers: object) -> None:
     put(storage, KEYS)
