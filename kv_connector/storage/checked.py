@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from .base import Storage, ThreadedStorage
+from .base import Storage, ThreadedStorage, ended, logger
 from .breaker import Breaker, BreakerState
 from .checksums import crc32
 
@@ -55,6 +55,8 @@ class CheckedStorage(ThreadedStorage):
         self._seconds = seconds
         self._probe: _Probe | None = None
         self._gauges: dict[str, float] = {}
+        self._gauges_asked: Future[None] = ended(None)
+        self._gauges_failed = False
 
     def find(self, keys: list[bytes]) -> int:
         """See `ThreadedStorage.find`."""
@@ -156,8 +158,18 @@ class CheckedStorage(ThreadedStorage):
         return [bool(answer) for answer in answers]
 
     def _look_at_gauges(self) -> None:
-        """On a thread of ours: whoever asks for statistics waits for nobody."""
-        self._gauges = {str(name): float(value) for name, value in self._inner.stats().items()}
+        """On a thread that has nothing else to do: neither writes nor whoever asks for statistics wait for them."""
+        if self._gauges_asked.done():
+            self._gauges_asked = self.io.submit(self._ask_for_gauges)
+
+    def _ask_for_gauges(self) -> None:
+        try:
+            self._gauges = {str(name): float(value) for name, value in self._inner.stats().items()}
+            self._gauges_failed = False
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises: no block is lost with it
+            if not self._gauges_failed:  # an episode of its own: the calls between two of these faults succeed
+                logger.warning("%s storage: it has no statistics: %r", self._name, error)
+            self._gauges_failed = True
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [hashlib.blake2b(key, digest_size=32, key=self._identity).digest() for key in keys]
