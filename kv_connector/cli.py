@@ -126,7 +126,7 @@ def _stat(options: argparse.Namespace) -> int:
         _print_group(identity, group)
     _print_group("in all", packs)
     temporary = temporary_files(options.path)
-    print(f"{len(temporary)} temporary files, {_size(sum(path.stat().st_size for path in temporary))}")
+    print(f"{len(temporary)} temporary files, {_size(sum(temporary.values()))}")
     return 0
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from kv_connector.cli import main
+from kv_connector.storage.filesystem import survey
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.packs import pack_bytes
+from kv_connector.storage.filesystem.temporaries import new_path
 from tests.storage.storages import BLOCK, IDENTITY, exists, get, key, put
 
 PACK = pack_bytes(4, BLOCK)
@@ -53,6 +55,25 @@ def test_stat_and_ls_tell_what_is_there(folder: Path, capsys: pytest.CaptureFixt
     assert main(["storage", "ls", str(folder), "--limit", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == [OTHER.hex()[:16], IDENTITY.hex()[:16]]
+
+
+def test_stat_passes_over_what_is_written_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two packs are being written; one of them is whole between the look at the folder and the look at its files."""
+    listed = survey.list_temporaries
+    kept, renamed = (new_path(folder / "tmp") for _ in range(2))
+    for path in (kept, renamed):
+        path.write_bytes(bytes(2048))
+
+    def listed_and_renamed(place: Path) -> list[Path]:
+        found = list(listed(place))
+        renamed.unlink()
+        return found
+
+    monkeypatch.setattr(survey, "list_temporaries", listed_and_renamed)
+    assert main(["storage", "stat", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 temporary files, 2.0 KiB"
 
 
 def test_verify_finds_every_flipped_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,11 +70,16 @@ def damaged_blocks(pack: PackFile) -> dict[int, str]:
     return found
 
 
-def temporary_files(root: Path) -> list[Path]:
-    """Packs that are being written, or were when somebody was killed. Raises OSError as `survey` does."""
+def temporary_files(root: Path) -> dict[Path, int]:
+    """Packs that are being written, or were when somebody was killed, and their bytes; those that are whole meanwhile
+    are left out. Raises OSError as `survey` does."""
     layout = FolderLayout(root)
     layout.require()
-    return sorted(list_temporaries(layout.temporaries))
+    found = {}
+    for path in list_temporaries(layout.temporaries):
+        with suppress(FileNotFoundError):
+            found[path] = _size_and_time(path)[0]
+    return found
 
 
 def _look_at(path: Path) -> PackFile:
@@ -88,7 +94,7 @@ def _look_at(path: Path) -> PackFile:
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
-    """Of a pack that cannot be read; nothing and long ago where not even that is known."""
+    """Of a file that may be unreadable; nothing and long ago where not even that is known."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
