@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import ConfigError
-from .storage.filesystem.survey import PackFile, damaged_blocks, survey, temporary_files
+from .storage.filesystem.survey import DAMAGED, PackFile, damaged_blocks, survey, temporary_files
 from .values import check_integer, parse_size, shown
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ _MOST_BYTES = 1 << 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where all is well, 1 where something is damaged, 2 where the command cannot be carried out."""
+    """0 where all is well, 1 where something is damaged or cannot be read, 2 where the command cannot be carried out,
+    or not in full."""
     options = _parser().parse_args(arguments)
     try:
         run: Callable[[argparse.Namespace], int] = options.run
@@ -61,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     gc.add_argument("--capacity", required=True, help='such as "100GiB"')
     rm = add("rm", _rm, "delete packs")
     rm.add_argument("names", nargs="*", help="their names, or the first digits of them")
-    rm.add_argument("--identity", help="all of this identity, or of the first digits of it")
-    rm.add_argument("--all", action="store_true", help="all")
+    rm.add_argument("--identity", help="all of this identity, or of the first digits of it, and no others")
+    rm.add_argument("--all", action="store_true", help="all, of every identity")
     return parser
 
 
@@ -125,7 +126,7 @@ def _stat(options: argparse.Namespace) -> int:
         _print_group(identity, group)
     _print_group("in all", packs)
     temporary = temporary_files(options.path)
-    print(f"{len(temporary)} temporary files, {_size(sum(path.stat().st_size for path in temporary))}")
+    print(f"{len(temporary)} temporary files, {_size(sum(temporary.values()))}")
     return 0
 
 
@@ -142,29 +143,37 @@ def _ls(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     packs = list(survey(options.path))
-    num_blocks, num_bad_blocks, lost, partly = 0, 0, 0, 0
+    num_blocks, num_bad_blocks, lost, left, partly, unread = 0, 0, 0, 0, 0, 0
     for pack in _progress(packs, "verify"):
         try:
-            damaged = [] if pack.header is None else damaged_blocks(pack)
+            bad = {} if pack.header is None else damaged_blocks(pack)
         except FileNotFoundError:
             continue  # evicted meanwhile
         count = len(pack.header.keys) if pack.header is not None else 0
-        num_blocks, num_bad_blocks = num_blocks + count, num_bad_blocks + len(damaged)
-        if not pack.problem and not damaged:
+        num_blocks, num_bad_blocks = num_blocks + count, num_bad_blocks + len(bad)
+        if not pack.problem and not bad:
             continue
-        print(f"{pack.path}: {pack.problem or f'of {count} blocks {damaged} are damaged'}")
-        if len(damaged) < count:
+        print(f"{pack.path}: {pack.problem or _bad_blocks(bad, count)}")
+        if len(bad) < count:
             partly += 1
-            continue
-        lost += 1
-        if options.delete:
-            pack.path.unlink(missing_ok=True)
-    done = " and deleted" if options.delete and lost else ""
+        elif not pack.was_read or set(bad.values()) - {DAMAGED}:
+            unread += 1  # it may be good: a disk that hiccups empties no folder
+        else:
+            lost += 1
+            left += not (options.delete and _remove(pack))
+    done = " and deleted" if lost and not left else ""
+    untold = f"; {unread} packs that cannot be read, and are left alone" if unread else ""
     print(
         f"{len(packs)} packs, {lost} without a good block{done}, {partly} with some; "
-        f"{num_blocks} blocks, {num_bad_blocks} damaged"
+        f"{num_blocks} blocks, {num_bad_blocks} damaged{untold}"
     )
-    return 1 if partly or (lost and not options.delete) else 0
+    return 1 if partly or unread or left else 0
+
+
+def _bad_blocks(bad: Mapping[int, str], count: int) -> str:
+    """What is said of a pack's slots, by what is wrong with them."""
+    whats = dict.fromkeys(bad.values())
+    return "; ".join(f"of {count} blocks {[slot for slot in bad if bad[slot] == what]} {what}" for what in whats)
 
 
 def _gc(options: argparse.Namespace) -> int:
@@ -184,25 +193,41 @@ def _rm(options: argparse.Namespace) -> int:
     names = tuple(options.names)
     if "" in names or options.identity == "" or not (names or options.identity or options.all):
         raise ConfigError("nothing to delete: give names, --identity or --all, none of them empty")
+    if bool(names) + bool(options.identity) + options.all > 1:  # is the second all that is meant, or more of it?
+        raise ConfigError("not clear what to delete: give one of names, --identity and --all; nothing was deleted")
     packs = list(survey(options.path))
     for name in names:  # before anything is deleted: it may be a slip of the keyboard
         if not any(pack.name.startswith(name) for pack in packs):
             raise ConfigError(f"no pack is named {shown(name)}: see kv-connector storage ls; nothing was deleted")
-    chosen = [
-        pack
-        for pack in packs
-        if options.all
-        or (names and pack.name.startswith(names))
-        or (options.identity and pack.header and pack.header.identity.hex().startswith(options.identity))
-    ]
-    return _delete(chosen)
+    if options.identity:
+        return _delete(_of_identity(packs, options.identity))
+    return _delete([pack for pack in packs if options.all or pack.name.startswith(names)])
+
+
+def _of_identity(packs: Sequence[PackFile], digits: str) -> list[PackFile]:
+    """Raises ConfigError where there are none: that too may be a slip."""
+    found = [pack for pack in packs if pack.header and pack.header.identity.hex().startswith(digits)]
+    if not found:
+        raise ConfigError(
+            f"no pack is of the identity {shown(digits)}: see kv-connector storage stat; nothing was deleted"
+        )
+    return found
 
 
 def _delete(packs: Sequence[PackFile]) -> int:
-    for pack in _progress(packs, "delete"):
+    gone = [pack for pack in _progress(packs, "delete") if _remove(pack)]
+    print(f"deleted {len(gone)} packs, {_size(sum(pack.num_bytes for pack in gone))}")
+    return 0 if len(gone) == len(packs) else 2
+
+
+def _remove(pack: PackFile) -> bool:
+    """Whether a pack is gone. One that cannot be deleted is told of, and keeps no other."""
+    try:
         pack.path.unlink(missing_ok=True)
-    print(f"deleted {len(packs)} packs, {_size(sum(pack.num_bytes for pack in packs))}")
-    return 0
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _print_group(identity: str, packs: Sequence[PackFile]) -> None:
@@ -236,7 +261,9 @@ def _sums(values: Iterable[int]) -> Iterator[int]:
 
 
 def _identity(pack: PackFile) -> str:
-    return pack.header.identity.hex()[:16] if pack.header is not None else "(not a pack)"
+    if pack.header is not None:
+        return pack.header.identity.hex()[:16]
+    return "(not a pack)" if pack.was_read else "(not read)"
 
 
 def _size(num_bytes: int) -> str:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
 
 from kv_connector.cli import main
+from kv_connector.storage.filesystem import survey
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.packs import pack_bytes
+from kv_connector.storage.filesystem.temporaries import new_path
 from tests.storage.storages import BLOCK, IDENTITY, exists, get, key, put
 
 PACK = pack_bytes(4, BLOCK)
+OTHER = b"o" * 32
 
 
 @pytest.fixture
@@ -22,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     for name in "abc":
         put(store, keys_of(name))
     store.close()
-    other = FilesystemStorage(tmp_path, b"o" * 32, BLOCK, 8 << 20)
+    other = FilesystemStorage(tmp_path, OTHER, BLOCK, 8 << 20)
     put(other, keys_of("d"))
     other.close()
     return tmp_path
@@ -43,12 +49,31 @@ def found(folder: Path) -> list[int]:
 def test_stat_and_ls_tell_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["storage", "stat", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:3] == [(b"o" * 32).hex()[:16], "1", "4"]
+    assert lines[1].split()[:3] == [OTHER.hex()[:16], "1", "4"]
     assert lines[2].split()[:3] == [IDENTITY.hex()[:16], "3", "12"]
     assert lines[3].split()[:4] == ["in", "all", "4", "16"]
     assert main(["storage", "ls", str(folder), "--limit", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == [(b"o" * 32).hex()[:16], IDENTITY.hex()[:16]]
+    assert [line.split()[1] for line in lines] == [OTHER.hex()[:16], IDENTITY.hex()[:16]]
+
+
+def test_stat_passes_over_what_is_written_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two packs are being written; one of them is whole between the look at the folder and the look at its files."""
+    listed = survey.list_temporaries
+    kept, renamed = (new_path(folder / "tmp") for _ in range(2))
+    for path in (kept, renamed):
+        path.write_bytes(bytes(2048))
+
+    def listed_and_renamed(place: Path) -> list[Path]:
+        found = list(listed(place))
+        renamed.unlink()
+        return found
+
+    monkeypatch.setattr(survey, "list_temporaries", listed_and_renamed)
+    assert main(["storage", "stat", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 temporary files, 2.0 KiB"
 
 
 def test_verify_finds_every_flipped_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +148,109 @@ def test_rm_deletes_nothing_by_a_name_that_is_none(
     assert main(["storage", "rm", str(folder), *given]) == 2
     assert capsys.readouterr().err.startswith("error: no")
     assert sorted(folder.rglob("*.pack")) == packs
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--all", "--identity", OTHER.hex()],
+        ["{}", "--all"],
+        ["{}", "--identity", OTHER.hex()],
+        ["--identity", "zz"],
+        ["--identity", IDENTITY.hex().upper() + "00"],
+    ],
+)
+def test_rm_deletes_nothing_where_it_is_not_clear_what(
+    folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who adds --all to an identity means all of it, not everybody's; a misspelt one is said, as a name is."""
+    packs = sorted(folder.rglob("*.pack"))
+    given = [argument.format(packs[0].stem) for argument in arguments]
+    assert main(["storage", "rm", str(folder), *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no") and "nothing was deleted" in error
+    assert sorted(folder.rglob("*.pack")) == packs
+
+
+class Disk:
+    """Gives EIO for pages of some files, and for what is deleted, until it is told otherwise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._bad: dict[int, Collection[int]] = {}
+        self._kept: set[str] = set()
+        self._pread, self._unlink = os.pread, os.unlink
+        monkeypatch.setattr(os, "pread", self.pread)
+        monkeypatch.setattr(os, "unlink", self.unlink)
+
+    def lose(self, pack: Path, *offsets: int) -> None:
+        """Nothing can be read from there."""
+        self._bad[pack.stat().st_ino] = offsets
+
+    def keep(self, pack: Path) -> None:
+        """It cannot be deleted."""
+        self._kept.add(str(pack))
+
+    def pread(self, descriptor: int, count: int, offset: int) -> bytes:
+        if offset in self._bad.get(os.fstat(descriptor).st_ino, ()):
+            raise OSError(errno.EIO, "Input/output error")
+        return self._pread(descriptor, count, offset)
+
+    def unlink(self, path: os.PathLike[str], **options: int) -> None:
+        if str(path) in self._kept:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        self._unlink(path, **options)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def test_a_pack_that_the_disk_does_not_give_is_told_and_hides_no_other(
+    folder: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its header, one block, all blocks; and a damaged one behind them. What may be good is deleted by name only."""
+    first, second, third, fourth = packs = sorted(folder.rglob("*.pack"))
+    disk.lose(first, 0)
+    disk.lose(second, 4096 + BLOCK)
+    flip(second, 2)
+    disk.lose(third, *(4096 + slot * BLOCK for slot in range(4)))
+    for slot in range(4):
+        flip(fourth, slot)
+    for command in ("stat", "ls"):
+        assert main(["storage", command, str(folder)]) == 0
+        assert "(not read)" in capsys.readouterr().out
+    for options, left in (([], packs), (["--delete"], packs[:3])):
+        assert main(["storage", "verify", *options, str(folder)]) == 1
+        out = capsys.readouterr().out
+        assert f"{first}: cannot be read (Input/output error)" in out
+        assert f"{second}: of 4 blocks [1] cannot be read (Input/output error); of 4 blocks [2] are damaged" in out
+        assert f"{third}: of 4 blocks [0, 1, 2, 3] cannot be read" in out
+        assert f"{fourth}: of 4 blocks [0, 1, 2, 3] are damaged" in out
+        assert "4 packs, 1 without a good block" in out and "1 with some; 12 blocks, 10 damaged; 2 packs that" in out
+        assert sorted(folder.rglob("*.pack")) == left
+    assert main(["storage", "rm", str(folder), first.stem]) == 0
+    assert sorted(folder.rglob("*.pack")) == [second, third]
+    disk.lose(second, 0)
+    assert main(["storage", "gc", str(folder), "--capacity", "0"]) == 0
+    assert not list(folder.rglob("*.pack"))
+
+
+def test_a_pack_that_cannot_be_deleted_is_told_and_keeps_no_other(
+    folder: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third, fourth = sorted(folder.rglob("*.pack"))
+    for pack in (first, third):
+        pack.write_bytes(b"nonsense")
+    disk.keep(first)
+    assert main(["storage", "verify", "--delete", str(folder)]) == 1
+    told = capsys.readouterr()
+    assert str(first) in told.err and "2 without a good block, 0 with some" in told.out, "not all of them are deleted"
+    assert sorted(folder.rglob("*.pack")) == [first, second, fourth]
+    assert main(["storage", "rm", str(folder), "--all"]) == 2
+    told = capsys.readouterr()
+    assert str(first) in told.err and "deleted 2 packs" in told.out
+    assert sorted(folder.rglob("*.pack")) == [first]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import mmap
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from .base import Storage, ThreadedStorage
+from .base import Storage, ThreadedStorage, ended, logger
 from .breaker import Breaker, BreakerState
 from .checksums import crc32
 
@@ -50,8 +51,12 @@ class CheckedStorage(ThreadedStorage):
         self._block_bytes = block_bytes
         self._object_bytes = object_bytes(block_bytes)
         self._per_batch = max(1, _BATCH_BYTES // self._object_bytes)
+        self._clock = clock
         self._seconds = seconds
+        self._probe: _Probe | None = None
         self._gauges: dict[str, float] = {}
+        self._gauges_asked: Future[None] = ended(None)
+        self._gauges_failed = False
 
     def find(self, keys: list[bytes]) -> int:
         """See `ThreadedStorage.find`."""
@@ -123,7 +128,7 @@ class CheckedStorage(ThreadedStorage):
     def _ask(self, begin: Callable[[], Future[T]]) -> T:
         """What the backend answers in time. Raises OSError where it does not, or is left alone."""
         if not self.breaker.allows:
-            self._probe()
+            self._see_whether_it_is_back()
             self.count(refused_calls=1)
             raise ConnectionError("it is left alone after a fault")
         try:
@@ -135,15 +140,17 @@ class CheckedStorage(ThreadedStorage):
         self.note_success()
         return answer
 
-    def _probe(self) -> None:
-        """See whether it answers again; nobody waits for that."""
+    def _see_whether_it_is_back(self) -> None:
+        """Nobody waits for that; a probe whose answer is lost is not the last one."""
+        probe = self._probe
+        if probe is not None and self._clock() >= probe.ends_at:
+            probe.end(False)
         if self.breaker.begin_probe():
+            self._probe = probe = _Probe(self.breaker, self._clock() + self._seconds)
             try:
-                future = self._inner.exists([])
+                self._inner.exists([]).add_done_callback(probe.answered)
             except Exception:  # noqa: BLE001 - whatever a backend raises
-                self.breaker.end_probe(False)
-                return
-            future.add_done_callback(lambda done: self.breaker.end_probe(not done.cancelled() and not done.exception()))
+                probe.end(False)
 
     def _answers(self, answers: list[bool], count: int) -> list[bool]:
         if len(answers) != count:
@@ -151,8 +158,18 @@ class CheckedStorage(ThreadedStorage):
         return [bool(answer) for answer in answers]
 
     def _look_at_gauges(self) -> None:
-        """On a thread of ours: whoever asks for statistics waits for nobody."""
-        self._gauges = {str(name): float(value) for name, value in self._inner.stats().items()}
+        """On a thread that has nothing else to do: neither writes nor whoever asks for statistics wait for them."""
+        if self._gauges_asked.done():
+            self._gauges_asked = self.io.submit(self._ask_for_gauges)
+
+    def _ask_for_gauges(self) -> None:
+        try:
+            self._gauges = {str(name): float(value) for name, value in self._inner.stats().items()}
+            self._gauges_failed = False
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises: no block is lost with it
+            if not self._gauges_failed:  # an episode of its own: the calls between two of these faults succeed
+                logger.warning("%s storage: it has no statistics: %r", self._name, error)
+            self._gauges_failed = True
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [hashlib.blake2b(key, digest_size=32, key=self._identity).digest() for key in keys]
@@ -164,6 +181,24 @@ class CheckedStorage(ThreadedStorage):
 
     def _batches(self, count: int) -> Iterator[slice]:
         return (slice(start, start + self._per_batch) for start in range(0, count, self._per_batch))
+
+
+class _Probe:
+    """One probe of the breaker's, which ends once: with its answer, or at `ends_at` without."""
+
+    def __init__(self, breaker: Breaker, ends_at: float) -> None:
+        self.ends_at = ends_at
+        self._breaker = breaker
+        self._ended = threading.Lock()
+
+    def answered(self, done: Future[int]) -> None:
+        """On any thread."""
+        self.end(not done.cancelled() and done.exception() is None)
+
+    def end(self, ok: bool) -> None:
+        """What came of it; nothing where it has ended."""
+        if self._ended.acquire(blocking=False):
+            self._breaker.end_probe(ok)
 
 
 def object_bytes(block_bytes: int) -> int:

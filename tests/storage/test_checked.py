@@ -185,6 +185,34 @@ def test_what_is_written_when_nobody_waits_any_more_lands_nowhere(
     assert get(storage, KEYS) == [True] * 4
 
 
+def test_a_probe_whose_answer_is_lost_is_not_the_last(storage: CheckedStorage, inner: Odd, clock: Clock) -> None:
+    """A call lost in a partition; what it says later, when another probe is out, says nothing of now."""
+    put(storage, KEYS)
+    asked: list[Future[Any]] = []
+
+    def hang(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+        asked.append(Future())
+        return asked[-1]
+
+    inner.answer = hang
+    assert exists(storage, KEYS) == 0
+    clock.now += 1
+    for _ in range(2):
+        assert get(storage, KEYS) == [False] * 4
+    assert len(asked) == 2 and storage.breaker.state is BreakerState.HALF_OPEN, "one probe at a time"
+    clock.now += 0.05
+    assert get(storage, KEYS) == [False] * 4
+    assert storage.breaker.state is BreakerState.OPEN, "its time is over, as any other answer's"
+    clock.now += 1
+    assert get(storage, KEYS) == [False] * 4
+    assert len(asked) == 3
+    asked[1].set_result(0)
+    assert storage.breaker.state is BreakerState.HALF_OPEN, "that was the one before"
+    inner.answer = None
+    asked[2].set_result(0)
+    assert get(storage, KEYS) == [True] * 4
+
+
 @pytest.mark.parametrize("answers", [[True] * 3, [True] * 5, None, OSError("gone")])
 def test_answers_that_cannot_be_are_misses(storage: CheckedStorage, inner: Odd, answers: object) -> None:
     put(storage, KEYS)
@@ -210,9 +238,52 @@ def test_statistics_wait_for_nobody(inner: Odd) -> None:
     inner.stats = lambda: asked.append(threading.current_thread()) or {"stored_objects": 3}  # type: ignore[method-assign,func-returns-value]
     storage = CheckedStorage("mine", inner, IDENTITY, BLOCK)
     put(storage, KEYS)
-    assert storage.stats()["stored_objects"] == 3
-    assert threading.current_thread() not in asked
     storage.close()
+    assert storage.stats()["stored_objects"] == 3
+    assert asked and threading.current_thread() not in asked
+
+
+@pytest.mark.parametrize("told", [OSError("no such counter"), None, {"version": "1.2.3"}, {"stored_objects": None}])
+def test_statistics_that_fail_cost_no_block(
+    told: object, storage: CheckedStorage, inner: Odd, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is stored is said to be stored, and the log has one line, however often it is asked."""
+
+    def stats() -> Any:
+        if isinstance(told, OSError):
+            raise told
+        return told
+
+    inner.stats = stats  # type: ignore[method-assign]
+    for _ in range(3):
+        assert put(storage, KEYS) == [True] * 4
+        assert get(storage, KEYS) == [True] * 4
+    storage.close()
+    assert storage.stats()["failed_writes_blocks"] == 0
+    (line,) = caplog.messages
+    assert line.startswith("mine storage: it has no statistics: ")
+
+
+def test_writes_do_not_wait_for_statistics(storage: CheckedStorage, inner: Odd) -> None:
+    """A backend that asks its server for them, and the server is slow."""
+    answered = threading.Event()
+    asked = []
+
+    def stats() -> dict[str, float]:
+        asked.append(threading.current_thread())
+        answered.wait()
+        return {"stored_objects": 3}
+
+    inner.stats = stats  # type: ignore[method-assign]
+    try:
+        for turn in range(3):
+            assert put(storage, keys := [key(f"{turn} {i}") for i in range(4)]) == [True] * 4
+            assert get(storage, keys) == [True] * 4
+    finally:
+        answered.set()
+    storage.close()
+    assert len(asked) == 1, "it is not asked again before it has answered"
+    assert storage.stats()["stored_objects"] == 3
 
 
 def raising(context: StorageContext, options: dict[str, Any]) -> Storage:

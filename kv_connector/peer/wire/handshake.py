@@ -8,7 +8,8 @@
 
 The secret is never sent: proof and seals come from it and both nonces (`session`). Nobody's info (identity, engine,
 pool) is told before the other has proved that it knows the secret, and nobody else can have written it. Both compare
-them and name both values of what differs. What somebody says who has proved nothing is shown to nobody.
+them and name both values of what differs. What somebody says who has proved nothing is shown to nobody, but for
+the number of a version that is not ours.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Packs name a digest only. The file of the same first 16 digits says what it stands for, so that a start on a model whose
 weights or settings have changed can say what is different, and what of the folder it cannot use. Nothing is decided by
-these files; whoever deletes them loses one line of a log.
+these files; whoever deletes them loses one line of a log. What has another name is nobody's business here, and neither
+the folder nor a file in it is followed where it is a link.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger("kv_connector.storage")
 
 _FOLDER = "identities"
+_OURS = re.compile(r"[0-9a-f]{16}\.json")
 _MOST_BYTES = 64 << 10
 _MOST_FILES = 256
 """Those used last are kept."""
@@ -26,24 +29,48 @@ _MOST_FILES = 256
 def note_identity(root: Path, digest: bytes, parts: Mapping[str, str]) -> None:
     """Called once at a start, before anything is read. Logs what differs from the last start on the same model and rank
     in this folder. A disk that fails costs a line in the log."""
-    folder = root / _FOLDER
-    own = folder / f"{digest.hex()[:16]}.json"
+    own = f"{digest.hex()[:16]}.json"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        _warn_of_change(root, parts, next(_alike(files, parts), parts))
-        _write(own, parts)
-        for path in files[_MOST_FILES:]:
-            path.unlink(missing_ok=True)
+        with _opened(root / _FOLDER) as folder:
+            names = _last_used_first(folder)
+            _warn_of_change(root, parts, next(_alike(folder, names, parts), parts))
+            _write(folder, own, parts)
+            for name in names[_MOST_FILES:]:
+                if name != own:  # which has just been used
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=folder)
     except OSError as error:
         logger.warning("storage at %s: what identifies its blocks cannot be noted there: %s", root, error)
 
 
-def _alike(files: list[Path], parts: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor of the folder itself, made where there is none. Raises OSError, also for a link."""
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _last_used_first(folder: int) -> list[str]:
+    """Names of files that are ours."""
+    used_ns = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):  # another start has deleted it
+                    used_ns[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
+    return sorted(used_ns, key=used_ns.__getitem__, reverse=True)
+
+
+def _alike(folder: int, names: list[str], parts: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     """What the files say that are of the same model and rank."""
-    for path in files:
-        with suppress(OSError, ValueError):
-            found = json.loads(_read(path))
+    for name in names:
+        with suppress(OSError, ValueError, RecursionError):
+            found = json.loads(_read(folder, name))
             if isinstance(found, dict) and all(found.get(name) == parts.get(name) for name in ("model", "rank")):
                 yield {name: str(value) for name, value in found.items()}
 
@@ -59,22 +86,23 @@ def _warn_of_change(root: Path, parts: Mapping[str, str], last: Mapping[str, str
         logger.warning(text, root, parts.get("model", ""), "; ".join(changes))
 
 
-def _read(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def _read(folder: int, name: str) -> bytes:
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         return os.read(descriptor, _MOST_BYTES)
     finally:
         os.close(descriptor)
 
 
-def _write(path: Path, parts: Mapping[str, str]) -> None:
+def _write(folder: int, name: str, parts: Mapping[str, str]) -> None:
     """Whole or not at all: others read it while they start."""
-    temporary = path.with_name(f"{secrets.token_hex(8)}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    temporary = f"{secrets.token_hex(8)}.new"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         with open(descriptor, "w") as file:
             json.dump(dict(parts), file, indent=1)
-        os.replace(temporary, path)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,16 +13,20 @@ from .layout import FolderLayout
 from .packs import PackHeader, open_file, read_header
 from .temporaries import list_temporaries
 
+DAMAGED = "are damaged"
+
 
 @dataclass(frozen=True, slots=True)
 class PackFile:
-    """A file that should be a pack; `header` is None where it is not one, and `problem` says why."""
+    """A file that should be a pack; `header` is None where it is not one, or the disk does not give it, and `problem`
+    says why. Of what the disk does not give (`was_read`) nobody knows whether it is good."""
 
     path: Path
     num_bytes: int
     used_ns: int
     header: PackHeader | None
     problem: str = ""
+    was_read: bool = True
 
     @property
     def name(self) -> str:
@@ -41,28 +46,63 @@ def survey(root: Path) -> Iterator[PackFile]:
             continue
 
 
-def damaged_blocks(pack: PackFile) -> list[int]:
-    """Slots whose bytes are not those that were written. Raises OSError."""
+def damaged_blocks(pack: PackFile) -> dict[int, str]:
+    """Slots whose bytes are not those that were written, or that the disk does not give; `DAMAGED`, or why they cannot
+    be read. Raises FileNotFoundError where the pack has vanished."""
     header = pack.header
     assert header is not None
-    damaged = []
-    descriptor = open_file(pack.path)
+    try:
+        descriptor = open_file(pack.path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return dict.fromkeys(range(len(header.checksums)), _unread(error))
+    found = {}
     try:
         for slot, checksum in enumerate(header.checksums):
-            if crc32(os.pread(descriptor, header.block_bytes, header.offset(slot))) != checksum:
-                damaged.append(slot)
+            try:
+                if crc32(os.pread(descriptor, header.block_bytes, header.offset(slot))) != checksum:
+                    found[slot] = DAMAGED
+            except OSError as error:  # a bad sector: the next block may be good
+                found[slot] = _unread(error)
     finally:
         os.close(descriptor)
-    return damaged
+    return found
 
 
-def temporary_files(root: Path) -> list[Path]:
-    """Packs that are being written, or were when somebody was killed. Raises OSError as `survey` does."""
+def temporary_files(root: Path) -> dict[Path, int]:
+    """Packs that are being written, or were when somebody was killed, and their bytes; those that are whole meanwhile
+    are left out. Raises OSError as `survey` does."""
     layout = FolderLayout(root)
     layout.require()
-    return sorted(list_temporaries(layout.temporaries))
+    found = {}
+    for path in list_temporaries(layout.temporaries):
+        with suppress(FileNotFoundError):
+            found[path] = _size_and_time(path)[0]
+    return found
 
 
 def _look_at(path: Path) -> PackFile:
-    status, header, problem = read_header(path)
+    """Raises FileNotFoundError alone: what else the disk says is this pack's problem, and no other's."""
+    try:
+        status, header, problem = read_header(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return PackFile(path, *_size_and_time(path), None, _unread(error), was_read=False)
     return PackFile(path, status.st_size, status.st_mtime_ns, header, problem)
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    """Of a file that may be unreadable; nothing and long ago where not even that is known."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
+
+
+def _unread(error: OSError) -> str:
+    return f"cannot be read ({error.strerror})"

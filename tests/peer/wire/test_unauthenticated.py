@@ -170,6 +170,11 @@ def pairs_still_work(listener: Side, backend: str) -> Iterator[None]:
         (frame(b'{"t":"hello","version":%d,"nonce":"%s"}' % (VERSION, b"zz" * 32)), "nonce"),
         (frame(b'{"t":"hello","version":%d}' % VERSION), "nonce"),
         (frame(b'{"t":"hello","version":%d,"nonce":"%s","x":0}' % (VERSION, b"00" * 32)), "fields"),
+        (frame(b'{"t":"hello","version":"WORDS OF A STRANGER","nonce":"00"}'), "version is not an integer"),
+        (frame(b'{"t":"hello","version":{"WORDS OF":["A STRANGER"]},"nonce":"00"}'), "version is not an integer"),
+        (frame(b'{"t":"hello","version":%d,"nonce":"WORDS OF A STRANGER"}' % VERSION), "nonce"),
+        (frame(b'{"t":"hello","version":%d,"nonce":"%s","WORDS OF":0}' % (VERSION, b"00" * 32)), "fields"),
+        (frame(b'{"t":"WORDS OF A STRANGER"}'), "not an object"),
         (frame(b"[" * 200_000), "not JSON"),
         (frame(b'{"t":"proof","proof":"\\ud800"}'), "not an object"),
     ],
@@ -185,6 +190,7 @@ def test_garbage_is_refused_and_told_nothing(
             raw.sock.close()
     assert all(reason in event.reason for event in listener.of(Lost)) and len(listener.of(Lost)) == 3
     assert len(caplog.records) == 1, "one line for an episode"
+    assert "WORDS" not in caplog.text + listener.of(Lost)[0].reason
 
 
 def test_a_wrong_secret_learns_nothing(listener: Side) -> None:
@@ -304,12 +310,13 @@ def test_a_known_peer_of_another_model_is_told_why(listener: Side) -> None:
     raw.sock.close()
 
 
-@pytest.mark.parametrize("answers", ["a denial", "half a character", "noise"])
+@pytest.mark.parametrize("answers", ["a denial", "no number", "half a character", "noise"])
 def test_what_a_stranger_answers_is_shown_to_nobody(answers: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever sends requests names hosts, and an engine calls there."""
     side = Side(Backend("shared_memory").open(Pool()))
     said = {
         "a denial": frame(encode(Denied("all is well\n2026-11-22 weights verified\x1b[2J"))),
+        "no number": frame(b'{"t":"challenge","version":"weights verified","nonce":"%s"}' % (b"00" * 32)),
         "half a character": frame(b'{"t":"challenge","version":2,"nonce":"%s","proof":"\\udfff"}' % (b"00" * 32)),
         "noise": bytes(range(256)) * 10,
     }[answers]

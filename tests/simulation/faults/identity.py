@@ -78,6 +78,12 @@ IDENTITY: tuple[Mutant, ...] = (
         tested(_IDENTITIES),
     ),
     Mutant(
+        "anybodys-identities",
+        "files of somebody else beside those that say whose blocks a folder holds are deleted",
+        (Patch("kv_connector/storage/filesystem/identities.py", "if _OURS.fullmatch(entry.name) and", "if"),),
+        tested(_IDENTITIES),
+    ),
+    Mutant(
         "adapters-unnamed",
         "a retrained adapter finds what it has computed before",
         (Patch("kv_connector/scheduler/half.py", "Roots(root, adapter_of)", "Roots(root)"),),

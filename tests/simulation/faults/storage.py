@@ -36,6 +36,18 @@ STORAGE: tuple[Mutant, ...] = (
         tested(f"{_OTHERS}::test_what_is_written_when_nobody_waits_any_more_lands_nowhere"),
     ),
     Mutant(
+        "lost-probe-waited-for",
+        "a backend whose answer to one probe is lost is never asked again",
+        (Patch(_CHECKED, "            probe.end(False)\n        if self", "            pass\n        if self"),),
+        tested(f"{_OTHERS}::test_a_probe_whose_answer_is_lost_is_not_the_last"),
+    ),
+    Mutant(
+        "late-probe-believed",
+        "a late answer to a probe that was given up counts for the one that is out",
+        (Patch(_CHECKED, "if self._ended.acquire(blocking=False):", "if True:"),),
+        tested(f"{_OTHERS}::test_a_probe_whose_answer_is_lost_is_not_the_last"),
+    ),
+    Mutant(
         "keys-of-all-ranks",
         "keys of another rank or model are the same to a backend of the user's own",
         (Patch(_CHECKED, "digest_size=32, key=self._identity)", "digest_size=32)"),),

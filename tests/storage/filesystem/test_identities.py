@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,11 +88,39 @@ def test_other_models_and_damage_are_passed_over(tmp_path: Path, caplog: pytest.
     """A folder is shared, and anything may lie in it."""
     start(tmp_path, replace(RANK, cache=replace(CACHE, model="org/other@main")), caplog, [])
     folder = tmp_path / "identities"
-    (folder / "torn.json").write_text('{"model": "org/mo')
-    (folder / "list.json").write_text("[1]")
-    (folder / "folder.json").mkdir()
-    (folder / "link.json").symlink_to("/dev/zero")
+    found = ['{"model": "org/mo', "[1]", "[" * 60_000]  # torn, of another kind, and deeper than Python reads
+    for number, text in enumerate(found):
+        (folder / f"{number:016x}.json").write_text(text)
+    (folder / f"{10:016x}.json").mkdir()
+    (folder / f"{11:016x}.json").symlink_to("/dev/zero")
+    os.mkfifo(folder / f"{12:016x}.json")
     assert start(tmp_path, RANK, caplog, []) == (0, "")
+
+
+@pytest.mark.parametrize("lie", ["in the folder", "behind a link", "behind links"])
+def test_files_of_somebody_else_are_left_alone(lie: str, tmp_path: Path) -> None:
+    """However many there are, and whatever points at them: those with other names, and those that are elsewhere."""
+    root, folder = tmp_path / "store", tmp_path / "store" / "identities"
+    root.mkdir()
+    theirs = folder if lie == "in the folder" else tmp_path / "documents"
+    theirs.mkdir()
+    name = "letter{}.json" if lie == "in the folder" else "{:016x}.json"
+    for number in range(300):
+        (theirs / name.format(number)).write_text("{}")
+    before = sorted(theirs.iterdir())
+    if lie == "behind a link":
+        folder.symlink_to(theirs)
+    elif lie == "behind links":
+        folder.mkdir()
+        for path in before:
+            (folder / path.name).symlink_to(path)
+    for digest in (b"a" * 32, b"b" * 32):
+        note_identity(root, digest, {"model": "m"})
+    assert all(path.read_text() == "{}" for path in before)
+    if lie != "in the folder":
+        assert sorted(theirs.iterdir()) == before, "nothing is written there either"
+    if lie == "behind links":
+        assert all((folder / path.name).is_symlink() for path in before)
 
 
 def test_a_folder_that_cannot_be_written_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -103,4 +132,12 @@ def test_a_folder_that_cannot_be_written_costs_a_line(tmp_path: Path, caplog: py
 def test_files_of_long_ago_go(tmp_path: Path) -> None:
     for number in range(300):
         note_identity(tmp_path, number.to_bytes(32, "little"), {"model": str(number)})
-    assert len(list((tmp_path / "identities").iterdir())) <= 257
+    names = [f"{number.to_bytes(32, 'little').hex()[:16]}.json" for number in range(300)]
+    folder = tmp_path / "identities"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names[300 - 257 :])
+    for number in range(3):  # one more than are kept, and the first of all starts again
+        (folder / f"{number:016x}.json").write_text("{}")
+    oldest = folder / names[300 - 257]
+    os.utime(oldest, ns=(0, 0))
+    note_identity(tmp_path, (300 - 257).to_bytes(32, "little"), {"model": "again"})
+    assert json.loads(oldest.read_text()) == {"model": "again"}
