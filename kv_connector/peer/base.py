@@ -11,8 +11,8 @@
 Memory model: the pool is registered once, as regions of equal pieces, one a block. A push names blocks of both pools
 and a run of regions; it goes to positions of a grant, the list of blocks that the receiver has set aside for it. Where
 `is_one_sided`, the pusher's own copies write into the receiver's pool: after `revoke` they may still do so until the
-pusher has said that it stopped, or until `quiet_at` where the link was lost. Elsewhere the receiver copies, and nothing
-is written behind `revoke`.
+pusher has said that it stopped, or until `quiet_in` is 0 where the link was lost. Elsewhere the receiver copies, and
+nothing is written behind `revoke`.
 
 Lifecycle: each push ends exactly once, in Pushed, also where the link is lost. A link is lost once, in Lost, and is
 never used again; connecting anew gives another link.
@@ -263,9 +263,10 @@ class PeerTransport(Protocol):
     def drop(self, link: int, reason: str) -> None:
         """Close a link; Lost comes with the reason."""
 
-    def quiet_at(self, link: int) -> float:
-        """When nothing can be written any more of what the peer of a lost link was to push here, in the seconds of the
-        transport's clock; in the past where it is so already. It may come nearer, where the peer's process ends."""
+    def quiet_in(self, link: int) -> float:
+        """In how many seconds nothing can be written any more of what the peer of a lost link was to push here; 0 where
+        that is so. It may come nearer, where the peer's process ends, and go further off, where this side stood still.
+        Also behind `close`; who waits asks twice a second at least."""
 
     def poll(self, timeout: float) -> list[PeerEvent]:
         """Make progress, for up to `timeout` seconds where there is nothing to tell."""

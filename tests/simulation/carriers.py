@@ -1,7 +1,8 @@
 """What lies below the transports: slots that two processes have mapped, NIXL's agent, a CUDA stream and its handles.
 
 A one-sided write lands part by part, each at a time of its own, out of whatever the source holds by then, at the latest
-one longest transfer behind its post. A process that dies takes the source along: what is under way lands soon from what
+one longest transfer behind its post. NIXL's waits while its target stands still, as over TCP, and that time does not
+count. A process that dies takes the source along: what is under way lands soon from what
 was read, or not at all.
 """
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .peers import SimulatedPeers
 
 _MOST_PARTS = 3
+_LOOK_SECONDS = 0.1
 
 
 class SharedSlots:
@@ -67,7 +69,7 @@ class SharedSlots:
     def abandon(self) -> None:
         """Its process is gone, and its mappings."""
         for way in self._ways:
-            way.close(self._network.time.now())
+            way.close(lambda: True)
 
     def close(self) -> None:
         """See `Carrier.close`."""
@@ -97,7 +99,7 @@ class _Way:
     def carry(self, slot: int, num_bytes: int) -> Marker | None:
         return None
 
-    def close(self, quiet_at: float) -> None:
+    def close(self, is_quiet: Callable[[], bool]) -> None:
         self.is_closed = True
         self._slots.forget(self._token)
 
@@ -242,6 +244,11 @@ class SimulatedAgent:
         name, target, note = self.name, write.target, write.note
 
         def land(index: int) -> None:
+            if target.is_alive and target.is_frozen:  # its own processor takes in what comes
+                write.until += _LOOK_SECONDS
+                again = network.time.call_after(_LOOK_SECONDS, lambda: land(index), "a write to who stands still")
+                write.events.append(again)
+                return
             if network.is_cut(self._process, target):  # it is tried again until it comes through, or NIXL gives up
                 if network.time.now() < given_up:
                     write.events.append(network.time.call_after(0.1 * network.slow, lambda: land(index), "a write"))

@@ -146,8 +146,9 @@ class SimulatedPeers(Process):
             or jobs._offers._early_nones
             or self._transport._is_busy()
             or not self._channel.is_quiet
+            or any(link.quiet_at > self.network.time.now() for link in self._transport._leases._links.values())
         ):
-            self.wake(_IDLE_SECONDS)  # for what tells nothing by itself: deadlines
+            self.wake(_IDLE_SECONDS)  # for what tells nothing by itself: deadlines, and that this side runs
 
     def close(self) -> None:
         """As the worker half does; then the process is gone. Virtual time may pass."""

@@ -121,6 +121,7 @@ class OverChannel(ABC):
 
     def poll(self, timeout: float) -> list[PeerEvent]:
         """See `PeerTransport.poll`."""
+        self._leases.turn()
         if self._is_busy():
             timeout = min(timeout, self.poll_seconds)
         for event in self._channel.poll(0.0 if self._events else timeout):
@@ -238,9 +239,9 @@ class OneSided(OverChannel):
         for link, waiting in self._waiting.items():
             self._end_waiting(link, [push for push in waiting if push.number == number])
 
-    def quiet_at(self, link: int) -> float:
-        """See `PeerTransport.quiet_at`."""
-        return self._leases.quiet_at(link)
+    def quiet_in(self, link: int) -> float:
+        """See `PeerTransport.quiet_in`."""
+        return self._leases.quiet_in(link)
 
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for what is being written: it is read from memory that goes."""
@@ -249,6 +250,7 @@ class OneSided(OverChannel):
         self._is_closed = True
         end = self._clock.monotonic() + self.longest_transfer_seconds
         while self._finish_writing() and self._clock.monotonic() < end:
+            self._leases.turn()
             for event in self._channel.poll(0.0):
                 self._take(event)
             self._clock.sleep(self.poll_seconds)

@@ -221,7 +221,8 @@ class PeerJobs:
             self._offers.close()
             self._report()
             # What peers may still write goes to blocks that are ours.
-            self._clock.sleep(max(0.0, self._receives.quiet_at - self._clock.monotonic()))
+            while seconds := self._receives.quiet_in:
+                self._clock.sleep(min(seconds, _IDLE_SECONDS))
         finally:
             self._offers.close()
             self._receives.close()

@@ -203,7 +203,7 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "if entry.phase is _Phase.CONNECTING or self._transport.quiet_at(link) <= self._clock():",
+                "if entry.phase is _Phase.CONNECTING or not self._transport.quiet_in(link):",
                 "if True:",
             ),
         ),
@@ -248,8 +248,32 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "gone-at-once",
         "what a process that has ended had on its way is not waited for",
-        (Patch(_LEASES, "self._clock() + GONE_SECONDS", "self._clock()"),),
+        (Patch(_LEASES, "now + GONE_SECONDS", "now"),),
         tested("tests/peer/carriers/test_leases.py"),
+    ),
+    Mutant(
+        "fence-of-who-stood-still",
+        "a fence goes on while its owner stands still, and what is posted to it waits",
+        (Patch(_LEASES, "if now > self._last_turn + STILL_SECONDS:", "if False:"),),
+        tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
+        "fence-begins-again",
+        "a fence that was over is closed again where its owner stands still",
+        (Patch(_LEASES, "if entry.quiet_at > self._last_turn:", "if True:"),),
+        tested("tests/peer/carriers/test_leases.py"),
+    ),
+    Mutant(
+        "turns-untold",
+        "an owner that has nothing to do is taken for one that stands still, and its fence does not end",
+        (
+            Patch(
+                "kv_connector/peer/carriers/one_sided.py",
+                "        self._leases.turn()\n        if self._is_busy():",
+                "        if self._is_busy():",
+            ),
+        ),
+        tested("tests/simulation/test_network.py"),
     ),
     Mutant(
         "gone-unproved",
@@ -273,8 +297,8 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/peer/carriers/staged/nixl.py",
-                "if entry[0] <= now and (found",
-                "if (found",
+                "(num_slots, slot_bytes) and is_quiet():",
+                "(num_slots, slot_bytes):",
             ),
         ),
         tested("tests/peer/carriers/staged/test_registered_rings.py"),
