@@ -163,7 +163,7 @@ class Write:
 
 class SimulatedAgent:
     """NIXL's agent of one process, with the calls that `NixlTransport` makes. Writes overtake one another, and so do
-    their notifications."""
+    their notifications, each of which leaves when this side finds its write done."""
 
     def __init__(self, process: SimulatedPeers, name: str) -> None:
         self.name = f"agent of {name}"
@@ -177,6 +177,7 @@ class SimulatedAgent:
         self._writes: list[Write] = []
         self._states: dict[int, str] = {}
         self._made: dict[int, Write] = {}
+        self._untold: dict[int, Write] = {}
 
     @property
     def left_behind(self) -> str:
@@ -238,10 +239,11 @@ class SimulatedAgent:
         write, network = self._made.pop(handle), self._network
         self._writes = [entry for entry in self._writes if not entry.is_over]
         self._writes.append(write)
+        self._untold[handle] = write
         order = network.rng.sample(range(len(write.sizes)), len(write.sizes))
         parts = [part for part in np.array_split(np.array(order), network.rng.randint(1, _MOST_PARTS)) if len(part)]
         left = set(range(len(parts)))
-        name, target, note = self.name, write.target, write.note
+        target = write.target
 
         def land(index: int) -> None:
             if target.is_alive and target.is_frozen:  # its own processor takes in what comes
@@ -259,24 +261,30 @@ class SimulatedAgent:
             if left:
                 return
             write.end()
-            if not write.is_failed and target.is_alive and target.start == write.start:
-                agent: Any = target._below
-                network.time.call_after(network.delay(), lambda: agent._hear(name, note), "a notification")
 
         given_up = network.time.now() + network.rng.uniform(1, LONGEST_TRANSFER_SECONDS)
         for index in range(len(parts)):
             write.events.append(network.time.call_after(network.write_delay(), lambda i=index: land(i), "a write"))
 
     def check_xfer_state(self, handle: int) -> str:
+        if self._states[handle] == "DONE" and handle in self._untold:
+            self._tell(self._untold.pop(handle))
         return self._states[handle]
 
     def release_xfer_handle(self, handle: int) -> None:
+        self._untold.pop(handle, None)
         self._handles.remove(handle)
         del self._states[handle]
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         notes, self._notes = self._notes, {}
         return notes
+
+    def _tell(self, write: Write) -> None:
+        network, target = self._network, write.target
+        if target.is_alive and target.start == write.start:
+            agent: Any = target._below
+            network.time.call_after(network.delay(), lambda: agent._hear(self.name, write.note), "a notification")
 
     def _hear(self, name: str, note: bytes) -> None:
         self._notes.setdefault(name, []).append(note)

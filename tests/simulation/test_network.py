@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kv_connector.peer.base import PeerPool, PoolRegion
+from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.types import PeerAction, PeerJob
 
@@ -392,10 +393,8 @@ def test_the_fence_of_an_engine_that_has_nothing_to_do_ends() -> None:
         assert all(not engine.peers._transport.quiet_in(link) for link in leases._links)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_what_waited_for_a_consumer_that_stood_still_lands_before_its_blocks_are_used_again(seed: int) -> None:
-    """It was paused for longer than any fence in the middle of a transfer, and its link was cut meanwhile."""
-    world = World(seed, "nixl", num_engines=2, faults=())
+def middle_of_a_transfer(world: World) -> tuple[Engine, Engine]:
+    """A producer that writes into a consumer's blocks, which takes a while."""
     producer, consumer = world.engines
     world.begin(producer)
     (transfer,) = world.transfers
@@ -409,6 +408,32 @@ def test_what_waited_for_a_consumer_that_stood_still_lands_before_its_blocks_are
         world.produce("compute", producer, transfer)
         world.wait(0.01)
         assert world.time.now() < 1.0
+    return producer, consumer
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_consumer_that_stands_still_holds_a_producers_blocks_for_no_longer_than_a_transfer_takes(seed: int) -> None:
+    """What was written then goes on out of blocks that hold something else, and the consumer takes none of it."""
+    world = World(seed, "nixl", num_engines=2, faults=())
+    producer, consumer = middle_of_a_transfer(world)
+    consumer.peers.freeze()
+    world.produce("withdraw", producer, world.transfers[0])
+    world.wait(NixlTransport.longest_transfer_seconds + 1.0)
+    producer.poll()
+    assert not producer.open
+    consumer.peers.thaw()
+    world.wait(60.0)
+    consumer.poll()
+    assert not consumer.open
+    assert world.seen["receive failed"] == 1
+    world.settle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_waited_for_a_consumer_that_stood_still_lands_before_its_blocks_are_used_again(seed: int) -> None:
+    """It was paused for longer than any fence in the middle of a transfer, and its link was cut meanwhile."""
+    world = World(seed, "nixl", num_engines=2, faults=())
+    producer, consumer = middle_of_a_transfer(world)
     consumer.peers.freeze()
     world.network.cut(producer.peers, consumer.peers)
     world.wait(60.0)

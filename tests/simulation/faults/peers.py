@@ -292,6 +292,18 @@ PEERS: tuple[Mutant, ...] = (
         tested("tests/peer/carriers/test_nixl.py"),
     ),
     Mutant(
+        "writes-unlimited",
+        "a consumer that is paused holds a producer's blocks for as long as it is",
+        (
+            Patch(
+                "kv_connector/peer/carriers/nixl.py",
+                "_Writing(link, push, handle, self._clock.monotonic() + self.longest_transfer_seconds)",
+                '_Writing(link, push, handle, float("inf"))',
+            ),
+        ),
+        tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
         "rings-at-once",
         "slots that a peer may write to yet are given to another link",
         (
