@@ -23,6 +23,7 @@ Threading model: no threads. One thread makes every call but `wake`, which any m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,18 +106,35 @@ class PoolRegion:
 class Writer(Protocol):
     """Enqueues writes of blocks of this pool into one other pool (`transfer.paths.peer_writes.RemoteWriter`)."""
 
-    def write(self, source_ids: Ids, target_ids: Ids, regions: range) -> None:
-        """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range."""
+    def write(self, source_ids: Ids, target_ids: Ids, regions: range, may_write: Callable[[], bool]) -> bool:
+        """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range. Nothing
+        is enqueued, and the answer is no, where `may_write` says so, which is asked right in front of the copies."""
 
 
 class Clock(Protocol):
-    """What lets time pass, with the names of Python's module `time`, which is one."""
+    """What lets time pass, with the names of Python's module `time`."""
 
     def monotonic(self) -> float:
         """Seconds that never go back."""
 
     def sleep(self, seconds: float, /) -> None:
         """Return when so many seconds have passed."""
+
+
+class SystemClock:
+    """The machine's; time in which the machine was suspended counts, too, where the system tells of it."""
+
+    def monotonic(self) -> float:
+        """See `Clock`."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+    def sleep(self, seconds: float, /) -> None:
+        """See `Clock`."""
+        time.sleep(seconds)
+
+
+CLOCK = SystemClock()
+"""What peers' transports and jobs go by."""
 
 
 class Marker(Protocol):

@@ -272,6 +272,7 @@ class SimulatedAgent:
         return self._states[handle]
 
     def release_xfer_handle(self, handle: int) -> None:
+        self._made.pop(handle, None)
         self._untold.pop(handle, None)
         self._handles.remove(handle)
         del self._states[handle]
@@ -386,8 +387,10 @@ class _StreamWriter:
         self._regions = regions
         self._target, self._start = Allocations.of(stream.process.network).owner(regions[0].address)
 
-    def write(self, source_ids: Ids, target_ids: Ids, regions: range) -> None:
+    def write(self, source_ids: Ids, target_ids: Ids, regions: range, may_write: Callable[[], bool]) -> bool:
         process = self._stream.process
+        if not may_write():
+            return False
         assert self._stream.push is not None
         push, there = self._stream.push
         own = process._transport._pool.regions
@@ -407,6 +410,7 @@ class _StreamWriter:
             process.network.time.now() + CudaIpcTransport.longest_transfer_seconds,
         )
         self._stream.enqueue(write)
+        return True
 
 
 class Allocations:

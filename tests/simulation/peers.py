@@ -225,11 +225,11 @@ class SimulatedPeers(Process):
         """What lies below is told which push the next write belongs to, and which end of its link is the consumer's."""
         post_on = self._transport._post
 
-        def post(link: int, push: Push) -> None:
+        def post(link: int, push: Push, may_write: Callable[[], bool]) -> bool:
             assert self._channel is not None
             end = self._channel.ends.get(link)
             self._below.push = push, end.other if end is not None and end.pair is not None else None
-            post_on(link, push)
+            return bool(post_on(link, push, may_write))
 
         self._transport._post = post
 

@@ -14,15 +14,14 @@ rest behind the fence.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ..base import Clock, Ids, PeerError, PeerPool, Push, Pushed, check_int, check_text
+from ..base import CLOCK, Clock, Ids, PeerError, PeerPool, Push, Pushed, check_int, check_text
 from ..wire.channel import SideChannel
 from ..wire.messages import MAX_MESSAGE, Written, decode, encode
 from ..wire.peer_info import PeerInfo
@@ -71,7 +70,7 @@ class NixlTransport(OneSided):
         secret: bytes,
         seconds: float,
         open_channel: OpenChannel = SideChannel,
-        clock: Clock = time,
+        clock: Clock = CLOCK,
     ) -> None:
         """Raises PeerError where NIXL cannot register the pool, and ConfigError where the address cannot be used."""
         self._pool = pool  # what registers it comes before the links
@@ -89,7 +88,7 @@ class NixlTransport(OneSided):
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 
-    def _post(self, link: int, push: Push) -> None:
+    def _post(self, link: int, push: Push, may_write: Callable[[], bool]) -> bool:
         remote, ids, targets = self._remotes[link], push.source_ids, push.target_ids
         assert 0 <= targets.min() <= targets.max() < remote.num_blocks, f"{targets} of {remote.num_blocks}"
         regions = push.regions
@@ -103,12 +102,16 @@ class NixlTransport(OneSided):
                 _indices(targets, regions, remote.num_blocks, self._by_block),
                 encode(told),
             )
+            if not may_write():
+                self._agent.release_xfer_handle(handle)
+                return False
             self._agent.transfer(handle)
         except Exception as error:  # noqa: BLE001 - NIXL has exceptions of its own: the seam where they become a lost link
             self._events.append(Pushed(push.number, False))
             self.drop(link, f"NIXL cannot write to it: {type(error).__name__}: {error}")
-            return
+            return True
         self._writing.append(_Writing(link, push, handle, self._clock.monotonic() + self.longest_transfer_seconds))
+        return True
 
     def _release(self) -> None:
         for link in list(self._remotes):

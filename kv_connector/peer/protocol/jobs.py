@@ -14,14 +14,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ...types import PeerAction, PeerJob
-from ..base import Arrived, Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerTransport, Pushed
+from ..base import CLOCK, Arrived, Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerTransport, Pushed
 from .offers import Offers
 from .receives import Receives
 
@@ -53,7 +52,7 @@ class PeerJobs:
         rank: int,
         deadline_seconds: float,
         timeout_seconds: float,
-        clock: Clock = time,
+        clock: Clock = CLOCK,
         prepare_thread: Callable[[], None] | None = None,
     ) -> None:
         """Takes the transport over. `deadline_seconds`: without anything arriving, until a receive is given up, and

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kv_connector.peer.carriers.leases import LEASE_SECONDS
 from kv_connector.peer.carriers.nixl_agent import LONGEST_TRANSFER_SECONDS, add_remote, encode_metadata, start_agent
-from tests.peer.peers import Backend, Lost, Pool, Pushed, Side, link_up, needs_nixl, push_all, until
+from tests.peer.peers import Arrived, Backend, Lost, Pool, Pushed, Side, link_up, needs_nixl, push_all, until
 
 pytestmark = needs_nixl
 _BYTES = 64 << 20
@@ -47,6 +48,34 @@ class Later:
         time.sleep(seconds)
 
 
+def test_a_write_that_took_longer_to_make_than_its_lease_lasts_waits_for_another(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The producer stood still between the look at its lease and the post."""
+    a, b = sides
+    link, back = link_up(a, b)
+    b.transport.grant(back, 1, [3])
+    agent, leases, clock = a.transport._agent, a.transport._leases, Later()  # type: ignore[attr-defined]
+    monkeypatch.setattr(leases, "_clock", clock.monotonic)
+    make, transfer, ends = agent.make_prepped_xfer, agent.transfer, []
+
+    def stand_still(*write: object) -> object:
+        ends.append(clock.monotonic() + LEASE_SECONDS)  # of every lease so far
+        clock.ahead += LEASE_SECONDS if len(ends) == 1 else 0.0
+        return make(*write)
+
+    def post(handle: object) -> object:
+        assert clock.monotonic() < ends[-1], "without a lease"
+        return transfer(handle)
+
+    monkeypatch.setattr(agent, "make_prepped_xfer", stand_still)
+    monkeypatch.setattr(agent, "transfer", post)
+    number = push_all(a, link, [1], [3], grant=1)
+    until(lambda: bool(a.of(Pushed) and b.of(Arrived)), a, b)
+    assert a.of(Pushed) == [Pushed(number, True)]
+    assert len(ends) == 2
+
+
 def test_a_write_that_does_not_end_is_given_up(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its target is paused, for as long as it likes."""
     a, b = sides
@@ -65,8 +94,9 @@ def test_a_write_that_does_not_end_is_given_up(sides: tuple[Side, Side], monkeyp
     assert a.of(Lost) == [Lost(link, "what NIXL writes to it has not arrived within 30 s")]
 
 
-def test_nobody_is_told_of_a_write_that_is_not_looked_at() -> None:
+def test_nobody_is_told_of_a_write_that_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was given up goes on out of blocks that hold something else by then: nothing may say that it has come."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # within one process others may be done at once
     source, target = (np.full(_BYTES, value, dtype=np.uint8) for value in (1, 0))
     a, b = start_agent(), start_agent()
     for agent, array in ((a, source), (b, target)):

@@ -215,11 +215,53 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/peer/carriers/one_sided.py",
-                "while waiting and link in self._met and self._leases.may_write(link):",
-                "while waiting and link in self._met:",
+                "self._waiting[link], partial(self._leases.may_write, link)",
+                "self._waiting[link], lambda: True",
             ),
         ),
-        tested("tests/simulation/test_network.py"),
+        tested("tests/peer/carriers/test_nixl.py"),
+    ),
+    Mutant(
+        "lease-before-the-write-is-made",
+        "a write is posted although its lease has ended while it was made",
+        (Patch("kv_connector/peer/carriers/nixl.py", "            if not may_write():\n", "            if False:\n"),),
+        tested("tests/peer/carriers/test_nixl.py"),
+    ),
+    Mutant(
+        "lease-before-the-copies",
+        "copy engines are given a write although its lease has ended while it was made",
+        (
+            Patch(
+                "kv_connector/transfer/paths/peer_writes.py",
+                "if is_written := may_write():",
+                "if is_written := True:",
+            ),
+        ),
+        tested("tests/transfer/paths/test_peer_writes.py"),
+    ),
+    Mutant(
+        "lease-before-the-kernel",
+        "a kernel writes although the lease has ended while its ids were uploaded",
+        (
+            Patch(
+                "kv_connector/transfer/paths/peer_writes.py",
+                "            if not may_write():\n",
+                "            if False:\n",
+            ),
+        ),
+        tested("tests/transfer/paths/test_peer_writes.py"),
+    ),
+    Mutant(
+        "unposted-forgotten",
+        "a write whose lease has ended while it was made is never made again",
+        (
+            Patch(
+                "kv_connector/peer/carriers/one_sided.py",
+                "                waiting.appendleft(push)\n",
+                "                pass\n",
+            ),
+        ),
+        tested("tests/peer/carriers/test_cuda_ipc.py"),
     ),
     Mutant(
         "lease-from-its-answer",

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...base import Clock, PeerError, PeerPool
+from ...base import CLOCK, Clock, PeerError, PeerPool
 from ...wire.messages import RingMapped, RingOffered
 from ...wire.peer_info import PeerInfo
 from ..nixl_agent import LONGEST_TRANSFER_SECONDS, add_remote, encode_metadata, foreign
@@ -52,7 +51,7 @@ class NixlSlots:
 
     longest_transfer_seconds = LONGEST_TRANSFER_SECONDS
 
-    def __init__(self, agent: Any, seconds: float, clock: Clock = time) -> None:
+    def __init__(self, agent: Any, seconds: float, clock: Clock = CLOCK) -> None:
         self.extra: Mapping[str, Any] = {}
         self._agent = agent
         self._seconds = seconds

@@ -11,13 +11,12 @@ The price is a second copy.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ....errors import ConfigError
-from ...base import Clock, Marker, PeerError, PeerPool, Push, Pushed, check_int
+from ...base import CLOCK, Clock, Marker, PeerError, PeerPool, Push, Pushed, check_int
 from ...wire.channel import SideChannel
 from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
 from ...wire.peer_info import PeerInfo
@@ -65,7 +64,7 @@ class StagedTransport(OverChannel):
         seconds: float,
         staging_bytes: int,
         open_channel: OpenChannel = SideChannel,
-        clock: Clock = time,
+        clock: Clock = CLOCK,
     ) -> None:
         """Takes the carrier over. Raises ConfigError where the address cannot be used or the staging memory is too
         small."""
