@@ -11,8 +11,8 @@
 Memory model: the pool is registered once, as regions of equal pieces, one a block. A push names blocks of both pools
 and a run of regions; it goes to positions of a grant, the list of blocks that the receiver has set aside for it. Where
 `is_one_sided`, the pusher's own copies write into the receiver's pool: after `revoke` they may still do so until the
-pusher has said that it stopped, or until `quiet_at` where the link was lost. Elsewhere the receiver copies, and nothing
-is written behind `revoke`.
+pusher has said that it stopped, or until `quiet_in` is 0 where the link was lost. Elsewhere the receiver copies, and
+nothing is written behind `revoke`.
 
 Lifecycle: each push ends exactly once, in Pushed, also where the link is lost. A link is lost once, in Lost, and is
 never used again; connecting anew gives another link.
@@ -23,6 +23,7 @@ Threading model: no threads. One thread makes every call but `wake`, which any m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,18 +106,35 @@ class PoolRegion:
 class Writer(Protocol):
     """Enqueues writes of blocks of this pool into one other pool (`transfer.paths.peer_writes.RemoteWriter`)."""
 
-    def write(self, source_ids: Ids, target_ids: Ids, regions: range) -> None:
-        """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range."""
+    def write(self, source_ids: Ids, target_ids: Ids, regions: range, may_write: Callable[[], bool]) -> bool:
+        """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range. Nothing
+        is enqueued, and the answer is no, where `may_write` says so, which is asked right in front of the copies."""
 
 
 class Clock(Protocol):
-    """What lets time pass, with the names of Python's module `time`, which is one."""
+    """What lets time pass, with the names of Python's module `time`."""
 
     def monotonic(self) -> float:
         """Seconds that never go back."""
 
     def sleep(self, seconds: float, /) -> None:
         """Return when so many seconds have passed."""
+
+
+class SystemClock:
+    """The machine's; time in which the machine was suspended counts, too, where the system tells of it."""
+
+    def monotonic(self) -> float:
+        """See `Clock`."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+    def sleep(self, seconds: float, /) -> None:
+        """See `Clock`."""
+        time.sleep(seconds)
+
+
+CLOCK = SystemClock()
+"""What peers' transports and jobs go by."""
 
 
 class Marker(Protocol):
@@ -263,9 +281,10 @@ class PeerTransport(Protocol):
     def drop(self, link: int, reason: str) -> None:
         """Close a link; Lost comes with the reason."""
 
-    def quiet_at(self, link: int) -> float:
-        """When nothing can be written any more of what the peer of a lost link was to push here, in the seconds of the
-        transport's clock; in the past where it is so already. It may come nearer, where the peer's process ends."""
+    def quiet_in(self, link: int) -> float:
+        """In how many seconds nothing can be written any more of what the peer of a lost link was to push here; 0 where
+        that is so. It may come nearer, where the peer's process ends, and go further off, where this side stood still.
+        Also behind `close`; who waits asks twice a second at least."""
 
     def poll(self, timeout: float) -> list[PeerEvent]:
         """Make progress, for up to `timeout` seconds where there is nothing to tell."""

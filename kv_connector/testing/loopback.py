@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -141,9 +140,9 @@ class LoopbackTransport:
             self._inbox.clear()
             return events
 
-    def quiet_at(self, link: int) -> float:
-        """See `PeerTransport.quiet_at`."""
-        return -math.inf
+    def quiet_in(self, link: int) -> float:
+        """See `PeerTransport.quiet_in`."""
+        return 0.0
 
     def wake(self) -> None:
         """See `PeerTransport.wake`."""

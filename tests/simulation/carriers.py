@@ -1,7 +1,8 @@
 """What lies below the transports: slots that two processes have mapped, NIXL's agent, a CUDA stream and its handles.
 
 A one-sided write lands part by part, each at a time of its own, out of whatever the source holds by then, at the latest
-one longest transfer behind its post. A process that dies takes the source along: what is under way lands soon from what
+one longest transfer behind its post. NIXL's waits while its target stands still, as over TCP, and that time does not
+count. A process that dies takes the source along: what is under way lands soon from what
 was read, or not at all.
 """
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .peers import SimulatedPeers
 
 _MOST_PARTS = 3
+_LOOK_SECONDS = 0.1
 
 
 class SharedSlots:
@@ -67,7 +69,7 @@ class SharedSlots:
     def abandon(self) -> None:
         """Its process is gone, and its mappings."""
         for way in self._ways:
-            way.close(self._network.time.now())
+            way.close(lambda: True)
 
     def close(self) -> None:
         """See `Carrier.close`."""
@@ -97,7 +99,7 @@ class _Way:
     def carry(self, slot: int, num_bytes: int) -> Marker | None:
         return None
 
-    def close(self, quiet_at: float) -> None:
+    def close(self, is_quiet: Callable[[], bool]) -> None:
         self.is_closed = True
         self._slots.forget(self._token)
 
@@ -161,7 +163,7 @@ class Write:
 
 class SimulatedAgent:
     """NIXL's agent of one process, with the calls that `NixlTransport` makes. Writes overtake one another, and so do
-    their notifications."""
+    their notifications, each of which leaves when this side finds its write done."""
 
     def __init__(self, process: SimulatedPeers, name: str) -> None:
         self.name = f"agent of {name}"
@@ -175,6 +177,7 @@ class SimulatedAgent:
         self._writes: list[Write] = []
         self._states: dict[int, str] = {}
         self._made: dict[int, Write] = {}
+        self._untold: dict[int, Write] = {}
 
     @property
     def left_behind(self) -> str:
@@ -236,12 +239,18 @@ class SimulatedAgent:
         write, network = self._made.pop(handle), self._network
         self._writes = [entry for entry in self._writes if not entry.is_over]
         self._writes.append(write)
+        self._untold[handle] = write
         order = network.rng.sample(range(len(write.sizes)), len(write.sizes))
         parts = [part for part in np.array_split(np.array(order), network.rng.randint(1, _MOST_PARTS)) if len(part)]
         left = set(range(len(parts)))
-        name, target, note = self.name, write.target, write.note
+        target = write.target
 
         def land(index: int) -> None:
+            if target.is_alive and target.is_frozen:  # its own processor takes in what comes
+                write.until += _LOOK_SECONDS
+                again = network.time.call_after(_LOOK_SECONDS, lambda: land(index), "a write to who stands still")
+                write.events.append(again)
+                return
             if network.is_cut(self._process, target):  # it is tried again until it comes through, or NIXL gives up
                 if network.time.now() < given_up:
                     write.events.append(network.time.call_after(0.1 * network.slow, lambda: land(index), "a write"))
@@ -252,24 +261,31 @@ class SimulatedAgent:
             if left:
                 return
             write.end()
-            if not write.is_failed and target.is_alive and target.start == write.start:
-                agent: Any = target._below
-                network.time.call_after(network.delay(), lambda: agent._hear(name, note), "a notification")
 
         given_up = network.time.now() + network.rng.uniform(1, LONGEST_TRANSFER_SECONDS)
         for index in range(len(parts)):
             write.events.append(network.time.call_after(network.write_delay(), lambda i=index: land(i), "a write"))
 
     def check_xfer_state(self, handle: int) -> str:
+        if self._states[handle] == "DONE" and handle in self._untold:
+            self._tell(self._untold.pop(handle))
         return self._states[handle]
 
     def release_xfer_handle(self, handle: int) -> None:
+        self._made.pop(handle, None)
+        self._untold.pop(handle, None)
         self._handles.remove(handle)
         del self._states[handle]
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         notes, self._notes = self._notes, {}
         return notes
+
+    def _tell(self, write: Write) -> None:
+        network, target = self._network, write.target
+        if target.is_alive and target.start == write.start:
+            agent: Any = target._below
+            network.time.call_after(network.delay(), lambda: agent._hear(self.name, write.note), "a notification")
 
     def _hear(self, name: str, note: bytes) -> None:
         self._notes.setdefault(name, []).append(note)
@@ -371,8 +387,10 @@ class _StreamWriter:
         self._regions = regions
         self._target, self._start = Allocations.of(stream.process.network).owner(regions[0].address)
 
-    def write(self, source_ids: Ids, target_ids: Ids, regions: range) -> None:
+    def write(self, source_ids: Ids, target_ids: Ids, regions: range, may_write: Callable[[], bool]) -> bool:
         process = self._stream.process
+        if not may_write():
+            return False
         assert self._stream.push is not None
         push, there = self._stream.push
         own = process._transport._pool.regions
@@ -392,6 +410,7 @@ class _StreamWriter:
             process.network.time.now() + CudaIpcTransport.longest_transfer_seconds,
         )
         self._stream.enqueue(write)
+        return True
 
 
 class Allocations:

@@ -146,8 +146,9 @@ class SimulatedPeers(Process):
             or jobs._offers._early_nones
             or self._transport._is_busy()
             or not self._channel.is_quiet
+            or any(link.quiet_at > self.network.time.now() for link in self._transport._leases._links.values())
         ):
-            self.wake(_IDLE_SECONDS)  # for what tells nothing by itself: deadlines
+            self.wake(_IDLE_SECONDS)  # for what tells nothing by itself: deadlines, and that this side runs
 
     def close(self) -> None:
         """As the worker half does; then the process is gone. Virtual time may pass."""
@@ -224,11 +225,11 @@ class SimulatedPeers(Process):
         """What lies below is told which push the next write belongs to, and which end of its link is the consumer's."""
         post_on = self._transport._post
 
-        def post(link: int, push: Push) -> None:
+        def post(link: int, push: Push, may_write: Callable[[], bool]) -> bool:
             assert self._channel is not None
             end = self._channel.ends.get(link)
             self._below.push = push, end.other if end is not None and end.pair is not None else None
-            post_on(link, push)
+            return bool(post_on(link, push, may_write))
 
         self._transport._post = post
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kv_connector.peer.base import PeerPool, PoolRegion
+from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.types import PeerAction, PeerJob
 
@@ -376,6 +377,74 @@ def test_every_job_ends_once_and_what_arrives_is_what_was_sent(carrier: str) -> 
         assert seen["writes behind a link"] >= 3, seen["writes behind a link"]
     for what in ("receive ok", "send ok"):
         assert seen[what] >= 100, f"{what}: {seen[what]} times"
+
+
+def test_the_fence_of_an_engine_that_has_nothing_to_do_ends() -> None:
+    world = World(1, "nixl", num_engines=2, faults=())
+    while not world.seen["receive ok"]:
+        world.step()
+    world.heal()
+    world.network.cut(world.engines[0].peers, world.engines[1].peers)
+    world.network.cut(world.engines[1].peers, world.engines[0].peers)
+    world.wait(100.0)
+    for engine in world.engines:
+        leases = engine.peers._transport._leases
+        assert leases._links, "no link was open"
+        assert all(not engine.peers._transport.quiet_in(link) for link in leases._links)
+
+
+def middle_of_a_transfer(world: World) -> tuple[Engine, Engine]:
+    """A producer that writes into a consumer's blocks, which takes a while."""
+    producer, consumer = world.engines
+    world.begin(producer)
+    (transfer,) = world.transfers
+    while transfer.num_offered < transfer.num_blocks:
+        world.produce("offer", producer, transfer)
+    world.network.slow_writes = 1000.0
+    blocks, name = consumer.take(transfer.num_blocks), name_of(transfer.name, transfer.num_blocks - 1)
+    assert blocks is not None
+    consumer.begin(world.job(PeerAction.RECEIVE, transfer, 0, blocks, names=name), transfer)
+    while not producer.peers._transport._writing:
+        world.produce("compute", producer, transfer)
+        world.wait(0.01)
+        assert world.time.now() < 1.0
+    return producer, consumer
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_consumer_that_stands_still_holds_a_producers_blocks_for_no_longer_than_a_transfer_takes(seed: int) -> None:
+    """What was written then goes on out of blocks that hold something else, and the consumer takes none of it."""
+    world = World(seed, "nixl", num_engines=2, faults=())
+    producer, consumer = middle_of_a_transfer(world)
+    consumer.peers.freeze()
+    world.produce("withdraw", producer, world.transfers[0])
+    world.wait(NixlTransport.longest_transfer_seconds + 1.0)
+    producer.poll()
+    assert not producer.open
+    consumer.peers.thaw()
+    world.wait(60.0)
+    consumer.poll()
+    assert not consumer.open
+    assert world.seen["receive failed"] == 1
+    world.settle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_waited_for_a_consumer_that_stood_still_lands_before_its_blocks_are_used_again(seed: int) -> None:
+    """It was paused for longer than any fence in the middle of a transfer, and its link was cut meanwhile."""
+    world = World(seed, "nixl", num_engines=2, faults=())
+    producer, consumer = middle_of_a_transfer(world)
+    consumer.peers.freeze()
+    world.network.cut(producer.peers, consumer.peers)
+    world.wait(60.0)
+    world.network.mend_all()
+    consumer.peers.thaw()
+    while consumer.open:
+        world.wait(0.05)
+        consumer.poll()
+        assert world.time.now() < 120.0
+    assert world.network.num_writes_behind_a_link, "nothing had waited"
+    world.settle()
 
 
 def test_a_run_is_decided_by_its_seed() -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import KVConnectorError, TransferError
 from ...transfer.cuda.driver import check, libcuda, primary_context
 from ..base import (
+    CLOCK,
     Clock,
     Marker,
     PeerError,
@@ -128,7 +128,7 @@ class CudaIpcTransport(OneSided):
         secret: bytes,
         seconds: float,
         open_channel: OpenChannel = SideChannel,
-        clock: Clock = time,
+        clock: Clock = CLOCK,
         driver: Callable[[int], Driver] = Driver,
     ) -> None:
         """Raises PeerError where the pool has no handles, and ConfigError where the address cannot be used."""
@@ -143,14 +143,15 @@ class CudaIpcTransport(OneSided):
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 
-    def _post(self, link: int, push: Push) -> None:
+    def _post(self, link: int, push: Push, may_write: Callable[[], bool]) -> bool:
         remote, targets = self._remotes[link], push.target_ids
         assert 0 <= targets.min() <= targets.max() < remote.num_blocks, f"{targets} of {remote.num_blocks}"
         assert self._pool.mark is not None
         self._driver.use()
         ok = False
         try:
-            remote.writer.write(push.source_ids, push.target_ids, push.regions)
+            if not remote.writer.write(push.source_ids, push.target_ids, push.regions, may_write):
+                return False
             ok = True
         except Exception as error:  # noqa: BLE001 - torch's and the writer's: the seam where they become a lost link
             self.drop(link, f"a copy to it failed: {error}")
@@ -159,6 +160,7 @@ class CudaIpcTransport(OneSided):
         except RuntimeError as error:  # the device is lost: nothing runs there any more
             self._events.append(Pushed(push.number, False))
             self.drop(link, f"a copy to it failed: {error}")
+        return True
 
     def _release(self) -> None:
         for remote in self._remotes.values():

@@ -11,6 +11,11 @@ lost nothing lands behind a + lease + longest transfer: until then the owner use
 may be used where the writer has said that it stopped, where it never had a lease, or where the kernel says that its
 process has ended: then nothing can land but what is on its way. What somebody else says of a writer (a connection that
 was refused, or reset) proves nothing: whoever is in between can say so.
+
+The fence counts only time in which its owner runs. Over TCP the owner's own processor takes in what was posted: while
+the owner stands still (stopped, frozen, moved to another machine) the writer's bytes wait before a window that is shut,
+or in the owner's own buffers, and they land once it goes on. So the owner tells of each turn that it takes, and where
+two turns are far apart, whatever was not over by the first begins its longest transfer anew with the second.
 """
 
 from __future__ import annotations
@@ -26,7 +31,11 @@ LEASE_SECONDS = 2.0
 """Short beside what a transfer is waited for, long beside what an engine's process stands still: a writer that stands
 still for longer asks again before it goes on."""
 GONE_SECONDS = 1.0
-"""From when a process is found to have ended until nothing of it is on its way: what the kernel and networks hold."""
+"""From when a process is found to have ended until nothing of it is on its way: what the kernel and networks hold, and
+this side takes in while it runs."""
+STILL_SECONDS = 0.5
+"""Between two turns: more, and the owner stood still. An idle one takes four turns a second; and it is less than
+`GONE_SECONDS`, all of which must not pass unseen."""
 
 
 class Process(Protocol):
@@ -59,11 +68,23 @@ class WriteLeases:
         self._say = say
         self._longest = longest_transfer_seconds
         self._clock = clock
+        self._last_turn = clock()
         self._links: dict[int, _Link] = {}
+
+    def turn(self) -> float:
+        """This side runs: to be called at least once in `STILL_SECONDS`, and in front of each look at a fence. What
+        the clock shows."""
+        now = self._clock()
+        if now > self._last_turn + STILL_SECONDS:
+            for entry in self._links.values():
+                if entry.quiet_at > self._last_turn:
+                    entry.quiet_at = max(entry.quiet_at, now + self._longest)
+        self._last_turn = now
+        return now
 
     def met(self, link: int, process: Process) -> None:
         """A link is open, to this process."""
-        now = self._clock()
+        now = self.turn()
         self._links = {n: entry for n, entry in self._links.items() if not entry.is_lost or entry.quiet_at > now}
         self._links[link] = _Link(process)
 
@@ -96,12 +117,13 @@ class WriteLeases:
         if link in self._links:
             self._links[link].is_lost = True
 
-    def quiet_at(self, link: int) -> float:
-        """When nothing can land any more of what the peer of a lost link has written; on this side's clock. It comes
-        nearer where the peer's process is found to have ended."""
-        entry = self._links.get(link)
+    def quiet_in(self, link: int) -> float:
+        """In how many seconds nothing can land any more of what the peer of a lost link has written; 0 where it is so.
+        It comes nearer where the peer's process is found to have ended, and goes further off where this side stood
+        still: who waits asks again."""
+        now, entry = self.turn(), self._links.get(link)
         if entry is None:
-            return -math.inf
+            return 0.0
         if entry.process.has_ended:
-            entry.quiet_at = min(entry.quiet_at, self._clock() + GONE_SECONDS)
-        return entry.quiet_at
+            entry.quiet_at = min(entry.quiet_at, now + GONE_SECONDS)
+        return max(0.0, entry.quiet_at - now)

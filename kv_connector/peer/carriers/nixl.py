@@ -3,20 +3,25 @@
 The whole pool is registered once, and a descriptor list over all of its pieces is prepared once on either side, so that
 a push is two lists of indices. The notification that NIXL delivers behind the last byte is what tells the receiver; who
 may be written to, and everything else that is said, goes over the side channel. Nothing here unpickles.
+
+A write that has not landed within the longest transfer is given up, which costs its link, and so is one a while after
+its link was lost. NIXL cannot call it back: over TCP it may go on for as long as a window is shut, out of blocks that
+hold something else by then. That harms nobody: the notification leaves when this side finds the write done
+(`check_xfer_state`), and what is given up is never looked at again. So the receiver is never told of it, and its blocks
+rest behind the fence.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ..base import Clock, Ids, PeerError, PeerPool, Push, Pushed, check_int, check_text
+from ..base import CLOCK, Clock, Ids, PeerError, PeerPool, Push, Pushed, check_int, check_text
 from ..wire.channel import SideChannel
 from ..wire.messages import MAX_MESSAGE, Written, decode, encode
 from ..wire.peer_info import PeerInfo
@@ -39,12 +44,13 @@ class _Remote:
 
 @dataclass(slots=True)
 class _Writing:
-    """A push under way; `due` is when it is given up after its link was lost."""
+    """A push under way; `due` is when it is given up."""
 
     link: int
     push: Push
     handle: Any
-    due: float | None = None
+    due: float
+    is_lost: bool = False  # its link
 
 
 class NixlTransport(OneSided):
@@ -64,7 +70,7 @@ class NixlTransport(OneSided):
         secret: bytes,
         seconds: float,
         open_channel: OpenChannel = SideChannel,
-        clock: Clock = time,
+        clock: Clock = CLOCK,
     ) -> None:
         """Raises PeerError where NIXL cannot register the pool, and ConfigError where the address cannot be used."""
         self._pool = pool  # what registers it comes before the links
@@ -82,7 +88,7 @@ class NixlTransport(OneSided):
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 
-    def _post(self, link: int, push: Push) -> None:
+    def _post(self, link: int, push: Push, may_write: Callable[[], bool]) -> bool:
         remote, ids, targets = self._remotes[link], push.source_ids, push.target_ids
         assert 0 <= targets.min() <= targets.max() < remote.num_blocks, f"{targets} of {remote.num_blocks}"
         regions = push.regions
@@ -96,12 +102,16 @@ class NixlTransport(OneSided):
                 _indices(targets, regions, remote.num_blocks, self._by_block),
                 encode(told),
             )
+            if not may_write():
+                self._agent.release_xfer_handle(handle)
+                return False
             self._agent.transfer(handle)
         except Exception as error:  # noqa: BLE001 - NIXL has exceptions of its own: the seam where they become a lost link
             self._events.append(Pushed(push.number, False))
             self.drop(link, f"NIXL cannot write to it: {type(error).__name__}: {error}")
-            return
-        self._writing.append(_Writing(link, push, handle))
+            return True
+        self._writing.append(_Writing(link, push, handle, self._clock.monotonic() + self.longest_transfer_seconds))
+        return True
 
     def _release(self) -> None:
         for link in list(self._remotes):
@@ -180,7 +190,7 @@ class NixlTransport(OneSided):
         due = self._clock.monotonic() + DROP_SECONDS
         for writing in self._writing:
             if writing.link == link:
-                writing.due = due
+                writing.due, writing.is_lost = min(writing.due, due), True
         if remote is None:
             return
         try:
@@ -191,20 +201,20 @@ class NixlTransport(OneSided):
             logger.debug("NIXL had forgotten %s: %s", remote.name, error)
 
     def _finish_writing(self) -> bool:
-        left = []
+        left, now = [], self._clock.monotonic()
         for writing in self._writing:
             try:
                 state = self._agent.check_xfer_state(writing.handle)
             except Exception as error:  # noqa: BLE001 - the peer is gone, or the transport failed
                 state = "ERR"
                 self.drop(writing.link, f"NIXL failed to write to it: {type(error).__name__}")
-            is_overdue = writing.due is not None and self._clock.monotonic() >= writing.due
-            if state == "PROC" and not is_overdue:
+            if state == "PROC" and now < writing.due:
                 left.append(writing)
                 continue
             if state != "DONE":  # some of it may land yet: over this link nothing is told to be over
-                self.drop(writing.link, "NIXL failed to write to it")
-            is_ok = state == "DONE" and writing.due is None
+                reason = f"has not arrived within {self.longest_transfer_seconds:g} s" if state == "PROC" else "failed"
+                self.drop(writing.link, f"what NIXL writes to it {reason}")
+            is_ok = state == "DONE" and not writing.is_lost
             if is_ok:
                 self.counters.sent_bytes += len(writing.push.source_ids) * self._pool.bytes_of(writing.push.regions)
             self._events.append(Pushed(writing.push.number, is_ok))

@@ -9,14 +9,27 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from ...errors import KVConnectorError
-from ..base import Arrived, Clock, Connected, Lost, Message, PeerCounters, PeerError, PeerEvent, PeerPool, Push, Pushed
+from ..base import (
+    CLOCK,
+    Arrived,
+    Clock,
+    Connected,
+    Lost,
+    Message,
+    PeerCounters,
+    PeerError,
+    PeerEvent,
+    PeerPool,
+    Push,
+    Pushed,
+)
 from ..wire.channel import SideChannel
 from ..wire.messages import Filled, Want, WireMessage
 from ..wire.peer_info import PeerInfo
@@ -79,7 +92,7 @@ class OverChannel(ABC):
         secret: bytes,
         seconds: float,
         open_channel: OpenChannel = SideChannel,
-        clock: Clock = time,
+        clock: Clock = CLOCK,
     ) -> None:
         """`extra` is what the backend tells a peer of itself. Raises ConfigError where the address cannot be used."""
         self.counters = PeerCounters()
@@ -121,6 +134,7 @@ class OverChannel(ABC):
 
     def poll(self, timeout: float) -> list[PeerEvent]:
         """See `PeerTransport.poll`."""
+        self._leases.turn()
         if self._is_busy():
             timeout = min(timeout, self.poll_seconds)
         for event in self._channel.poll(0.0 if self._events else timeout):
@@ -208,7 +222,7 @@ class OneSided(OverChannel):
         secret: bytes,
         seconds: float,
         open_channel: OpenChannel = SideChannel,
-        clock: Clock = time,
+        clock: Clock = CLOCK,
     ) -> None:
         """See `OverChannel`."""
         super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel, clock)
@@ -238,9 +252,9 @@ class OneSided(OverChannel):
         for link, waiting in self._waiting.items():
             self._end_waiting(link, [push for push in waiting if push.number == number])
 
-    def quiet_at(self, link: int) -> float:
-        """See `PeerTransport.quiet_at`."""
-        return self._leases.quiet_at(link)
+    def quiet_in(self, link: int) -> float:
+        """See `PeerTransport.quiet_in`."""
+        return self._leases.quiet_in(link)
 
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for what is being written: it is read from memory that goes."""
@@ -249,6 +263,7 @@ class OneSided(OverChannel):
         self._is_closed = True
         end = self._clock.monotonic() + self.longest_transfer_seconds
         while self._finish_writing() and self._clock.monotonic() < end:
+            self._leases.turn()
             for event in self._channel.poll(0.0):
                 self._take(event)
             self._clock.sleep(self.poll_seconds)
@@ -264,8 +279,9 @@ class OneSided(OverChannel):
         """Tell of writes that have ended; whether others are under way."""
 
     @abstractmethod
-    def _post(self, link: int, push: Push) -> None:
-        """Begin to write; this side has a lease. Pushed comes once it is over, at once where the link is lost."""
+    def _post(self, link: int, push: Push, may_write: Callable[[], bool]) -> bool:
+        """Begin to write, and say so; Pushed comes once it is over, at once where the link is lost. While a write is
+        made this side may stand still: nothing is begun where `may_write`, asked right in front of it, says no."""
 
     def _hear(self, link: int, message: WireMessage) -> bool:
         if isinstance(message, Want):
@@ -286,10 +302,12 @@ class OneSided(OverChannel):
             self._guarded(link, self._post_leased, link)
 
     def _post_leased(self, link: int) -> None:
-        """Post what this side has a lease for; looked at in front of each write."""
-        waiting = self._waiting[link]
-        while waiting and link in self._met and self._leases.may_write(link):
-            self._post(link, waiting.popleft())
+        """Post what this side has a lease for; looked at before each write is made, and again in front of it."""
+        waiting, may_write = self._waiting[link], partial(self._leases.may_write, link)
+        while waiting and link in self._met and may_write():
+            push = waiting.popleft()
+            if not self._post(link, push, may_write):
+                waiting.appendleft(push)
 
     def _hear_written(self, link: int, told: Filled) -> None:
         """The peer says what it has written. Raises PeerError where that was not granted."""

@@ -14,14 +14,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ...types import PeerAction, PeerJob
-from ..base import Arrived, Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerTransport, Pushed
+from ..base import CLOCK, Arrived, Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerTransport, Pushed
 from .offers import Offers
 from .receives import Receives
 
@@ -53,7 +52,7 @@ class PeerJobs:
         rank: int,
         deadline_seconds: float,
         timeout_seconds: float,
-        clock: Clock = time,
+        clock: Clock = CLOCK,
         prepare_thread: Callable[[], None] | None = None,
     ) -> None:
         """Takes the transport over. `deadline_seconds`: without anything arriving, until a receive is given up, and
@@ -221,7 +220,8 @@ class PeerJobs:
             self._offers.close()
             self._report()
             # What peers may still write goes to blocks that are ours.
-            self._clock.sleep(max(0.0, self._receives.quiet_at - self._clock.monotonic()))
+            while seconds := self._receives.quiet_in:
+                self._clock.sleep(min(seconds, _IDLE_SECONDS))
         finally:
             self._offers.close()
             self._receives.close()

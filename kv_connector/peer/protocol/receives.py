@@ -2,12 +2,11 @@
 
 A job that will not be served fails: the producer refuses, its link is lost, or nothing has come for too long. Where the
 producer's own copies write into our pool it fails only once they cannot any more: the producer has said that it
-stopped, or the fence is over (`PeerTransport.quiet_at`).
+stopped, or the fence is over (`PeerTransport.quiet_in`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -93,7 +92,7 @@ class Receives:
         self._open_links.discard(link)
         self._links = {address: other for address, other in self._links.items() if other != link}
         for entry in [e for e in self._jobs.values() if e.link == link]:
-            if entry.phase is _Phase.CONNECTING or self._transport.quiet_at(link) <= self._clock():
+            if entry.phase is _Phase.CONNECTING or not self._transport.quiet_in(link):
                 self._end(entry, ok=False)
             else:
                 entry.phase = _Phase.STOPPING
@@ -132,7 +131,7 @@ class Receives:
         now = self._clock()
         for entry in list(self._jobs.values()):
             if entry.phase is _Phase.STOPPING and entry.link not in self._open_links:
-                if self._transport.quiet_at(entry.link) <= now:
+                if not self._transport.quiet_in(entry.link):
                     self._end(entry, ok=False)
             elif entry.deadline <= now and entry.phase is _Phase.STOPPING:
                 self._transport.drop(entry.link, "it did not stop to write")
@@ -152,9 +151,9 @@ class Receives:
             self._stop(entry)
 
     @property
-    def quiet_at(self) -> float:
-        """When nothing can be written any more for a job that has not ended, its link being lost."""
-        return max((self._transport.quiet_at(entry.link) for entry in self._jobs.values()), default=-math.inf)
+    def quiet_in(self) -> float:
+        """In how many seconds nothing can be written any more for a job that has not ended, its link being lost."""
+        return max((self._transport.quiet_in(entry.link) for entry in self._jobs.values()), default=0.0)
 
     def close(self) -> None:
         """Every job fails: nothing can write any more."""

@@ -6,6 +6,7 @@ to the other GPU's memory as they do to their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -101,8 +102,11 @@ class RemoteWriter:
         self._columns: dict[range, _Columns] = {}
         self._changes = np.flatnonzero(np.diff(strides)) + 1  # where the next stride differs
 
-    def write(self, source_ids: Int64s, target_ids: Int64s, regions: range) -> None:
-        """Copy these consecutive regions of block `source_ids[i]` to the other pool's block `target_ids[i]`.
+    def write(
+        self, source_ids: Int64s, target_ids: Int64s, regions: range, may_write: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Copy these consecutive regions of block `source_ids[i]` to the other pool's block `target_ids[i]`; not if
+        `may_write`, asked right in front of the first copy, says no, which is the answer then.
 
         Ids are int64 of shape (num_blocks,), at least one, in range, `target_ids` without repetition. Raises what torch
         raises, or TransferError; what the lane's stream holds then may be a part of it.
@@ -110,9 +114,11 @@ class RemoteWriter:
         columns = self._merged_columns(regions)
         with self._lane.on_device():
             if columns.mean_run(source_ids, target_ids) >= LEAST_DMA_BYTES:
-                self._write_runs(columns.runs(source_ids, target_ids))
-            else:
-                self._write_pieces(source_ids, target_ids, regions)
+                runs = columns.runs(source_ids, target_ids)
+                if is_written := may_write():
+                    self._write_runs(runs)
+                return is_written
+            return self._write_pieces(source_ids, target_ids, regions, may_write)
 
     def _write_runs(self, runs: Segments) -> None:
         """In short parts, each on the next of the lane's stream and those beside it, so that all begin early."""
@@ -146,12 +152,16 @@ class RemoteWriter:
             self._columns[regions] = _Columns(runs.device, runs.host, own_strides[kept], strides[kept], runs.sizes)
         return self._columns[regions]
 
-    def _write_pieces(self, source_ids: Int64s, target_ids: Int64s, regions: range) -> None:
+    def _write_pieces(
+        self, source_ids: Int64s, target_ids: Int64s, regions: range, may_write: Callable[[], bool]
+    ) -> bool:
         from ...triton_kernels.copy_pieces import send_pieces
 
         stream = self._lane.stream
         there = self._shared.ids.get(source_ids, target_ids, stream).there
         try:
+            if not may_write():
+                return False
             for part in self._equal_strides(regions):
                 send_pieces(
                     self._tables.setdefault(part, self._table.narrow(part.start, len(part))),
@@ -161,6 +171,7 @@ class RemoteWriter:
                     int(self._strides[part.start]),
                     stream=stream,
                 )
+            return True
         finally:
             self._shared.ids.used(stream)
 

@@ -5,6 +5,8 @@ The driver is a stand-in that remembers what is mapped: two processes with a GPU
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +85,30 @@ def test_a_write_that_fails_half_way_ends_before_the_pool_is_unmapped(
     assert not mapped
     assert link_up(a, b)
     assert len(a.of(Connected)) == 2
+
+
+def test_a_write_whose_lease_is_over_by_the_time_it_is_made_waits_for_another(
+    pair: tuple[Side, Side, list[ManualEvent]],
+) -> None:
+    a, b, marks = pair
+    link, back = link_up(a, b)
+    b.transport.grant(back, 7, [1, 2])
+    answers: list[bool] = []
+
+    def write(sources: object, targets: object, regions: object, may_write: Callable[[], bool]) -> bool:
+        if not answers:
+            a.transport._leases._links[link].until = -math.inf  # type: ignore[attr-defined]
+        answers.append(may_write())
+        return answers[-1]
+
+    a.transport._remotes[link].writer = SimpleNamespace(write=write)  # type: ignore[attr-defined]
+    number = push_all(a, link, [3, 4], [1, 2], grant=7)
+    until(lambda: bool(marks), a, b)
+    assert answers == [False, True]
+    marks[-1].done = True
+    until(lambda: bool(a.of(Pushed)), a, b)
+    assert a.of(Pushed) == [Pushed(number, True)]
+    assert len(marks) == 1
 
 
 @pytest.mark.parametrize("packs", [True, False])

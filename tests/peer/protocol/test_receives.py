@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +29,7 @@ class Consumer:
         producer = LoopbackTransport(net, pool.pool, replace(info_of(pool), engine_id="producer"))
         self.transport = LoopbackTransport(net, pool.pool, info_of(pool))
         self.transport.is_one_sided = True
-        self.transport.quiet_at = lambda link: self.fences.get(link, -math.inf)
+        self.transport.quiet_in = lambda link: max(0.0, self.fences.get(link, 0.0) - self.now)
         self.receives = Receives(self.transport, 1, 0, 10.0, STOP_SECONDS, lambda: self.now)
         ports = (producer.port,)
         self.receives.receive(

@@ -203,7 +203,7 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "if entry.phase is _Phase.CONNECTING or self._transport.quiet_at(link) <= self._clock():",
+                "if entry.phase is _Phase.CONNECTING or not self._transport.quiet_in(link):",
                 "if True:",
             ),
         ),
@@ -215,11 +215,53 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/peer/carriers/one_sided.py",
-                "while waiting and link in self._met and self._leases.may_write(link):",
-                "while waiting and link in self._met:",
+                "self._waiting[link], partial(self._leases.may_write, link)",
+                "self._waiting[link], lambda: True",
             ),
         ),
-        tested("tests/simulation/test_network.py"),
+        tested("tests/peer/carriers/test_nixl.py"),
+    ),
+    Mutant(
+        "lease-before-the-write-is-made",
+        "a write is posted although its lease has ended while it was made",
+        (Patch("kv_connector/peer/carriers/nixl.py", "            if not may_write():\n", "            if False:\n"),),
+        tested("tests/peer/carriers/test_nixl.py"),
+    ),
+    Mutant(
+        "lease-before-the-copies",
+        "copy engines are given a write although its lease has ended while it was made",
+        (
+            Patch(
+                "kv_connector/transfer/paths/peer_writes.py",
+                "if is_written := may_write():",
+                "if is_written := True:",
+            ),
+        ),
+        tested("tests/transfer/paths/test_peer_writes.py"),
+    ),
+    Mutant(
+        "lease-before-the-kernel",
+        "a kernel writes although the lease has ended while its ids were uploaded",
+        (
+            Patch(
+                "kv_connector/transfer/paths/peer_writes.py",
+                "            if not may_write():\n",
+                "            if False:\n",
+            ),
+        ),
+        tested("tests/transfer/paths/test_peer_writes.py"),
+    ),
+    Mutant(
+        "unposted-forgotten",
+        "a write whose lease has ended while it was made is never made again",
+        (
+            Patch(
+                "kv_connector/peer/carriers/one_sided.py",
+                "                waiting.appendleft(push)\n",
+                "                pass\n",
+            ),
+        ),
+        tested("tests/peer/carriers/test_cuda_ipc.py"),
     ),
     Mutant(
         "lease-from-its-answer",
@@ -248,8 +290,32 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "gone-at-once",
         "what a process that has ended had on its way is not waited for",
-        (Patch(_LEASES, "self._clock() + GONE_SECONDS", "self._clock()"),),
+        (Patch(_LEASES, "now + GONE_SECONDS", "now"),),
         tested("tests/peer/carriers/test_leases.py"),
+    ),
+    Mutant(
+        "fence-of-who-stood-still",
+        "a fence goes on while its owner stands still, and what is posted to it waits",
+        (Patch(_LEASES, "if now > self._last_turn + STILL_SECONDS:", "if False:"),),
+        tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
+        "fence-begins-again",
+        "a fence that was over is closed again where its owner stands still",
+        (Patch(_LEASES, "if entry.quiet_at > self._last_turn:", "if True:"),),
+        tested("tests/peer/carriers/test_leases.py"),
+    ),
+    Mutant(
+        "turns-untold",
+        "an owner that has nothing to do is taken for one that stands still, and its fence does not end",
+        (
+            Patch(
+                "kv_connector/peer/carriers/one_sided.py",
+                "        self._leases.turn()\n        if self._is_busy():",
+                "        if self._is_busy():",
+            ),
+        ),
+        tested("tests/simulation/test_network.py"),
     ),
     Mutant(
         "gone-unproved",
@@ -268,13 +334,25 @@ PEERS: tuple[Mutant, ...] = (
         tested("tests/peer/carriers/test_nixl.py"),
     ),
     Mutant(
+        "writes-unlimited",
+        "a consumer that is paused holds a producer's blocks for as long as it is",
+        (
+            Patch(
+                "kv_connector/peer/carriers/nixl.py",
+                "_Writing(link, push, handle, self._clock.monotonic() + self.longest_transfer_seconds)",
+                '_Writing(link, push, handle, float("inf"))',
+            ),
+        ),
+        tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
         "rings-at-once",
         "slots that a peer may write to yet are given to another link",
         (
             Patch(
                 "kv_connector/peer/carriers/staged/nixl.py",
-                "if entry[0] <= now and (found",
-                "if (found",
+                "(num_slots, slot_bytes) and is_quiet():",
+                "(num_slots, slot_bytes):",
             ),
         ),
         tested("tests/peer/carriers/staged/test_registered_rings.py"),

@@ -105,6 +105,20 @@ def test_what_was_enqueued_of_a_write_that_fails_is_waited_for(
     assert [event.lane for event in behind] == made, "what comes behind the write comes behind each of its streams"
 
 
+@pytest.mark.parametrize("least_bytes", [0, 1 << 30])
+def test_nothing_is_written_once_it_may_not_be(
+    made: list[ManualLane], monkeypatch: pytest.MonkeyPatch, least_bytes: int
+) -> None:
+    """By copy engines or the kernel: it is asked when all that goes in front of the first copy is done."""
+    monkeypatch.setattr(remote, "LEAST_DMA_BYTES", least_bytes)
+    own, other = pool(9, (8,) * 4, False, torch.device("cpu")), pool(9, (8,) * 4, False, torch.device("cpu"))
+    before = [tensor.clone() for tensor in other.values()]
+    writer = writers_of(own).writer(*places_of(layout_of(other, 9)))
+    assert not writer.write(np.array([1, 3]), np.array([3, 5]), range(4), lambda: False)
+    assert all(torch.equal(tensor, wanted) for tensor, wanted in zip(other.values(), before, strict=True))
+    assert writer.write(np.array([1, 3]), np.array([3, 5]), range(4), lambda: True)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     own_paddings=paddings,

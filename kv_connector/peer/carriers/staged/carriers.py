@@ -22,8 +22,8 @@ class Outgoing(Protocol):
     def carry(self, slot: int, num_bytes: int) -> Marker | None:
         """Bring a slot's first bytes to the peer; the marker says when they are there, None at once."""
 
-    def close(self, quiet_at: float) -> None:
-        """Nothing is carried any more; what was may be read until `quiet_at`. Raises nothing."""
+    def close(self, is_quiet: Callable[[], bool]) -> None:
+        """Nothing is carried any more; what was may be read until `is_quiet`. Raises nothing."""
 
 
 class Incoming(Protocol):
@@ -31,8 +31,8 @@ class Incoming(Protocol):
 
     ring: Ring
 
-    def close(self, quiet_at: float) -> None:
-        """Nothing is read from it any more; the peer may write to it until `quiet_at`. Raises nothing."""
+    def close(self, is_quiet: Callable[[], bool]) -> None:
+        """Nothing is read from it any more; the peer may write to it until `is_quiet`. Raises nothing."""
 
 
 class Carrier(Protocol):

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...base import Clock, PeerError, PeerPool
+from ...base import CLOCK, Clock, PeerError, PeerPool
 from ...wire.messages import RingMapped, RingOffered
 from ...wire.peer_info import PeerInfo
 from ..nixl_agent import LONGEST_TRANSFER_SECONDS, add_remote, encode_metadata, foreign
@@ -52,11 +51,12 @@ class NixlSlots:
 
     longest_transfer_seconds = LONGEST_TRANSFER_SECONDS
 
-    def __init__(self, agent: Any, seconds: float, clock: Clock = time) -> None:
+    def __init__(self, agent: Any, seconds: float, clock: Clock = CLOCK) -> None:
         self.extra: Mapping[str, Any] = {}
         self._agent = agent
         self._seconds = seconds
-        self._rings = RegisteredRings(agent, clock)
+        self._clock = clock
+        self._rings = RegisteredRings(agent)
         self._num_ways: Counter[str] = Counter()  # by the peer's agent: the last one that goes takes it along
 
     def start(self, watch: Callable[[socket.socket, Callable[[], None]], None]) -> None:
@@ -64,7 +64,9 @@ class NixlSlots:
 
     def offer(self, peer: Mapping[str, Any], num_slots: int, slot_bytes: int) -> tuple[_Outgoing, str]:
         """See `Carrier.offer`."""
-        return _Outgoing(self._agent, self._rings, self._num_ways, self._seconds, num_slots, slot_bytes), ""
+        return _Outgoing(
+            self._agent, self._rings, self._num_ways, self._seconds, self._clock, num_slots, slot_bytes
+        ), ""
 
     def accept(self, offered: RingOffered) -> tuple[_Slots, RingMapped]:
         """See `Carrier.accept`."""
@@ -86,20 +88,18 @@ class RegisteredRings:
     lives: over TCP a write that comes late goes to its address whatever is there (UCX does not look), and where nothing
     is the process ends."""
 
-    def __init__(self, agent: Any, clock: Clock) -> None:
+    def __init__(self, agent: Any) -> None:
         self._agent = agent
-        self._clock = clock
-        self._resting: list[tuple[float, _Registered]] = []  # from when it may be used
+        self._resting: list[tuple[Callable[[], bool], _Registered]] = []  # with whether it may be used
         rings: list[ring.Ring] = []
         self._rings = rings
         weakref.finalize(agent, rings.clear)
 
     def take(self, num_slots: int, slot_bytes: int) -> _Registered:
         """A ring that nobody writes to any more, or a new one. Raises PeerError, or OSError without memory."""
-        now = self._clock.monotonic()
         for entry in self._resting:
-            found = entry[1]
-            if entry[0] <= now and (found.ring.num_slots, found.ring.slot_bytes) == (num_slots, slot_bytes):
+            is_quiet, found = entry
+            if (found.ring.num_slots, found.ring.slot_bytes) == (num_slots, slot_bytes) and is_quiet():
                 self._resting.remove(entry)
                 return found
         memory = ring.Ring(ring.create(num_slots, slot_bytes), num_slots, slot_bytes)
@@ -108,9 +108,9 @@ class RegisteredRings:
         self._rings.append(memory)
         return _Registered(memory, handle)
 
-    def give_back(self, registered: _Registered, quiet_at: float) -> None:
-        """Its link is lost; what was written over it may land until `quiet_at`."""
-        self._resting.append((quiet_at, registered))
+    def give_back(self, registered: _Registered, is_quiet: Callable[[], bool]) -> None:
+        """Its link is lost; what was written over it may land until `is_quiet`."""
+        self._resting.append((is_quiet, registered))
 
 
 class _Slots:
@@ -127,9 +127,9 @@ class _Slots:
         with foreign("NIXL does not tell of slots for blocks"):
             return encode_metadata(self._agent.get_partial_agent_metadata(self._registered.handle, True, ["UCX"]))
 
-    def close(self, quiet_at: float) -> None:
+    def close(self, is_quiet: Callable[[], bool]) -> None:
         """See `Incoming.close`."""
-        self._rings.give_back(self._registered, quiet_at)
+        self._rings.give_back(self._registered, is_quiet)
 
 
 class _Outgoing(_Slots):
@@ -141,10 +141,12 @@ class _Outgoing(_Slots):
         rings: RegisteredRings,
         num_ways: Counter[str],
         seconds: float,
+        clock: Clock,
         num_slots: int,
         slot_bytes: int,
     ) -> None:
         super().__init__(agent, rings, num_slots, slot_bytes)
+        self._clock = clock
         self._num_ways = num_ways
         self._seconds = seconds
         self._peer = ""
@@ -169,12 +171,12 @@ class _Outgoing(_Slots):
                 for address in (self.ring.address, self._address)
             )
             handle = self._agent.initialize_xfer("WRITE", here, there, self._peer)
-            transfer = _Transfer(self._agent, handle, self._seconds)
+            transfer = _Transfer(self._agent, handle, self._seconds, self._clock)
             self._agent.transfer(handle)
         self._transfers = [*(entry for entry in self._transfers if entry.is_under_way), transfer]
         return transfer
 
-    def close(self, quiet_at: float) -> None:
+    def close(self, is_quiet: Callable[[], bool]) -> None:
         """See `Outgoing.close`."""
         for transfer in self._transfers:
             transfer.release()
@@ -186,18 +188,19 @@ class _Outgoing(_Slots):
                     self._agent.remove_remote_agent(self._peer)
                 except Exception as error:  # noqa: BLE001 - it is gone either way
                     logger.debug("NIXL had forgotten %s: %s", self._peer, error)
-        super().close(quiet_at)
+        super().close(is_quiet)
 
 
 class _Transfer:
     """A write under way; a `Marker`."""
 
-    def __init__(self, agent: Any, handle: Any, seconds: float) -> None:
+    def __init__(self, agent: Any, handle: Any, seconds: float, clock: Clock) -> None:
         self.is_under_way = True
         self._agent = agent
         self._handle = handle
         self._seconds = seconds
-        self._due = time.monotonic() + seconds
+        self._clock = clock
+        self._due = clock.monotonic() + seconds
         self._fault = ""
 
     def query(self) -> bool:
@@ -208,7 +211,7 @@ class _Transfer:
             except Exception as error:  # noqa: BLE001 - the peer is gone, or the transport failed
                 state = type(error).__name__
             if state == "PROC":
-                if time.monotonic() >= self._due:
+                if self._clock.monotonic() >= self._due:
                     raise PeerError(f"what NIXL writes to it has not arrived within {self._seconds:g} s")
                 return False
             self._fault = "" if state == "DONE" else state

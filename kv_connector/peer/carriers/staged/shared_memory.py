@@ -42,7 +42,7 @@ class _Mapped:
     def carry(self, slot: int, num_bytes: int) -> None:
         """See `Outgoing`."""
 
-    def close(self, quiet_at: float) -> None:
+    def close(self, is_quiet: Callable[[], bool]) -> None:
         """See `Outgoing` and `Incoming`: the mapping goes with its last view, and each side has its own."""
 
 

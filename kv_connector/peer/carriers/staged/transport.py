@@ -11,14 +11,12 @@ The price is a second copy.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ....errors import ConfigError
-from ...base import Clock, Marker, PeerError, PeerPool, Push, Pushed, check_int
+from ...base import CLOCK, Clock, Marker, PeerError, PeerPool, Push, Pushed, check_int
 from ...wire.channel import SideChannel
 from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
 from ...wire.peer_info import PeerInfo
@@ -41,12 +39,12 @@ class _Link:
 @dataclass(slots=True)
 class _Ending:
     """The way of a lost link, which is closed once these are over, or when it is due. It may be used until
-    `quiet_at`."""
+    `is_quiet`."""
 
     way: Outgoing | Incoming
     markers: list[Marker]
     due: float
-    quiet_at: float
+    is_quiet: Callable[[], bool]
 
 
 class StagedTransport(OverChannel):
@@ -66,7 +64,7 @@ class StagedTransport(OverChannel):
         seconds: float,
         staging_bytes: int,
         open_channel: OpenChannel = SideChannel,
-        clock: Clock = time,
+        clock: Clock = CLOCK,
     ) -> None:
         """Takes the carrier over. Raises ConfigError where the address cannot be used or the staging memory is too
         small."""
@@ -115,9 +113,9 @@ class StagedTransport(OverChannel):
         for entry in self._links.values():
             entry.sender.cancel(number)
 
-    def quiet_at(self, link: int) -> float:
-        """See `PeerTransport.quiet_at`: no peer writes to the pool."""
-        return -math.inf
+    def quiet_in(self, link: int) -> float:
+        """See `PeerTransport.quiet_in`: no peer writes to the pool."""
+        return 0.0
 
     def close(self) -> None:
         """See `PeerTransport.close`. Waits for a while for what is under way: it uses memory that goes."""
@@ -205,10 +203,17 @@ class StagedTransport(OverChannel):
         now = self._clock.monotonic()
         due = now + _CLOSE_SECONDS
         if entry.sender.way is not None:
-            own = now + self.longest_transfer_seconds
-            self._ending.append(_Ending(entry.sender.way, entry.sender.markers, due, own))
+            own = now + self.longest_transfer_seconds  # nobody is harmed by what leaves later: the peer has a fence
+            is_over = partial(self._is_past, own)
+            self._ending.append(_Ending(entry.sender.way, entry.sender.markers, due, is_over))
         if entry.receiver.way is not None:
-            self._ending.append(_Ending(entry.receiver.way, [], due, self._leases.quiet_at(link)))
+            self._ending.append(_Ending(entry.receiver.way, [], due, partial(self._is_quiet, link)))
+
+    def _is_past(self, time: float) -> bool:
+        return self._clock.monotonic() >= time
+
+    def _is_quiet(self, link: int) -> bool:
+        return not self._leases.quiet_in(link)
 
     def _may_carry(self, link: int) -> bool:
         return not self.longest_transfer_seconds or self._leases.may_write(link)
@@ -221,7 +226,7 @@ class StagedTransport(OverChannel):
                 self._ending.append(entry)
             else:
                 self._copier.unlock(entry.way.ring)
-                entry.way.close(entry.quiet_at)
+                entry.way.close(entry.is_quiet)
 
 
 def _has_ended(marker: Marker) -> bool:

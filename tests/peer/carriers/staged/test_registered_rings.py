@@ -11,16 +11,6 @@ from kv_connector.peer.carriers.staged.nixl import RegisteredRings
 SLOTS = 2, 4096
 
 
-class Clock:
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float, /) -> None:
-        self.now += seconds
-
-
 class Agent:
     """Registers anything."""
 
@@ -29,20 +19,20 @@ class Agent:
 
 
 def test_slots_are_not_given_away_while_a_write_may_land_in_them() -> None:
-    clock, agent = Clock(), Agent()
-    rings = RegisteredRings(agent, clock)
+    agent, is_quiet = Agent(), False
+    rings = RegisteredRings(agent)
     first = rings.take(*SLOTS)
-    rings.give_back(first, quiet_at=5.0)
+    rings.give_back(first, lambda: is_quiet)
     assert rings.take(*SLOTS) is not first
-    clock.now = 5.0
+    is_quiet = True
     assert rings.take(*SLOTS) is first
     assert rings.take(*SLOTS) is not first, "it is in use"
 
 
 def test_slots_of_another_size_stay_for_who_wants_them() -> None:
-    rings = RegisteredRings(agent := Agent(), Clock())
+    rings = RegisteredRings(agent := Agent())
     small = rings.take(*SLOTS)
-    rings.give_back(small, quiet_at=0.0)
+    rings.give_back(small, lambda: True)
     assert rings.take(2, 8192) is not small
     assert rings.take(*SLOTS) is small
     del agent
@@ -51,9 +41,9 @@ def test_slots_of_another_size_stay_for_who_wants_them() -> None:
 def test_the_memory_of_slots_lives_as_long_as_the_agent() -> None:
     """A write that came late would end the process."""
     agent: Any = Agent()
-    rings = RegisteredRings(agent, Clock())
+    rings = RegisteredRings(agent)
     taken = rings.take(*SLOTS)
-    rings.give_back(taken, quiet_at=0.0)
+    rings.give_back(taken, lambda: True)
     gone = weakref.ref(taken.ring)
     del taken, rings
     gc.collect()
