@@ -2,7 +2,8 @@
 
 Writes of one block into a full folder of `--packs` packs, each of which evicts one, and writes into an empty folder
 that never fills, take turns; medians count. Beside them a thread asks for statistics, as the one that launches the
-model does. A start is how long a new process takes to know what lies there.
+model does. A start is how long a new process takes to know what lies there, where the index and the names are in the
+system's page cache; `storage.py` measures one from the disk.
 """
 
 from __future__ import annotations
