@@ -10,10 +10,8 @@ import json
 import random
 import socket
 import struct
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from integration.attack import Attack, Outcome
+from integration.relay import POLICIES, Relay, Said
 from kv_connector.peer.base import VERSION, PeerIdentity, PeerPool, PeerTransport, PoolRegion
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.nixl_agent import start_agent, why_not
@@ -352,93 +351,8 @@ def junk(tries: int, seed: int) -> Outcome:
     return Outcome({"thread_deaths": deaths, "good_transfers_failed": failed}, {"good_transfers": handed})
 
 
-Policy = Callable[[random.Random, bool, int, bytes], list[bytes]]
-"""What a relay makes of a message: whether it is the consumer's, its number in its direction, and the payload."""
-
-
-def _rewrite_want(rng: random.Random, is_consumers: bool, number: int, payload: bytes) -> list[bytes]:
-    """Other blocks of the consumer's are to be filled."""
-    ids = b",".join(b"%d" % block for block in range(PROMPT_BLOCKS))
-    others = b",".join(b"%d" % (40 + block) for block in range(PROMPT_BLOCKS))
-    return [payload.replace(b"[" + ids + b"]", b"[" + others + b"]")]
-
-
-def _flip(rng: random.Random, is_consumers: bool, number: int, payload: bytes) -> list[bytes]:
-    if rng.random() < 0.7:
-        return [payload]
-    place = rng.randrange(len(payload))
-    return [payload[:place] + bytes([payload[place] ^ 1 << rng.randrange(8)]) + payload[place + 1 :]]
-
-
-def _lose(rng: random.Random, is_consumers: bool, number: int, payload: bytes) -> list[bytes]:
-    return [] if number >= 2 and rng.random() < 0.5 else [payload]
-
-
-def _repeat(rng: random.Random, is_consumers: bool, number: int, payload: bytes) -> list[bytes]:
-    return [payload, payload] if number >= 2 else [payload]
-
-
-def _larger_pool(rng: random.Random, is_consumers: bool, number: int, payload: bytes) -> list[bytes]:
-    return [payload.replace(b'"num_blocks":64', b'"num_blocks":96')]
-
-
-def _own_want(rng: random.Random, is_consumers: bool, number: int, payload: bytes) -> list[bytes]:
-    """One more want behind the consumer's, made by the relay."""
-    if not is_consumers or number != 2:
-        return [payload]
-    ids = tuple(range(40, 40 + PROMPT_BLOCKS))
-    return [encode(Want("t", "", 1, 0, PROMPT_BLOCKS, NAMES[-1], ids)) + bytes(16), payload]
-
-
-def _own_nonce(rng: random.Random, is_consumers: bool, number: int, payload: bytes) -> list[bytes]:
-    if number:
-        return [payload]
-    message = json.loads(payload)
-    return [json.dumps(message | {"nonce": bytes(NONCE_BYTES).hex()}).encode()]
-
-
-POLICIES: tuple[Policy, ...] = (_rewrite_want, _flip, _lose, _repeat, _larger_pool, _own_want, _own_nonce)
-
-
-class Relay:
-    """Listens for one consumer, calls the producer, and changes what they say."""
-
-    def __init__(self, port: int, policy: Policy, rng: random.Random) -> None:
-        self.num_changed = 0
-        self._port = port
-        self._policy = policy
-        self._rng = rng
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
-        self._sockets: list[socket.socket] = [self._socket]
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def close(self) -> None:
-        for sock in self._sockets:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-
-    def _run(self) -> None:
-        with suppress(OSError):
-            consumer, _ = self._socket.accept()
-            producer = socket.create_connection(("127.0.0.1", self._port))
-            self._sockets += [consumer, producer]
-            for source, target, is_consumers in ((consumer, producer, True), (producer, consumer, False)):
-                threading.Thread(target=self._pump, args=(source, target, is_consumers), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, is_consumers: bool) -> None:
-        reader, numbers = FrameReader(), count()
-        reader.bound = MAX_FRAME
-        with suppress(OSError):
-            while data := source.recv(65536):
-                reader.feed(data)
-                while (payload := reader.take()) is not None:
-                    changed = self._policy(self._rng, is_consumers, next(numbers), payload)
-                    self.num_changed += changed != [payload]
-                    target.sendall(b"".join(frame(part) for part in changed))
-        with suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
+_GIVEN_UP_SECONDS = 6.0
+"""By then a transfer has ended, or waits for what may still be written over a link that is lost."""
 
 
 def relay(tries: int, seed: int) -> Outcome:
@@ -447,24 +361,29 @@ def relay(tries: int, seed: int) -> Outcome:
     rng, is_nixl = random.Random(seed), why_not() is None
     route = "nixl" if is_nixl else "shared_memory"
     producer, consumer = Rank("producer", route, 3.0), Rank("consumer", route, 3.0)
-    overwritten = wrong = changed = received = 0
+    overwritten = wrong = changed = accepted = received = 0
+    earlier: Said = {}
     for number in range(tries):
         for array in consumer.arrays:
             array[:] = 0xEE
         for array in producer.arrays:
             array[:PROMPT_BLOCKS] = rng.randrange(1, 200)
-        between, transfer_id = Relay(producer.jobs.port, POLICIES[number % len(POLICIES)], rng), f"relayed {number}"
+        policy, transfer_id = POLICIES[number % len(POLICIES)], f"relayed {number}"
+        between = Relay(producer.jobs.port, policy, rng, earlier)
         producer.offer(transfer_id)
-        ok = consumer.wait(consumer.ask(transfer_id, between.port, producer.engine_id))
+        ok = consumer.wait(consumer.ask(transfer_id, between.port, producer.engine_id), _GIVEN_UP_SECONDS)
         producer.jobs.withdraw([transfer_id])
         between.close()
         changed += between.num_changed
+        accepted += between.num_accepted
+        earlier = max(earlier, between.said, key=lambda said: sum(map(len, said.values())))
         received += bool(ok)
         pairs = list(zip(producer.arrays, consumer.arrays, strict=True))
         overwritten += int(any((there[PROMPT_BLOCKS:] != 0xEE).any() for _, there in pairs))
         wrong += int(bool(ok) and any((a[:PROMPT_BLOCKS] != b[:PROMPT_BLOCKS]).any() for a, b in pairs))
     works = hand_over(producer, consumer)
     claims = {
+        "changed_messages_accepted": accepted,
         "relay_overwrites": overwritten,
         "wrong_bytes": wrong,
         "thread_deaths": producer.is_dead + consumer.is_dead,
@@ -475,4 +394,4 @@ def relay(tries: int, seed: int) -> Outcome:
     return Outcome(claims, {"messages_changed": changed, "received_unchanged": received, "nixl": int(is_nixl)})
 
 
-PEER_ATTACKS = (Attack("fuzz", 100_000, fuzz), Attack("junk", 50_000, junk), Attack("relay", 70, relay))
+PEER_ATTACKS = (Attack("fuzz", 100_000, fuzz), Attack("junk", 50_000, junk), Attack("relay", 100, relay))

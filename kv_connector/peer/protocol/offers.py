@@ -162,12 +162,10 @@ class Offers:
         self._peers[link] = num_blocks
 
     def lost(self, link: int) -> None:
-        """A peer is gone: what it wanted is let go."""
+        """A peer is gone: what it wanted early is forgotten. What it was promised is let go by the push that fails."""
         self._peers.pop(link, None)
         self._early = {name: want for name, want in self._early.items() if want.link != link}
         self._early_nones = {name: none for name, none in self._early_nones.items() if none.link != link}
-        for offer in [o for o in self._offers.values() if o.want is not None and o.want.link == link]:
-            self._unwanted(offer)
 
     def hear(self, link: int, message: WireMessage) -> bool:
         """Take a message if it is for producers; raises PeerError for one that a peer may not send."""

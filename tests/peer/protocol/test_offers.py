@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_connector.peer.base import Connected, Message, Pushed
+from kv_connector.peer.base import Connected, Lost, Message, Pushed
 from kv_connector.peer.protocol.offers import MOST_EARLY_BLOCKS, Offers
 from kv_connector.peer.wire.messages import Nothing, Refused, Stop, Stopped, Want
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
@@ -90,6 +90,24 @@ def test_who_is_gone_before_anything_is_offered_is_forgotten() -> None:
     assert [consumer.counters.received_bytes > 0 for consumer in producer.consumers] == [False, True]
 
 
+def test_what_was_promised_to_who_is_gone_is_let_go() -> None:
+    """A consumer asks and dies while the prompt is computed: its blocks, and those of later parts, are held for
+    nobody."""
+    producer = Producer()
+    producer.offers.offer(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2]), names=b"".join(NAMES)))
+    producer.hear_want(0, "producer")
+    producer.consumers[0].close()
+    for event in producer.transport.poll(0.0):
+        assert isinstance(event, Lost)
+        producer.offers.lost(event.link)
+    producer.offers.ready(1, 1)
+    for event in producer.transport.poll(0.0):
+        assert isinstance(event, Pushed)
+        producer.offers.pushed(event)
+    producer.offers.offer(PeerJob(2, PeerAction.SEND, "t", 1, np.array([3])))
+    assert producer.offers.ended == [(1, True), (2, True)]
+
+
 def test_what_ends_of_an_earlier_offer_leaves_the_next_one_of_its_name() -> None:
     """A consumer gives up while the blocks are on their way, and so does the producer's request; it comes once more,
     for another consumer, before the first push has ended."""
@@ -152,6 +170,17 @@ def test_a_prompt_that_its_consumer_does_not_want_is_let_go(offered: bool) -> No
     if offered:
         producer.hear_nothing(0, "producer")
     assert producer.offers.ended == [(1, True)]
+
+
+def test_who_asks_for_what_another_did_not_want_is_told_at_once() -> None:
+    """The first half of the prompt is let go already; else the asker waits until its deadline for nothing."""
+    producer = Producer()
+    producer.offers.offer(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2]), names=b"".join(NAMES)))
+    producer.hear_nothing(0, "producer")
+    producer.hear_want(1, "producer")
+    assert [type(message) for message in producer.said_to(1)] == [Refused]
+    producer.offers.offer(PeerJob(2, PeerAction.SEND, "t", 1, np.array([3])))
+    assert producer.offers.ended == [(1, True), (2, True)]
 
 
 def test_what_is_wanted_early_takes_a_bounded_memory() -> None:

@@ -9,12 +9,13 @@ import pytest
 
 from kv_connector.peer.base import Arrived
 from kv_connector.peer.protocol.receives import Receives
-from kv_connector.peer.wire.messages import Stopped
+from kv_connector.peer.wire.messages import Refused, Stopped
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
 from tests.peer.peers import Pool, info_of
 
 JOB = 3
+DEADLINE = 10.0
 STOP_SECONDS = 1.0
 FENCE_SECONDS = 7.0
 
@@ -30,7 +31,7 @@ class Consumer:
         self.transport = LoopbackTransport(net, pool.pool, info_of(pool))
         self.transport.is_one_sided = True
         self.transport.quiet_in = lambda link: max(0.0, self.fences.get(link, 0.0) - self.now)
-        self.receives = Receives(self.transport, 1, 0, 10.0, STOP_SECONDS, lambda: self.now)
+        self.receives = Receives(self.transport, 1, 0, DEADLINE, STOP_SECONDS, lambda: self.now)
         ports = (producer.port,)
         self.receives.receive(
             PeerJob(JOB, PeerAction.RECEIVE, "t", 0, np.array([0, 1]), names=bytes(32), host="here", ports=ports)
@@ -63,6 +64,46 @@ def test_what_comes_over_another_link_does_not_count() -> None:
     consumer.receives.connected(consumer.link + 100)
     consumer.arrived(link=consumer.link + 100)
     assert consumer.receives.ended == []
+
+
+def test_another_peer_cannot_say_that_the_producer_has_stopped() -> None:
+    """The producer's copies still write: given back on a stranger's word, the blocks would be spoilt for who has them
+    next."""
+    consumer = Consumer()
+    consumer.receives.connected(consumer.link + 100)
+    consumer.receives.cancel(JOB)
+    consumer.receives.hear(consumer.link + 100, Stopped(JOB))
+    assert consumer.receives.ended == []
+    consumer.receives.hear(consumer.link, Stopped(JOB))
+    assert consumer.receives.ended == [(JOB, False)]
+
+
+def test_another_peer_cannot_refuse_what_the_producer_sends() -> None:
+    """Else any peer that guesses a number has prompts computed again."""
+    consumer = Consumer()
+    consumer.receives.connected(consumer.link + 100)
+    consumer.receives.hear(consumer.link + 100, Refused(JOB, "no"))
+    consumer.arrived()
+    assert consumer.receives.ended == [(JOB, True)]
+
+
+def test_a_transfer_that_goes_on_is_not_given_up_however_long_it_takes() -> None:
+    """What counts is the time without anything arriving."""
+    consumer = Consumer()
+    consumer.tick(DEADLINE - 0.1)
+    consumer.arrived(1)
+    consumer.tick(DEADLINE - 0.1)
+    consumer.arrived(2)
+    assert consumer.receives.ended == [(JOB, True)]
+
+
+def test_a_transfer_of_which_nothing_comes_any_more_is_given_up() -> None:
+    consumer = Consumer()
+    consumer.tick(DEADLINE - 0.1)
+    consumer.arrived(1)
+    consumer.tick(DEADLINE)
+    consumer.receives.hear(consumer.link, Stopped(JOB))
+    assert consumer.receives.ended == [(JOB, False)]
 
 
 @pytest.mark.parametrize("count", [3, 5])

@@ -33,6 +33,8 @@ class Channel:
     def look_up(self, host: str, port: int, **options: Any) -> Any:
         assert threading.current_thread() is not threading.main_thread(), "the peer thread looks a name up"
         self.answer.wait()
+        if host == "unknown":
+            raise socket.gaierror(socket.EAI_NONAME, "nobody knows it")
         return socket.getaddrinfo("127.0.0.1" if host == "known" else host, port, **options)
 
     def poll(self, timeout: float = 0.0) -> None:
@@ -110,6 +112,16 @@ def test_names_that_hang_take_a_bounded_number_of_threads(open_channel: Callable
     assert len(one.of(Lost)) == 20
 
 
+def test_any_number_of_names_is_looked_up_one_behind_the_other(open_channel: Callable[[], Channel]) -> None:
+    """Found or not, a name that is looked up makes room for the next."""
+    one, other = open_channel(), open_channel()
+    one.answer.set()
+    for number in range(2 * _MOST_LOOKUPS + 2):
+        one.channel.connect("known" if number % 2 else "unknown", other.channel.port)
+        until(lambda count=number + 1: len(one.of(Connected) + one.of(Lost)) == count, one, other)  # type: ignore[misc,arg-type]
+    assert len(one.of(Connected)) == len(one.of(Lost)) == _MOST_LOOKUPS + 1
+
+
 def test_strangers_throw_out_no_handshake_that_this_side_has_begun(open_channel: Callable[[], Channel]) -> None:
     """The one that we called is slow to answer, and many others come and say nothing."""
     one = open_channel()
@@ -144,8 +156,11 @@ def test_an_error_of_this_side_costs_the_link_that_met_it(
     links = [other.channel.connect("127.0.0.1", one.channel.port) for _ in range(2)]
     until(lambda: len(one.of(Connected)) == 2 == len(other.of(Connected)), one, other)  # type: ignore[arg-type]
 
+    class Unforeseen(Exception):
+        """Nothing that anybody catches."""
+
     def break_down(payload: bytes) -> None:
-        raise ZeroDivisionError
+        raise Unforeseen
 
     met = one.channel._links[one.of(Connected)[0].link]
     monkeypatch.setattr(met.handshake.session, "open", break_down)

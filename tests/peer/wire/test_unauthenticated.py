@@ -43,6 +43,7 @@ from kv_connector.peer.wire.messages import (
 from kv_connector.peer.wire.peer_info import PeerInfo
 from kv_connector.peer.wire.session import Session
 from tests.peer.peers import (
+    PIECES,
     SECONDS,
     SECRET,
     STAGED,
@@ -310,6 +311,19 @@ def test_a_known_peer_of_another_model_is_told_why(listener: Side) -> None:
     raw.sock.close()
 
 
+def test_a_caller_refuses_a_listener_of_another_model() -> None:
+    """Whether or not the listener, which knows the secret, has compared anything."""
+    caller = Handshake(SECRET, info_of(Pool()), is_caller=True)
+    hello = decode(caller.begin()[0])
+    assert isinstance(hello, Hello)
+    session = Session(SECRET, hello.nonce, bytes(32), is_caller=False)
+    caller.take(encode(Challenge(VERSION, bytes(32), session.proof)))
+    with pytest.raises(PeerError, match="model is 'model' here and 'another' there"):
+        caller.take(session.seal(encode(Introduction(info_of(Pool(), model="another")))))
+    assert caller.peer is None
+    assert not caller.refusal, "the listener is told nothing"
+
+
 @pytest.mark.parametrize("answers", ["a denial", "no number", "half a character", "noise"])
 def test_what_a_stranger_answers_is_shown_to_nobody(answers: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever sends requests names hosts, and an engine calls there."""
@@ -391,6 +405,26 @@ def test_a_peer_that_claims_other_blocks_is_dropped(
     raw.say(RingOffered(8, 8192, hand_over(welcome, sealed=True) if backend == "shared_memory" else ""))
     assert isinstance(raw.hear(), RingMapped)
     raw.say(replace(SlotFilled(grant=5, first=0, count=2, start=0, stop=1, slot=0), **change))
+    assert raw.hear() is None
+    assert not listener.of(Arrived)
+    assert pool.all_bytes() == before
+    raw.sock.close()
+
+
+@pytest.mark.parametrize("backend", STAGED)
+@pytest.mark.parametrize("slot", [0, 7])
+def test_a_peer_that_claims_more_blocks_than_fit_into_a_slot_is_dropped(
+    listener: Side, backend: str, pool: Pool, slot: int
+) -> None:
+    """They were granted, but what lies behind the slot is another one, or memory that was never sent."""
+    before = pool.all_bytes()
+    raw = Raw(listener)
+    welcome = raw.shake_hands(info_of(Pool(), transport=backend))
+    listener.transport.grant(listener.of(Connected)[-1].link, 5, list(range(10)))
+    raw.say(RingOffered(8, 8192, hand_over(welcome, sealed=True) if backend == "shared_memory" else ""))
+    assert isinstance(raw.hear(), RingMapped)
+    fitting = 8192 // sum(PIECES)
+    raw.say(SlotFilled(grant=5, first=0, count=fitting + 1, start=0, stop=len(PIECES), slot=slot))
     assert raw.hear() is None
     assert not listener.of(Arrived)
     assert pool.all_bytes() == before

@@ -578,4 +578,79 @@ PEERS: tuple[Mutant, ...] = (
             "tests/peer/protocol/test_offers.py::test_what_ends_of_an_earlier_offer_leaves_the_next_one_of_its_name"
         ),
     ),
+    Mutant(
+        "stopped-by-anybody",
+        "blocks are given back, or not waited for, on the word of a peer that was not asked for them",
+        (Patch(_RECEIVES, "        if entry is None or entry.link != link:\n", "        if entry is None:\n"),),
+        tested(
+            f"{_RECEIVED}::test_another_peer_cannot_say_that_the_producer_has_stopped",
+            f"{_RECEIVED}::test_another_peer_cannot_refuse_what_the_producer_sends",
+        ),
+    ),
+    Mutant(
+        "deadline-of-the-whole",
+        "a transfer that takes long is given up although its blocks keep arriving",
+        (
+            Patch(
+                _RECEIVES,
+                "        entry.deadline = self._clock() + self._seconds\n        if not entry.missing",
+                "        if not entry.missing",
+            ),
+        ),
+        tested(f"{_RECEIVED}::test_a_transfer_that_goes_on_is_not_given_up_however_long_it_takes"),
+    ),
+    Mutant(
+        "unwanted-promised",
+        "who asks for what another did not want is promised blocks that are let go, and waits for nothing",
+        (Patch(_OFFERS, "if offer.want is not None or offer.is_unwanted:", "if offer.want is not None:"),),
+        tested("tests/peer/protocol/test_offers.py::test_who_asks_for_what_another_did_not_want_is_told_at_once"),
+    ),
+    Mutant(
+        "gone-promised",
+        "blocks that were promised to an engine that is gone are held for it",
+        (Patch(_OFFERS, "if not event.ok and offer.want is not None:", "if False:"),),
+        tested("tests/peer/protocol/test_offers.py::test_what_was_promised_to_who_is_gone_is_let_go"),
+    ),
+    Mutant(
+        "names-counted-for-ever",
+        "after a few names no other is looked up any more",
+        (Patch("kv_connector/peer/wire/resolver.py", "        self._under_way.release()\n", ""),),
+        tested("tests/peer/wire/test_channel.py::test_any_number_of_names_is_looked_up_one_behind_the_other"),
+    ),
+    Mutant(
+        "callers-trust",
+        "who calls takes blocks of another model",
+        (
+            Patch(
+                "kv_connector/peer/wire/handshake.py",
+                "        if differences:\n",
+                "        if differences and not self.is_caller:\n",
+            ),
+        ),
+        tested(f"{_WIRE}::test_a_caller_refuses_a_listener_of_another_model"),
+    ),
+    Mutant(
+        "errors-end-the-thread",
+        "an error of this side that a peer has found ends the thread that serves all of them",
+        (
+            Patch(
+                _CHANNEL,
+                "        except Exception:  # whatever it is that a peer has found: it costs this link\n",
+                "        except ArithmeticError:\n",
+            ),
+        ),
+        tested("tests/peer/wire/test_channel.py::test_an_error_of_this_side_costs_the_link_that_met_it"),
+    ),
+    Mutant(
+        "slots-overrun",
+        "what lies behind a slot is taken for its last blocks",
+        (
+            Patch(
+                "kv_connector/peer/carriers/staged/slot_receiver.py",
+                "if arrived.count * size > ring.slot_bytes:",
+                "if False:",
+            ),
+        ),
+        tested(f"{_WIRE}::test_a_peer_that_claims_more_blocks_than_fit_into_a_slot_is_dropped"),
+    ),
 )
