@@ -10,6 +10,8 @@ _READING = "kv_connector/scheduler/storage/reading.py"
 _FILESYSTEM = "kv_connector/storage/filesystem"
 _SIMULATED_DISK = "tests/simulation/test_disk.py"
 _DAMAGE = "tests/storage/filesystem/test_damage.py"
+_FOREIGN = "tests/storage/filesystem/test_foreign.py"
+_JOURNAL = "tests/storage/filesystem/test_journal.py"
 _TESTS = "tests/scheduler/storage/test_companion.py"
 
 _CHECKED = "kv_connector/storage/checked.py"
@@ -309,6 +311,55 @@ STORAGE: tuple[Mutant, ...] = (
         "a folder with files of somebody else becomes ours",
         (Patch(f"{_FILESYSTEM}/layout.py", "if others and not self.is_ours():", "if False:"),),
         tested("tests/storage/filesystem/test_foreign.py"),
+    ),
+    Mutant(
+        "mark-of-others",
+        "a folder is ours where a link of our mark's name points at any file",
+        (Patch(f"{_FILESYSTEM}/layout.py", "S_ISREG(os.lstat(self._marker)", "S_ISREG(os.stat(self._marker)"),),
+        tested(f"{_FOREIGN}::test_a_mark_that_is_a_link_does_not_make_a_folder_ours"),
+    ),
+    Mutant(
+        "mark-through-a-link",
+        "our mark is written over the file of a user that a link points at",
+        (Patch(f"{_FILESYSTEM}/layout.py", "O_WRONLY | os.O_CREAT | os.O_NOFOLLOW", "O_WRONLY | os.O_CREAT"),),
+        tested(f"{_FOREIGN}::test_the_mark_is_not_written_through_a_link"),
+    ),
+    Mutant(
+        "renamed-untold",
+        "packs lie there before the journal tells of them, so that a kill leaves what nobody counts",
+        (
+            Patch(
+                f"{_FILESYSTEM}/folder.py",
+                "        with self.layout.exclusive():\n            with self._journal_lock:\n",
+                "        with self.layout.exclusive():\n"
+                "            done = [self._rename(*pair) for pair in zip([file for file, _ in files], records)]\n"
+                "            with self._journal_lock:\n",
+            ),
+            Patch(
+                f"{_FILESYSTEM}/folder.py",
+                "return [self._rename(file, record) for (file, _), record in zip(files, records, strict=True)]",
+                "return done",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_folder.py::test_nothing_lies_there_that_the_journal_has_not_told_of"),
+    ),
+    Mutant(
+        "journal-goes-on",
+        "a journal that was written anew is read on from where the one before ended",
+        (Patch(f"{_FILESYSTEM}/journal.py", "if head != self._head or size", "if not self._head or size"),),
+        tested(f"{_JOURNAL}::test_a_file_that_was_replaced_is_read_from_its_beginning"),
+    ),
+    Mutant(
+        "journal-cut-unseen",
+        "a journal that lost its end is read on from behind it",
+        (Patch(f"{_FILESYSTEM}/journal.py", "if head != self._head or size < self._end:", "if head != self._head:"),),
+        tested(f"{_JOURNAL}::test_a_file_that_lost_its_end_is_read_from_its_beginning"),
+    ),
+    Mutant(
+        "offered-twice",
+        "a pack that came back is in line twice",
+        (Patch(f"{_FILESYSTEM}/catalog.py", "if pack is None or pack.queued_ns != queued_ns:", "if pack is None:"),),
+        tested("tests/storage/filesystem/test_catalog.py"),
     ),
     Mutant(
         "folders-of-others-tidied",
