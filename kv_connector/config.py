@@ -10,7 +10,17 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from .errors import ConfigError
-from .values import check_host, check_integer, check_text, choice, is_any_address, parse_size, shortened, shown
+from .values import (
+    check_host,
+    check_integer,
+    check_text,
+    choice,
+    is_any_address,
+    is_one_line,
+    parse_size,
+    shortened,
+    shown,
+)
 
 _S = TypeVar("_S", "Config", "StorageConfig", "S3Config", "PeerConfig")
 _HOST_AND_PORT = re.compile(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
@@ -108,7 +118,7 @@ class S3Config:
     endpoint: URL of the server, such as `"https://minio.local:9000"`; Amazon's for the region if empty.
     allow_http: whether the endpoint may be one of http: everybody on the way reads and changes what it carries.
     timeout_ms: for one request, with all that it moves; no request is tried again after this.
-    connect_timeout_ms: for a connection.
+    connect_timeout_ms: for a connection; at most `timeout_ms`.
     max_retries: further tries of a request that was answered with 5xx (503 is "slow down"), or whose connection broke.
     concurrency: look-ups, reads and writes under way at a time, so many of each, of each rank.
     """
@@ -145,6 +155,11 @@ class S3Config:
             ("concurrency", 1, 1024),
         ):
             check_integer(f"storage.s3.{name}", getattr(self, name), least, most)
+        if self.connect_timeout_ms > self.timeout_ms:
+            raise ConfigError(
+                f"storage.s3.connect_timeout_ms={self.connect_timeout_ms} is longer than a whole request may take: "
+                f"give at most storage.s3.timeout_ms={self.timeout_ms}, or raise that"
+            )
 
     @property
     def _has_dots(self) -> bool:
@@ -238,8 +253,8 @@ class StorageConfig:
         elif kind == "s3":
             self._check_s3()
         elif kind == "filesystem":
-            if not self.path:
-                raise ConfigError("storage.path='': give the folder to keep blocks in")
+            if not self.path.strip():
+                raise ConfigError(f"storage.path={shown(self.path)}: give the folder to keep blocks in")
             check_integer("storage.capacity", self.capacity, _LEAST_CAPACITY)
         elif not isinstance(self.options, Mapping) or not all(isinstance(key, str) for key in self.options):
             raise ConfigError(f'storage.options={shown(self.options)} is not an object: give one such as {{"a": 1}}')
@@ -264,6 +279,7 @@ class StorageConfig:
 
 _PEER_KINDS = ("shared_memory", "nixl")
 _LEAST_SECRET = 16
+_SECRET_ENV = "KV_CONNECTOR_PEER_SECRET"
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +309,7 @@ class PeerConfig:
     port: int = 0
     host: str = ""
     secret: str = field(default="", repr=False)
-    secret_env: str = "KV_CONNECTOR_PEER_SECRET"
+    secret_env: str = _SECRET_ENV
     timeout_ms: int = 10_000
     deadline_ms: int = 60_000
     staging_memory: int = 64 << 20
@@ -305,9 +321,9 @@ class PeerConfig:
             )
         for name in ("bind", "host"):
             object.__setattr__(self, name, check_host(f"peer.{name}", getattr(self, name)))
-        check_text("peer.secret_env", self.secret_env)
-        if not isinstance(self.secret, str):
-            raise ConfigError("peer.secret is not text: give it in quotes")
+        for name in ("secret", "secret_env"):  # neither is shown: who mistakes one for the other has given the secret
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"peer.{name} is not text: give it in quotes")
         object.__setattr__(self, "role", choice(PeerRole, self.role, "peer.role"))
         object.__setattr__(self, "route", choice(PeerRoute, self.route, "peer.route"))
         object.__setattr__(self, "staging_memory", parse_size(self.staging_memory, "peer.staging_memory"))
@@ -331,23 +347,27 @@ class PeerConfig:
                 "peer.bind and leave this out"
             )
         if not self.secret:
-            if not self.secret_env or "=" in self.secret_env:
+            if not self.secret_env or "=" in self.secret_env or not is_one_line(self.secret_env):
                 raise ConfigError(
-                    f"peer.secret_env={shown(self.secret_env)} names no environment variable: give one such as "
-                    "'KV_CONNECTOR_PEER_SECRET', or give peer.secret"
+                    f"peer.secret_env names no environment variable: give one such as {_SECRET_ENV!r}, or give "
+                    "peer.secret"
                 )
             object.__setattr__(self, "secret", os.environ.get(self.secret_env, ""))
         if not _is_encodable(self.secret):
-            raise ConfigError(
-                f"peer.secret, or {shortened(self.secret_env)}, is not UTF-8: give it as text of that encoding"
-            )
+            raise ConfigError(f"peer.secret, or {self._variable}, is not UTF-8: give it as text of that encoding")
         num_characters = len(self.secret.strip())
         if num_characters < _LEAST_SECRET:
             raise ConfigError(
                 f"peer.secret has {num_characters} characters: give at least {_LEAST_SECRET}, or set "
-                f"{shortened(self.secret_env)} to them, the same for all engines that talk to each other; blanks "
+                f"{self._variable} to them, the same for all engines that talk to each other; blanks "
                 "at its ends do not count"
             )
+
+    @property
+    def _variable(self) -> str:
+        """In a message: its name only where there is such a variable, for what else was given may be the secret."""
+        is_name = self.secret_env == _SECRET_ENV or (is_one_line(self.secret_env) and self.secret_env in os.environ)
+        return shortened(self.secret_env) if is_name else "the variable that peer.secret_env names, which is not there,"
 
     @property
     def produces(self) -> bool:

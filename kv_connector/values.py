@@ -65,8 +65,13 @@ def check_text(key: str, value: object) -> None:
     """Text of one line that the operating system takes for a name: no control characters, no halves of a character."""
     if not isinstance(value, str):
         raise ConfigError(f"{key}={shown(value)} is not text: give it in quotes")
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
+    if not is_one_line(value):
         raise ConfigError(f"{key}={shown(value)} has a control character, or half of one: leave it out")
+
+
+def is_one_line(text: str) -> bool:
+    """Whether it has no control character and no half of one."""
+    return not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
 def check_host(key: str, value: object) -> str:
@@ -76,8 +81,11 @@ def check_host(key: str, value: object) -> str:
     host = str(value)
     if host.startswith("[") and host.endswith("]") and ":" in host:
         host = host[1:-1]
-    if any(character.isspace() or character in "[]" for character in host):
-        raise ConfigError(f"{key}={shown(value)} is no host: give a name or an address, without blanks and brackets")
+    has_more = any(character.isspace() or character in "[]/" for character in host)
+    if has_more or (":" in host and not _is_ipv6(host)):
+        raise ConfigError(
+            f"{key}={shown(value)} is no host: give a name or an address, without scheme, port, blanks and brackets"
+        )
     return host
 
 
@@ -90,6 +98,13 @@ def is_any_address(host: str) -> bool:
     try:
         return socket.inet_aton(host) == bytes(4)
     except (OSError, ValueError):
+        return False
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
         return False
 
 

@@ -17,7 +17,8 @@ from kv_connector.build import _open_storage
 from kv_connector.config import StorageConfig
 from kv_connector.errors import ConfigError
 from kv_connector.index import RankIdentity
-from kv_connector.storage import Storage, StorageContext
+from kv_connector.storage import Storage, StorageContext, checked
+from kv_connector.storage.base import ended
 from kv_connector.storage.breaker import BreakerState
 from kv_connector.storage.checked import CheckedStorage, object_bytes
 from kv_connector.testing import storage_contract
@@ -211,6 +212,80 @@ def test_a_probe_whose_answer_is_lost_is_not_the_last(storage: CheckedStorage, i
     inner.answer = None
     asked[2].set_result(0)
     assert get(storage, KEYS) == [True] * 4
+
+
+def answering(inner: Odd, call: str, answer: object) -> None:
+    """From now on these calls do what they should, and then say this."""
+
+    def odd(made: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+        future.result(SECONDS)
+        return ended(answer) if made == call else future
+
+    inner.answer = odd
+
+
+def test_what_is_not_whole_is_not_copied_into_the_callers_memory(storage: CheckedStorage, inner: Odd) -> None:
+    put(storage, KEYS)
+    inner.answer = flipped
+    blocks = buffers(4)
+    assert storage.read(KEYS, blocks).result(SECONDS) == [True, False, True, True]
+    assert [bytes(block) == bytes(BLOCK) for block in blocks] == [False, True, False, False]
+
+
+def test_a_block_that_was_not_stored_is_not_called_stored(storage: CheckedStorage, inner: Odd) -> None:
+    """A bucket that is full: it takes some of a batch."""
+    answering(inner, "write", [True, False, True, False])
+    assert put(storage, KEYS) == [True, False, True, False]
+    stats = storage.stats()
+    assert (stats["written_blocks"], stats["failed_writes_blocks"]) == (2, 2)
+
+
+@pytest.mark.parametrize(("answer", "found"), [(99, 4), (-3, 0)])
+def test_no_more_is_found_than_was_asked_for(storage: CheckedStorage, inner: Odd, answer: object, found: int) -> None:
+    """Who asks takes as many keys as it is told."""
+    answering(inner, "exists", answer)
+    assert exists(storage, KEYS) == found
+
+
+def test_the_log_says_that_the_answers_are_too_few(
+    storage: CheckedStorage, inner: Odd, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who writes a backend finds the mistake with it."""
+    answering(inner, "read", [True] * 3)
+    assert get(storage, KEYS) == [False] * 4
+    assert caplog.messages == ["mine storage: a batch failed: OSError: it gave 3 answers for 4 keys"]
+
+
+def test_a_probe_that_cannot_be_made_has_failed(storage: CheckedStorage, inner: Odd, clock: Clock) -> None:
+    """A client without a connection raises at once: it is asked again after a pause, not after an answer's time."""
+    put(storage, KEYS)
+
+    def raising(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+        raise ConnectionError("no connection")
+
+    inner.answer = raising
+    for _ in range(3):
+        assert get(storage, KEYS) == [False] * 4
+    clock.now += 1
+    assert get(storage, KEYS) == [False] * 4
+    assert storage.breaker.state is BreakerState.OPEN
+
+
+def test_a_long_batch_takes_a_bounded_part_of_memory(inner: Odd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects are put together in memory of their own: of 64 MiB at a time."""
+    monkeypatch.setattr(checked, "_BATCH_BYTES", 2 * object_bytes(BLOCK))
+    storage = CheckedStorage("mine", inner, IDENTITY, BLOCK)
+    asked = []
+
+    def counted(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
+        asked.append((call, len(views)))
+        return future
+
+    inner.answer = counted
+    keys = [key(i) for i in range(5)]
+    assert put(storage, keys) == get(storage, keys) == [True] * 5
+    assert asked == [("write", 2), ("write", 2), ("write", 1), ("read", 2), ("read", 2), ("read", 1)]
+    storage.close()
 
 
 @pytest.mark.parametrize("answers", [[True] * 3, [True] * 5, None, OSError("gone")])

@@ -71,11 +71,10 @@ class Journal:
             return self._end
 
     def append(self, records: Iterable[Record]) -> None:
-        """Add records, which are not read back here. The file was found whole. Raises OSError."""
+        """Add records, which are not read back here. The file was just read, and found whole. Raises OSError."""
         assert self.is_whole, "behind half a record nothing is read"
         added = list(records)
         text = b"".join(encoded(record) for record in added)
-        self.is_whole = False
         descriptor = open_file(self._path, os.O_WRONLY | os.O_APPEND)
         try:
             _write(descriptor, text)
@@ -83,7 +82,6 @@ class Journal:
             os.close(descriptor)
         self._end += len(text)
         self._num_records += len(added)
-        self.is_whole = True
 
     def is_wasteful(self, num_packs: int) -> bool:
         """Whether most of its records are of packs that are gone."""

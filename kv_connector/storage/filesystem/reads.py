@@ -56,7 +56,7 @@ class PackReader:
 
     def _read(self, pack: Pack, run: _Run, batch: ReadBatch, flags: int) -> None:
         text = pack.text
-        if text is None:  # it was found damaged meanwhile
+        if text is None:  # it was found gone, unreadable or damaged meanwhile: it is not asked for again
             self._storage.count(missed_blocks=len(run))
             return
         places, targets = [place for place, _ in run], [batch.buffers[i] for _, i in run]
@@ -98,6 +98,8 @@ class PackReader:
             self._cannot_read(pack, places, error)
             return
         self._storage.count(corrupt_blocks=len(places))
+        if pack.text is None:  # another reader was first: what lies there now may have been stored since
+            return
         if header is not None and self._folder.catalog.drop(pack, places):
             damage = ValueError("checksums differ")
             self._storage.note_fault(f"blocks {places} of {pack.name} are not read any more", damage)

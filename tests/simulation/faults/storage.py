@@ -9,6 +9,9 @@ _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _READING = "kv_connector/scheduler/storage/reading.py"
 _FILESYSTEM = "kv_connector/storage/filesystem"
 _SIMULATED_DISK = "tests/simulation/test_disk.py"
+_DAMAGE = "tests/storage/filesystem/test_damage.py"
+_FOREIGN = "tests/storage/filesystem/test_foreign.py"
+_JOURNAL = "tests/storage/filesystem/test_journal.py"
 _TESTS = "tests/scheduler/storage/test_companion.py"
 
 _CHECKED = "kv_connector/storage/checked.py"
@@ -52,6 +55,36 @@ STORAGE: tuple[Mutant, ...] = (
         "keys of another rank or model are the same to a backend of the user's own",
         (Patch(_CHECKED, "digest_size=32, key=self._identity)", "digest_size=32)"),),
         tested(f"{_OTHERS}::test_another_model_or_rank_that_shares_the_backend_finds_nothing"),
+    ),
+    Mutant(
+        "object-half-copied",
+        "bytes of a backend of the user's own that are not whole are copied into the host",
+        (Patch(_CHECKED, "            if is_good:\n", "            if True:\n"),),
+        tested(f"{_OTHERS}::test_what_is_not_whole_is_not_copied_into_the_callers_memory"),
+    ),
+    Mutant(
+        "unwritten-is-stored",
+        "a block that a backend of the user's own did not store counts as stored",
+        (Patch(_CHECKED, "strict=True) if is_stored}", "strict=True)}"),),
+        tested(f"{_OTHERS}::test_a_block_that_was_not_stored_is_not_called_stored"),
+    ),
+    Mutant(
+        "found-beyond-the-end",
+        "a backend of the user's own may find more blocks than it was asked for",
+        (Patch(_CHECKED, "return min(len(keys), max(0, int(", "return min(1 << 62, max(-9, int("),),
+        tested(f"{_OTHERS}::test_no_more_is_found_than_was_asked_for"),
+    ),
+    Mutant(
+        "failed-probe-is-out",
+        "a backend that raises when it is asked whether it is back counts as asked",
+        (Patch(_CHECKED, "raises\n                probe.end(False)", "raises\n                pass"),),
+        tested(f"{_OTHERS}::test_a_probe_that_cannot_be_made_has_failed"),
+    ),
+    Mutant(
+        "batch-of-any-size",
+        "a long batch for a backend of the user's own takes as much memory again",
+        (Patch(_CHECKED, "max(1, _BATCH_BYTES // self._object_bytes)", "1 << 30"),),
+        tested(f"{_OTHERS}::test_a_long_batch_takes_a_bounded_part_of_memory"),
     ),
     Mutant(
         "s3-any-length",
@@ -212,6 +245,32 @@ STORAGE: tuple[Mutant, ...] = (
         tested("tests/storage/filesystem/test_backend.py::test_damaged_and_foreign_files_are_misses"),
     ),
     Mutant(
+        "damage-of-the-one-before",
+        "a good pack is deleted for what was read of a damaged one of its name",
+        (Patch(f"{_FILESYSTEM}/reads.py", "        if pack.text is None:  # another", "        if False:  # another"),),
+        tested(
+            f"{_DAMAGE}::test_a_pack_that_was_stored_again_meanwhile_is_not_deleted_for_the_damage_of_the_one_before"
+        ),
+    ),
+    Mutant(
+        "headless-is-kept",
+        "a pack whose header is damaged too keeps its other blocks from being stored again",
+        (Patch(f"{_FILESYSTEM}/reads.py", "if header is not None and self._folder", "if self._folder"),),
+        tested(f"{_DAMAGE}::test_a_pack_whose_header_is_damaged_too_goes_as_a_whole"),
+    ),
+    Mutant(
+        "stale-stays-open",
+        "a pack that could not be read is never opened anew while batches follow each other",
+        (Patch(f"{_FILESYSTEM}/folder.py", "        self.opened.drop(name)\n", ""),),
+        tested(f"{_DAMAGE}::test_a_pack_that_could_not_be_read_is_opened_anew"),
+    ),
+    Mutant(
+        "dying-disk-asked",
+        "a disk that does not give a pack is asked for every piece of it",
+        (Patch(f"{_FILESYSTEM}/catalog.py", "keys, pack.text = pack.keys(), None", "keys = pack.keys()"),),
+        tested(f"{_DAMAGE}::test_what_a_disk_does_not_give_is_asked_for_once_in_a_batch"),
+    ),
+    Mutant(
         "unreadable-for-ever",
         "blocks that the disk does not give count as stored, and are not stored again",
         (
@@ -252,6 +311,55 @@ STORAGE: tuple[Mutant, ...] = (
         "a folder with files of somebody else becomes ours",
         (Patch(f"{_FILESYSTEM}/layout.py", "if others and not self.is_ours():", "if False:"),),
         tested("tests/storage/filesystem/test_foreign.py"),
+    ),
+    Mutant(
+        "mark-of-others",
+        "a folder is ours where a link of our mark's name points at any file",
+        (Patch(f"{_FILESYSTEM}/layout.py", "S_ISREG(os.lstat(self._marker)", "S_ISREG(os.stat(self._marker)"),),
+        tested(f"{_FOREIGN}::test_a_mark_that_is_a_link_does_not_make_a_folder_ours"),
+    ),
+    Mutant(
+        "mark-through-a-link",
+        "our mark is written over the file of a user that a link points at",
+        (Patch(f"{_FILESYSTEM}/layout.py", "O_WRONLY | os.O_CREAT | os.O_NOFOLLOW", "O_WRONLY | os.O_CREAT"),),
+        tested(f"{_FOREIGN}::test_the_mark_is_not_written_through_a_link"),
+    ),
+    Mutant(
+        "renamed-untold",
+        "packs lie there before the journal tells of them, so that a kill leaves what nobody counts",
+        (
+            Patch(
+                f"{_FILESYSTEM}/folder.py",
+                "        with self.layout.exclusive():\n            with self._journal_lock:\n",
+                "        with self.layout.exclusive():\n"
+                "            done = [self._rename(*pair) for pair in zip([file for file, _ in files], records)]\n"
+                "            with self._journal_lock:\n",
+            ),
+            Patch(
+                f"{_FILESYSTEM}/folder.py",
+                "return [self._rename(file, record) for (file, _), record in zip(files, records, strict=True)]",
+                "return done",
+            ),
+        ),
+        tested("tests/storage/filesystem/test_folder.py::test_nothing_lies_there_that_the_journal_has_not_told_of"),
+    ),
+    Mutant(
+        "journal-goes-on",
+        "a journal that was written anew is read on from where the one before ended",
+        (Patch(f"{_FILESYSTEM}/journal.py", "if head != self._head or size", "if not self._head or size"),),
+        tested(f"{_JOURNAL}::test_a_file_that_was_replaced_is_read_from_its_beginning"),
+    ),
+    Mutant(
+        "journal-cut-unseen",
+        "a journal that lost its end is read on from behind it",
+        (Patch(f"{_FILESYSTEM}/journal.py", "if head != self._head or size < self._end:", "if head != self._head:"),),
+        tested(f"{_JOURNAL}::test_a_file_that_lost_its_end_is_read_from_its_beginning"),
+    ),
+    Mutant(
+        "offered-twice",
+        "a pack that came back is in line twice",
+        (Patch(f"{_FILESYSTEM}/catalog.py", "if pack is None or pack.queued_ns != queued_ns:", "if pack is None:"),),
+        tested("tests/storage/filesystem/test_catalog.py"),
     ),
     Mutant(
         "folders-of-others-tidied",

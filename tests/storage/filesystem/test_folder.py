@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+import pytest
+
+from kv_connector.storage.filesystem import folder as folder_module
 from kv_connector.storage.filesystem.folder import PackFolder
-from kv_connector.storage.filesystem.packs import PackHeader
-from tests.storage.storages import IDENTITY, PER_PACK, capacity_for, exists, get, key, keys_of, open_store, put, size_of
+from kv_connector.storage.filesystem.journal import Journal
+from kv_connector.storage.filesystem.packs import PackHeader, name_and_keys
+from tests.storage.storages import (
+    IDENTITY,
+    PER_PACK,
+    SECONDS,
+    capacity_for,
+    exists,
+    files_of,
+    get,
+    key,
+    keys_of,
+    open_store,
+    put,
+    size_of,
+)
 
 BLOCK_BYTES = 4096
 
@@ -37,3 +55,40 @@ def test_packs_that_are_missed_while_the_disk_is_away_count_again_when_it_is_bac
     assert size_of(tmp_path / "store") <= capacity_for(2)
     assert sorted(exists(store, keys_of(name)) for name in "ab") == [0, PER_PACK]
     store.close()
+
+
+def test_nothing_lies_there_that_the_journal_has_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what an engine leaves that is killed in between would be in nobody's count until the folder is listed."""
+    store = open_store(tmp_path)
+    store.recovered.result(SECONDS)
+
+    def broken(journal: Journal, records: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", broken)
+        assert put(store, keys_of("a")) == [False] * PER_PACK
+    assert not files_of(tmp_path)
+    assert all(put(store, keys_of("a"))) and all(get(store, keys_of("a")))
+    store.close()
+
+
+@pytest.mark.parametrize("is_lost", [True, False], ids=["the old journal is lost", "the old journal is there"])
+def test_who_writes_the_journal_anew_tells_of_the_packs_of_others_too(
+    tmp_path: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another model: its next start opens no pack. Nor does who writes it, where the old one tells of them."""
+    theirs = open_store(tmp_path)
+    theirs.recovered.result(SECONDS)
+    assert all(put(theirs, keys_of("a")))
+    theirs.close()
+    mine = PackFolder(tmp_path, bytes(32), BLOCK_BYTES, 1 << 30)
+    mine.catch_up()
+    if is_lost:
+        (tmp_path / "index").unlink()
+    else:
+        monkeypatch.setattr(Journal, "is_wasteful", lambda journal, num_packs: True)
+        monkeypatch.setattr(folder_module, "read_header", None)
+    mine.recover()
+    (pack,) = files_of(tmp_path)
+    assert [name_and_keys(text)[0] for _, text in Journal(tmp_path / "index").read()] == [pack.stem]

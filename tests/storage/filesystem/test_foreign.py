@@ -113,6 +113,34 @@ def test_one_of_our_folders_that_is_a_link_is_not_used(tmp_path: Path) -> None:
         open_store(root)
 
 
+def test_a_mark_that_is_a_link_does_not_make_a_folder_ours(theirs: Path, tmp_path: Path) -> None:
+    """Somebody links to what they cannot copy: what is behind it is no mark of this folder."""
+    (tmp_path / "mark").write_text("dear to somebody")
+    (theirs / "kv_connector.format-2").symlink_to(tmp_path / "mark")
+    before = tree(tmp_path)
+    with pytest.raises(ForeignFolderError):
+        open_store(theirs)
+    assert main(["storage", "gc", str(theirs), "--capacity", "0"]) == 2
+    assert tree(tmp_path) == before
+
+
+def test_the_mark_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was put there between two looks, and points at a file of the user's."""
+    root, target = tmp_path / "store", tmp_path / "notes"
+    target.write_text("dear to somebody")
+    listdir = os.listdir
+
+    def late(path: Path) -> list[str]:
+        names = listdir(path)
+        (root / "kv_connector.format-2").symlink_to(target)
+        return names
+
+    monkeypatch.setattr(os, "listdir", late)
+    with pytest.raises(OSError, match="format-2"):
+        open_store(root)
+    assert target.read_text() == "dear to somebody"
+
+
 def test_two_engines_may_start_on_an_empty_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other makes it theirs, which is ours, between our two looks."""
     listdir = os.listdir

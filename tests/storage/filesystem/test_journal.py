@@ -294,6 +294,29 @@ def test_half_a_record_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert reader.is_whole
 
 
+def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> None:
+    """A neighbour wrote it anew, and it is longer than what was read of the one before."""
+    path = tmp_path / "index"
+    mine, theirs = empty_journal(path), Journal(path)
+    mine.append([record(1), record(2)])
+    assert theirs.read() == [record(1), record(2)]
+    mine.replace([record(3), record(4), record(5)], Temporaries(tmp_path).new(0))
+    assert theirs.read() == [record(3), record(4), record(5)]
+
+
+def test_a_file_that_lost_its_end_is_read_from_its_beginning(tmp_path: Path) -> None:
+    """A loss of power took what was written last; what others add then lies before the end that was read."""
+    path = tmp_path / "index"
+    mine, theirs = empty_journal(path), Journal(path)
+    mine.append([record(1), record(2)])
+    assert theirs.read() == [record(1), record(2)]
+    os.truncate(path, path.stat().st_size - len(encoded(record(2))))
+    assert theirs.read() == [record(1)]
+    assert mine.read() == [record(1)]
+    mine.append([record(3)])
+    assert theirs.read() == [record(3)]
+
+
 def test_records_of_packs_that_are_gone_are_dropped_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_SPARE_RECORDS", 10)
     capacity = 3 * PER_PACK * BLOCK

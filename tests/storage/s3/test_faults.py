@@ -116,7 +116,8 @@ def test_a_server_that_says_slow_down_is_left_alone(
 def test_an_endpoint_that_hangs_costs_one_time_out_whatever_is_queued(
     proxy: FaultProxy, identity: bytes, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
-    storage = connected(open_s3(proxy.endpoint, identity, LARGE, timeout_ms=1000, concurrency=4))
+    times = {"timeout_ms": 1000, "connect_timeout_ms": 1000}
+    storage = connected(open_s3(proxy.endpoint, identity, LARGE, **times, concurrency=4))
     keys = [key(i) for i in range(24)]
     until(lambda: all(put(storage, keys, LARGE)))
     storage.note_success()
