@@ -49,6 +49,14 @@ class Odd(MemoryStorage):
         return future if self.answer is None else self.answer(call, future, views)
 
 
+class Unanswered(Future[Any]):
+    """Whoever waits has waited for as long as he would."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        assert timeout == SECONDS
+        raise TimeoutError
+
+
 class Clock:
     """Stands still unless it is told."""
 
@@ -70,7 +78,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def storage(inner: Odd, clock: Clock) -> Iterator[CheckedStorage]:
-    storage = CheckedStorage("mine", inner, IDENTITY, BLOCK, clock, seconds=0.05)
+    storage = CheckedStorage("mine", inner, IDENTITY, BLOCK, clock, seconds=SECONDS)
     yield storage
     storage.close()
 
@@ -165,7 +173,7 @@ def test_what_is_written_when_nobody_waits_any_more_lands_nowhere(
     held: list[tuple[Future[Any], Sequence[memoryview]]] = []
 
     def hang(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
-        held.append((Future(), views))
+        held.append((Unanswered(), views))
         return held[-1][0]
 
     inner.answer = hang
@@ -192,7 +200,7 @@ def test_a_probe_whose_answer_is_lost_is_not_the_last(storage: CheckedStorage, i
     asked: list[Future[Any]] = []
 
     def hang(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:
-        asked.append(Future())
+        asked.append(Unanswered())
         return asked[-1]
 
     inner.answer = hang
@@ -201,7 +209,7 @@ def test_a_probe_whose_answer_is_lost_is_not_the_last(storage: CheckedStorage, i
     for _ in range(2):
         assert get(storage, KEYS) == [False] * 4
     assert len(asked) == 2 and storage.breaker.state is BreakerState.HALF_OPEN, "one probe at a time"
-    clock.now += 0.05
+    clock.now += SECONDS
     assert get(storage, KEYS) == [False] * 4
     assert storage.breaker.state is BreakerState.OPEN, "its time is over, as any other answer's"
     clock.now += 1
