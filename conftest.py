@@ -61,6 +61,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """A process that has used NIXL 1.5.1's wheel dies when it exits, in a destructor of the libnl that comes with it
     (`rtnl_tc_unregister`), whatever was closed before: this one leaves without running destructors."""
+    from integration.servers import SHARED  # the root was not on the path when this file was read
+
+    SHARED.close()
     if any(name in sys.modules for name in ("nixl_cu12", "nixl_cu13")) and _status in config.stash:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
 
 HOST = "127.0.0.1"
+SHARED = ExitStack()
+"""Servers that all tests of a process share; closed when these end, whatever way the process goes then."""
 
 
 def free_ports(count: int) -> list[int]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from integration.mooncake_master import MooncakeMaster, running_store, store_config, why_not
+from integration.servers import SHARED
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from kv_connector.storage.objects.backend import ObjectStorage
 from kv_connector.storage.objects.client import Answer, StoreUnreachable, Transfer
@@ -145,6 +144,4 @@ def _ticks() -> Iterator[None]:
 @functools.cache
 def shared_store() -> MooncakeMaster:
     """A master and 256 MiB of another process, until the tests end."""
-    stack = ExitStack()
-    atexit.register(stack.close)
-    return stack.enter_context(running_store(256 << 20))
+    return SHARED.enter_context(running_store(256 << 20))

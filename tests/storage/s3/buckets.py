@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integration.s3_server import S3Server, running_s3, s3_settings, why_not
+from integration.servers import SHARED
 from kv_connector.config import S3Config, StorageConfig
 from kv_connector.storage.objects.backend import ObjectStorage
 from kv_connector.storage.s3 import backend
@@ -40,6 +39,4 @@ def make_s3(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
 @functools.cache
 def shared_server() -> S3Server:
     """One until the tests end, and its credentials in the environment."""
-    stack = ExitStack()
-    atexit.register(stack.close)
-    return stack.enter_context(running_s3())
+    return SHARED.enter_context(running_s3())
