@@ -22,6 +22,7 @@ import numpy as np
 
 from integration.attack import Attack, Outcome
 from integration.attacks_on_peers import NAMES, NUMBERS, PIECES, PROMPT_BLOCKS, Rank, Reached
+from integration.relay import Between
 from kv_connector.peer.carriers.nixl_agent import why_not
 from kv_connector.types import PeerAction, PeerJob
 
@@ -69,37 +70,25 @@ class Producer:
         raise RuntimeError("the producer has ended")
 
 
-class Middlebox:
+class Middlebox(Between):
     """Carries the side channel until it is cut: then the consumer's side is closed and the producer's is not."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
-        self._there = port
         self._is_cut = False
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._run, daemon=True).start()
+        super().__init__(port)
 
     def cut(self) -> None:
         self._is_cut = True
-        self._socket.close()
+        self._listener.close()
         with suppress(OSError):
-            self._sockets[0].shutdown(socket.SHUT_RDWR)
+            self._ends[0].shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._is_cut = True
-        for sock in (self._socket, *self._sockets):
+        for sock in (self._listener, *self._ends):
             sock.close()
 
-    def _run(self) -> None:
-        with suppress(OSError):
-            consumer, _ = self._socket.accept()
-            producer = socket.create_connection(("127.0.0.1", self._there))
-            self._sockets += [consumer, producer]
-            for source, target in ((consumer, producer), (producer, consumer)):
-                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, is_consumers: bool) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
                 if not self._is_cut:

@@ -12,6 +12,7 @@ import random
 import select
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -123,23 +124,44 @@ POLICIES: tuple[Policy, ...] = (
 )  # fmt: skip
 
 
-class Relay:
-    """Listens for one consumer, calls the producer, and changes what they say. `num_changed` messages were, and of
-    `num_accepted` sides somebody took what was; both are told once it is closed."""
+class Between(ABC):
+    """Listens for one consumer, calls the producer behind `port`, and passes on what each says to the other."""
+
+    def __init__(self, port: int) -> None:
+        """It listens at once: whoever derives from it calls this last."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._there = port
+        self._ends: list[socket.socket] = []
+        """The consumer's and the producer's, once both are there."""
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @abstractmethod
+    def _pump(self, source: socket.socket, target: socket.socket, is_consumers: bool) -> None:
+        """Pass on what comes from one of them until it ends; each way on a thread of its own."""
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            consumer, _ = self._listener.accept()
+            producer = socket.create_connection(("127.0.0.1", self._there))
+            self._ends += [consumer, producer]
+            for source, target, is_consumers in ((consumer, producer, True), (producer, consumer, False)):
+                threading.Thread(target=self._pump, args=(source, target, is_consumers), daemon=True).start()
+
+
+class Relay(Between):
+    """Changes what they say. `num_changed` messages were, and of `num_accepted` sides somebody took what was; both are
+    told once it is closed."""
 
     def __init__(self, port: int, policy: Policy, rng: random.Random, earlier: Said) -> None:
         self.num_changed = 0
         self.num_accepted = 0
         self.said: Said = {True: [], False: []}
-        self._port = port
         self._policy = policy
         self._rng = rng
         self._earlier = earlier
         self._deceived: list[socket.socket] = []
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
-        self._sockets: list[socket.socket] = [self._socket]
-        threading.Thread(target=self._run, daemon=True).start()
+        super().__init__(port)
 
     def close(self) -> None:
         """Ends the link, once it is known who has accepted what."""
@@ -147,18 +169,10 @@ class Relay:
             poll = select.poll()
             poll.register(target, select.POLLRDHUP)
             self.num_accepted += not poll.poll(_PATIENCE * 1000)
-        for sock in self._sockets:
+        for sock in (self._listener, *self._ends):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
-
-    def _run(self) -> None:
-        with suppress(OSError):
-            consumer, _ = self._socket.accept()
-            producer = socket.create_connection(("127.0.0.1", self._port))
-            self._sockets += [consumer, producer]
-            for source, target, is_consumers in ((consumer, producer, True), (producer, consumer, False)):
-                threading.Thread(target=self._pump, args=(source, target, is_consumers), daemon=True).start()
 
     def _pump(self, source: socket.socket, target: socket.socket, is_consumers: bool) -> None:
         reader, said, num_passed, is_intact = FrameReader(), self.said[is_consumers], 0, True
