@@ -69,9 +69,9 @@ def _weights(path: Path, num_pages: int) -> bytes:
         status = os.fstat(file.fileno())
         last = max(0, status.st_size - _PAGE_BYTES)
         chance = random.Random(status.st_size)
-        places = [chance.randrange(last + 1) for _ in range(num_pages - 1)]
+        places = {last, *(chance.randrange(0, last + 1, _PAGE_BYTES) for _ in range(num_pages - 1))}  # each once
         head = os.pread(file.fileno(), _HEAD_BYTES, 0)
-        pages = [os.pread(file.fileno(), _PAGE_BYTES, place) for place in (*sorted(places), last)]
+        pages = [os.pread(file.fileno(), _PAGE_BYTES, place) for place in sorted(places)]
     return _digest((path.name.encode(), b"%d %d" % (status.st_size, status.st_mtime_ns), head, *pages))
 
 

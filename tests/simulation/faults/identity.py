@@ -14,7 +14,7 @@ IDENTITY: tuple[Mutant, ...] = (
     Mutant(
         "ends-of-weights",
         "of weights with made-up times their two ends alone are looked at",
-        (Patch(_FINGERPRINT, "for _ in range(num_pages - 1)]", "for _ in range(0)]"),),
+        (Patch(_FINGERPRINT, "for _ in range(num_pages - 1))}", "for _ in range(0))}"),),
         tested("tests/test_fingerprint.py"),
     ),
     Mutant(
