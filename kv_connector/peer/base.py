@@ -121,12 +121,15 @@ class Clock(Protocol):
         """Return when so many seconds have passed."""
 
 
+_SYSTEM_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
 class SystemClock:
     """The machine's; time in which the machine was suspended counts, too, where the system tells of it."""
 
     def monotonic(self) -> float:
         """See `Clock`."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+        return time.clock_gettime(_SYSTEM_CLOCK)
 
     def sleep(self, seconds: float, /) -> None:
         """See `Clock`."""

@@ -2,8 +2,7 @@
 
 A one-sided write lands part by part, each at a time of its own, out of whatever the source holds by then, at the latest
 one longest transfer behind its post. NIXL's waits while its target stands still, as over TCP, and that time does not
-count. A process that dies takes the source along: what is under way lands soon from what
-was read, or not at all.
+count. A process that dies takes the source along: what is under way lands soon from what was read, or not at all.
 """
 
 from __future__ import annotations
