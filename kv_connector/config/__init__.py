@@ -1,0 +1,133 @@
+"""Settings of the connector (layer 0): one frozen dataclass, checked once at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from ..values import check_integer, check_text, choice, parse_size, shown
+from .choices import Backup, LoadChoice, PathName, PeerRole, PeerRoute, Prefetch, Protocol, WritePolicy
+from .mapping import from_mapping
+from .peer import PeerConfig
+from .s3 import S3Config
+from .storage import StorageConfig
+
+__all__ = [
+    "Backup",
+    "Config",
+    "LoadChoice",
+    "PathName",
+    "PeerConfig",
+    "PeerRole",
+    "PeerRoute",
+    "Prefetch",
+    "Protocol",
+    "S3Config",
+    "StorageConfig",
+    "WritePolicy",
+]
+
+_LEAST = {
+    "host_memory": 0,
+    "write_through_threshold": 1,
+    "write_back_lookahead": 1,
+    "save_bandwidth": 0,
+    "max_load_stall_ms": 0,
+    "layer_group_bytes": 0,
+    "staging_memory": 1 << 20,
+}
+_MOST = {"staging_memory": (1 << 40,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings, with their defaults. Sizes accept text such as `"16GiB"`.
+
+    host_memory: bytes of host memory for cached blocks, over all ranks of the engine; 0 turns the host tier off.
+    write_policy: when a computed block is saved to the host.
+    write_through_threshold: hits that a block needs under `write_through_selective`.
+    write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved; it grows by itself to
+        twice what the requests admitted in one step have had use for.
+    save_bandwidth: bytes a second, over all ranks, that saves may take; what is over it is saved in later steps. 0 sets
+        no limit, and there is none for the saves of `write_back` before a device block is reused.
+    load_choice: `auto` loads, asynchronously or not, or computes, whatever is estimated to be sooner; `sync` and
+        `async` load every hit, and that way.
+    max_load_stall_ms: under `auto`, a load that would hold running requests up for longer is asynchronous.
+    block_major: ask the engine for a device cache in which the layers of a block are neighbours, where it offers one:
+        a block is then one long copy.
+    copy_path: `auto` picks a path per job from piece size and count; the others force one.
+    calibration: what copies take on this machine: `auto` measures it at the first start and remembers it, `off` goes by
+        built-in figures, anything else is a file that `kv-connector calibrate --json` wrote.
+    layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each; 0: as many as keep the
+        link busy, by the calibration.
+    staging_memory: device bytes for the rings of the staged path, over both directions.
+    pin_memory: page-lock the host pool (in the background) where there is a GPU.
+    numa_bind: put the host pool on the GPU's NUMA node.
+    trace_loads: time each layer group of a load with events and report the load stall.
+    storage: where blocks are kept beyond the host's memory; none by default.
+    peer: how blocks are handed to other engines and come from them; not at all by default.
+    """
+
+    host_memory: int = 0
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    write_through_threshold: int = 2
+    write_back_lookahead: int = 64
+    save_bandwidth: int = 0
+    load_choice: LoadChoice = LoadChoice.AUTO
+    max_load_stall_ms: int = 2
+    block_major: bool = True
+    copy_path: PathName = PathName.AUTO
+    calibration: str = "auto"
+    layer_group_bytes: int = 0
+    staging_memory: int = 384 << 20
+    pin_memory: bool = True
+    numa_bind: bool = True
+    trace_loads: bool = False
+    storage: StorageConfig | None = None
+    peer: PeerConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("host_memory", "save_bandwidth", "layer_group_bytes", "staging_memory"):
+            object.__setattr__(self, name, parse_size(getattr(self, name), name))
+        object.__setattr__(self, "write_policy", choice(WritePolicy, self.write_policy, "write_policy"))
+        object.__setattr__(self, "load_choice", choice(LoadChoice, self.load_choice, "load_choice"))
+        object.__setattr__(self, "copy_path", choice(PathName, self.copy_path, "copy_path"))
+        for name in ("block_major", "pin_memory", "numa_bind", "trace_loads"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={shown(getattr(self, name))} is not a boolean: give true or false")
+        storage: object = self.storage
+        if isinstance(storage, Mapping):
+            object.__setattr__(self, "storage", from_mapping(StorageConfig, storage, "storage."))
+        elif storage is not None and not isinstance(storage, StorageConfig):
+            raise ConfigError(
+                f"storage={shown(storage)} is not an object: give one such as "
+                '{"path": "/data/kv", "capacity": "1TiB"}'
+            )
+        peer: object = self.peer
+        if isinstance(peer, Mapping):
+            object.__setattr__(self, "peer", from_mapping(PeerConfig, peer, "peer."))
+        elif peer is not None and not isinstance(peer, PeerConfig):
+            raise ConfigError(
+                f'peer={shown(peer)} is not an object: give one such as {{"role": "producer", "port": 7100}}'
+            )
+        if self.storage is not None and not self.host_memory:
+            raise ConfigError(
+                "host_memory=0 is too small: storage needs host_memory for blocks to come and go through, give a size "
+                'such as "16GiB"'
+            )
+        if not isinstance(self.calibration, str) or not self.calibration:
+            raise ConfigError(f"calibration={shown(self.calibration)}: give 'auto', 'off' or the path of a file")
+        check_text("calibration", self.calibration)
+        for name, least in _LEAST.items():
+            check_integer(name, getattr(self, name), least, *_MOST.get(name, ()))
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> Config:
+        """A Config from a parsed JSON object; an unknown key is refused with the nearest known one."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f'settings={shown(settings)} is not an object: give one such as {{"host_memory": "16GiB"}}'
+            )
+        return from_mapping(cls, settings)

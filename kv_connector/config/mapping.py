@@ -1,0 +1,36 @@
+"""Settings from a parsed JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from ..errors import ConfigError
+from ..values import shortened, shown
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+_S = TypeVar("_S", bound=_Dataclass)
+
+
+def from_mapping(kind: type[_S], settings: Mapping[str, Any], prefix: str = "") -> _S:
+    """An instance of this dataclass. Raises ConfigError for a key that it does not have, naming the nearest one, with
+    `prefix` in front of it."""
+    known = [field.name for field in fields(kind)]
+    for key in settings:
+        if key not in known:
+            near = _suggest(key, known)
+            given = shown(prefix + key if isinstance(key, str) else key)
+            raise ConfigError(f"unknown setting {given}{near}: known settings are {', '.join(known)}")
+    return kind(**settings)
+
+
+def _suggest(key: object, known: list[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(shortened(key) if isinstance(key, str) else "", known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

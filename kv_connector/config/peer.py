@@ -1,0 +1,116 @@
+"""Settings of KV transfers between engines."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError
+from ..values import check_host, choice, is_any_address, is_one_line, parse_size, shortened, shown
+from .choices import PeerRole, PeerRoute
+
+_PEER_KINDS = ("shared_memory", "nixl")
+_LEAST_SECRET = 16
+_SECRET_ENV = "KV_CONNECTOR_PEER_SECRET"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConfig:
+    """KV transfers between engines. Sizes accept text such as `"64MiB"`.
+
+    kind: `shared_memory` serves engines of one machine and needs no package; `nixl` any, over whatever UCX finds.
+    role: `producer` computes prompts for others, `consumer` continues them, `both` does either.
+    route: `direct` writes from pool to pool, and refuses to start where that cannot be done; `staged` goes through host
+        memory; `auto` is the first where it can be done, and else the second. Engines that talk to each other must
+        arrive at the same one.
+    bind: address to listen at for other engines.
+    port: rank r listens at this port plus r; 0 takes any that are free, which those then learn who are told by the
+        engine itself.
+    host: address that others are told; `bind` if empty.
+    secret: what all engines that talk to each other know, at least 16 characters; the environment variable
+        `secret_env` if empty.
+    timeout_ms: for a peer to answer a handshake, or to read what it is sent.
+    deadline_ms: how long a producer holds blocks that nobody has asked for, and a consumer waits with nothing arriving.
+    staging_memory: bytes of host memory for each link and direction, where blocks go through such.
+    """
+
+    kind: str = "shared_memory"
+    role: PeerRole = PeerRole.BOTH
+    route: PeerRoute = PeerRoute.AUTO
+    bind: str = "127.0.0.1"
+    port: int = 0
+    host: str = ""
+    secret: str = field(default="", repr=False)
+    secret_env: str = _SECRET_ENV
+    timeout_ms: int = 10_000
+    deadline_ms: int = 60_000
+    staging_memory: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.kind not in _PEER_KINDS:
+            raise ConfigError(
+                f"peer.kind={shown(self.kind)} is unknown: give one of {', '.join(map(repr, _PEER_KINDS))}"
+            )
+        for name in ("bind", "host"):
+            object.__setattr__(self, name, check_host(f"peer.{name}", getattr(self, name)))
+        for name in ("secret", "secret_env"):  # neither is shown: who mistakes one for the other has given the secret
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"peer.{name} is not text: give it in quotes")
+        object.__setattr__(self, "role", choice(PeerRole, self.role, "peer.role"))
+        object.__setattr__(self, "route", choice(PeerRoute, self.route, "peer.route"))
+        object.__setattr__(self, "staging_memory", parse_size(self.staging_memory, "peer.staging_memory"))
+        for name, least, most in (
+            ("port", 0, 65_535),
+            ("timeout_ms", 1, 1 << 31),
+            ("deadline_ms", 1, 1 << 31),
+            ("staging_memory", 1 << 16, 1 << 40),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ConfigError(f"peer.{name}={shown(value)}: give an integer from {least} to {most}")
+        self._check_address_and_secret()
+
+    def _check_address_and_secret(self) -> None:
+        if not self.host:
+            object.__setattr__(self, "host", self.bind)
+        if is_any_address(self.host):
+            raise ConfigError(
+                f"peer.host={shown(self.host)} is no address that others can reach: give this machine's, or give it as "
+                "peer.bind and leave this out"
+            )
+        if not self.secret:
+            if not self.secret_env or "=" in self.secret_env or not is_one_line(self.secret_env):
+                raise ConfigError(
+                    f"peer.secret_env names no environment variable: give one such as {_SECRET_ENV!r}, or give "
+                    "peer.secret"
+                )
+            object.__setattr__(self, "secret", os.environ.get(self.secret_env, ""))
+        if not _is_encodable(self.secret):
+            raise ConfigError(f"peer.secret, or {self._variable}, is not UTF-8: give it as text of that encoding")
+        num_characters = len(self.secret.strip())
+        if num_characters < _LEAST_SECRET:
+            raise ConfigError(
+                f"peer.secret has {num_characters} characters: give at least {_LEAST_SECRET}, or set "
+                f"{self._variable} to them, the same for all engines that talk to each other; blanks "
+                "at its ends do not count"
+            )
+
+    @property
+    def _variable(self) -> str:
+        """In a message: its name only where there is such a variable, for what else was given may be the secret."""
+        is_name = self.secret_env == _SECRET_ENV or (is_one_line(self.secret_env) and self.secret_env in os.environ)
+        return shortened(self.secret_env) if is_name else "the variable that peer.secret_env names, which is not there,"
+
+    @property
+    def produces(self) -> bool:
+        """Whether prompts are computed for others."""
+        return self.role is not PeerRole.CONSUMER
+
+    @property
+    def consumes(self) -> bool:
+        """Whether prompts are continued that others computed."""
+        return self.role is not PeerRole.PRODUCER
+
+
+def _is_encodable(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
