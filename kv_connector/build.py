@@ -76,33 +76,36 @@ def _open_storage(
     config: StorageConfig, identity: RankIdentity, block_bytes: int, pool: memoryview, arrangement: str
 ) -> GroupedStorage:
     from .storage.checksums import warn_where_slow
+    from .storage.macs import choose_check
 
     warn_where_slow()
     identity = replace(identity, arrangement=arrangement)
-    digest, parts = identity.digest(), identity.parts()
+    check, digest = choose_check(config.secret(), identity.digest())
+    parts = {**identity.parts(), **check.parts}
     storage_logger.info("blocks are stored as %s: %s", digest.hex()[:16], parts)
     if config.kind == "mooncake":
         from .storage.mooncake.client import MooncakeClient, MooncakeOptions
         from .storage.objects.backend import ObjectStorage
 
         client = MooncakeClient(MooncakeOptions.of(config, identity.world_size))
-        return ObjectStorage("mooncake", client, digest, block_bytes, pool)
+        return ObjectStorage("mooncake", client, digest, block_bytes, pool, check=check)
     if config.s3 is not None:
         from .storage.s3.backend import open_s3
 
-        return open_s3(config.s3, digest, block_bytes)
+        return open_s3(config.s3, digest, block_bytes, check=check)
     if config.is_external:
         from .storage.checked import CheckedStorage, object_bytes
         from .storage.external import StorageContext, open_external
 
         context = StorageContext(digest, object_bytes(block_bytes), identity.rank, identity.world_size)
-        return CheckedStorage(config.kind, open_external(config.kind, config.options, context), digest, block_bytes)
+        inner = open_external(config.kind, config.options, context)
+        return CheckedStorage(config.kind, inner, digest, block_bytes, check=check)
     from .storage.filesystem.backend import FilesystemStorage
     from .storage.filesystem.identities import note_identity
 
     try:
         path = Path(config.path).expanduser()
-        storage = FilesystemStorage(path, digest, block_bytes, config.capacity)
+        storage = FilesystemStorage(path, digest, block_bytes, config.capacity, check=check)
     except (OSError, ValueError, RuntimeError) as error:  # the last where `~` is nobody's
         raise ConfigError(f"storage at {shown(config.path)} cannot be used: {shortened(str(error))}") from error
     note_identity(path, digest, parts)

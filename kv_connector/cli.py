@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .config.secrets import STORAGE_SECRET, secret_of
 from .errors import ConfigError
+from .storage.checksums import CRC_BYTES
 from .storage.filesystem.survey import DAMAGED, PackFile, damaged_blocks, survey, temporary_files
+from .storage.macs import OtherSecretError
 from .values import check_integer, parse_size, shown
 
 if TYPE_CHECKING:
@@ -57,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     verify = add("verify", _verify, "read everything and compare checksums")
     verify.add_argument(
         "--delete", action="store_true", help="delete packs without a good block; of others engines read what is good"
+    )
+    verify.add_argument(
+        "--secret-env",
+        metavar="NAME",
+        help=f"variable with the secret of blocks that carry MACs; {STORAGE_SECRET} if it is there",
     )
     gc = add("gc", _gc, "delete what was used longest ago until the folder is small enough")
     gc.add_argument("--capacity", required=True, help='such as "100GiB"')
@@ -121,7 +130,7 @@ def _stat(options: argparse.Namespace) -> int:
     groups: dict[str, list[PackFile]] = {}
     for pack in packs:
         groups.setdefault(_identity(pack), []).append(pack)
-    print(f"{'identity':16} {'packs':>8} {'blocks':>10} {'bytes':>12} {'block':>10}  last used")
+    print(f"{'identity':16} {'packs':>8} {'blocks':>10} {'bytes':>12} {'block':>10} {'check':>6}  last used")
     for identity, group in sorted(groups.items()):
         _print_group(identity, group)
     _print_group("in all", packs)
@@ -142,13 +151,17 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    secret = _secret(options.secret_env)
     packs = list(survey(options.path))
-    num_blocks, num_bad_blocks, lost, left, partly, unread = 0, 0, 0, 0, 0, 0
+    num_blocks, num_bad_blocks, lost, left, partly, unread, unchecked = 0, 0, 0, 0, 0, 0, 0
     for pack in _progress(packs, "verify"):
         try:
-            bad = {} if pack.header is None else damaged_blocks(pack)
+            bad = {} if pack.header is None else damaged_blocks(pack, secret)
         except FileNotFoundError:
             continue  # evicted meanwhile
+        except OtherSecretError:
+            unchecked += 1  # of those who know it they may be good
+            continue
         count = len(pack.header.keys) if pack.header is not None else 0
         num_blocks, num_bad_blocks = num_blocks + count, num_bad_blocks + len(bad)
         if not pack.problem and not bad:
@@ -162,12 +175,30 @@ def _verify(options: argparse.Namespace) -> int:
             lost += 1
             left += not (options.delete and _remove(pack))
     done = " and deleted" if lost and not left else ""
-    untold = f"; {unread} packs that cannot be read, and are left alone" if unread else ""
     print(
         f"{len(packs)} packs, {lost} without a good block{done}, {partly} with some; "
-        f"{num_blocks} blocks, {num_bad_blocks} damaged{untold}"
+        f"{num_blocks} blocks, {num_bad_blocks} damaged{_left_alone(unread, unchecked, secret)}"
     )
-    return 1 if partly or unread or left else 0
+    if partly or unread or left:
+        return 1
+    return 2 if unchecked else 0
+
+
+def _left_alone(unread: int, unchecked: int, secret: bytes) -> str:
+    """What is said of packs of which nobody knows whether they are good."""
+    text = f"; {unread} packs that cannot be read, and are left alone" if unread else ""
+    if unchecked:
+        fix = "and the given one is not theirs" if secret else f"give it in {STORAGE_SECRET} or with --secret-env"
+        text += f"; {unchecked} packs whose blocks can be checked with their engines' secret only: {fix}"
+    return text
+
+
+def _secret(variable: str | None) -> bytes:
+    """That in the variable, or in the usual one; empty where there is none. Raises ConfigError for one that is bad."""
+    if variable is None and STORAGE_SECRET not in os.environ:
+        return b""
+    name = STORAGE_SECRET if variable is None else variable
+    return secret_of("--secret-env", name, STORAGE_SECRET, "all engines that share the folder")
 
 
 def _bad_blocks(bad: Mapping[int, str], count: int) -> str:
@@ -237,7 +268,9 @@ def _print_group(identity: str, packs: Sequence[PackFile]) -> None:
     blocks = sum(len(header.keys) for header in headers)
     used = _when(max(pack.used_ns for pack in packs)) if packs else "-"
     total = _size(sum(pack.num_bytes for pack in packs))
-    print(f"{identity:16} {len(packs):8} {blocks:10} {total:>12} {block:>10}  {used}")
+    checks = {"CRC-32" if header.checksum_bytes == CRC_BYTES else "MAC" for header in headers}
+    check = checks.pop() if len(checks) == 1 else "-"
+    print(f"{identity:16} {len(packs):8} {blocks:10} {total:>12} {block:>10} {check:>6}  {used}")
 
 
 def _progress(packs: Sequence[PackFile], what: str) -> Iterator[PackFile]:

@@ -202,7 +202,7 @@ def fill_folder(folder: Path, keys: Sequence[bytes], per_pack: int, block_bytes:
     layout = FolderLayout(folder)
     layout.claim()
     for batch in _batches(keys, per_pack):
-        header = PackHeader(IDENTITY, block_bytes, tuple(batch), (0,) * len(batch))
+        header = PackHeader(IDENTITY, block_bytes, tuple(batch), (bytes(4),) * len(batch))
         path = layout.path(header.name)
         path.write_bytes(header.encode())
         os.truncate(path, header.file_bytes)

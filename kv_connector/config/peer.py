@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
-from ..values import check_host, choice, is_any_address, is_one_line, parse_size, shortened, shown
+from ..values import check_host, choice, is_any_address, parse_size, shown
 from .choices import PeerRole, PeerRoute
+from .secrets import LEAST_CHARACTERS, is_encodable, is_variable, shown_variable
 
 _PEER_KINDS = ("shared_memory", "nixl")
-_LEAST_SECRET = 16
 _SECRET_ENV = "KV_CONNECTOR_PEER_SECRET"
 
 
@@ -79,27 +79,25 @@ class PeerConfig:
                 "peer.bind and leave this out"
             )
         if not self.secret:
-            if not self.secret_env or "=" in self.secret_env or not is_one_line(self.secret_env):
+            if not is_variable(self.secret_env):
                 raise ConfigError(
                     f"peer.secret_env names no environment variable: give one such as {_SECRET_ENV!r}, or give "
                     "peer.secret"
                 )
             object.__setattr__(self, "secret", os.environ.get(self.secret_env, ""))
-        if not _is_encodable(self.secret):
+        if not is_encodable(self.secret):
             raise ConfigError(f"peer.secret, or {self._variable}, is not UTF-8: give it as text of that encoding")
         num_characters = len(self.secret.strip())
-        if num_characters < _LEAST_SECRET:
+        if num_characters < LEAST_CHARACTERS:
             raise ConfigError(
-                f"peer.secret has {num_characters} characters: give at least {_LEAST_SECRET}, or set "
+                f"peer.secret has {num_characters} characters: give at least {LEAST_CHARACTERS}, or set "
                 f"{self._variable} to them, the same for all engines that talk to each other; blanks "
                 "at its ends do not count"
             )
 
     @property
     def _variable(self) -> str:
-        """In a message: its name only where there is such a variable, for what else was given may be the secret."""
-        is_name = self.secret_env == _SECRET_ENV or (is_one_line(self.secret_env) and self.secret_env in os.environ)
-        return shortened(self.secret_env) if is_name else "the variable that peer.secret_env names, which is not there,"
+        return shown_variable("peer.secret_env", self.secret_env, _SECRET_ENV)
 
     @property
     def produces(self) -> bool:
@@ -110,7 +108,3 @@ class PeerConfig:
     def consumes(self) -> bool:
         """Whether prompts are continued that others computed."""
         return self.role is not PeerRole.PRODUCER
-
-
-def _is_encodable(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)

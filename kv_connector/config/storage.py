@@ -13,6 +13,7 @@ from ..values import check_integer, check_text, choice, parse_size, shown
 from .choices import Backup, Prefetch, Protocol
 from .mapping import from_mapping
 from .s3 import S3Config
+from .secrets import STORAGE_SECRET, secret_of
 
 _HOST_AND_PORT = re.compile(r"(?:[^\s:\[\]]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _MODULE_AND_FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -51,6 +52,9 @@ class StorageConfig:
     backup: when a block is written: once it is on the host, when it is next to be evicted from there, or when a request
         that used it has ended.
     max_backup_blocks: host blocks that may wait to be written; what is beyond is not backed up.
+    secret_env: the environment variable with a secret of at least 16 characters, the same for all engines that share
+        the storage: blocks carry MACs instead of checksums, so that who does not know it cannot give them others. With
+        none, the default, they carry checksums.
     """
 
     kind: str = "filesystem"
@@ -68,6 +72,7 @@ class StorageConfig:
     timeout_ms: int = 200
     backup: Backup = Backup.ON_SAVE
     max_backup_blocks: int = 4096
+    secret_env: str = field(default="", repr=False)  # who mistakes it for the secret shows it to nobody
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or (self.kind not in _KEYS_OF_KIND and not self.is_external):
@@ -84,6 +89,14 @@ class StorageConfig:
         object.__setattr__(self, "backup", choice(Backup, self.backup, "storage.backup"))
         for name, least in (("timeout_ms", 0), ("max_backup_blocks", 1)):
             check_integer(f"storage.{name}", getattr(self, name), least, 1 << 31)
+        self.secret()
+
+    def secret(self) -> bytes:
+        """What `secret_env` holds, read now: it is kept nowhere; empty without one. Raises ConfigError."""
+        if self.secret_env == "":
+            return b""
+        whose = "all engines that share the storage"
+        return secret_of("storage.secret_env", self.secret_env, STORAGE_SECRET, whose)
 
     @property
     def is_external(self) -> bool:

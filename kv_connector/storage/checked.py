@@ -19,11 +19,12 @@ from typing import TypeVar
 
 from .base import Storage, ThreadedStorage, ended, logger
 from .breaker import Breaker, BreakerState
-from .checksums import crc32
+from .checksums import CRC32, CRC_BYTES, BlockCheck
+from .macs import MAC_BYTES
 
 PAGE = 4096
-_MAGIC = b"kvcobj1\0"
-_LABEL = struct.Struct("<8s32sI")  # magic, name, CRC-32 of the block
+_MAGICS = {CRC_BYTES: b"kvcobj1\0", MAC_BYTES: b"kvcobj2\0"}
+"""By the length of a checksum."""
 _BATCH_BYTES = 64 << 20
 _SECONDS = 30.0
 
@@ -41,14 +42,18 @@ class CheckedStorage(ThreadedStorage):
         block_bytes: int,
         clock: Callable[[], float] = time.monotonic,
         seconds: float = _SECONDS,
+        check: BlockCheck = CRC32,
     ) -> None:
         """`identity`, 32 bytes, names everything that must be equal for bytes to be shared: it goes into the keys that
-        `inner` sees. An answer is waited for `seconds`."""
+        `inner` sees. An answer is waited for `seconds`. `check` is that of this identity."""
         super().__init__(name, num_threads=1)
         self.breaker = Breaker(clock)
         self._inner = inner
         self._identity = identity
         self._block_bytes = block_bytes
+        self._block_check = check
+        self._magic = _MAGICS[check.size]
+        self._label = struct.Struct(f"<8s32s{check.size}s")  # magic, name, checksum of the block
         self._object_bytes = object_bytes(block_bytes)
         self._per_batch = max(1, _BATCH_BYTES // self._object_bytes)
         self._clock = clock
@@ -78,7 +83,8 @@ class CheckedStorage(ThreadedStorage):
             objects = self._objects(len(names))
             for name, key, view in zip(names, new[batch], objects, strict=True):
                 view[: self._block_bytes] = blocks[key]
-                _LABEL.pack_into(view, self._block_bytes, _MAGIC, name, crc32(blocks[key]))
+                checksum = self._block_check.of(name, blocks[key])
+                self._label.pack_into(view, self._block_bytes, self._magic, name, checksum)
             stored = self._answers(self._ask(partial(self._inner.write, names, objects)), len(names))
             written |= {key for key, is_stored in zip(new[batch], stored, strict=True) if is_stored}
         self._look_at_gauges()
@@ -122,8 +128,8 @@ class CheckedStorage(ThreadedStorage):
         return good
 
     def _is_whole(self, name: bytes, view: memoryview) -> bool:
-        label = _LABEL.unpack_from(view, self._block_bytes)
-        return label == (_MAGIC, name, crc32(view[: self._block_bytes]))
+        *label, checksum = self._label.unpack_from(view, self._block_bytes)
+        return label == [self._magic, name] and self._block_check.fits(name, view[: self._block_bytes], checksum)
 
     def _ask(self, begin: Callable[[], Future[T]]) -> T:
         """What the backend answers in time. Raises OSError where it does not, or is left alone."""

@@ -1,13 +1,17 @@
-"""CRC-32, the checksum of everything that is stored: it finds damage, not forgery.
+"""What is stored with each block, and compared when it is read: a CRC-32, or a MAC (`macs.py`).
 
-isal computes it at the speed of memory, zlib at 1 to 4 GB/s, which is less than some disks have. The value is the same,
-so what was written with one is read with the other. Neither holds Python's lock while it works on a block.
+isal computes CRC-32 at the speed of memory, zlib at 1 to 4 GB/s, which is less than some disks have. The value is the
+same, so what was written with one is read with the other. Neither holds Python's lock while it works on a block.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import cache
+from hmac import compare_digest
+from typing import ClassVar
 
 try:
     from isal.isal_zlib import crc32
@@ -16,7 +20,40 @@ except ImportError:
 
 logger = logging.getLogger("kv_connector.storage")
 
-__all__ = ["crc32", "warn_where_slow"]
+__all__ = ["CRC32", "CRC_BYTES", "BlockCheck", "Crc32", "crc32", "warn_where_slow"]
+CRC_BYTES = 4
+
+
+class BlockCheck(ABC):
+    """How the blocks of one storage are checked; chosen once, when it is opened. Any thread may call."""
+
+    size: ClassVar[int]
+    """Bytes that are stored with a block."""
+    parts: Mapping[str, str]
+    """What it adds to the parts of an identity, as text by name, for people and logs."""
+
+    @abstractmethod
+    def of(self, key: bytes, block: memoryview) -> bytes:
+        """`size` bytes for this content of the block with this key, which has `KEY_BYTES` bytes."""
+
+    def fits(self, key: bytes, block: memoryview, stored: bytes) -> bool:
+        """Whether `stored`, which may be anything, is what belongs to this block. How long it takes does not say where
+        they differ."""
+        return compare_digest(self.of(key, block), stored)
+
+
+class Crc32(BlockCheck):
+    """Finds damage, not forgery: whoever can write to the storage can compute it, and it does not cover the key."""
+
+    size = CRC_BYTES
+    parts: Mapping[str, str] = {}
+
+    def of(self, key: bytes, block: memoryview) -> bytes:
+        """See `BlockCheck.of`; little-endian."""
+        return crc32(block).to_bytes(CRC_BYTES, "little")
+
+
+CRC32 = Crc32()
 
 
 @cache

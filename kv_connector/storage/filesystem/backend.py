@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from ..base import MakeExecutor, ThreadedStorage
+from ..checksums import CRC32, BlockCheck
 from .catalog import Pack, Slot
 from .folder import PackFolder, room_bytes
 from .packs import MAX_BLOCKS, PAGE, PackHeader
@@ -39,9 +40,11 @@ class FilesystemStorage(ThreadedStorage):
         target_bytes: int = PACK_BYTES,
         executor: MakeExecutor = ThreadPoolExecutor,
         clock: Callable[[], int] = time.time_ns,
+        check: BlockCheck = CRC32,
     ) -> None:
         """Open or make the folder; its content is taken in, in the background. `block_bytes` are whole pages; packs of
-        `target_bytes` are written. `clock` is in nanoseconds, and that of the file system's time stamps.
+        `target_bytes` are written. `clock` is in nanoseconds, and that of the file system's time stamps. `check` is
+        that of this identity.
 
         Raises OSError where the folder cannot be made or written or is somebody else's, and ValueError for sizes that
         cannot be.
@@ -60,8 +63,9 @@ class FilesystemStorage(ThreadedStorage):
         # Of half the capacity at most, so that there is room for the one that is written and an older one.
         most = max(1, capacity // 2 // block_bytes)
         self._blocks_per_pack = min(MAX_BLOCKS, -(-target_bytes // block_bytes), most)
-        self._reader = PackReader(self.folder, self, block_bytes, self.is_direct)
-        self._writer = PackWriter(self.folder, self, block_bytes, self.is_direct)
+        self._blank = bytes(check.size)
+        self._reader = PackReader(self.folder, self, block_bytes, self.is_direct, check)
+        self._writer = PackWriter(self.folder, self, block_bytes, self.is_direct, check)
         self.recovered = self._run(self._looking, self.folder.recover, None)
         """Done when everything that was in the folder is known."""
 
@@ -89,13 +93,14 @@ class FilesystemStorage(ThreadedStorage):
         self.folder.used(_packs(self._slots(blocks)))
         known = self._slots(blocks)
         new = [key for key in blocks if key not in known]
-        batches = [new[i : i + self._blocks_per_pack] for i in range(0, len(new), self._blocks_per_pack)]
-        room = self.folder.reserve([len(batch) for batch in batches])
+        size = self._blocks_per_pack
+        headers = [self._header(new[i : i + size]) for i in range(0, len(new), size)]
+        room = self.folder.reserve(headers)
         if room.error is not None:
             self.note_fault("no room for new blocks", room.error)
         packs = [
-            self._writer.begin(self._header(batch), [blocks[key] for key in batch], file)
-            for batch, file in zip(batches, room.files, strict=True)
+            self._writer.begin(header, [blocks[key] for key in header.keys], file)
+            for header, file in zip(headers, room.files, strict=True)
             if file is not None
         ]
         self._run_all([call for pack in packs for call in self._writer.calls(pack)])
@@ -121,7 +126,8 @@ class FilesystemStorage(ThreadedStorage):
         return {key: slot for key, slot in zip(asked, self.folder.catalog.slots(asked), strict=True) if slot}
 
     def _header(self, keys: list[bytes]) -> PackHeader:
-        return PackHeader(self._identity, self._block_bytes, tuple(keys), ())
+        """Its checksums come later."""
+        return PackHeader(self._identity, self._block_bytes, tuple(keys), (self._blank,) * len(keys))
 
     def _count_known(self, keys: Sequence[bytes]) -> int:
         return next((i for i, slot in enumerate(self.folder.catalog.slots(keys)) if slot is None), len(keys))

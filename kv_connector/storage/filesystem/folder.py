@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..checksums import CRC_BYTES
 from .catalog import SKEW_NS, Pack, PackCatalog
 from .descriptors import OpenPacks
 from .journal import Journal, Record
@@ -35,9 +36,9 @@ _AT_ONCE = 1000  # records taken in while the catalog is locked
 _COPIES = 2  # of the journal: while a new one is written the old one is there
 
 
-def room_bytes(count: int, block_bytes: int) -> int:
+def room_bytes(count: int, block_bytes: int, checksum_bytes: int = CRC_BYTES) -> int:
     """What a pack of so many blocks takes of the capacity: its file, and what is written of it in the journal."""
-    size = pack_bytes(count, block_bytes)
+    size = pack_bytes(count, block_bytes, checksum_bytes)
     return size + _COPIES * (size - count * block_bytes)
 
 
@@ -132,12 +133,13 @@ class PackFolder:
             self.catalog.used(pack, now)
         self._tell(used)
 
-    def reserve(self, counts: Sequence[int]) -> Reservation:
-        """Temporary files for packs of so many blocks, each to be given to `commit` or deleted. Raises OSError."""
+    def reserve(self, headers: Sequence[PackHeader]) -> Reservation:
+        """Temporary files for such packs, each to be given to `commit` or deleted. Raises OSError."""
         result = Reservation()
-        if not counts:
+        if not headers:
             return result
-        packs = [(pack_bytes(count, self._block_bytes), room_bytes(count, self._block_bytes)) for count in counts]
+        rooms = [room_bytes(len(header.keys), self._block_bytes, header.checksum_bytes) for header in headers]
+        packs = [(header.file_bytes, room) for header, room in zip(headers, rooms, strict=True)]
         with self.layout.exclusive():
             taken = self._temporaries.clear() + _COPIES * self._journal.num_bytes()
             self.catch_up()

@@ -1,12 +1,13 @@
 """The format of a pack: a file of some blocks, written once and never changed.
 
     0      magic "KVCPACK1" | u32 version | u32 header bytes | identity (32 bytes) | u64 block bytes | u32 count
-           | count x (key (32 bytes) | u32 CRC-32 of the block) | u32 CRC-32 of the header so far
+           | count x (key (32 bytes) | checksum of the block) | u32 CRC-32 of the header so far
     page   block 0, block 1, ...
 
-All integers little-endian. A pack's name covers its header, checksums and all, so a file of this name holds these bytes
-or is damaged. The header is padded to pages of 4 KiB and blocks are whole pages, so that every block can
-be read and written past the page cache. A reader believes nothing: sizes are bounded and checked before they are used.
+All integers little-endian. The checksum is a CRC-32 in version 1, and a MAC of 16 bytes (`macs.py`) in version 2. A
+pack's name covers its header, checksums and all, so a file of this name holds these bytes or is damaged. The header
+is padded to pages of 4 KiB and blocks are whole pages, so that every block can be read and written past the page cache.
+A reader believes nothing: sizes are bounded and checked before they are used.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..base import KEY_BYTES
-from ..checksums import crc32
+from ..checksums import CRC_BYTES, crc32
+from ..macs import MAC_BYTES
 
 PAGE = 4096
 MAX_BLOCKS = 1024
 """In one pack: bounds what a header may make a reader allocate."""
-VERSION = 1
+_CHECKSUM_BYTES = {1: CRC_BYTES, 2: MAC_BYTES}
+"""By version."""
+_VERSIONS = {size: version for version, size in _CHECKSUM_BYTES.items()}
 _MAGIC = b"KVCPACK1"
 _FIXED = struct.Struct("<8sII32sQI")
-_ENTRY = struct.Struct(f"<{KEY_BYTES}sI")
 _CRC = struct.Struct("<I")
-MAX_HEADER_BYTES = -(-(_FIXED.size + MAX_BLOCKS * _ENTRY.size + _CRC.size) // PAGE) * PAGE
+MAX_HEADER_BYTES = -(-(_FIXED.size + MAX_BLOCKS * (KEY_BYTES + max(_VERSIONS)) + _CRC.size) // PAGE) * PAGE
 
 
 class PackError(ValueError):
@@ -40,12 +43,13 @@ class PackError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PackHeader:
-    """What a pack holds. `identity` is 32 bytes; blocks are of `block_bytes`, with a checksum for each key."""
+    """What a pack holds. `identity` is 32 bytes; blocks are of `block_bytes`, with a checksum for each key, all of
+    one length, which decides the version."""
 
     identity: bytes
     block_bytes: int
     keys: tuple[bytes, ...]
-    checksums: tuple[int, ...]
+    checksums: tuple[bytes, ...]
 
     @property
     def name(self) -> str:
@@ -55,12 +59,17 @@ class PackHeader:
     @property
     def header_bytes(self) -> int:
         """Where block 0 begins."""
-        return _header_bytes(len(self.keys))
+        return _header_bytes(len(self.keys), self.checksum_bytes)
+
+    @property
+    def checksum_bytes(self) -> int:
+        """Of one block's checksum."""
+        return len(self.checksums[0])
 
     @property
     def file_bytes(self) -> int:
         """Length of the whole file."""
-        return pack_bytes(len(self.keys), self.block_bytes)
+        return pack_bytes(len(self.keys), self.block_bytes, self.checksum_bytes)
 
     def offset(self, slot: int) -> int:
         """Where block `slot` begins."""
@@ -72,8 +81,9 @@ class PackHeader:
 
     def text(self) -> bytes:
         """The header without its padding."""
-        text = _FIXED.pack(_MAGIC, VERSION, self.header_bytes, self.identity, self.block_bytes, len(self.keys))
-        text += b"".join(_ENTRY.pack(*entry) for entry in zip(self.keys, self.checksums, strict=True))
+        version = _VERSIONS[self.checksum_bytes]
+        text = _FIXED.pack(_MAGIC, version, self.header_bytes, self.identity, self.block_bytes, len(self.keys))
+        text += b"".join(part for entry in zip(self.keys, self.checksums, strict=True) for part in entry)
         return text + _CRC.pack(crc32(text))
 
     @classmethod
@@ -86,8 +96,8 @@ class PackHeader:
             raise PackError("its header is damaged")
         if file_bytes not in (None, found.file_bytes):
             raise PackError(f"{found.num_blocks} blocks of {found.block_bytes} bytes do not make {file_bytes} bytes")
-        keys, checksums = zip(*_ENTRY.iter_unpack(text[_FIXED.size : end]), strict=True)
-        return cls(found.identity, found.block_bytes, keys, checksums)
+        parts = _entries(found.num_blocks, found.checksum_bytes).unpack_from(text, _FIXED.size)
+        return cls(found.identity, found.block_bytes, parts[::2], parts[1::2])
 
 
 class Outline(NamedTuple):
@@ -96,6 +106,7 @@ class Outline(NamedTuple):
     identity: bytes
     block_bytes: int
     num_blocks: int
+    checksum_bytes: int
     header_bytes: int
     text_bytes: int
     file_bytes: int
@@ -117,27 +128,30 @@ def _outline(fixed: bytes) -> Outline:
     magic, version, header_bytes, identity, block_bytes, count = _FIXED.unpack(fixed)
     if magic != _MAGIC:
         raise PackError("it is not a pack")
-    if version != VERSION:
-        raise PackError(f"it has version {version}, this program reads {VERSION}")
-    if not 1 <= count <= MAX_BLOCKS or header_bytes != _header_bytes(count):
+    if version not in _CHECKSUM_BYTES:
+        raise PackError(f"it has version {version}, this program reads {' and '.join(map(str, _CHECKSUM_BYTES))}")
+    size = _CHECKSUM_BYTES[version]
+    if not 1 <= count <= MAX_BLOCKS or header_bytes != _header_bytes(count, size):
         raise PackError(f"it claims {count} blocks behind a header of {header_bytes} bytes")
     if block_bytes % PAGE or not block_bytes:
         raise PackError(f"it claims blocks of {block_bytes} bytes")
-    return Outline(identity, block_bytes, count, header_bytes, _text_bytes(count), pack_bytes(count, block_bytes))
+    text_bytes, file_bytes = _text_bytes(count, size), pack_bytes(count, block_bytes, size)
+    return Outline(identity, block_bytes, count, size, header_bytes, text_bytes, file_bytes)
 
 
 def name_and_keys(text: bytes) -> tuple[str, Sequence[bytes]]:
     """The name of the pack with this header, which was checked, and the keys of its blocks, in order."""
     found = outline(text)
-    parts = _entries(found.num_blocks).unpack_from(text, _FIXED.size)
+    parts = _entries(found.num_blocks, found.checksum_bytes).unpack_from(text, _FIXED.size)
     keys = parts[::2]
-    return _digest(found.identity, keys, b"".join(parts[1::2])), keys
+    return pack_name(found.identity, keys, parts[1::2]), keys
 
 
-def checksum_of(text: bytes, place: int) -> int:
+def checksum_of(text: bytes, place: int) -> bytes:
     """Of one block."""
-    checksum: int = _ENTRY.unpack_from(text, _FIXED.size + place * _ENTRY.size)[1]
-    return checksum
+    size = outline(text).checksum_bytes
+    end = _FIXED.size + (place + 1) * (KEY_BYTES + size)
+    return text[end - size : end]
 
 
 def offset_of(text: bytes, place: int) -> int:
@@ -170,28 +184,24 @@ def read_header(path: Path) -> tuple[os.stat_result, PackHeader | None, str]:
     return status, header, ""
 
 
-def pack_bytes(count: int, block_bytes: int) -> int:
+def pack_bytes(count: int, block_bytes: int, checksum_bytes: int = CRC_BYTES) -> int:
     """Length of a pack of so many blocks."""
-    return _header_bytes(count) + count * block_bytes
+    return _header_bytes(count, checksum_bytes) + count * block_bytes
 
 
-def pack_name(identity: bytes, keys: Sequence[bytes], checksums: Sequence[int] = ()) -> str:
+def pack_name(identity: bytes, keys: Sequence[bytes], checksums: Sequence[bytes] = ()) -> str:
     """The name of what holds these blocks: 64 hexadecimal digits. No key becomes a part of a path itself."""
-    return _digest(identity, keys, struct.pack(f"<{len(checksums)}I", *checksums))
-
-
-def _digest(identity: bytes, keys: Sequence[bytes], checksums: bytes) -> str:
-    return sha256(b"kvc1.pack" + identity + b"".join(keys) + checksums).hexdigest()
+    return sha256(b"kvc1.pack" + identity + b"".join(keys) + b"".join(checksums)).hexdigest()
 
 
 @lru_cache(maxsize=MAX_BLOCKS)
-def _entries(count: int) -> struct.Struct:
-    return struct.Struct("<" + f"{KEY_BYTES}s{_CRC.size}s" * count)
+def _entries(count: int, checksum_bytes: int) -> struct.Struct:
+    return struct.Struct("<" + f"{KEY_BYTES}s{checksum_bytes}s" * count)
 
 
-def _text_bytes(count: int) -> int:
-    return _FIXED.size + count * _ENTRY.size + _CRC.size
+def _text_bytes(count: int, checksum_bytes: int) -> int:
+    return _FIXED.size + count * (KEY_BYTES + checksum_bytes) + _CRC.size
 
 
-def _header_bytes(count: int) -> int:
-    return -(-_text_bytes(count) // PAGE) * PAGE
+def _header_bytes(count: int, checksum_bytes: int) -> int:
+    return -(-_text_bytes(count, checksum_bytes) // PAGE) * PAGE

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..base import ThreadedStorage
-from ..checksums import crc32
+from ..checksums import BlockCheck
 from .catalog import Pack
 from .folder import PackFolder
 from .packs import checksum_of, offset_of
@@ -21,6 +21,7 @@ _Run = list[tuple[int, int]]  # neighbouring blocks: places in a pack, each with
 class ReadBatch:
     """What is to be read: `calls`, in any order and on any threads, fill `buffers[i]` and set `found[i]`."""
 
+    keys: list[bytes]
     buffers: list[memoryview]
     found: list[bool]
     packs: list[Pack] = field(default_factory=list)
@@ -31,17 +32,20 @@ class ReadBatch:
 class PackReader:
     """See the module. Any thread may call."""
 
-    def __init__(self, folder: PackFolder, storage: ThreadedStorage, block_bytes: int, is_direct: bool) -> None:
+    def __init__(
+        self, folder: PackFolder, storage: ThreadedStorage, block_bytes: int, is_direct: bool, check: BlockCheck
+    ) -> None:
         """`storage` counts, and logs, what becomes of blocks; `is_direct` says whether the file system allows to pass
-        by the page cache."""
+        by the page cache; `check` compares their checksums."""
         self._folder = folder
+        self._check = check
         self._storage = storage
         self._length = blocks_per_piece(block_bytes)
         self._is_direct = is_direct
 
     def plan(self, keys: list[bytes], buffers: list[memoryview]) -> ReadBatch:
         """What reads these blocks, as far as it is known where they lie."""
-        batch = ReadBatch(buffers, [False] * len(keys))
+        batch = ReadBatch(keys, buffers, [False] * len(keys))
         by_pack: dict[str, tuple[Pack, _Run]] = {}
         for i, slot in enumerate(self._folder.catalog.slots(keys)):
             if slot is None:
@@ -77,7 +81,7 @@ class PackReader:
             self._cannot_read(pack, places, error)
             return
         for (place, i), target in zip(run, targets, strict=True):
-            batch.found[i] = crc32(target) == checksum_of(text, place)
+            batch.found[i] = self._check.fits(batch.keys[i], target, checksum_of(text, place))
         damaged = [place for place, i in run if not batch.found[i]]
         if damaged:
             self._note_damage(pack, damaged)

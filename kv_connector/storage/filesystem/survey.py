@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checksums import crc32
+from ..macs import check_of
 from .layout import FolderLayout
 from .packs import PackHeader, open_file, read_header
 from .temporaries import list_temporaries
@@ -46,11 +46,13 @@ def survey(root: Path) -> Iterator[PackFile]:
             continue
 
 
-def damaged_blocks(pack: PackFile) -> dict[int, str]:
+def damaged_blocks(pack: PackFile, secret: bytes = b"") -> dict[int, str]:
     """Slots whose bytes are not those that were written, or that the disk does not give; `DAMAGED`, or why they cannot
-    be read. Raises FileNotFoundError where the pack has vanished."""
+    be read. Raises FileNotFoundError where the pack has vanished, and OtherSecretError where its blocks cannot be
+    checked with this secret, which is empty where none is known."""
     header = pack.header
     assert header is not None
+    check = check_of(header.checksum_bytes, secret, header.identity)
     try:
         descriptor = open_file(pack.path)
     except FileNotFoundError:
@@ -59,9 +61,10 @@ def damaged_blocks(pack: PackFile) -> dict[int, str]:
         return dict.fromkeys(range(len(header.checksums)), _unread(error))
     found = {}
     try:
-        for slot, checksum in enumerate(header.checksums):
+        for slot, (key, checksum) in enumerate(zip(header.keys, header.checksums, strict=True)):
             try:
-                if crc32(os.pread(descriptor, header.block_bytes, header.offset(slot))) != checksum:
+                block = os.pread(descriptor, header.block_bytes, header.offset(slot))
+                if not check.fits(key, memoryview(block), checksum):
                     found[slot] = DAMAGED
             except OSError as error:  # a bad sector: the next block may be good
                 found[slot] = _unread(error)

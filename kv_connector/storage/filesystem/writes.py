@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..base import ThreadedStorage
-from ..checksums import crc32
+from ..checksums import BlockCheck
 from .folder import PackFolder
 from .packs import PackHeader
 from .temporaries import Temporary
@@ -18,31 +18,34 @@ from .transfers import are_aligned, blocks_per_piece, move, set_flags
 
 @dataclass(slots=True)
 class PackWrite:
-    """A pack on its way: its header, at first without checksums, its blocks, the temporary file, and the checksums."""
+    """A pack on its way: its header, which gets its checksums last, its blocks, the temporary file, the checksums."""
 
     header: PackHeader
     buffers: list[memoryview]
     file: Temporary
-    checksums: list[int]
+    checksums: list[bytes]
     error: OSError | None = None
 
 
 class PackWriter:
     """See the module. Any thread may call."""
 
-    def __init__(self, folder: PackFolder, storage: ThreadedStorage, block_bytes: int, is_direct: bool) -> None:
+    def __init__(
+        self, folder: PackFolder, storage: ThreadedStorage, block_bytes: int, is_direct: bool, check: BlockCheck
+    ) -> None:
         """`storage` logs what becomes of packs; `is_direct` says whether the file system allows to pass by the page
-        cache."""
+        cache; `check` makes their checksums."""
         self._folder = folder
+        self._check = check
         self._storage = storage
         self._length = blocks_per_piece(block_bytes)
         self._is_direct = is_direct
 
     def begin(self, header: PackHeader, buffers: list[memoryview], file: Temporary) -> PackWrite:
-        """A pack for these blocks, in this file. `header` has no checksums yet."""
+        """A pack for these blocks, in this file. `header` has checksums of the right length, and any value."""
         flags = os.O_DIRECT if self._is_direct and are_aligned(buffers) else 0
         set_flags(file.descriptor, flags)
-        return PackWrite(header, buffers, file, [0] * len(buffers))
+        return PackWrite(header, buffers, file, list(header.checksums))
 
     def calls(self, pack: PackWrite) -> list[Callable[[], None]]:
         """What writes its blocks behind the header, in any order and on any threads."""
@@ -69,7 +72,7 @@ class PackWriter:
         buffers = [pack.buffers[i] for i in piece]
         try:
             for i, buffer in zip(piece, buffers, strict=True):
-                pack.checksums[i] = crc32(buffer)
+                pack.checksums[i] = self._check.of(pack.header.keys[i], buffer)
             move(os.pwritev, pack.file.descriptor, buffers, pack.header.offset(piece[0]))
         except OSError as error:
             pack.error = error

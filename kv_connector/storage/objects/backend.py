@@ -19,8 +19,8 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from ..base import MakeExecutor, ThreadedStorage, address, ended
-from ..checksums import crc32
-from ..filesystem.packs import PAGE, PackError, PackHeader, pack_bytes
+from ..checksums import CRC32, BlockCheck
+from ..filesystem.packs import PAGE, PackError, PackHeader
 from .client import Answer, Fragment, StoreClient, Transfer
 from .groups import GROUP_BYTES, Group, Groups
 from .guarded import GuardedClient
@@ -65,11 +65,13 @@ class ObjectStorage(ThreadedStorage):
         batch_bytes: int = BATCH_BYTES,
         executor: MakeExecutor = ThreadPoolExecutor,
         num_parallel: int = 1,
+        check: BlockCheck = CRC32,
     ) -> None:
         """`name` is what logs and threads are called by. `pool`: the memory whose blocks are read and written; over
         RDMA no other can be. `identity`, 32 bytes, names everything that must be equal for bytes to be shared.
         `group_bytes`: see `Groups`. One call of the client moves groups of about `batch_bytes`. `num_parallel` calls of
-        each kind run side by side, where the store answers after a while. Raises ValueError for a size that cannot be.
+        each kind run side by side, where the store answers after a while. `check` is that of this identity. Raises
+        ValueError for a size that cannot be.
         """
         if block_bytes % PAGE or block_bytes <= 0:
             raise ValueError(f"block_bytes={block_bytes}: give a multiple of {PAGE}")
@@ -78,6 +80,7 @@ class ObjectStorage(ThreadedStorage):
         self._identity = identity
         self._block_bytes = block_bytes
         self._batch_bytes = batch_bytes
+        self._block_check = check
         self._groups = Groups(identity, block_bytes, group_bytes)
         self.group_blocks = self._groups.blocks_per_group
         self._write_io = executor(num_writers, f"kv-{name}-write-io")
@@ -204,11 +207,12 @@ class ObjectStorage(ThreadedStorage):
         """Those of the wanted blocks that are what was written. A group with others is removed."""
         group = place.group
         try:
-            header = PackHeader.decode(text, pack_bytes(len(group.keys), self._block_bytes))
+            header = PackHeader.decode(text, PAGE + len(group.keys) * self._block_bytes)
             if (header.identity, header.keys) != (self._identity, group.keys):
                 raise PackError("it holds other blocks")
             wanted = [(i, buffer) for i, buffer in enumerate(place.buffers) if buffer]
-            good = [place.first + i for i, buffer in wanted if crc32(buffer) == header.checksums[i]]
+            fits, checksums = self._block_check.fits, header.checksums
+            good = [place.first + i for i, buffer in wanted if fits(group.keys[i], buffer, checksums[i])]
             if len(good) < len(wanted):
                 raise PackError("checksums differ")
             self.note_success()
@@ -233,7 +237,8 @@ class ObjectStorage(ThreadedStorage):
             with self._borrow() as scratch:
                 transfers = []
                 for i, place in enumerate(batch):
-                    checksums = tuple(crc32(buffer) for buffer in place.buffers)
+                    blocks = zip(place.group.keys, place.buffers, strict=True)
+                    checksums = tuple(self._block_check.of(key, buffer) for key, buffer in blocks)
                     header = scratch[i * PAGE : (i + 1) * PAGE]
                     header[:] = PackHeader(self._identity, self._block_bytes, place.group.keys, checksums).encode()
                     transfers.append(self._transfer(place, header, rest=0))

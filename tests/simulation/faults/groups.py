@@ -30,7 +30,7 @@ GROUPS: tuple[Mutant, ...] = (
                 "if (header.identity, header.keys) != (self._identity, group.keys):",
                 "if header.identity != self._identity:",
             ),
-            Patch(f"{_OBJECTS}/backend.py", "if crc32(buffer) == header.checksums[i]]", "]"),
+            Patch(f"{_OBJECTS}/backend.py", "if fits(group.keys[i], buffer, checksums[i])]", "]"),
         ),
         tested(f"{_BACKEND}::test_damage_and_foreign_bytes_are_misses"),
     ),

@@ -23,13 +23,13 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "object-not-named",
         "an object that a backend of the user's own has under another key is taken for the right one",
-        (Patch(_CHECKED, "return label == (_MAGIC, name,", "return label == (_MAGIC, label[1],"),),
+        (Patch(_CHECKED, "return label == [self._magic, name] and", "return label[0] == self._magic and"),),
         tested(f"{_OTHERS}::test_other_bytes_are_a_miss_and_are_removed"),
     ),
     Mutant(
         "object-not-checked",
         "bytes of a backend of the user's own are not compared with their checksum",
-        (Patch(_CHECKED, "name, crc32(view[: self._block_bytes]))", "name, label[2])"),),
+        (Patch(_CHECKED, "and self._block_check.fits(name, view[: self._block_bytes], checksum)", "and True"),),
         tested(f"{_OTHERS}::test_other_bytes_are_a_miss_and_are_removed"),
     ),
     Mutant(

@@ -194,7 +194,7 @@ def test_damaged_and_foreign_files_are_misses(
     if damage == "flip":
         text[4096 + BLOCK + 77] ^= 1
     elif damage == "version":
-        text[8] = 2
+        text[8] = 3
     elif damage == "identity":
         header = PackHeader.decode(bytes(text[:4096]), len(text))
         text[:4096] = PackHeader(b"x" * 32, BLOCK, header.keys, header.checksums).encode()
@@ -225,7 +225,7 @@ def test_damaged_and_foreign_files_are_misses(
 
 
 def test_a_header_is_what_it_says_or_nothing() -> None:
-    header = PackHeader(IDENTITY, BLOCK, tuple(keys_of("a", 100)), tuple(range(100)))
+    header = PackHeader(IDENTITY, BLOCK, tuple(keys_of("a", 100)), tuple(bytes((i,) * 4) for i in range(100)))
     assert PackHeader.decode(header.encode(), header.file_bytes) == header
     encoded = header.encode()
     rng = random.Random(0)
@@ -239,7 +239,7 @@ def test_a_header_is_what_it_says_or_nothing() -> None:
             PackHeader.decode(encoded[:length], header.file_bytes)
     with pytest.raises(PackError, match="do not make"):
         PackHeader.decode(encoded, header.file_bytes - 1)
-    assert len(PackHeader(IDENTITY, BLOCK, tuple(keys_of("a", MAX_BLOCKS)), (0,) * MAX_BLOCKS).encode()) <= 40960
+    assert len(PackHeader(IDENTITY, BLOCK, tuple(keys_of("a", MAX_BLOCKS)), (bytes(4),) * MAX_BLOCKS).encode()) <= 40960
 
 
 def test_a_full_disk_loses_the_write_and_nothing_else(
@@ -398,7 +398,7 @@ def test_many_blocks_are_known_again_quickly_enough_to_be_of_use(
     """5,000 packs of one block: their headers are read once, and a second look reads none of them."""
     layout = PackFolder(tmp_path, IDENTITY, 4096, 1 << 40).layout
     for i in range(5000):
-        header = PackHeader(IDENTITY, 4096, (key(i),), (0,))
+        header = PackHeader(IDENTITY, 4096, (key(i),), (bytes(4),))
         layout.path(header.name).write_bytes(header.encode() + bytes(4096))
     opened = PackFolder(tmp_path, IDENTITY, 4096, 1 << 40)
     opened.recover()

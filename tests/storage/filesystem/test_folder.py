@@ -31,7 +31,7 @@ BLOCK_BYTES = 4096
 
 def add(folder: PackFolder, block_key: bytes) -> None:
     """Another process adds a pack of one block, and its record in the journal is lost."""
-    header = PackHeader(IDENTITY, BLOCK_BYTES, (block_key,), (0,))
+    header = PackHeader(IDENTITY, BLOCK_BYTES, (block_key,), (bytes(4),))
     folder.layout.path(header.name).write_bytes(header.encode() + bytes(BLOCK_BYTES))
 
 

@@ -34,7 +34,7 @@ from tests.storage.storages import (
 
 def record(number: int, count: int = 3) -> Record:
     keys = tuple(keys_of(number, count))
-    return number, PackHeader(IDENTITY, BLOCK, keys, tuple(range(count))).text()
+    return number, PackHeader(IDENTITY, BLOCK, keys, tuple(i.to_bytes(4, "little") for i in range(count))).text()
 
 
 def empty_journal(path: Path) -> Journal:
@@ -255,7 +255,7 @@ def test_a_pack_that_the_journal_lacks_is_found_at_the_next_start(tmp_path: Path
     store.recovered.result(SECONDS)
     silent = PackFolder(tmp_path, IDENTITY, BLOCK, CAPACITY)
     header = PackHeader.decode(record(1)[1])
-    (file,) = silent.reserve([len(header.keys)]).files
+    (file,) = silent.reserve([header]).files
     assert file is not None
     os.pwrite(file.descriptor, header.encode(), 0)
     os.rename(file.path, silent.layout.path(header.name))
