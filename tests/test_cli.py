@@ -15,10 +15,12 @@ from kv_connector.storage.filesystem import survey
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.packs import pack_bytes
 from kv_connector.storage.filesystem.temporaries import new_path
+from kv_connector.storage.macs import choose_check
 from tests.storage.storages import BLOCK, IDENTITY, exists, get, key, put
 
 PACK = pack_bytes(4, BLOCK)
 OTHER = b"o" * 32
+SECRET = "what our engines know"
 
 
 @pytest.fixture
@@ -106,6 +108,68 @@ def test_verify_deletes_packs_without_a_good_block_and_no_others(
     assert main(["storage", "rm", str(folder), first.stem]) == 0
     assert main(["storage", "verify", "--delete", str(folder)]) == 0
     assert "1 packs, 0 without a good block, 0 with some; 4 blocks, 0 damaged" in capsys.readouterr().out
+
+
+@pytest.fixture
+def guarded(folder: Path) -> list[Path]:
+    """Packs with MACs in the same folder."""
+    before = set(folder.rglob("*.pack"))
+    check, identity = choose_check(SECRET.encode(), IDENTITY)
+    store = FilesystemStorage(folder, identity, BLOCK, 8 << 20, check=check)
+    for name in "ef":
+        put(store, keys_of(name))
+    store.close()
+    return sorted(set(folder.rglob("*.pack")) - before)
+
+
+def test_packs_with_macs_are_checked_by_who_knows_the_secret(
+    folder: Path, guarded: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verify = ["storage", "verify", str(folder)]
+    assert main(verify) == 2, "not all of it could be checked"
+    out = capsys.readouterr().out
+    assert "6 packs, 0 without a good block, 0 with some; 16 blocks, 0 damaged; 2 packs whose blocks can be" in out
+    assert "secret only: give it in KV_CONNECTOR_STORAGE_SECRET or with --secret-env" in out
+    monkeypatch.setenv("OURS", SECRET)
+    assert main([*verify, "--secret-env", "OURS"]) == 0
+    assert "6 packs, 0 without a good block, 0 with some; 24 blocks, 0 damaged\n" in capsys.readouterr().out
+    monkeypatch.setenv("KV_CONNECTOR_STORAGE_SECRET", SECRET)
+    flip(guarded[0], 2)
+    assert main(verify) == 1
+    assert f"{guarded[0]}: of 4 blocks [2] are damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("secret", ["", "that of somebody else"])
+def test_verify_deletes_no_pack_whose_secret_it_does_not_know(
+    folder: Path,
+    guarded: list[Path],
+    secret: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for slot in range(4):
+        flip(guarded[0], slot)
+    if secret:
+        monkeypatch.setenv("KV_CONNECTOR_STORAGE_SECRET", secret)
+    assert main(["storage", "verify", "--delete", str(folder)]) == 2
+    assert ("; 2 packs whose" in (out := capsys.readouterr().out)) and (
+        ("given one is not theirs" in out) == bool(secret)
+    )
+    assert set(guarded) <= set(folder.rglob("*.pack"))
+    monkeypatch.setenv("KV_CONNECTOR_STORAGE_SECRET", SECRET)
+    assert main(["storage", "verify", "--delete", str(folder)]) == 0
+    assert [pack.exists() for pack in guarded] == [False, True]
+
+
+def test_stat_says_how_blocks_are_checked(
+    folder: Path, guarded: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under identities that begin with other digits than those of engines without the secret."""
+    assert main(["storage", "stat", str(folder)]) == 0
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    marked = choose_check(SECRET.encode(), IDENTITY)[1].hex()[:16]
+    assert lines[marked][1:3] == ["2", "8"]
+    assert [lines[name][7] for name in (marked, IDENTITY.hex()[:16])] == ["MAC", "CRC-32"]
 
 
 def flip(pack: Path, slot: int) -> None:
@@ -322,6 +386,7 @@ def test_a_gpu_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["gc", ".", "--capacity", "many"], "--capacity='many' is not a size"),
         (["rm", "."], "nothing to delete: give names, --identity or --all"),
         (["ls", ".", "--limit", "-1"], "--limit=-1 is too small: give at least 1"),
+        (["verify", ".", "--secret-env", "NOT_SET"], "that --secret-env names, which is not there, has 0 characters"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ LONG = "x" * 5000
         {"storage": FOLDER | {"master": LONG}},
         {"storage": MOONCAKE | {"master": LONG}},
         {"peer": {"secret_env": LONG}},
+        {"storage": FOLDER | {"secret_env": LONG}},
         {"peer": SECRET | {"host": f"[{LONG}"}},
     ],
 )
@@ -306,6 +307,25 @@ WRONG_STORAGE = [
     (FOLDER | {"timeout_ms": 1 << 32}, "storage.timeout_ms=4294967296 is too large: give at most 2147483648"),
     (FOLDER | {"max_backup_blocks": True}, "storage.max_backup_blocks=True is not an integer: give one of at least 1"),
     (FOLDER | {"max_backup_blocks": 0}, "storage.max_backup_blocks=0 is too small: give at least 1"),
+    (FOLDER | {"secret_env": 5}, "storage.secret_env is not text: give it in quotes"),
+    (
+        FOLDER | {"secret_env": "a=b"},
+        "storage.secret_env names no environment variable: give one such as 'KV_CONNECTOR",
+    ),
+    (FOLDER | {"secret_env": "a\n"}, "storage.secret_env names no environment variable"),
+    (
+        FOLDER | {"secret_env": "NOT_SET"},
+        "the variable that storage.secret_env names, which is not there, has 0 charac",
+    ),
+    (
+        FOLDER | {"secret_env": "sixteen letters of a secret"},
+        "variable that storage.secret_env names, which is not ther",
+    ),
+    (
+        FOLDER | {"secret_env": "KV_CONNECTOR_STORAGE_SECRET"},
+        "the secret in KV_CONNECTOR_STORAGE_SECRET has 0 characters: set it to at least 16, the same for all engines "
+        "that share the storage",
+    ),
     (FOLDER | {"protocol": "rdma"}, "storage.protocol='rdma' is for kind 'mooncake' only: leave it out"),
     (FOLDER | {"master": "a:1"}, "storage.master='a:1' is for kind 'mooncake' only: leave it out"),
     (MOONCAKE | {"path": "/data/kv"}, "storage.path='/data/kv' is for kind 'filesystem' only: leave it out"),
@@ -426,6 +446,25 @@ def test_the_secret_may_come_from_the_environment_and_is_never_shown(monkeypatch
     assert config.peer is not None
     assert (config.peer.secret, config.peer.host) == ("from the environment", "fd00::1")
     assert "from the environment" not in repr(config)
+
+
+def test_the_secret_of_a_storage_is_read_from_the_environment_and_kept_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OUR_SECRET", "fourteen chars\n")
+    with pytest.raises(
+        ConfigError, match="the secret in OUR_SECRET has 14 characters: set it to at least 16"
+    ) as caught:
+        StorageConfig(**FOLDER | {"secret_env": "OUR_SECRET"})  # type: ignore[arg-type]
+    assert "fourteen" not in str(caught.value)
+    monkeypatch.setenv("OUR_SECRET", "\udcff" * 16)
+    with pytest.raises(ConfigError, match="the secret in OUR_SECRET is not UTF-8"):
+        StorageConfig(**FOLDER | {"secret_env": "OUR_SECRET"})  # type: ignore[arg-type]
+    monkeypatch.setenv("OUR_SECRET", "from the environment")
+    config = StorageConfig(**FOLDER | {"secret_env": "OUR_SECRET"})  # type: ignore[arg-type]
+    assert config.secret() == b"from the environment"
+    assert "environment" not in repr(config) + repr(asdict(config))
+    assert StorageConfig(**FOLDER).secret() == b""  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import TypeVar
 from kv_connector.storage.base import Storage, ThreadedStorage
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.folder import room_bytes
+from kv_connector.storage.macs import choose_check
 from kv_connector.testing.memory import MemoryStorage
 from kv_connector.testing.storage_contract import OBJECT_BYTES as BLOCK
 from kv_connector.testing.storage_contract import SECONDS, exists, get, put
@@ -169,6 +170,12 @@ def make_filesystem(folder: Path) -> Storage:
     return FilesystemStorage(folder / "store", IDENTITY, BLOCK, 8 << 20)
 
 
+def make_guarded(folder: Path) -> Storage:
+    """With a secret."""
+    check, identity = choose_check(b"known to our engines", IDENTITY)
+    return FilesystemStorage(folder / "store", identity, BLOCK, 8 << 20, check=check)
+
+
 def make_faulty(folder: Path) -> Storage:
     return FaultyStorage(MemoryStorage(BLOCK, 64 * BLOCK))
 
@@ -176,6 +183,7 @@ def make_faulty(folder: Path) -> Storage:
 BACKENDS: dict[str, Callable[[Path], Storage]] = {
     "memory": make_memory,
     "filesystem": make_filesystem,
+    "filesystem with a secret": make_guarded,
     "faulty": make_faulty,
     "imitated mooncake": make_imitated,
     "mooncake": make_mooncake,

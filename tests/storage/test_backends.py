@@ -87,7 +87,7 @@ def test_a_fault_is_a_miss_and_one_line_says_why(tmp_path: Path, caplog: pytest.
     storage.close()
 
 
-@pytest.mark.parametrize("backend", ["memory", "filesystem", "imitated mooncake"])
+@pytest.mark.parametrize("backend", ["memory", "filesystem", "filesystem with a secret", "imitated mooncake"])
 def test_any_sequence_of_calls_is_that_of_a_dictionary_that_forgets(backend: str, tmp_path: Path) -> None:
     """Nothing is found that was not written, bytes are right, and what was neither evicted nor removed is found."""
     count = 0

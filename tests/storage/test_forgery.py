@@ -12,7 +12,9 @@ from kv_connector.build import _open_storage
 from kv_connector.config import StorageConfig
 from kv_connector.index import RankIdentity
 from kv_connector.storage.base import Storage
-from kv_connector.storage.filesystem.survey import survey
+from kv_connector.storage.filesystem.backend import FilesystemStorage
+from kv_connector.storage.filesystem.folder import room_bytes
+from kv_connector.storage.filesystem.survey import damaged_blocks, survey
 from kv_connector.storage.macs import KeyedMac, OtherSecretError, check_of, choose_check
 from tests.storage.forgers import (
     KEYS,
@@ -26,7 +28,7 @@ from tests.storage.forgers import (
     other_bytes_with_crcs,
     other_bytes_with_old_macs,
 )
-from tests.storage.storages import BLOCK, IDENTITY, SECONDS, buffers, content, exists, get, key, put
+from tests.storage.storages import BLOCK, IDENTITY, SECONDS, buffers, content, exists, get, key, put, size_of
 
 SECRET, OTHER_SECRET = b"known to our engines alone", b"known to another team alone"
 
@@ -127,6 +129,25 @@ def test_an_older_copy_that_is_put_back_is_as_good(tmp_path: Path) -> None:
         engine.folder.layout.path(name).write_bytes(text)
     assert read(engine) == [content(key) for key in KEYS]
     engine.close()
+
+
+def test_long_packs_with_macs_take_no_more_than_the_folder_may_hold(tmp_path: Path) -> None:
+    """Their headers are of two pages where those with CRCs are of one."""
+    check, identity = choose_check(SECRET, IDENTITY)
+    num_blocks, block_bytes = 100, 4096
+    capacity = 3 * room_bytes(num_blocks, block_bytes, check.size)
+    size = num_blocks * block_bytes
+    storage = FilesystemStorage(tmp_path, identity, block_bytes, capacity, size, check=check)
+    for i in range(4):
+        keys = [key((i, j)) for j in range(num_blocks)]
+        assert all(put(storage, keys, block_bytes))
+        assert all(get(storage, keys, block_bytes))
+        assert size_of(tmp_path) <= capacity
+    assert storage.stats()["evicted_blocks"] >= num_blocks
+    storage.close()
+    packs = list(survey(tmp_path))
+    assert {pack.num_bytes for pack in packs} == {2 * 4096 + size}
+    assert not any(pack.problem or damaged_blocks(pack, SECRET) for pack in packs)
 
 
 def test_a_mac_is_of_one_secret_one_identity_one_key_and_all_bytes() -> None:
