@@ -171,6 +171,14 @@ def draw_group_blocks(rng: random.Random) -> list[int]:
     return [size, other, size, size] if size else []
 
 
+def draw_secrets(rng: random.Random, num_engines: int) -> list[bytes]:
+    """Of what each engine stores; empty without one. Most worlds have none, and few engines another one than the rest.
+    `rng` is one of its own."""
+    usual = rng.choice([b"", b"", b"", _SECRET.encode()])
+    other = rng.choice([usual, usual, b"", b"known to some of a world"])
+    return [rng.choice([usual, usual, usual, other]) for _ in range(num_engines)]
+
+
 def _with_storage(rng: random.Random, config: EngineConfig) -> EngineConfig:
     return replace(
         config,

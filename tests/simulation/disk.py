@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from kv_connector.storage.base import StorageCounters
+from kv_connector.storage.checksums import CRC32
 from kv_connector.storage.filesystem import (
     backend,
     descriptors,
@@ -36,6 +39,9 @@ from kv_connector.storage.filesystem import (
     writes,
 )
 from kv_connector.storage.filesystem.backend import FilesystemStorage
+from kv_connector.storage.filesystem.layout import SUFFIX
+from kv_connector.storage.filesystem.packs import PackError, PackHeader
+from kv_connector.storage.macs import choose_check
 
 from .clock import Event, VirtualTime
 from .files import SECTOR, Broken, File, Files, Folder, SimulatedPath, fail
@@ -60,6 +66,7 @@ class Disk:
     `corrupt_rate`  share of writes of which a bit is flipped
     `short_rate`    share of reads and writes that move less than they were asked to, which is no fault
     `flip, cut_files, delete_files, replace_indices, wipe`   what lies there is damaged or taken away, now
+    `forge`         the same by somebody who knows the format and no secret: only engines with one can see it
     `lose, come_back`   nothing is there (every call fails), and then again everything that was
     """
 
@@ -139,6 +146,28 @@ class Disk:
             del above.entries[name]
             self.files.changed(above)
             self.num_corrupted += 1
+
+    def forge(self) -> None:
+        """A pack, or an object in that format, becomes another one that is whole, and engines are told of it."""
+        packs = [(path, file) for path, file in self.files.walk() if file.data.startswith(b"KVCPACK")]
+        if not packs:
+            return
+        path, file = self.rng.choice(packs)
+        try:
+            header, blocks = _forged(self.rng, bytes(file.data))
+        except PackError:
+            return  # it was damaged before
+        above, name = self.files.folder_of(path)
+        del above.entries[name]
+        if name.endswith(SUFFIX):  # the name of an object says nothing of its bytes
+            root = path.split("/")[1]
+            name = header.name + SUFFIX
+            above, _ = self.files.folder_of(f"/{root}/{name[:2]}/{name}")
+            index = self.files.folder_of(f"/{root}/index")[0].entries.get("index")
+            if isinstance(index, File):
+                index.data += journal.encoded((file.mtime_ns, header.text()))
+        above.entries[name] = File(bytearray(header.encode() + b"".join(blocks)), file.mtime_ns)
+        self.num_corrupted += 1
 
     def replace_indices(self) -> None:
         """Each journal is an empty folder now."""
@@ -238,6 +267,7 @@ class SimulatedStorage:
         folder: str = "/storage",
         target_bytes: int = backend.PACK_BYTES,
         clock_ahead: float = 0.0,
+        secret: bytes = b"",
     ) -> None:
         self.disk = disk
         self.name = name
@@ -245,7 +275,7 @@ class SimulatedStorage:
         self.storage: FilesystemStorage | None = None
         self.num_unanswered = 0
         """Futures given out that have not ended."""
-        self._identity = identity
+        self._check, self._identity = choose_check(secret, identity)
         self._capacity = capacity
         self._folder = folder
         self._target_bytes = target_bytes
@@ -264,7 +294,14 @@ class SimulatedStorage:
         with self.disk.called_by(self.process):
             try:
                 self.storage = FilesystemStorage(
-                    path, self._identity, block_bytes, self._capacity, self._target_bytes, self._executor, self._clock
+                    path,
+                    self._identity,
+                    block_bytes,
+                    self._capacity,
+                    self._target_bytes,
+                    self._executor,
+                    self._clock,
+                    self._check,
                 )
             except OSError:
                 self.kill()
@@ -437,3 +474,17 @@ def _end(future: Future[Any], call: Callable[[], Any]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _forged(rng: random.Random, text: bytes) -> tuple[PackHeader, list[bytes]]:
+    """A pack's good blocks with their checksums in other places, or other blocks with those that an engine writes that
+    has no secret. Raises PackError."""
+    header = PackHeader.decode(text, len(text))
+    blocks = [text[header.offset(i) : header.offset(i + 1)] for i in range(len(header.keys))]
+    if rng.random() < 0.5:
+        order = rng.sample(range(len(blocks)), len(blocks))
+        checksums = tuple(header.checksums[i] for i in order)
+        return replace(header, checksums=checksums), [blocks[i] for i in order]
+    blocks = [rng.randbytes(len(block)) for block in blocks]
+    checksums = tuple(CRC32.of(key, memoryview(block)) for key, block in zip(header.keys, blocks, strict=True))
+    return replace(header, checksums=checksums), blocks

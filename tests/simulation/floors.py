@@ -123,6 +123,7 @@ FLOORS = {
     "engines that are consumer": 200,
     "engines that are producer": 240,
     "engines that remember little": 100,
+    "engines with a secret of storage": 130,
     "engines with groups in storage": 300,
     "engines with pipelines": 190,
     "engines with ranks": 820,

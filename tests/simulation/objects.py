@@ -102,8 +102,10 @@ class ObjectsOnDisk:
 class SimulatedObjects(SimulatedStorage):
     """One rank's process with groups of `group_blocks` blocks. See `SimulatedStorage`."""
 
-    def __init__(self, disk: Disk, name: str, identity: bytes, capacity: int, group_blocks: int) -> None:
-        super().__init__(disk, name, identity, capacity)
+    def __init__(
+        self, disk: Disk, name: str, identity: bytes, capacity: int, group_blocks: int, secret: bytes = b""
+    ) -> None:
+        super().__init__(disk, name, identity, capacity, secret=secret)
         self._group_blocks = group_blocks
         self._is_probe_due = False
 
@@ -123,6 +125,7 @@ class SimulatedObjects(SimulatedStorage):
                 self.disk.time.now,
                 group_bytes=self._group_blocks * block_bytes,
                 executor=self._executor,
+                check=self._check,
             )
         assert storage.group_blocks == self._group_blocks
         self.storage = storage  # type: ignore[assignment]

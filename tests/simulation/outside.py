@@ -36,10 +36,16 @@ SECONDS_TO_REST = 150.0
 
 class Outside:
     """Shared by all engines of a world. `rng` decides what it is like. `group_blocks`: of each rank of an engine, as
-    many blocks as a store of objects keeps as one; none where storage is a folder."""
+    many blocks as a store of objects keeps as one; none where storage is a folder. `secrets`: of what each engine
+    stores, empty without one."""
 
     def __init__(
-        self, time: VirtualTime, rng: random.Random, configs: Sequence[EngineConfig], group_blocks: Sequence[int] = ()
+        self,
+        time: VirtualTime,
+        rng: random.Random,
+        configs: Sequence[EngineConfig],
+        group_blocks: Sequence[int],
+        secrets: Sequence[bytes],
     ) -> None:
         self.time = time
         self.network = Network(time)
@@ -50,6 +56,7 @@ class Outside:
         capacity = num_packs * room_bytes(self._pack_bytes // HOST_BLOCK_BYTES, HOST_BLOCK_BYTES)
         self._folder_bytes = capacity
         self.group_blocks = tuple(group_blocks)
+        self.secrets = tuple(secrets)
         self.disk = Disk(time)
         self.disk.seconds = rng.choice([(50e-6, 2e-3), (1e-5, 2e-4), (1e-3, 3e-2)])
         self._peers: dict[tuple[int, int], SimulatedPeers] = {}
@@ -65,11 +72,12 @@ class Outside:
             return None
         name = f"{engine.engine_id}/rank{rank}"
         digest = hashlib.sha256(engine.identity.encode() + f"|rank {rank}".encode()).digest()
+        where, secret = (self.disk, name, digest, self._folder_bytes), self.secrets[engine.index]
         storage: SimulatedStorage
         if self.group_blocks:
-            storage = SimulatedObjects(self.disk, name, digest, self._folder_bytes, self.group_blocks[rank])
+            storage = SimulatedObjects(*where, self.group_blocks[rank], secret=secret)
         else:
-            storage = SimulatedStorage(self.disk, name, digest, self._folder_bytes, target_bytes=self._pack_bytes)
+            storage = SimulatedStorage(*where, target_bytes=self._pack_bytes, secret=secret)
         self._storages[engine.index, rank] = storage
         return storage.open_storage
 
@@ -161,6 +169,8 @@ class Outside:
             disk.short_rate = rate
         elif name == "damage":
             (disk.flip, disk.cut_files, disk.delete_files)[count % 3](count)
+            if all(self.secrets):  # else there are engines that cannot know
+                disk.forge()
         elif name == "wipe":
             disk.wipe()
         else:

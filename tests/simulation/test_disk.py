@@ -22,6 +22,7 @@ PACK = 4
 CAPACITY = 8 * room_bytes(PACK, BLOCK)
 NUM_KEYS = 60
 IDENTITY = bytes(32)
+SECRET = b"known to all processes"
 FAULTS = (
     "slow",
     "freeze",
@@ -33,6 +34,7 @@ FAULTS = (
     "flip",
     "cut",
     "delete",
+    "forge",
     "odd index",
     "clock",
     "wipe",
@@ -56,7 +58,8 @@ class Process:
 
     def __init__(self, machine: Machine, name: str, **settings: Any) -> None:
         self.machine = machine
-        self.simulated = SimulatedStorage(machine.disk, name, IDENTITY, CAPACITY, target_bytes=PACK * BLOCK, **settings)
+        where = machine.disk, name, IDENTITY, CAPACITY
+        self.simulated = SimulatedStorage(*where, target_bytes=PACK * BLOCK, secret=machine.secret, **settings)
         self.pool = memoryview(mmap.mmap(-1, POOL * BLOCK))
         self.free: list[int] = []
         self.open: dict[Future[Any], str] = {}
@@ -142,12 +145,15 @@ class Process:
 class Machine:
     """Processes that share a folder, and chance."""
 
-    def __init__(self, seed: int, faults: tuple[str, ...] = FAULTS, reproducible: bool = True) -> None:
+    def __init__(
+        self, seed: int, faults: tuple[str, ...] = FAULTS, reproducible: bool = True, secret: bytes = b""
+    ) -> None:
         self.time = VirtualTime(seed)
         self.rng = self.time.stream("test")
         self.disk = Disk(self.time)
         self.faults = faults
         self.reproducible = reproducible
+        self.secret = secret
         self.seen: Counter[str] = Counter()
         self.written: dict[bytes, set[int]] = {}
         self.turns = 0
@@ -219,6 +225,9 @@ class Machine:
             disk.cut_files()
         elif name == "delete":
             disk.delete_files(rng.randint(1, 3))
+        elif name == "forge":
+            if self.secret:
+                disk.forge()
         elif name == "odd index":
             disk.replace_indices()
         elif name == "clock":
@@ -278,7 +287,7 @@ class Machine:
             for pack in survey(root):
                 if not self.disk.num_corrupted:
                     assert pack.header is not None, pack.problem
-                    assert not damaged_blocks(pack)
+                    assert not damaged_blocks(pack, self.secret)
 
 
 def drive(seed: int, steps: int, num_processes: int = 2, **settings: Any) -> Counter[str]:
@@ -295,9 +304,18 @@ def drive(seed: int, steps: int, num_processes: int = 2, **settings: Any) -> Cou
 def test_every_call_is_answered_and_what_is_found_was_written() -> None:
     seen: Counter[str] = Counter()
     for seed in range(12):
-        seen += drive(seed, 500, reproducible=seed % 2 == 0)
+        seen += drive(seed, 500, reproducible=seed % 2 == 0, secret=SECRET if seed % 3 == 0 else b"")
     for what in (*FAULTS, "kill", "close", "read ok", "read not ok", "write ok", "write not ok", "read cancelled"):
         assert seen[what] >= 5, f"{what}: {seen[what]} times"
+
+
+def test_nothing_that_is_forged_is_taken_by_who_has_a_secret() -> None:
+    """By two processes that share the folder, and start again and again."""
+    seen: Counter[str] = Counter()
+    for seed in range(6):
+        seen += drive(seed, 400, faults=("forge",), secret=SECRET)
+    assert seen["forge"] >= 20
+    assert seen["read ok"] >= 500
 
 
 def test_a_disk_that_can_neither_write_nor_delete_leaves_no_file_open() -> None:
@@ -332,7 +350,7 @@ if __name__ == "__main__":  # FIRST LAST STEPS: of seeds
     total: Counter[str] = Counter()
     for seed in range(first, last):
         try:
-            total += drive(seed, steps, reproducible=seed % 2 == 0)
+            total += drive(seed, steps, reproducible=seed % 2 == 0, secret=SECRET if seed % 3 == 0 else b"")
         except BaseException as error:  # noqa: BLE001 - also of `Broken`: told with its seed
             print(f"seed {seed}: {type(error).__name__}: {error}")
     print(total)

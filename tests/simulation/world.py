@@ -63,7 +63,8 @@ class World:
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))
-        self.outside = Outside(self.time, rng, self.configs, group_blocks)
+        secrets = configs.draw_secrets(random.Random(f"{seed}/secrets"), len(self.configs))
+        self.outside = Outside(self.time, rng, self.configs, group_blocks, secrets)
         self.engines: list[Engine] = []
         self.actions = workload.draw(rng, self.configs)
         self.actions += streams.draw(random.Random(f"{seed}/sessions"), self.configs, self.actions)
@@ -166,6 +167,8 @@ class World:
             met[f"worlds with {self.outside.carrier}"] += engine.index == 0
         met["engines with storage"] += config.prefetch is not None
         met["engines with groups in storage"] += config.prefetch is not None and bool(self.outside.group_blocks)
+        has_secret = bool(self.outside.secrets[engine.index])
+        met["engines with a secret of storage"] += config.prefetch is not None and has_secret
         met["engines with storage and peers"] += config.prefetch is not None and config.role is not None
 
     def _count_stats(self, engine: Engine) -> None:

@@ -88,12 +88,13 @@ class FolderLayout:
             _make_folder(self.root / name)
 
     def warn_of_others(self) -> None:
-        """Say so where others may write to the folder: checksums find damage, not forgery. Raises OSError."""
+        """Say so where others may write to the folder: CRCs find damage, not forgery. Raises OSError."""
         for path in (self.root, self.temporaries, *(self.root / name for name in _SUB_FOLDERS)):
             mode = stat.S_IMODE(os.stat(path).st_mode)
             if mode & _OTHERS_WRITE:
                 logger.warning(
-                    "%s has mode %04o: other users may write to it, and so decide what models answer; "
+                    "%s has mode %04o: other users may write to it, and so decide what models answer unless "
+                    "storage.secret_env names a secret; "
                     "if only engines of this user need it: chmod -R go-rwx %s",
                     path,
                     mode,

@@ -165,7 +165,8 @@ def test_others_who_may_write_are_told_of_once(tmp_path: Path, caplog: pytest.Lo
     assert all(put(store, keys_of("a")))
     store.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/store has mode 0775: other users may write to it, and so decide what models answer; "
+        f"{tmp_path}/store has mode 0775: other users may write to it, and so decide what models answer unless "
+        "storage.secret_env names a secret; "
         f"if only engines of this user need it: chmod -R go-rwx {tmp_path}/store"
     ]
 
