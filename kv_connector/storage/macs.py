@@ -70,12 +70,12 @@ def choose_check(secret: bytes, identity: bytes) -> tuple[BlockCheck, bytes]:
 def check_of(size: int, secret: bytes, identity: bytes) -> BlockCheck:
     """How blocks are checked that lie under this identity with `size` bytes of a checksum each; for who looks at them
     from outside. Raises OtherSecretError where they have MACs and not by this secret, which is empty where none is
-    known."""
+    known. What has another checksum than its identity's engines would write fits none."""
+    if secret and compare_digest(_mark(secret, identity), identity[:_MARK_BYTES]):
+        return KeyedMac(secret, identity)
     if size == CRC_BYTES:
         return CRC32
-    if not secret or not compare_digest(_mark(secret, identity), identity[:_MARK_BYTES]):
-        raise OtherSecretError("its blocks have MACs of a secret that is not known here")
-    return KeyedMac(secret, identity)
+    raise OtherSecretError("its blocks have MACs of a secret that is not known here")
 
 
 def _mark(secret: bytes, identity: bytes) -> bytes:

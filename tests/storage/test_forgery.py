@@ -131,6 +131,15 @@ def test_an_older_copy_that_is_put_back_is_as_good(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("forger", [exchanged, other_bytes_with_crcs], ids=lambda forger: str(forger.__name__))
+def test_who_knows_the_secret_finds_what_is_forged_in_a_folder(tmp_path: Path, forger: Forger) -> None:
+    place = FolderPlace(tmp_path)
+    stored(place, SECRET)
+    place.forge(forger)
+    (pack,) = survey(place.root)
+    assert list(damaged_blocks(pack, SECRET)) == list(range(len(KEYS)))
+
+
 def test_long_packs_with_macs_take_no_more_than_the_folder_may_hold(tmp_path: Path) -> None:
     """Their headers are of two pages where those with CRCs are of one."""
     check, identity = choose_check(SECRET, IDENTITY)

@@ -71,8 +71,8 @@ STORAGE: tuple[Mutant, ...] = (
         (
             Patch(
                 _MACS,
-                "if not secret or not compare_digest(_mark(secret, identity), identity[:_MARK_BYTES]):",
-                "if not secret:",
+                "if secret and compare_digest(_mark(secret, identity), identity[:_MARK_BYTES]):",
+                "if size == MAC_BYTES:",
             ),
         ),
         tested("tests/test_cli.py::test_verify_deletes_no_pack_whose_secret_it_does_not_know"),
