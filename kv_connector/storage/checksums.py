@@ -7,6 +7,7 @@ so what was written with one is read with the other. Neither holds Python's lock
 from __future__ import annotations
 
 import logging
+import struct
 from functools import cache
 
 try:
@@ -14,9 +15,12 @@ try:
 except ImportError:
     from zlib import crc32
 
+CHECKSUM = struct.Struct("<I")
+"""A checksum as it lies in a file: nothing else knows how many bytes that takes."""
+
 logger = logging.getLogger("kv_connector.storage")
 
-__all__ = ["crc32", "warn_where_slow"]
+__all__ = ["CHECKSUM", "crc32", "warn_where_slow"]
 
 
 @cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..base import KEY_BYTES
-from ..checksums import crc32
+from ..checksums import CHECKSUM, crc32
 
 PAGE = 4096
 MAX_BLOCKS = 1024
@@ -29,9 +29,8 @@ MAX_BLOCKS = 1024
 VERSION = 1
 _MAGIC = b"KVCPACK1"
 _FIXED = struct.Struct("<8sII32sQI")
-_ENTRY = struct.Struct(f"<{KEY_BYTES}sI")
-_CRC = struct.Struct("<I")
-MAX_HEADER_BYTES = -(-(_FIXED.size + MAX_BLOCKS * _ENTRY.size + _CRC.size) // PAGE) * PAGE
+_ENTRY_BYTES = KEY_BYTES + CHECKSUM.size
+MAX_HEADER_BYTES = -(-(_FIXED.size + MAX_BLOCKS * _ENTRY_BYTES + CHECKSUM.size) // PAGE) * PAGE
 
 
 class PackError(ValueError):
@@ -73,21 +72,22 @@ class PackHeader:
     def text(self) -> bytes:
         """The header without its padding."""
         text = _FIXED.pack(_MAGIC, VERSION, self.header_bytes, self.identity, self.block_bytes, len(self.keys))
-        text += b"".join(_ENTRY.pack(*entry) for entry in zip(self.keys, self.checksums, strict=True))
-        return text + _CRC.pack(crc32(text))
+        text += b"".join(key + CHECKSUM.pack(crc) for key, crc in zip(self.keys, self.checksums, strict=True))
+        return text + CHECKSUM.pack(crc32(text))
 
     @classmethod
     def decode(cls, text: bytes, file_bytes: int | None = None) -> PackHeader:
         """From a file's first bytes, `MAX_HEADER_BYTES` of them where there are as many, and the file's length where
         there is a file. Raises PackError."""
         found = outline(text)
-        end = found.text_bytes - _CRC.size
-        if len(text) < found.text_bytes or crc32(text[:end]) != _CRC.unpack_from(text, end)[0]:
+        end = found.text_bytes - CHECKSUM.size
+        if len(text) < found.text_bytes or crc32(text[:end]) != CHECKSUM.unpack_from(text, end)[0]:
             raise PackError("its header is damaged")
         if file_bytes not in (None, found.file_bytes):
             raise PackError(f"{found.num_blocks} blocks of {found.block_bytes} bytes do not make {file_bytes} bytes")
-        keys, checksums = zip(*_ENTRY.iter_unpack(text[_FIXED.size : end]), strict=True)
-        return cls(found.identity, found.block_bytes, keys, checksums)
+        parts = found.entries.unpack_from(text, _FIXED.size)
+        checksums = tuple(CHECKSUM.unpack(part)[0] for part in parts[1::2])
+        return cls(found.identity, found.block_bytes, parts[::2], checksums)
 
 
 class Outline(NamedTuple):
@@ -99,10 +99,12 @@ class Outline(NamedTuple):
     header_bytes: int
     text_bytes: int
     file_bytes: int
+    entries: struct.Struct
+    """Of the keys and checksums behind the fixed part, in turn."""
 
 
-# Of a header's text, what is needed of a hundred thousand of them at a start: text is nothing for Python's garbage
-# collector to walk, and a `PackHeader` of each takes longer to make than to read.
+# Of a header's text, what is needed of a hundred thousand of them at a start, each decoded once: text is nothing for
+# Python's garbage collector to walk, and a `PackHeader` of each takes longer to make than to read.
 
 
 def outline(text: bytes) -> Outline:
@@ -123,20 +125,27 @@ def _outline(fixed: bytes) -> Outline:
         raise PackError(f"it claims {count} blocks behind a header of {header_bytes} bytes")
     if block_bytes % PAGE or not block_bytes:
         raise PackError(f"it claims blocks of {block_bytes} bytes")
-    return Outline(identity, block_bytes, count, header_bytes, _text_bytes(count), pack_bytes(count, block_bytes))
+    entries = struct.Struct("<" + f"{KEY_BYTES}s{CHECKSUM.size}s" * count)
+    file_bytes = pack_bytes(count, block_bytes)
+    return Outline(identity, block_bytes, count, header_bytes, _text_bytes(count), file_bytes, entries)
 
 
-def name_and_keys(text: bytes) -> tuple[str, Sequence[bytes]]:
-    """The name of the pack with this header, which was checked, and the keys of its blocks, in order."""
-    found = outline(text)
-    parts = _entries(found.num_blocks).unpack_from(text, _FIXED.size)
+def summary(text: bytes) -> tuple[Outline, str, tuple[bytes, ...]]:
+    """How the pack with this header, which was checked, is laid out, its name, and the keys of its blocks, in order."""
+    found = _outline(text[: _FIXED.size])
+    parts = found.entries.unpack_from(text, _FIXED.size)
     keys = parts[::2]
-    return _digest(found.identity, keys, b"".join(parts[1::2])), keys
+    return found, _digest(found.identity, keys, parts[1::2]), keys
+
+
+def keys_of(text: bytes) -> tuple[bytes, ...]:
+    """Of its blocks, in order."""
+    return outline(text).entries.unpack_from(text, _FIXED.size)[::2]
 
 
 def checksum_of(text: bytes, place: int) -> int:
     """Of one block."""
-    checksum: int = _ENTRY.unpack_from(text, _FIXED.size + place * _ENTRY.size)[1]
+    checksum: int = CHECKSUM.unpack_from(text, _FIXED.size + place * _ENTRY_BYTES + KEY_BYTES)[0]
     return checksum
 
 
@@ -177,20 +186,15 @@ def pack_bytes(count: int, block_bytes: int) -> int:
 
 def pack_name(identity: bytes, keys: Sequence[bytes], checksums: Sequence[int] = ()) -> str:
     """The name of what holds these blocks: 64 hexadecimal digits. No key becomes a part of a path itself."""
-    return _digest(identity, keys, struct.pack(f"<{len(checksums)}I", *checksums))
+    return _digest(identity, keys, map(CHECKSUM.pack, checksums))
 
 
-def _digest(identity: bytes, keys: Sequence[bytes], checksums: bytes) -> str:
-    return sha256(b"kvc1.pack" + identity + b"".join(keys) + checksums).hexdigest()
-
-
-@lru_cache(maxsize=MAX_BLOCKS)
-def _entries(count: int) -> struct.Struct:
-    return struct.Struct("<" + f"{KEY_BYTES}s{_CRC.size}s" * count)
+def _digest(identity: bytes, keys: Iterable[bytes], checksums: Iterable[bytes]) -> str:
+    return sha256(b"".join((b"kvc1.pack", identity, *keys, *checksums))).hexdigest()
 
 
 def _text_bytes(count: int) -> int:
-    return _FIXED.size + count * _ENTRY.size + _CRC.size
+    return _FIXED.size + count * _ENTRY_BYTES + CHECKSUM.size
 
 
 def _header_bytes(count: int) -> int:
