@@ -7,6 +7,7 @@ same, so what was written with one is read with the other. Neither holds Python'
 from __future__ import annotations
 
 import logging
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
@@ -20,8 +21,10 @@ except ImportError:
 
 logger = logging.getLogger("kv_connector.storage")
 
-__all__ = ["CRC32", "CRC_BYTES", "BlockCheck", "Crc32", "crc32", "warn_where_slow"]
-CRC_BYTES = 4
+__all__ = ["CHECKSUM", "CRC32", "CRC_BYTES", "BlockCheck", "Crc32", "crc32", "warn_where_slow"]
+CHECKSUM = struct.Struct("<I")
+"""A CRC-32 as it lies in a file."""
+CRC_BYTES = CHECKSUM.size
 
 
 class BlockCheck(ABC):
@@ -49,8 +52,8 @@ class Crc32(BlockCheck):
     parts: Mapping[str, str] = {}
 
     def of(self, key: bytes, block: memoryview) -> bytes:
-        """See `BlockCheck.of`; little-endian."""
-        return crc32(block).to_bytes(CRC_BYTES, "little")
+        """See `BlockCheck.of`."""
+        return CHECKSUM.pack(crc32(block))
 
 
 CRC32 = Crc32()

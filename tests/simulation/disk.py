@@ -27,6 +27,7 @@ from kv_connector.storage.base import StorageCounters
 from kv_connector.storage.checksums import CRC32
 from kv_connector.storage.filesystem import (
     backend,
+    contents,
     descriptors,
     folder,
     journal,
@@ -47,7 +48,7 @@ from .clock import Event, VirtualTime
 from .files import SECTOR, Broken, File, Files, Folder, SimulatedPath, fail
 
 MARKER = f"/kv_connector.format-{layout.FORMAT}"
-_MODULES = (descriptors, folder, journal, layout, packs, reads, survey, temporaries, transfers, writes)
+_MODULES = (contents, descriptors, folder, journal, layout, packs, reads, survey, temporaries, transfers, writes)
 EPOCH_NS = 1_700_000_000 * 10**9
 
 

@@ -74,7 +74,7 @@ class FilesystemStorage(ThreadedStorage):
         count = self._count_known(keys)
         if count == len(keys):
             return count
-        self.folder.catch_up()
+        self.folder.contents.catch_up()
         return self._count_known(keys)
 
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:

@@ -18,16 +18,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ..checksums import crc32
+from ..checksums import CHECKSUM, crc32
 from .packs import MAX_HEADER_BYTES, PackError, open_file, outline
 from .temporaries import Temporary
 
 _MAGIC = b"KVCINDX1"
 _HEAD_BYTES = 16
 _RECORD = struct.Struct("<QI")
-_CRC = struct.Struct("<I")
 _PART_BYTES = 1 << 20  # read or written at a time
-_MOST_RECORD_BYTES = _RECORD.size + MAX_HEADER_BYTES + _CRC.size
+_MOST_RECORD_BYTES = _RECORD.size + MAX_HEADER_BYTES + CHECKSUM.size
 _SPARE_RECORDS = 100  # of packs that are gone, before it is worth writing anew
 
 
@@ -128,7 +127,7 @@ def encoded(record: Record) -> bytes:
     """A record with its length in front and its checksum behind. What is before 1970 counts as that year."""
     time_ns, header = record
     text = _RECORD.pack(max(0, time_ns), len(header)) + header
-    return text + _CRC.pack(crc32(text))
+    return text + CHECKSUM.pack(crc32(text))
 
 
 def _records_in(text: bytes) -> tuple[list[Record], int]:
@@ -138,9 +137,9 @@ def _records_in(text: bytes) -> tuple[list[Record], int]:
     while at + _RECORD.size <= num_bytes:
         time_ns, header_bytes = _RECORD.unpack_from(text, at)
         start, stop = at + _RECORD.size, at + _RECORD.size + header_bytes
-        if header_bytes > MAX_HEADER_BYTES or stop + _CRC.size > num_bytes:
+        if header_bytes > MAX_HEADER_BYTES or stop + CHECKSUM.size > num_bytes:
             break
-        if crc32(text[at:stop]) != _CRC.unpack_from(text, stop)[0]:  # the header's own lies within
+        if crc32(text[at:stop]) != CHECKSUM.unpack_from(text, stop)[0]:  # the header's own lies within
             break
         header = text[start:stop]
         try:
@@ -149,7 +148,7 @@ def _records_in(text: bytes) -> tuple[list[Record], int]:
         except PackError:
             break
         records.append((time_ns, header))
-        at = stop + _CRC.size
+        at = stop + CHECKSUM.size
     return records, at
 
 

@@ -31,7 +31,7 @@ LOCK_SECONDS = 10.0
 _MARKER = "kv_connector.format-"
 _TEXT = b"This folder is storage of kv_connector, which deletes files in it. Keep nothing else here.\n"
 _SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
-_PACK = re.compile(r"([0-9a-f]{64})\.pack")
+_PACK = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 _NOBODYS = frozenset({"lost+found"})  # a file system makes it at its root
 _OTHERS_WRITE = 0o022
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds between two tries to have the lock
@@ -102,22 +102,22 @@ class FolderLayout:
                 )
                 return
 
-    def pack_names(self) -> set[str]:
-        """Of every pack that lies there. Raises OSError."""
-        names: set[str] = set()
+    def pack_names(self) -> list[str]:
+        """Of every pack that lies there, each once, in any order. Raises OSError."""
+        names: list[str] = []
         for folder in _SUB_FOLDERS:
             try:
                 entries = os.scandir(self.root / folder)
             except FileNotFoundError:  # somebody deleted it
                 continue
             with entries:
-                names.update(
-                    found[1]
+                names += {  # some systems give an entry twice where others add or delete meanwhile
+                    name[: -len(SUFFIX)]
                     for entry in entries
-                    if (found := _PACK.fullmatch(entry.name))
-                    and entry.name.startswith(folder)
+                    if _PACK.fullmatch(name := entry.name)
+                    and name.startswith(folder)
                     and entry.is_file(follow_symlinks=False)
-                )
+                }
         return names
 
     def clear_the_way(self, name: str) -> None:

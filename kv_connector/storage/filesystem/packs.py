@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -22,19 +22,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..base import KEY_BYTES
-from ..checksums import CRC_BYTES, crc32
+from ..checksums import CHECKSUM, CRC_BYTES, crc32
 from ..macs import MAC_BYTES
 
 PAGE = 4096
 MAX_BLOCKS = 1024
 """In one pack: bounds what a header may make a reader allocate."""
 _CHECKSUM_BYTES = {1: CRC_BYTES, 2: MAC_BYTES}
-"""By version."""
+"""Of a block, by version."""
 _VERSIONS = {size: version for version, size in _CHECKSUM_BYTES.items()}
 _MAGIC = b"KVCPACK1"
 _FIXED = struct.Struct("<8sII32sQI")
-_CRC = struct.Struct("<I")
-MAX_HEADER_BYTES = -(-(_FIXED.size + MAX_BLOCKS * (KEY_BYTES + max(_VERSIONS)) + _CRC.size) // PAGE) * PAGE
+MAX_HEADER_BYTES = -(-(_FIXED.size + MAX_BLOCKS * (KEY_BYTES + max(_VERSIONS)) + CHECKSUM.size) // PAGE) * PAGE
 
 
 class PackError(ValueError):
@@ -84,19 +83,19 @@ class PackHeader:
         version = _VERSIONS[self.checksum_bytes]
         text = _FIXED.pack(_MAGIC, version, self.header_bytes, self.identity, self.block_bytes, len(self.keys))
         text += b"".join(part for entry in zip(self.keys, self.checksums, strict=True) for part in entry)
-        return text + _CRC.pack(crc32(text))
+        return text + CHECKSUM.pack(crc32(text))
 
     @classmethod
     def decode(cls, text: bytes, file_bytes: int | None = None) -> PackHeader:
         """From a file's first bytes, `MAX_HEADER_BYTES` of them where there are as many, and the file's length where
         there is a file. Raises PackError."""
         found = outline(text)
-        end = found.text_bytes - _CRC.size
-        if len(text) < found.text_bytes or crc32(text[:end]) != _CRC.unpack_from(text, end)[0]:
+        end = found.text_bytes - CHECKSUM.size
+        if len(text) < found.text_bytes or crc32(text[:end]) != CHECKSUM.unpack_from(text, end)[0]:
             raise PackError("its header is damaged")
         if file_bytes not in (None, found.file_bytes):
             raise PackError(f"{found.num_blocks} blocks of {found.block_bytes} bytes do not make {file_bytes} bytes")
-        parts = _entries(found.num_blocks, found.checksum_bytes).unpack_from(text, _FIXED.size)
+        parts = found.entries.unpack_from(text, _FIXED.size)
         return cls(found.identity, found.block_bytes, parts[::2], parts[1::2])
 
 
@@ -110,10 +109,12 @@ class Outline(NamedTuple):
     header_bytes: int
     text_bytes: int
     file_bytes: int
+    entries: struct.Struct
+    """Of the keys and checksums behind the fixed part, in turn."""
 
 
-# Of a header's text, what is needed of a hundred thousand of them at a start: text is nothing for Python's garbage
-# collector to walk, and a `PackHeader` of each takes longer to make than to read.
+# Of a header's text, what is needed of a hundred thousand of them at a start, each decoded once: text is nothing for
+# Python's garbage collector to walk, and a `PackHeader` of each takes longer to make than to read.
 
 
 def outline(text: bytes) -> Outline:
@@ -135,16 +136,22 @@ def _outline(fixed: bytes) -> Outline:
         raise PackError(f"it claims {count} blocks behind a header of {header_bytes} bytes")
     if block_bytes % PAGE or not block_bytes:
         raise PackError(f"it claims blocks of {block_bytes} bytes")
+    entries = struct.Struct("<" + f"{KEY_BYTES}s{size}s" * count)
     text_bytes, file_bytes = _text_bytes(count, size), pack_bytes(count, block_bytes, size)
-    return Outline(identity, block_bytes, count, size, header_bytes, text_bytes, file_bytes)
+    return Outline(identity, block_bytes, count, size, header_bytes, text_bytes, file_bytes, entries)
 
 
-def name_and_keys(text: bytes) -> tuple[str, Sequence[bytes]]:
-    """The name of the pack with this header, which was checked, and the keys of its blocks, in order."""
-    found = outline(text)
-    parts = _entries(found.num_blocks, found.checksum_bytes).unpack_from(text, _FIXED.size)
+def summary(text: bytes) -> tuple[Outline, str, tuple[bytes, ...]]:
+    """How the pack with this header, which was checked, is laid out, its name, and the keys of its blocks, in order."""
+    found = _outline(text[: _FIXED.size])
+    parts = found.entries.unpack_from(text, _FIXED.size)
     keys = parts[::2]
-    return pack_name(found.identity, keys, parts[1::2]), keys
+    return found, pack_name(found.identity, keys, parts[1::2]), keys
+
+
+def keys_of(text: bytes) -> tuple[bytes, ...]:
+    """Of its blocks, in order."""
+    return outline(text).entries.unpack_from(text, _FIXED.size)[::2]
 
 
 def checksum_of(text: bytes, place: int) -> bytes:
@@ -189,18 +196,13 @@ def pack_bytes(count: int, block_bytes: int, checksum_bytes: int = CRC_BYTES) ->
     return _header_bytes(count, checksum_bytes) + count * block_bytes
 
 
-def pack_name(identity: bytes, keys: Sequence[bytes], checksums: Sequence[bytes] = ()) -> str:
+def pack_name(identity: bytes, keys: Iterable[bytes], checksums: Iterable[bytes] = ()) -> str:
     """The name of what holds these blocks: 64 hexadecimal digits. No key becomes a part of a path itself."""
-    return sha256(b"kvc1.pack" + identity + b"".join(keys) + b"".join(checksums)).hexdigest()
-
-
-@lru_cache(maxsize=MAX_BLOCKS)
-def _entries(count: int, checksum_bytes: int) -> struct.Struct:
-    return struct.Struct("<" + f"{KEY_BYTES}s{checksum_bytes}s" * count)
+    return sha256(b"".join((b"kvc1.pack", identity, *keys, *checksums))).hexdigest()
 
 
 def _text_bytes(count: int, checksum_bytes: int) -> int:
-    return _FIXED.size + count * (KEY_BYTES + checksum_bytes) + _CRC.size
+    return _FIXED.size + count * (KEY_BYTES + checksum_bytes) + CHECKSUM.size
 
 
 def _header_bytes(count: int, checksum_bytes: int) -> int:

@@ -59,7 +59,7 @@ class PackReader:
         return batch
 
     def _read(self, pack: Pack, run: _Run, batch: ReadBatch, flags: int) -> None:
-        text = pack.text
+        text = self._folder.catalog.text(pack)
         if text is None:  # it was found gone, unreadable or damaged meanwhile: it is not asked for again
             self._storage.count(missed_blocks=len(run))
             return
@@ -93,7 +93,7 @@ class PackReader:
         that the file's name covers, they are damaged and the others are not; else the file is no pack of this name."""
         self._folder.opened.drop(pack.name)
         try:
-            header = self._folder.read_anew(pack.name)
+            header = self._folder.contents.read_anew(pack.name)
         except FileNotFoundError:
             self._folder.missed(pack.name)
             self._storage.count(missed_blocks=len(places))
@@ -102,7 +102,7 @@ class PackReader:
             self._cannot_read(pack, places, error)
             return
         self._storage.count(corrupt_blocks=len(places))
-        if pack.text is None:  # another reader was first: what lies there now may have been stored since
+        if self._folder.catalog.text(pack) is None:  # another reader was first: this file may have been stored since
             return
         if header is not None and self._folder.catalog.drop(pack, places):
             damage = ValueError("checksums differ")

@@ -292,7 +292,13 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "damage-of-the-one-before",
         "a good pack is deleted for what was read of a damaged one of its name",
-        (Patch(f"{_FILESYSTEM}/reads.py", "        if pack.text is None:  # another", "        if False:  # another"),),
+        (
+            Patch(
+                f"{_FILESYSTEM}/reads.py",
+                "if self._folder.catalog.text(pack) is None:  # another",
+                "if False:  # another",
+            ),
+        ),
         tested(
             f"{_DAMAGE}::test_a_pack_that_was_stored_again_meanwhile_is_not_deleted_for_the_damage_of_the_one_before"
         ),
@@ -312,7 +318,10 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "dying-disk-asked",
         "a disk that does not give a pack is asked for every piece of it",
-        (Patch(f"{_FILESYSTEM}/catalog.py", "keys, pack.text = pack.keys(), None", "keys = pack.keys()"),),
+        (
+            Patch(f"{_FILESYSTEM}/catalog.py", "name, num_bytes, used_ns, None\n", "name, num_bytes, used_ns, text\n"),
+            Patch(f"{_FILESYSTEM}/catalog.py", "self._packs.pop(number)[1]", "self._packs[number][1]"),
+        ),
         tested(f"{_DAMAGE}::test_what_a_disk_does_not_give_is_asked_for_once_in_a_batch"),
     ),
     Mutant(
@@ -330,7 +339,11 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "room-for-what-never-came",
         "good packs make room for those that the journal has told of and that never came",
-        (Patch(f"{_FILESYSTEM}/folder.py", "                self._look_at_told()\n", "                pass\n"),),
+        (
+            Patch(
+                f"{_FILESYSTEM}/folder.py", "                self.contents.look_at_told()\n", "                pass\n"
+            ),
+        ),
         tested("tests/storage/filesystem/test_journal.py"),
     ),
     Mutant(
@@ -375,10 +388,9 @@ STORAGE: tuple[Mutant, ...] = (
         (
             Patch(
                 f"{_FILESYSTEM}/folder.py",
-                "        with self.layout.exclusive():\n            with self._journal_lock:\n",
-                "        with self.layout.exclusive():\n"
+                "            self.contents.tell(records)\n",
                 "            done = [self._rename(*pair) for pair in zip([file for file, _ in files], records)]\n"
-                "            with self._journal_lock:\n",
+                "            self.contents.tell(records)\n",
             ),
             Patch(
                 f"{_FILESYSTEM}/folder.py",
@@ -403,7 +415,19 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "offered-twice",
         "a pack that came back is in line twice",
-        (Patch(f"{_FILESYSTEM}/catalog.py", "if pack is None or pack.queued_ns != queued_ns:", "if pack is None:"),),
+        (Patch(f"{_FILESYSTEM}/catalog.py", "number = self._next_number\n", "number = len(self._numbers)\n"),),
+        tested("tests/storage/filesystem/test_catalog.py"),
+    ),
+    Mutant(
+        "used-and-first-to-go",
+        "a pack that was read since it came in line goes as if it had not been",
+        (Patch(f"{_FILESYSTEM}/catalog.py", "used_ns == queued_ns:", "used_ns >= queued_ns:"),),
+        tested("tests/storage/filesystem/test_catalog.py"),
+    ),
+    Mutant(
+        "gone-is-kept",
+        "packs that are not there any more are known as long as no new one lies there",
+        (Patch(f"{_FILESYSTEM}/catalog.py", "if len(names) - len(new) < len(", "if len(new) > len("),),
         tested("tests/storage/filesystem/test_catalog.py"),
     ),
     Mutant(
@@ -471,7 +495,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "missed-is-gone",
         "a pack that is missed while the disk is away, or before it is renamed, is never counted again",
-        (Patch(f"{_FILESYSTEM}/folder.py", "            self._look_again()\n", ""),),
+        (Patch(f"{_FILESYSTEM}/folder.py", "            self.contents.look_again()\n", ""),),
         tested("tests/storage/filesystem/test_folder.py"),
     ),
     Mutant(
@@ -480,7 +504,7 @@ STORAGE: tuple[Mutant, ...] = (
         (
             Patch(
                 f"{_FILESYSTEM}/folder.py",
-                "return used_ns if used_ns <= self.catalog.now() + SKEW_NS else pack.used_ns",
+                "return used_ns if used_ns <= self.catalog.now() + SKEW_NS else known_ns",
                 "return used_ns",
             ),
         ),
@@ -489,7 +513,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "records-of-the-future",
         "packs count as used when their record says, although those behind it are older",
-        (Patch(f"{_FILESYSTEM}/folder.py", "limit = min(limit - 1, time_ns)", "limit = time_ns"),),
+        (Patch(f"{_FILESYSTEM}/contents.py", "limit = min(limit - 1, time_ns)", "limit = time_ns"),),
         tested("tests/storage/filesystem/test_clocks.py"),
     ),
     Mutant(

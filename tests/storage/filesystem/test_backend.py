@@ -19,7 +19,7 @@ import pytest
 
 from kv_connector.config import StorageConfig
 from kv_connector.errors import ConfigError
-from kv_connector.storage.filesystem import folder, journal, layout, temporaries
+from kv_connector.storage.filesystem import contents, journal, layout, temporaries
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.folder import PackFolder
 from kv_connector.storage.filesystem.packs import MAX_BLOCKS, PackError, PackHeader, pack_bytes
@@ -408,6 +408,6 @@ def test_many_blocks_are_known_again_quickly_enough_to_be_of_use(
     def fail(path: Path) -> None:
         raise AssertionError(f"{path} was opened")
 
-    monkeypatch.setattr(folder, "read_header", fail)
+    monkeypatch.setattr(contents, "read_header", fail)
     opened.recover()
     assert opened.catalog.num_blocks == 5000

@@ -51,7 +51,7 @@ def test_a_pack_that_was_stored_again_meanwhile_is_not_deleted_for_the_damage_of
     """While the header of a damaged pack is looked at the pack is removed and stored anew, under the same name."""
     (path,) = files_of(tmp_path)
     flip(path, PAGE + 77)
-    read_anew = store.folder.read_anew
+    read_anew = store.folder.contents.read_anew
 
     def late(name: str) -> PackHeader | None:
         monkeypatch.undo()
@@ -59,7 +59,7 @@ def test_a_pack_that_was_stored_again_meanwhile_is_not_deleted_for_the_damage_of
         assert all(put(store, KEYS))
         return read_anew(name)
 
-    monkeypatch.setattr(store.folder, "read_anew", late)
+    monkeypatch.setattr(store.folder.contents, "read_anew", late)
     assert get(store, KEYS[:1]) == [False]
     assert files_of(tmp_path) == [path]
     assert all(get(store, KEYS))

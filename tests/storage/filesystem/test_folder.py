@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_connector.storage.filesystem import folder as folder_module
+from kv_connector.storage.filesystem import contents
 from kv_connector.storage.filesystem.folder import PackFolder
 from kv_connector.storage.filesystem.journal import Journal
-from kv_connector.storage.filesystem.packs import PackHeader, name_and_keys
+from kv_connector.storage.filesystem.packs import PackHeader, summary
 from tests.storage.storages import (
     IDENTITY,
     PER_PACK,
@@ -83,12 +83,12 @@ def test_who_writes_the_journal_anew_tells_of_the_packs_of_others_too(
     assert all(put(theirs, keys_of("a")))
     theirs.close()
     mine = PackFolder(tmp_path, bytes(32), BLOCK_BYTES, 1 << 30)
-    mine.catch_up()
+    mine.contents.catch_up()
     if is_lost:
         (tmp_path / "index").unlink()
     else:
         monkeypatch.setattr(Journal, "is_wasteful", lambda journal, num_packs: True)
-        monkeypatch.setattr(folder_module, "read_header", None)
+        monkeypatch.setattr(contents, "read_header", None)
     mine.recover()
     (pack,) = files_of(tmp_path)
-    assert [name_and_keys(text)[0] for _, text in Journal(tmp_path / "index").read()] == [pack.stem]
+    assert [summary(text)[1] for _, text in Journal(tmp_path / "index").read()] == [pack.stem]

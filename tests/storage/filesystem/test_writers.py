@@ -93,7 +93,7 @@ def test_a_block_of_which_another_copy_is_left_is_read_from_that(tmp_path: Path)
         store.recovered.result(SECONDS)
     write(one, "a", 1)
     write(two, "a", 2)  # it has not looked at the journal since, and knows nothing of the first
-    one.folder.catch_up()
+    one.folder.contents.catch_up()
     assert len(files_of(tmp_path)) == 2
     assert read(one, "a") == [2] * NUM_BLOCKS
     assert one.stats()["stored_blocks"] == NUM_BLOCKS
