@@ -71,7 +71,7 @@ class Config:
     """
 
     host_memory: int = 0
-    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    write_policy: WritePolicy = WritePolicy.ADAPTIVE
     write_through_threshold: int = 2
     write_back_lookahead: int = 64
     save_bandwidth: int = 0

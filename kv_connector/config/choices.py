@@ -8,6 +8,7 @@ from enum import Enum
 class WritePolicy(str, Enum):
     """When a block is saved to the host: see `index/policy.py`."""
 
+    ADAPTIVE = "adaptive"
     WRITE_THROUGH = "write_through"
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
     WRITE_BACK = "write_back"

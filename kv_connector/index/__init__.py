@@ -5,6 +5,7 @@ from .identity import CacheIdentity, RankIdentity
 from .lookup import BlockGroup, GroupedTree, Hit, Lookup, group_key, split_key
 from .policy import SavePolicy
 from .pool import BlockPool
+from .reuse import ReuseModel
 from .states import BlockState, Event, IllegalTransition, advance
 from .tier import CacheTier
 from .tree import LEAST_REMEMBERED, ROOT, PrefixTree
@@ -26,6 +27,7 @@ __all__ = [
     "MultimodalItem",
     "PrefixTree",
     "RankIdentity",
+    "ReuseModel",
     "SavePolicy",
     "adopt_hash",
     "adopt_hashes",

@@ -1,30 +1,73 @@
-"""The order in which leaves are evicted: least recently used first, O(log n) an eviction.
+"""The order in which leaves are evicted, O(log n) an eviction.
 
 Only nodes that can be evicted now (leaves, in practice) wait here, each at most once, so a tree of long chains needs
-little memory. Recency changes are not pushed into the heap: a node that was used since it was queued goes back with
-its new time when it comes up.
+little memory. They wait in as many heaps as the order has classes, in each the least recently used first; the one that
+is worth least of those at the top goes. Recency changes are not pushed into a heap: a node that was used since it was
+queued, or is of a higher class by now, goes back where it belongs when it comes up.
 """
 
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections.abc import Callable
+from typing import Protocol
+
+from .tree import PrefixTree
+
+Key = tuple[float, float, int]
+"""Worth, time of last use, node."""
+
+_LAST: Key = (float("inf"), float("inf"), 0)
+
+
+class EvictionOrder(Protocol):
+    """What a copy is worth. Within a class, what was used longest ago is taken to be worth least."""
+
+    @property
+    def num_classes(self) -> int:
+        """At least one."""
+
+    def resized(self, capacity: int) -> None:
+        """The tier has so many blocks."""
+
+    def class_of(self, node: int) -> int:
+        """From 0 on; it may only grow while the node has a copy."""
+
+    def worth(self, node: int) -> float:
+        """Now; the lowest goes first."""
+
+
+class Recency:
+    """Least recently used first."""
+
+    num_classes = 1
+
+    def resized(self, capacity: int) -> None:
+        """However many there are."""
+
+    def class_of(self, node: int) -> int:
+        """All alike."""
+        return 0
+
+    def worth(self, node: int) -> float:
+        """All alike."""
+        return 0.0
 
 
 class EvictionQueue:
-    """Min-heap of (time of last use, node). `evictable(node)` is asked again when a node comes up."""
+    """Heaps of (time of last use, node). `evictable(node)` is asked again when a node comes up."""
 
-    __slots__ = ("_evictable", "_heap", "_queued", "_used")
+    __slots__ = ("_evictable", "_heaps", "_order", "_queued", "_used")
 
-    def __init__(self, used: array[float], evictable: Callable[[int], bool]) -> None:
-        self._used = used
+    def __init__(self, tree: PrefixTree, order: EvictionOrder, evictable: Callable[[int], bool]) -> None:
+        self._used = tree.used
+        self._order = order
         self._evictable = evictable
-        self._heap: list[tuple[float, int]] = []
+        self._heaps: list[list[tuple[float, int]]] = [[] for _ in range(order.num_classes)]
         self._queued = bytearray()
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return sum(map(len, self._heaps))
 
     def push(self, node: int) -> None:
         """Queue a node that has become evictable; does nothing where it waits already."""
@@ -32,43 +75,58 @@ class EvictionQueue:
             self._queued.extend(bytes(len(self._used) - len(self._queued)))
         if not self._queued[node]:
             self._queued[node] = 1
-            heapq.heappush(self._heap, (self._used[node], node))
+            heapq.heappush(self._heaps[self._order.class_of(node)], (self._used[node], node))
 
-    def first(self, older_than: float = float("inf")) -> int | None:
-        """The least recently used evictable node that was last used before `older_than`, if there is one; it stays."""
-        heap, used = self._heap, self._used
+    def key(self, node: int) -> Key:
+        """By which nodes are ordered."""
+        return self._order.worth(node), self._used[node], node
+
+    def first(self, older_than: float = float("inf")) -> Key:
+        """The evictable node that is worth least, of those that were last used before `older_than`; it stays. Behind
+        all keys where there is none."""
+        found = _LAST
+        for index in range(len(self._heaps)):
+            node = self._top(index)
+            if node is not None and self._used[node] < older_than:
+                found = min(found, self.key(node))
+        return found
+
+    def pop(self, older_than: float = float("inf"), most: float = float("inf")) -> int | None:
+        """Take out the node that `first` names, unless it is worth more than `most`."""
+        worth, time, node = self.first(older_than)
+        if time == float("inf") or worth > most:
+            return None
+        heapq.heappop(self._heaps[self._order.class_of(node)])
+        self._queued[node] = 0
+        return node
+
+    def clear(self) -> None:
+        """Nothing can be evicted any more."""
+        for heap in self._heaps:
+            heap.clear()
+        self._queued = bytearray()
+
+    def check(self) -> None:
+        """Verify that the flags and the heaps agree."""
+        waiting = sorted(node for heap in self._heaps for _, node in heap)
+        assert waiting == [node for node, flag in enumerate(self._queued) if flag], "queue flags and heaps disagree"
+
+    def _top(self, index: int) -> int | None:
+        """The node of a class that was used longest ago and can be evicted."""
+        heap, used = self._heaps[index], self._used
         while heap:
             time, node = heap[0]
             if not self._evictable(node):
                 heapq.heappop(heap)
                 self._queued[node] = 0
+            elif (found := self._order.class_of(node)) != index:  # a higher one, which is looked at behind this
+                heapq.heappop(heap)
+                heapq.heappush(self._heaps[found], (used[node], node))
             elif time < used[node]:
                 heapq.heapreplace(heap, (used[node], node))
             else:
-                return node if time < older_than else None
+                return node
         return None
-
-    def pop(self, older_than: float = float("inf")) -> int | None:
-        """Take out the node that `first` names."""
-        node = self.first(older_than)
-        if node is not None:
-            heapq.heappop(self._heap)
-            self._queued[node] = 0
-        return node
-
-    def head(self) -> tuple[float, int]:
-        """No node that waits comes up before this (time of last use, node)."""
-        return self._heap[0] if self._heap else (float("inf"), 0)
-
-    def clear(self) -> None:
-        """Nothing can be evicted any more."""
-        self._heap.clear()
-        self._queued = bytearray()
-
-    def check(self) -> None:
-        """Verify that the flags and the heap agree."""
-        waiting = sorted(node for _, node in self._heap)
-        assert waiting == [node for node, flag in enumerate(self._queued) if flag], "queue flags and heap disagree"
 
     def __contains__(self, node: int) -> bool:
         return node < len(self._queued) and bool(self._queued[node])

@@ -1,5 +1,7 @@
 """Write policies: which blocks are worth a place on the host, and when they are saved.
 
+    adaptive                 every full block, in the step that computes it, unless all that could go for it is worth
+                             more (`reuse.py`)
     write_through            every full block, in the step that computes it
     write_through_selective  a block that later requests have asked for `threshold` times, in the step of that request
     write_back               a block that is next in line for reuse on the device
@@ -29,9 +31,14 @@ class SavePolicy:
 
     def wants(self, hits: int, pinned: bool) -> bool:
         """Whether a block that is valid on the device, or will be after this step, is to be saved now."""
-        if pinned or self.policy is WritePolicy.WRITE_THROUGH:
+        if pinned or self.policy in (WritePolicy.ADAPTIVE, WritePolicy.WRITE_THROUGH):
             return True
         return self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE and hits >= self.threshold
+
+    @property
+    def declines(self) -> bool:
+        """Whether blocks are not saved that are worth less than what would have to go for them."""
+        return self.policy is WritePolicy.ADAPTIVE
 
     @property
     def saves_before_reuse(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import InvalidBlockError
 from ..types import BlockHash, Tier
-from .eviction import EvictionQueue
+from .eviction import EvictionOrder, EvictionQueue, Recency
 from .pool import BlockPool
 from .states import BlockState, Event, advance
 from .tree import NONE, ROOT, PrefixTree
@@ -31,8 +31,16 @@ _ALL_RESIDENT = bytes((_RESIDENT,))
 class CacheTier:
     """Copies of tree nodes in the blocks of one tier. Single-threaded; every change is all or nothing."""
 
-    def __init__(self, tree: PrefixTree, tier: Tier, capacity: int, log_removed: bool = False) -> None:
-        """`log_removed` keeps the hashes of resident copies that went in `removed`, for an owner that drains it."""
+    def __init__(
+        self,
+        tree: PrefixTree,
+        tier: Tier,
+        capacity: int,
+        log_removed: bool = False,
+        order: EvictionOrder | None = None,
+    ) -> None:
+        """`order` says what goes first where room is needed; the least recently used where it is left out.
+        `log_removed` keeps the hashes of resident copies that went in `removed`, for an owner that drains it."""
         self.tree = tree
         self.tier = tier
         self.pool = BlockPool(capacity)
@@ -45,7 +53,9 @@ class CacheTier:
         self._block = tree.block[tier]
         self._kids = tree.kids[tier]
         self._refs = self.pool.ref_counts
-        self._queue = EvictionQueue(tree.used, self._is_evictable)
+        self._order = order or Recency()
+        self._order.resized(capacity)
+        self._queue = EvictionQueue(tree, self._order, self._is_evictable)
         self._num_idle = 0  # resident copies without references: what eviction could free at most
 
     @property
@@ -115,24 +125,27 @@ class CacheTier:
         """As `allocate`, but as many as can be had, possibly none."""
         return self._hand_out(num_blocks, self._select(self._num_short(num_blocks), older_than))
 
-    def allocate_behind(self, num_blocks: int, path: Sequence[BlockHash], now: float) -> list[int]:
-        """As `allocate_up_to`, evicting older prefixes but nothing of the path that the blocks continue."""
+    def allocate_behind(
+        self, num_blocks: int, path: Sequence[BlockHash], now: float, worth: float = _NEVER
+    ) -> list[int]:
+        """As `allocate_up_to`, evicting older prefixes but nothing of the path that the blocks continue, and nothing
+        that is worth more than they are."""
         short = self._num_short(num_blocks)
-        victims = self._select(short, now)
+        victims = self._select(short, now, worth)
         while own := [node for node in victims if self._is_on(path, node)]:  # at most once for each gap in the path
             self._restore(victims)
             self.tree.touch(own, now)
-            victims = self._select(short, now)
+            victims = self._select(short, now, worth)
         return self._hand_out(num_blocks, victims)
 
-    def has_room_behind(self, path: Sequence[BlockHash], now: float) -> bool:
+    def has_room_behind(self, path: Sequence[BlockHash], now: float, worth: float = _NEVER) -> bool:
         """Whether `allocate_behind` would find one block at least; however large the tier and long the path are."""
         if self.pool.num_free:
             return True
-        while (node := self._queue.first(now)) is not None:
-            if not self._is_on(path, node):
-                return True
-            self.tree.touch((node,), now)
+        while (first := self._queue.first(now))[1] < _NEVER:
+            if not self._is_on(path, first[2]):
+                return first[0] <= worth
+            self.tree.touch((first[2],), now)
         return False
 
     def attach(self, block_ids: Sequence[int], nodes: Sequence[int], event: Event) -> None:
@@ -219,6 +232,7 @@ class CacheTier:
         """Change the number of blocks. Copies above a smaller capacity go at once where nobody uses them, and when
         their last user lets go otherwise."""
         self.pool.resize(capacity)
+        self._order.resized(capacity)
         self.discard([block_id for block_id in self.pool.live_ids(capacity) if not self.pool.refs(block_id)])
 
     def reset(self) -> None:
@@ -281,15 +295,15 @@ class CacheTier:
         if not self._kids[node] and self._is_evictable(node):
             self._queue.push(node)
 
-    def _select(self, num_blocks: int, older_than: float) -> list[int]:
-        """Take up to `num_blocks` victims out of the queue, in eviction order, counting their parents' kids down."""
+    def _select(self, num_blocks: int, older_than: float, most: float = _NEVER) -> list[int]:
+        """Take up to `num_blocks` victims out of the queue, in eviction order, counting their parents' kids down; none
+        that is worth more than `most`."""
         victims: list[int] = []
         queue, used, kids, parents = self._queue, self.tree.used, self._kids, self.tree.parent
         block, refs, pins, keeps_pinned = self._block, self._refs, self.tree.pins, self.tier is not Tier.DEVICE
         left = num_blocks
-        while left and (node := queue.pop(older_than)) is not None:
-            due, due_node = queue.head()
-            limit, time = min(due, older_than), used[node]
+        while left and (node := queue.pop(older_than, most)) is not None:
+            due, time = min(queue.first(older_than), (most, _NEVER, 0)), used[node]
             while True:  # up its prefix, the usual case without a detour through the queue
                 victims.append(node)
                 left -= 1
@@ -304,7 +318,8 @@ class CacheTier:
                 block_id = block[parent]
                 if num_kids or block_id == NONE or refs[block_id] or (keeps_pinned and pins[parent]):
                     break
-                if not left or (time >= limit and (time >= older_than or (time, parent) >= (due, due_node))):
+                # One that waits already, since it was a leaf before, comes up by itself.
+                if not left or time >= older_than or parent in queue or queue.key(parent) >= due:
                     queue.push(parent)
                     break
                 node = parent

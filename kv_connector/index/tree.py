@@ -1,7 +1,7 @@
 """The prefix tree: which blocks are known, how they follow one another, and on which tiers a copy of each lies.
 
 A block's chained hash names its whole prefix, so one dictionary from hash to node finds any block and the tree needs
-no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 212 bytes a block,
+no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 220 bytes a block,
 and nothing that Python's garbage collector has to walk.
 
 A node stays as long as it has a copy on some tier, a child, or a pin; after that it is *remembered* (its hits count
@@ -39,8 +39,10 @@ class PrefixTree:
     """Nodes, their order and their copies. The tiers (`CacheTier`) decide; the tree records.
 
     Public arrays, by node: `parent`, `depth` (blocks in front of it in its prefix), `used` (time of last use), `hits`
-    (requests after the first that asked for the block), `pins`; and by tier and node: `block` (block id of the copy,
-    NONE where there is none) and `kids` (children with a copy on that tier, kept by the tier).
+    (requests after the first that asked for the block), `visits` (the same, and those before it in the same chat),
+    `asked` (when it was asked for last, in blocks that requests have asked for, which `time` counts; -1 of a row that
+    is no node), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids` (children
+    with a copy on that tier, kept by the tier).
 
     `max_remembered` may be set at any time. It decides how long a block may be away and still be known as one that was
     asked for before: as many as the host holds blocks is a good number. A lower one is reached over later calls.
@@ -52,6 +54,9 @@ class PrefixTree:
         self.depth = array("i", [-1])
         self.used = array("d", [0.0])
         self.hits = array("I", [0])
+        self.visits = array("I", [0])
+        self.asked = array("q", [-1])
+        self.time = 0
         self.pins = array("I", [0])
         self.block = [array("i", [NONE]) for _ in Tier]
         self.kids = [array("i", [0]) for _ in Tier]
@@ -134,6 +139,11 @@ class PrefixTree:
             nodes.append(node)
             parent = node
         return nodes
+
+    def visits_behind(self, parent: int) -> int:
+        """Of a new child: who goes on where nobody did comes back, and is who has visited the parent; who turns off
+        from others is new."""
+        return 0 if parent == ROOT or self._keeps[parent] & (_LEAVING - 1) else self.visits[parent]
 
     def touch(self, nodes: Iterable[int], now: float) -> None:
         """Mark nodes as used. Where only the end of a path is touched its parents are as recent all the same: a tier
@@ -232,7 +242,7 @@ class PrefixTree:
         if num_excess <= 0:
             return
         leaving, keeps, parents, index, known = self._leaving, self._keeps, self.parent, self._index, self._hash
-        free, num_free = self._free, len(self._free)
+        free, num_free, asked = self._free, len(self._free), self.asked
         while num_excess and leaving:
             node = leaving.popleft()
             left = keeps[node] = keeps[node] - _LEAVING
@@ -245,6 +255,7 @@ class PrefixTree:
                 num_excess -= 1
                 del index[known[node]]  # type: ignore[arg-type]  # only the root and free rows have no hash
                 known[node] = None
+                asked[node] = NONE
                 free.append(node)
                 node = parents[node]
                 left = keeps[node] = keeps[node] - 1
@@ -253,7 +264,7 @@ class PrefixTree:
     def _add(self, parent: int, hashes: Sequence[BlockHash], now: float) -> list[int]:
         """Nodes of blocks that are not known and follow one another, the first of them `parent`."""
         index, known, keeps = self._index, self._hash, self._keeps
-        parents, depths, used, hits = self.parent, self.depth, self.used, self.hits
+        parents, depths, used, hits, asked = self.parent, self.depth, self.used, self.hits, self.asked
         if len(self._free) < len(hashes):
             self._grow(len(hashes))
         split = len(self._free) - len(hashes)
@@ -261,12 +272,15 @@ class PrefixTree:
         del self._free[split:]
         nodes.reverse()
         depth = depths[parent]
+        visits = self.visits_behind(parent)
         for node, block_hash in zip(nodes, hashes, strict=True):
             depth += 1
             depths[node] = depth
             parents[node] = parent
             used[node] = now
             hits[node] = 0
+            asked[node] = self.time
+            self.visits[node] = visits
             known[node] = block_hash
             index[block_hash] = node
             keeps[parent] += 1
@@ -283,7 +297,8 @@ class PrefixTree:
         for ids in (self.parent, self.depth, *self.block):
             ids.extend(none)
         self.used.frombytes(zeros * self.used.itemsize)
-        for counts in (self.hits, self.pins, self._keeps, *self.kids):
+        self.asked.extend(array("q", [NONE]) * num_rows)
+        for counts in (self.hits, self.visits, self.pins, self._keeps, *self.kids):
             counts.frombytes(zeros * counts.itemsize)
         self._hash.extend([None] * num_rows)
         self._free[:0] = range(first + num_rows - 1, first - 1, -1)

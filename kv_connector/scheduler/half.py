@@ -17,7 +17,17 @@ from ..base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
 from ..config import Config
 from ..errors import ConfigError
 from ..events import BlockRemoved, CacheEvent, EventLog
-from ..index import BlockGroup, CacheIdentity, CacheTier, GroupedTree, Lookup, PrefixTree, SavePolicy, root_hash
+from ..index import (
+    BlockGroup,
+    CacheIdentity,
+    CacheTier,
+    GroupedTree,
+    Lookup,
+    PrefixTree,
+    ReuseModel,
+    SavePolicy,
+    root_hash,
+)
 from ..metrics import CacheMetrics
 from ..types import BlockHash, CopyJob, StepPlan, StepReport, Tier
 from .companion import Admission, Companion
@@ -71,7 +81,8 @@ class SchedulerHalf(KVConnectorScheduler):
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
         # It grows as ranks report memory that is ready.
-        self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=publishes_events)
+        reuse = ReuseModel(self.tree)
+        self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=publishes_events, order=reuse)
         self.metrics = CacheMetrics()
         self._grouped = GroupedTree(self.tree, groups)
         self._pool = DevicePool()
@@ -86,8 +97,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._steps = InFlightSteps()
         self._requests = RequestTable(self._leases, self._steps, self.metrics)
         self._budget = SaveBudget(config.save_bandwidth)
-        self._saves = SavePlanner(shared, SavePolicy.from_config(config), self._budget, self._saved)
-        self._hits = HitCounter(shared)
+        self._saves = SavePlanner(shared, SavePolicy.from_config(config), reuse, self._budget, self._saved)
+        self._hits = HitCounter(shared, reuse)
         self._pins = PinnedPrefixes(shared)
         self._fence = Fence(self._ledger)
         self._watchdog = CopyWatchdog(self._ledger, clock)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..base import Request
-from ..index import BlockState
+from ..index import BlockState, ReuseModel
 from .shared import Shared
 
 
 class HitCounter:
     """Counts each request once, and each of its known blocks a hit."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, reuse: ReuseModel) -> None:
+        self._reuse = reuse
         self._tree = shared.grouped.tree
         self._host = shared.host
         self._metrics = shared.metrics
@@ -30,9 +33,13 @@ class HitCounter:
         """A request was admitted for the first time. `known` are the nodes it makes use of; of its external tokens
         those of the last `num_remote` blocks come from another engine; `num_recomputed` blocks could have been loaded.
         """
-        for node in known:
-            self._tree.hits[node] += 1
         metrics, size = self._metrics, self._block_size
+        nodes = np.array(known, np.intc)
+        np.frombuffer(self._tree.hits, np.uintc)[nodes] += 1
+        # Nodes of windows are at depth 0 wherever they are: the host is of use for them where it is for anything.
+        depths = np.frombuffer(self._tree.depth, np.intc)[nodes]
+        self._reuse.asked(nodes, (depths >= num_local_tokens // size) | (depths == 0) & (num_external_tokens > 0))
+        self._reuse.passed(len(request.block_hashes))
         metrics.requests += 1
         metrics.queries_tokens += request.num_tokens
         metrics.device_hit_tokens += num_local_tokens

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...base import Request, ScheduledRequest
 from ...events import BlockStored
-from ...index import BlockState, Event, SavePolicy
+from ...index import ROOT, BlockState, Event, ReuseModel, SavePolicy
 from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
 from ..ledger import EndedJob
 from ..shared import Shared
@@ -18,6 +18,7 @@ from .budget import SaveBudget
 
 logger = logging.getLogger("kv_connector.scheduler")
 
+_NEVER_TOO_MUCH = float("inf")
 _WAITING_AT_ONCE = 64
 """Of a request's blocks that wait so many are looked at before room is made for them: there may be little."""
 
@@ -30,7 +31,12 @@ class SavePlanner:
     """
 
     def __init__(
-        self, shared: Shared, policy: SavePolicy, budget: SaveBudget, on_saved: Callable[[Sequence[int]], None]
+        self,
+        shared: Shared,
+        policy: SavePolicy,
+        reuse: ReuseModel,
+        budget: SaveBudget,
+        on_saved: Callable[[Sequence[int]], None],
     ) -> None:
         self.may_save_before_reuse = False  # something changed since nothing was left to save
         self._shared = shared
@@ -38,6 +44,7 @@ class SavePlanner:
         self._tree = grouped.tree
         self._host = shared.host
         self._policy = policy
+        self._reuse = reuse
         self._budget = budget
         self._on_saved = on_saved
         self._metrics = shared.metrics
@@ -167,8 +174,11 @@ class SavePlanner:
         new, most = self._wanted(keys[first:full], first), most - len(saved)
         self._metrics.deferred_saves_blocks += len(new[most:])
         if new and not table.unsaved:
-            room = self._host.allocate_behind(min(len(new), most), keys, now)
-            saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
+            room = self._host.allocate_behind(min(len(new), most), keys, now, self._worth(keys, new[0]))
+            saved, host_ids = saved + new[: len(room)], host_ids + room
+            # Where there is room, but not for these, they do not wait.
+            is_declined = len(room) < min(len(new), most) and self._host.has_room_behind(keys, now)
+            new = new[most if is_declined else len(room) :]
         table.unsaved += new
         self._budget.spend(len(host_ids))
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
@@ -191,7 +201,8 @@ class SavePlanner:
                 index = table.unsaved.popleft()
                 if self._is_wanted(keys[index]):
                     wanted.append(index)
-            room = self._host.allocate_behind(len(wanted), keys, now)
+            worth = self._worth(keys, wanted[0]) if wanted else 0.0
+            room = self._host.allocate_behind(len(wanted), keys, now, worth)
             table.unsaved.extendleft(reversed(wanted[len(room) :]))
             saved += wanted[: len(room)]
             host_ids += room
@@ -255,6 +266,16 @@ class SavePlanner:
         self._metrics.saves_on_hit_blocks += num_hit
         self._metrics.saves_on_compute_blocks += len(unpinned) - num_hit
         return list(zip([table.block_ids[index] for index in saved], host_ids, strict=True))
+
+    def _worth(self, keys: Sequence[BlockHash], index: int) -> float:
+        """What may go for the block is worth no more than this."""
+        if not self._policy.declines:
+            return _NEVER_TOO_MUCH
+        node = self._tree.get(keys[index])
+        if node is None:
+            parent = self._tree.get(keys[index - 1]) if index else ROOT
+            return self._reuse.worth_now(self._tree.visits_behind(parent) if parent is not None else 0)
+        return self._reuse.worth_now(self._tree.visits[node]) if not self._tree.pins[node] else _NEVER_TOO_MUCH
 
     def _is_wanted(self, key: BlockHash) -> bool:
         node = self._tree.get(key)
