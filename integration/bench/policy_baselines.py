@@ -258,13 +258,14 @@ class Belady:
     """The most that can be hit, by one who knows the future: kept are the blocks whose next hit is nearest.
 
     A block that the device will have when it is asked for next need not be kept, for it can be saved then as well.
-    Saving is free and nothing has to be a prefix, so this is a bound for every policy and not always within reach.
+    Saving is free, and every block that is found counts, whatever is missing in front of it: this is a bound for every
+    policy and not always within reach.
     """
 
     def __init__(self, capacity: int, requests: Sequence[Sequence[BlockHash]], device_hits: Sequence[int]) -> None:
         self._capacity = capacity
         self._next_hit: dict[BlockHash, int] = {}  # of each cached block
-        self._furthest: list[tuple[int, int, BlockHash]] = []  # (-next hit, -depth, block)
+        self._furthest: list[tuple[int, BlockHash]] = []  # (-next hit, block)
         self._after: list[list[int]] = []  # by request and position: the request that hits the block next
         coming: dict[BlockHash, int] = {}
         for now in range(len(requests) - 1, -1, -1):
@@ -274,15 +275,15 @@ class Belady:
         self._after.reverse()
 
     def request(self, hashes: Sequence[BlockHash], first: int, now: int) -> int:
-        """As `HostCache` says, for the requests in the order that it was told."""
+        """As `HostCache` says, gaps allowed, for the requests in the order that it was told."""
         num_hits = sum(block in self._next_hit for block in hashes[first:])
-        for depth, (block, next_hit) in enumerate(zip(hashes, self._after[now], strict=True)):
+        for block, next_hit in zip(hashes, self._after[now], strict=True):
             self._next_hit.pop(block, None)
             if next_hit != _NEVER:
                 self._next_hit[block] = next_hit
-                heapq.heappush(self._furthest, (-next_hit, -depth, block))
+                heapq.heappush(self._furthest, (-next_hit, block))
         while len(self._next_hit) > self._capacity:
-            next_hit, _, block = heapq.heappop(self._furthest)
+            next_hit, block = heapq.heappop(self._furthest)
             if self._next_hit.get(block) == -next_hit:
                 del self._next_hit[block]
         return num_hits
