@@ -45,18 +45,18 @@ def make_buffers(count: int, num_bytes: int = OBJECT_BYTES) -> list[memoryview]:
     return [memory[i * num_bytes : (i + 1) * num_bytes] for i in range(count)]
 
 
-def put(storage: Storage, keys: Sequence[bytes], num_bytes: int = OBJECT_BYTES) -> list[bool]:
-    """Write what belongs under these keys."""
+def put(storage: Storage, keys: Sequence[bytes], num_bytes: int = OBJECT_BYTES, seconds: float = SECONDS) -> list[bool]:
+    """Write what belongs under these keys. Raises TimeoutError where that takes longer than `seconds`."""
     buffers = make_buffers(len(keys), num_bytes)
     for key, buffer in zip(keys, buffers, strict=True):
         buffer[:] = content_of(key, num_bytes)
-    return storage.write(keys, buffers).result(SECONDS)
+    return storage.write(keys, buffers).result(seconds)
 
 
-def get(storage: Storage, keys: Sequence[bytes], num_bytes: int = OBJECT_BYTES) -> list[bool]:
-    """Read keys; asserts that whatever is found is what belongs there."""
+def get(storage: Storage, keys: Sequence[bytes], num_bytes: int = OBJECT_BYTES, seconds: float = SECONDS) -> list[bool]:
+    """Read keys; asserts that whatever is found is what belongs there. Raises TimeoutError as `put` does."""
     buffers = make_buffers(len(keys), num_bytes)
-    found = storage.read(keys, buffers).result(SECONDS)
+    found = storage.read(keys, buffers).result(seconds)
     assert len(found) == len(keys), f"{len(found)} answers for {len(keys)} keys"
     for key, buffer, is_found in zip(keys, buffers, found, strict=True):
         assert not is_found or bytes(buffer) == content_of(key, num_bytes), "bytes that were never written"

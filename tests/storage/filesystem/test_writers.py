@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kv_connector.storage.filesystem.backend import FilesystemStorage
-from tests.storage.filesystem.test_kills import start
+from tests.storage.filesystem.test_kills import hear, started
 from tests.storage.storages import BLOCK, SECONDS, buffers, files_of, keys_of, open_store
 
 NUM_BLOCKS = 8
@@ -46,20 +46,16 @@ def serve(root: Path, last_bits: int, pipe: Connection) -> None:
 
 def race(root: Path, rounds: int) -> None:
     """Both write at once, then both read, then both are read by one that starts now."""
-    writers = [start(serve, root, last_bits) for last_bits in (1, 2)]
-    for turn in range(rounds):
-        for act in ("write", "read"):
-            for _, pipe in writers:
-                pipe.send((act, turn))
-            for _, pipe in writers:
-                assert pipe.poll(SECONDS), "a writer hangs"
-                answer = pipe.recv()
-                if act == "read":
-                    values, num_corrupt = answer
-                    assert set(values) <= {1, 2} and not num_corrupt
-    for process, _ in writers:
-        process.kill()
-        process.join(SECONDS)
+    with started(serve, root, 1) as one, started(serve, root, 2) as two:
+        for turn in range(rounds):
+            for act in ("write", "read"):
+                for _, pipe in (one, two):
+                    pipe.send((act, turn))
+                for process, pipe in (one, two):
+                    answer = hear(process, pipe)
+                    if act == "read":
+                        values, num_corrupt = answer
+                        assert set(values) <= {1, 2} and not num_corrupt
     store = open_store(root, CAPACITY)
     store.recovered.result(SECONDS)
     for turn in range(rounds):
