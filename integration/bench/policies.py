@@ -142,11 +142,12 @@ def draw(path: Path | None, rows: Sequence[Row]) -> None:
         axes.set_xscale("log")
         axes.set_xticks([row["host_percent"] for row in own], [f"{row['host_percent']:g}" for row in own])
         axes.minorticks_off()
+        axes.set_ylim(bottom=0)
         axes.set_xlabel("host, % of distinct blocks")
         axes.set_title(trace)
         axes.grid(True, alpha=0.2)
     grid[0][0].set_ylabel("host hits, % of all blocks")
-    grid[0][-1].legend(fontsize=8)
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=8)
     figure.savefig(path, dpi=120)
     print(f"wrote {path}")
 
