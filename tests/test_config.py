@@ -203,7 +203,7 @@ def test_a_folder_of_nobody_is_refused() -> None:
 def test_the_defaults_are_valid_and_keep_the_host_tier_off() -> None:
     config = Config()
     assert config.host_memory == 0
-    assert config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+    assert config.write_policy is WritePolicy.ADAPTIVE
     assert config.write_through_threshold == 2
     assert Config.from_mapping({}) == config
 
@@ -257,9 +257,9 @@ def test_settings_that_are_not_an_object_are_refused(settings: Any) -> None:
 
 
 WRONG = [
-    ({"write_policy": "write_trough"}, "'write_trough' is unknown: give one of 'write_through', 'write_through_sel"),
-    ({"write_policy": None}, "write_policy=None is unknown: give one of 'write_through'"),
-    ({"write_policy": []}, "write_policy=[] is unknown: give one of 'write_through'"),
+    ({"write_policy": "write_trough"}, "'write_trough' is unknown: give one of 'adaptive', 'write_through', 'write_"),
+    ({"write_policy": None}, "write_policy=None is unknown: give one of 'adaptive'"),
+    ({"write_policy": []}, "write_policy=[] is unknown: give one of 'adaptive'"),
     ({"copy_path": "dma"}, "copy_path='dma' is unknown: give one of 'auto', 'runs', 'direct', 'staged'"),
     ({"pin_memory": "yes"}, "pin_memory='yes' is not a boolean: give true or false"),
     ({"numa_bind": 1}, "numa_bind=1 is not a boolean: give true or false"),

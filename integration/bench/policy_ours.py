@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kv_connector.config import WritePolicy
-from kv_connector.index import LEAST_REMEMBERED, CacheTier, Event, PrefixTree, SavePolicy
+from kv_connector.index import LEAST_REMEMBERED, CacheTier, Event, PrefixTree, Recency, ReuseModel, SavePolicy
 from kv_connector.types import BlockHash, Tier
 
 
@@ -13,12 +15,15 @@ class HostTier:
     """A tree and its host tier under one of the write policies; a save ends before the next request comes.
 
     As `scheduler/hits.py` does, a request counts each known block as asked for once more; as `scheduler/ranks.py` does,
-    the tree remembers as many blocks that are gone as the host holds, and never fewer than `LEAST_REMEMBERED`.
+    the tree remembers twice as many blocks that are gone as the host holds, and never fewer than `LEAST_REMEMBERED`.
     """
 
-    def __init__(self, capacity: int, policy: SavePolicy) -> None:
-        self.tree = PrefixTree(max(LEAST_REMEMBERED, capacity))
-        self.host = CacheTier(self.tree, Tier.HOST, capacity)
+    def __init__(self, capacity: int, policy: SavePolicy, evicts_oldest: bool = False) -> None:
+        """`evicts_oldest`: the least recently used goes first, instead of what is learned to be worth least."""
+        self.tree = PrefixTree(max(LEAST_REMEMBERED, 2 * capacity))
+        self._reuse = ReuseModel(self.tree)
+        order = Recency() if evicts_oldest else self._reuse
+        self.host = CacheTier(self.tree, Tier.HOST, capacity, order=order)
         self._policy = policy
 
     def request(self, hashes: Sequence[BlockHash], first: int, now: int) -> int:
@@ -27,21 +32,29 @@ class HostTier:
         self.tree.touch(known, now)
         for node in known:
             self.tree.hits[node] += 1
+        self._reuse.asked(np.array(known, np.intc), np.arange(len(known)) >= first)
+        self._reuse.passed(len(hashes))
         num_hits = self.host.resident_prefix(known[first:])
         self._save(hashes, known, now)
         return num_hits
 
     def _save(self, hashes: Sequence[BlockHash], known: Sequence[int], now: int) -> None:
-        """Save what the policy wants of a request, as far as older prefixes make room."""
+        """Save what the policy wants of a request, as far as there is room for it."""
         absent = [*self.host.absent(known), *range(len(known), len(hashes))]
         hits = [self.tree.hits[node] for node in known] + [0] * (len(hashes) - len(known))
         wanted = [depth for depth in absent if self._policy.wants(hits[depth], pinned=False)]
-        block_ids = self.host.allocate_behind(len(wanted), hashes, now)
+        worth = self._reuse.worth_of(hashes, wanted[0]) if wanted and self._policy.declines else float("inf")
+        block_ids = self.host.allocate_behind(len(wanted), hashes, now, worth)
         nodes = self.tree.insert_path(hashes, now)
         self.host.attach(block_ids, [nodes[depth] for depth in wanted[: len(block_ids)]], Event.SWAP_OUT)
         self.host.fill(block_ids)
         self.host.release(block_ids)
         self.tree.settle(nodes)
+
+
+def adaptive(capacity: int) -> HostTier:
+    """The default: every block is saved that is worth more than something that is there."""
+    return HostTier(capacity, SavePolicy(WritePolicy.ADAPTIVE, threshold=0, lookahead=0))
 
 
 def write_through(capacity: int) -> HostTier:
@@ -54,10 +67,16 @@ def write_through_selective(capacity: int) -> HostTier:
     return HostTier(capacity, SavePolicy(WritePolicy.WRITE_THROUGH_SELECTIVE, threshold=2, lookahead=0))
 
 
+def write_through_lru(capacity: int) -> HostTier:
+    """What the index classes make of `LRU`."""
+    return HostTier(capacity, SavePolicy(WritePolicy.WRITE_THROUGH, threshold=0, lookahead=0), evicts_oldest=True)
+
+
 OURS: dict[str, Callable[[int], HostTier]] = {
+    "adaptive": adaptive,
     "write_through": write_through,
     "write_through_selective (threshold 2)": write_through_selective,
 }
 """By the name of a column: the host tier of so many blocks."""
-DEFAULT = "write_through"
+DEFAULT = "adaptive"
 """The column of which something is claimed."""

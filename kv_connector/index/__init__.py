@@ -1,5 +1,6 @@
 """What is cached where: Python and a little NumPy, no torch, no threads, no clock of its own (layer 1)."""
 
+from .eviction import Recency
 from .hashing import BlockHasher, MultimodalItem, adopt_hash, adopt_hashes, root_hash
 from .identity import CacheIdentity, RankIdentity
 from .lookup import BlockGroup, GroupedTree, Hit, Lookup, group_key, split_key
@@ -27,6 +28,7 @@ __all__ = [
     "MultimodalItem",
     "PrefixTree",
     "RankIdentity",
+    "Recency",
     "ReuseModel",
     "SavePolicy",
     "adopt_hash",

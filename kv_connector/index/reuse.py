@@ -18,10 +18,13 @@ user reads for a minute does so in a minute: nothing of that is a setting.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from .tree import PrefixTree
+from ..types import BlockHash
+from .tree import ROOT, PrefixTree
 
 _CLASSES = 6
 _CLASS_OF = bytes(min(_CLASSES - 1, (visits + 1).bit_length() - 1) for visits in range(1 << (_CLASSES - 1)))
@@ -70,8 +73,12 @@ class ReuseModel:
         tree = self._tree
         return self._worth[_CLASS_OF[min(tree.visits[node], _MOST_VISITS)]][_bucket(tree.time - tree.asked[node])]
 
-    def worth_now(self, visits: int) -> float:
-        """Of a block that is asked for at this moment."""
+    def worth_of(self, path: Sequence[BlockHash], index: int) -> float:
+        """Of this block of a path, at the moment in which it is asked for."""
+        tree = self._tree
+        node = tree.get(path[index])
+        parent = tree.get(path[index - 1]) if node is None and index else ROOT
+        visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
         return self._worth[_CLASS_OF[min(visits, _MOST_VISITS)]][0]
 
     def asked(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:

@@ -37,8 +37,8 @@ class RankStates:
             capacity = min(capacity, self._limit)
         if capacity != self._host.pool.capacity:
             self._host.resize(capacity)
-            # As many blocks are known that are gone: who comes back later than that is new to the write policy.
-            self._host.tree.max_remembered = max(LEAST_REMEMBERED, capacity)
+            # Twice as many blocks are known that are gone: who comes back later than that is new to the write policy.
+            self._host.tree.max_remembered = max(LEAST_REMEMBERED, 2 * capacity)
 
     @property
     def reported_step(self) -> int:

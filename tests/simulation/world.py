@@ -60,6 +60,7 @@ class World:
         rng = random.Random(f"{seed}/world")
         self._digest = hashlib.sha256()
         self.configs = configs.draw_remembered(random.Random(f"{seed}/most_remembered"), configs.draw_world(rng))
+        self.configs = configs.draw_policies(random.Random(f"{seed}/policies"), self.configs)
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))

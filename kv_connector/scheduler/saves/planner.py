@@ -9,7 +9,7 @@ import numpy as np
 
 from ...base import Request, ScheduledRequest
 from ...events import BlockStored
-from ...index import ROOT, BlockState, Event, ReuseModel, SavePolicy
+from ...index import BlockState, Event, ReuseModel, SavePolicy
 from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
 from ..ledger import EndedJob
 from ..shared import Shared
@@ -269,13 +269,9 @@ class SavePlanner:
 
     def _worth(self, keys: Sequence[BlockHash], index: int) -> float:
         """What may go for the block is worth no more than this."""
-        if not self._policy.declines:
-            return _NEVER_TOO_MUCH
         node = self._tree.get(keys[index])
-        if node is None:
-            parent = self._tree.get(keys[index - 1]) if index else ROOT
-            return self._reuse.worth_now(self._tree.visits_behind(parent) if parent is not None else 0)
-        return self._reuse.worth_now(self._tree.visits[node]) if not self._tree.pins[node] else _NEVER_TOO_MUCH
+        is_pinned = node is not None and self._tree.pins[node] > 0
+        return self._reuse.worth_of(keys, index) if self._policy.declines and not is_pinned else _NEVER_TOO_MUCH
 
     def _is_wanted(self, key: BlockHash) -> bool:
         node = self._tree.get(key)

@@ -1,0 +1,165 @@
+"""What is learned from the blocks that are asked for again, and what goes first because of it."""
+
+import random
+
+import numpy as np
+import pytest
+
+from kv_connector.index import CacheTier, Event, PrefixTree, Recency, ReuseModel
+from kv_connector.index.reuse import _BUCKETS, _bucket, _cells
+from kv_connector.types import BlockHash, Tier
+
+
+class Host:
+    """A host tier whose order is learned; every block of a request is saved that is worth it."""
+
+    def __init__(self, capacity: int, declines: bool = False, remembered: int = 10_000) -> None:
+        self.tree = PrefixTree(remembered)
+        self.reuse = ReuseModel(self.tree)
+        self.tier = CacheTier(self.tree, Tier.HOST, capacity, order=self.reuse)
+        self.now = 0.0
+        self._declines = declines
+
+    def ask(self, *path: str, on_device: int = 0) -> int:
+        """How many blocks behind those on the device the host has."""
+        self.now += 1.0
+        hashes = hashed(path)
+        known = self.tree.match(hashes)
+        self.reuse.asked(np.array(known, np.intc), np.arange(len(known)) >= on_device)
+        self.reuse.passed(len(hashes))
+        self.tree.touch(known, self.now)
+        found = self.tier.resident_prefix(known[on_device:])
+        wanted = [*self.tier.absent(known), *range(len(known), len(hashes))]
+        worth = self.reuse.worth_of(hashes, wanted[0]) if wanted and self._declines else float("inf")
+        block_ids = self.tier.allocate_behind(len(wanted), hashes, self.now, worth)
+        nodes = self.tree.insert_path(hashes, self.now)
+        self.tier.attach(block_ids, [nodes[index] for index in wanted[: len(block_ids)]], Event.SWAP_OUT)
+        self.tier.fill(block_ids)
+        self.tier.release(block_ids)
+        self.tree.settle(nodes)
+        return found
+
+    def holds(self, *path: str) -> bool:
+        known = self.tree.match(hashed(path))
+        return len(known) == len(path) and self.tier.resident_prefix(known) == len(path)
+
+    def check(self) -> None:
+        self.tree.check()
+        self.tier.check()
+
+
+def hashed(path: tuple[str, ...]) -> list[BlockHash]:
+    return [BlockHash("/".join(path[: i + 1]).encode().rjust(32, b".")) for i in range(len(path))]
+
+
+def teach(host: Host, rounds: int = 40) -> int:
+    """Chats come back after a while, and one-off prompts of four blocks never do; hits of the last round."""
+    num_hits = 0
+    for number in range(rounds):
+        num_hits = 0
+        for chat in range(4):
+            num_hits += host.ask(f"chat {chat}", "a", "b")
+            host.ask(f"one-off {number} {chat}", "a", "b", "c")
+    return num_hits
+
+
+def test_chats_that_come_back_outlive_prompts_that_never_do() -> None:
+    """The host holds less than what comes between two turns of a chat, so that the least recently used is always
+    what is needed next."""
+    learned, host_of_old = Host(24), Host(24)
+    host_of_old.tier = CacheTier(host_of_old.tree, Tier.HOST, 24, order=Recency())
+    assert (teach(learned), teach(host_of_old)) == (12, 0)
+    learned.check()
+
+
+def test_until_something_is_learned_the_least_recently_used_goes() -> None:
+    host = Host(3)
+    for name in "abcad":
+        host.ask(name)
+    assert [host.holds(name) for name in "abcd"] == [True, False, True, True]
+
+
+def test_what_is_asked_for_again_while_the_device_has_it_makes_no_use_of_the_host() -> None:
+    """Prompts whose answers are asked for once more, at once, and chats that come back when the device has lost them."""
+    host = Host(24)
+    for number in range(400):
+        for _ in range(2):
+            host.ask(f"one-off {number}", "a", "b", "c", on_device=4)
+        host.ask(f"chat {number % 4}", "a")
+        if number >= 300:
+            assert all(host.holds(f"chat {chat}", "a") for chat in range(4))
+    host.check()
+
+
+def test_what_is_worth_less_than_all_that_is_there_is_declined() -> None:
+    host, saves_all = Host(12, declines=True), Host(12)
+    for one in (host, saves_all):
+        teach(one)
+        for chat in range(4):
+            one.ask(f"chat {chat}", "a", "b")
+        one.ask("never seen", "a", "b")
+    assert not host.holds("never seen")
+    assert all(host.holds(f"chat {chat}", "a", "b") for chat in range(4))
+    assert saves_all.holds("never seen", "a", "b")
+    host.check()
+
+
+def test_what_was_declined_is_known_and_saved_when_its_kind_turns_out_to_come_back() -> None:
+    host = Host(12, declines=True)
+    teach(host)
+    assert not host.holds("never seen")
+    for _ in range(40):
+        for name in ("one", "two", "three"):
+            host.ask(name, "a", "b", "c")
+    assert [host.ask(name, "a", "b", "c") for name in ("one", "two", "three")] == [4, 4, 4]
+
+
+def test_the_newest_blocks_of_a_chat_are_of_its_visits_and_those_of_a_branch_are_new() -> None:
+    tree = PrefixTree()
+    reuse = ReuseModel(tree)
+    first = tree.insert_path(hashed(("system", "hello")), 0.0)
+    for _ in range(3):
+        reuse.asked(np.array(first, np.intc), np.ones(2, bool))
+    longer = tree.insert_path(hashed(("system", "hello", "there", "you")), 1.0)
+    assert [tree.visits[node] for node in longer] == [3, 3, 3, 3]
+    other = tree.insert_path(hashed(("system", "goodbye")), 2.0)
+    assert tree.visits[other[-1]] == 0, "another chat begins behind the same system prompt"
+    assert [tree.visits[node] for node in tree.insert_path(hashed(("alone",)), 3.0)] == [0]
+
+
+def test_an_idle_night_ages_nothing() -> None:
+    host = Host(24)
+    teach(host)
+    host.now += 1e6
+    host.ask("good morning")
+    assert [host.ask(f"chat {chat}", "a", "b") for chat in range(4)] == [3, 3, 3, 3]
+
+
+def test_equal_histories_learn_the_same() -> None:
+    def outcome() -> list[int]:
+        rng, host = random.Random(3), Host(40)
+        return [host.ask(f"{rng.randrange(30)}", "a", f"{rng.randrange(3)}") for _ in range(600)]
+
+    assert outcome() == outcome()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_block_is_lost_or_given_twice_whatever_is_asked_for(seed: int) -> None:
+    """A node that waits to be evicted and loses its last child is not taken twice."""
+    rng, host = random.Random(seed), Host(rng_capacity := 5 + seed, declines=seed % 2 == 0, remembered=30)
+    for step in range(1500):
+        depth = rng.randint(1, 6)
+        path = [f"{rng.randrange(3)}"] + [f"{rng.randrange(2)}" for _ in range(depth - 1)]
+        host.ask(*path, on_device=rng.randint(0, 2))
+        if step % 50 == 0:
+            host.tier.resize(rng.choice([rng_capacity, rng_capacity // 2, rng_capacity + 3]))
+            host.check()
+    host.check()
+
+
+def test_ages_are_put_into_the_same_buckets_one_by_one_and_at_once() -> None:
+    ages = [0, *(1 << power for power in range(46)), *(3 << power for power in range(44)), 5, 6, 7, 1000, 12_345_678]
+    cells = _cells(np.zeros(len(ages), np.uintc), np.array(ages, np.int64))
+    assert cells.tolist() == [_bucket(age) for age in ages]
+    assert max(cells) < _BUCKETS
+    assert sorted(cells.tolist()) == [_bucket(age) for age in sorted(ages)], "older is not in a younger bucket"
