@@ -36,6 +36,7 @@ class CacheMetrics:
     loaded_blocks: int = 0
     deferred_saves_blocks: int = 0
     dropped_saves_blocks: int = 0
+    declined_saves_blocks: int = 0
     fetched_blocks: int = 0
     dropped_fetches_blocks: int = 0
     failed_fetch_jobs: int = 0
@@ -87,6 +88,7 @@ DOCUMENTATION = {
     "saved_blocks": "Saves whose bytes arrived.",
     "loaded_blocks": "Blocks loaded.",
     "deferred_saves_blocks": "Blocks that waited for save_bandwidth, once for each request that wanted them saved.",
+    "declined_saves_blocks": "Blocks that were worth less than whatever would have had to go for them (adaptive).",
     "dropped_saves_blocks": "Blocks that the policy wanted and that found no room, or no bandwidth, in time.",
     "fetched_blocks": "Blocks that came from storage to the host.",
     "dropped_fetches_blocks": "Blocks that storage had and that found no room on the host.",

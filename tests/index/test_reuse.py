@@ -80,7 +80,7 @@ def test_until_something_is_learned_the_least_recently_used_goes() -> None:
 
 
 def test_what_is_asked_for_again_while_the_device_has_it_makes_no_use_of_the_host() -> None:
-    """Prompts whose answers are asked for once more, at once, and chats that come back when the device has lost them."""
+    """Prompts whose answers are asked for once more, at once, and chats that come back when the device lost them."""
     host = Host(24)
     for number in range(400):
         for _ in range(2):
