@@ -127,6 +127,14 @@ def test_the_newest_blocks_of_a_chat_are_of_its_visits_and_those_of_a_branch_are
     assert [tree.visits[node] for node in tree.insert_path(hashed(("alone",)), 3.0)] == [0]
 
 
+def test_what_is_forgotten_is_exposed_to_nothing() -> None:
+    host = Host(4, remembered=10)
+    for number in range(300):
+        host.ask(f"one-off {number}", "a", "b")
+    assert host.reuse._open().sum() == len(host.tree) < 40
+    host.check()
+
+
 def test_an_idle_night_ages_nothing() -> None:
     host = Host(24)
     teach(host)

@@ -9,6 +9,7 @@ from .identity import IDENTITY
 from .loads import LOADS
 from .mutant import Mutant
 from .peers import PEERS
+from .reuse import REUSE
 from .saves import SAVES
 from .scheduler import SCHEDULER
 from .storage import STORAGE
@@ -24,6 +25,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *PEERS,
     *STORAGE,
     *GROUPS,
+    *REUSE,
     *IDENTITY,
     *TRANSFER,
     *VLLM,
