@@ -79,16 +79,13 @@ def test_until_something_is_learned_the_least_recently_used_goes() -> None:
     assert [host.holds(name) for name in "abcd"] == [True, False, True, True]
 
 
-def test_what_is_asked_for_again_while_the_device_has_it_makes_no_use_of_the_host() -> None:
-    """Prompts whose answers are asked for once more, at once, and chats that come back when the device lost them."""
-    host = Host(24)
-    for number in range(400):
-        for _ in range(2):
-            host.ask(f"one-off {number}", "a", "b", "c", on_device=4)
-        host.ask(f"chat {number % 4}", "a")
-        if number >= 300:
-            assert all(host.holds(f"chat {chat}", "a") for chat in range(4))
-    host.check()
+@pytest.mark.parametrize("on_device", [0, 1])
+def test_what_is_asked_for_while_the_device_has_it_makes_no_use_of_the_host(on_device: int) -> None:
+    host = Host(8)
+    for _ in range(300):
+        host.ask("system", on_device=on_device)
+    (node,) = host.tree.match(hashed(("system",)))
+    assert (host.reuse.worth(node) > 0) == (on_device == 0)
 
 
 def test_what_is_worth_less_than_all_that_is_there_is_declined() -> None:
@@ -131,7 +128,10 @@ def test_what_is_forgotten_is_exposed_to_nothing() -> None:
     host = Host(4, remembered=10)
     for number in range(300):
         host.ask(f"one-off {number}", "a", "b")
-    assert host.reuse._open().sum() == len(host.tree) < 40
+    host.tier.reset()
+    host.tree.max_remembered = 0
+    host.tree.settle(())
+    assert host.reuse._open().sum() == len(host.tree) < 10
     host.check()
 
 

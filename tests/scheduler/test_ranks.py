@@ -10,10 +10,10 @@ from kv_connector.types import BlockHash, StepReport, Tier
 
 
 @pytest.mark.parametrize(
-    ("num_host_blocks", "num_remembered"), [(5, LEAST_REMEMBERED), (LEAST_REMEMBERED + 7, LEAST_REMEMBERED + 7)]
+    ("num_host_blocks", "num_remembered"), [(5, LEAST_REMEMBERED), (LEAST_REMEMBERED + 7, 2 * LEAST_REMEMBERED + 14)]
 )
-def test_as_many_blocks_are_remembered_as_the_host_has(num_host_blocks: int, num_remembered: int) -> None:
-    """A chat that comes back after prompts that fill the host once is known as one that was there before."""
+def test_twice_as_many_blocks_are_remembered_as_the_host_has(num_host_blocks: int, num_remembered: int) -> None:
+    """A chat that comes back after prompts that fill the host twice is known as one that was there before."""
     tree = PrefixTree()
     ranks = RankStates(1, CacheTier(tree, Tier.HOST, 0))
     ranks.take_in(StepReport(1, 0, num_host_blocks=num_host_blocks))

@@ -10,12 +10,6 @@ _TESTS = "tests/index/test_reuse.py"
 
 REUSE: tuple[Mutant, ...] = (
     Mutant(
-        "evicted-twice",
-        "a node that waits to be evicted is taken a second time when its last child goes",
-        (Patch(_TIER, "time >= older_than or parent in queue or", "time >= older_than or"),),
-        tested(f"{_TESTS}::test_no_block_is_lost_or_given_twice_whatever_is_asked_for"),
-    ),
-    Mutant(
         "everything-is-saved",
         "what is worth less than all that is there takes its place",
         (
@@ -30,7 +24,7 @@ REUSE: tuple[Mutant, ...] = (
         "of-use-or-not",
         "what is asked for while the device has it counts as a use of the host",
         (Patch(_REUSE, "cells[is_of_use]", "cells"),),
-        tested(f"{_TESTS}::test_what_is_asked_for_again_while_the_device_has_it_makes_no_use_of_the_host"),
+        tested(f"{_TESTS}::test_what_is_asked_for_while_the_device_has_it_makes_no_use_of_the_host"),
     ),
     Mutant(
         "every-chat-begins-anew",

@@ -108,8 +108,8 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 _TIER,
-                "if not left or (time >= limit and (time >= older_than or (time, parent) >= (due, due_node))):",
-                "if not left or (time >= due and (time, parent) >= (due, due_node)):",
+                "if not left or time >= older_than or parent in queue or queue.key(parent) >= due:",
+                "if not left or parent in queue or queue.key(parent) >= due:",
             ),
         ),
         tested(f"{_TESTS}::test_a_block_is_kept_for_its_own_time_however_old_what_was_behind_it_is"),
@@ -140,8 +140,8 @@ SAVES: tuple[Mutant, ...] = (
     Mutant(
         "evicted-twice",
         "a parent that waits as the leaf it was is evicted with its child, and once more",
-        (Patch("kv_connector/index/tier.py", "(time, parent) >= (due, due_node)", "(time, parent) > (due, due_node)"),),
-        tested("tests/index/test_tier.py::test_a_parent_that_still_waits_as_the_leaf_it_was_is_evicted_once"),
+        (Patch("kv_connector/index/tier.py", "time >= older_than or parent in queue or", "time >= older_than or"),),
+        tested("tests/index/test_reuse.py::test_no_block_is_lost_or_given_twice_whatever_is_asked_for"),
     ),
     Mutant(
         "idle-step-ends-drafts",

@@ -276,8 +276,8 @@ SCHEDULER: tuple[Mutant, ...] = (
     Mutant(
         "remembered-too-little",
         "of a large host's evicted blocks no more are remembered than of a small one's",
-        (Patch("kv_connector/scheduler/ranks.py", "max(LEAST_REMEMBERED, capacity)", "LEAST_REMEMBERED"),),
-        tested("tests/scheduler/test_ranks.py::test_as_many_blocks_are_remembered_as_the_host_has"),
+        (Patch("kv_connector/scheduler/ranks.py", "max(LEAST_REMEMBERED, 2 * capacity)", "LEAST_REMEMBERED"),),
+        tested("tests/scheduler/test_ranks.py::test_twice_as_many_blocks_are_remembered_as_the_host_has"),
     ),
     Mutant(
         "recomputed-in-blocks",
