@@ -23,7 +23,7 @@ from integration.tests.vllm_engines import (
 )
 from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 
-POLICIES = ("write_through", "write_through_selective", "write_back")
+POLICIES = ("adaptive", "write_through", "write_through_selective", "write_back")
 
 
 @pytest.fixture
@@ -40,8 +40,9 @@ def test_a_loaded_prefix_has_the_bytes_and_gives_the_tokens_of_a_cached_one(
 
 
 def test_the_first_request_after_the_start_is_hit_by_the_second(folder: Path) -> None:
-    """It ends in the first step there is: the scheduler knows by then what memory the ranks have."""
-    config = transfer_config({"write_policy": "write_through"})
+    """It ends in the first step there is: the scheduler knows by then what memory the ranks have. The policy is the
+    default one."""
+    config = transfer_config({})
     asked = prompts(1)
     with running(folder, warm_up=False, kv_transfer_config=config) as engine:
         answers = engine.alone(asked, 1)

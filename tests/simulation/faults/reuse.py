@@ -50,4 +50,22 @@ REUSE: tuple[Mutant, ...] = (
         (Patch("kv_connector/index/tree.py", "                asked[node] = NONE\n", ""),),
         tested(f"{_TESTS}::test_what_is_forgotten_is_exposed_to_nothing"),
     ),
+    Mutant(
+        "declined-and-waiting",
+        "what was declined is tried again in every step",
+        (Patch("kv_connector/scheduler/saves/planner.py", "                new = new[num_left:]\n", ""),),
+        tested("tests/scheduler/saves/test_declined.py"),
+    ),
+    Mutant(
+        "pinned-and-declined",
+        "what an operator has pinned is declined",
+        (
+            Patch(
+                "kv_connector/scheduler/saves/planner.py",
+                "self._policy.declines and not is_pinned else",
+                "self._policy.declines else",
+            ),
+        ),
+        tested("tests/scheduler/saves/test_declined.py"),
+    ),
 )
