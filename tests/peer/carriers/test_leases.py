@@ -144,7 +144,8 @@ def test_the_fence_counts_only_time_in_which_its_owner_runs(after: float, is_see
         pair.owner.turn()
     elif is_seen_first_by == "another link":
         pair.owner.met(LINK + 1, pair)
-    assert LONGEST_SECONDS <= (left := pair.owner.quiet_in(LINK)) <= LEASE_SECONDS + LONGEST_SECONDS
+    left = pair.owner.quiet_in(LINK)
+    assert LONGEST_SECONDS <= left <= LEASE_SECONDS + LONGEST_SECONDS
     pair.pass_time(left)
     assert pair.owner.quiet_in(LINK) == 0.0
 
@@ -193,7 +194,8 @@ def test_an_owner_that_was_paused_again_does_not_count_its_pauses() -> None:
     pair.seconds += 3600.0
     pair.pass_time(LONGEST_SECONDS - 1.0)
     pair.seconds += 3600.0
-    assert (left := pair.owner.quiet_in(LINK)) > STILL_SECONDS
+    left = pair.owner.quiet_in(LINK)
+    assert left > STILL_SECONDS
     pair.seconds += 3600.0
     assert pair.owner.quiet_in(LINK) >= left - STILL_SECONDS
 
