@@ -286,8 +286,9 @@ class PeerTransport(Protocol):
 
     def quiet_in(self, link: int) -> float:
         """In how many seconds nothing can be written any more of what the peer of a lost link was to push here; 0 where
-        that is so. It may come nearer, where the peer's process ends, and go further off, where this side stood still.
-        Also behind `close`; who waits asks twice a second at least."""
+        that is so, and after a bounded number of looks whatever holds this side up. It may come nearer, where the
+        peer's process ends, and go further off, where this side stood still. Also behind `close`; who waits asks twice
+        a second at least."""
 
     def poll(self, timeout: float) -> list[PeerEvent]:
         """Make progress, for up to `timeout` seconds where there is nothing to tell."""

@@ -14,8 +14,19 @@ was refused, or reset) proves nothing: whoever is in between can say so.
 
 The fence counts only time in which its owner runs. Over TCP the owner's own processor takes in what was posted: while
 the owner stands still (stopped, frozen, moved to another machine) the writer's bytes wait before a window that is shut,
-or in the owner's own buffers, and they land once it goes on. So the owner tells of each turn that it takes, and where
-two turns are far apart, whatever was not over by the first begins its longest transfer anew with the second.
+or in the owner's own buffers, and they land once it goes on, within what a transfer takes of its running time. So the
+owner tells of each turn that it takes. Of the time between two turns half a second counts at most, however long it was:
+nobody can say how much of it the owner ran, and an owner whose turns are always late (its thread waits for Python's
+lock, or for a core) runs all the same. As that may count time that it stood still, what was not over by the first turn
+begins its longest transfer anew with the second; but all the stalls behind one lease put the fence off by no more than
+one longest transfer and the half second:
+
+    counted since the lease was given        0        lease        lease + longest        lease + 2 longest + 0.5
+    nothing lands any more                                         without a stall        whatever stalls
+
+So the fence ends, whatever stalls there are. What was posted has by then had a whole longest transfer behind the last
+stall; or two in all, and less than one of them really only where the owner stood still (longest / half a second) times
+since. For a process that has ended the same holds, with `GONE_SECONDS` instead of lease and longest transfer.
 """
 
 from __future__ import annotations
@@ -34,8 +45,8 @@ GONE_SECONDS = 1.0
 """From when a process is found to have ended until nothing of it is on its way: what the kernel and networks hold, and
 this side takes in while it runs."""
 STILL_SECONDS = 0.5
-"""Between two turns: more, and the owner stood still. An idle one takes four turns a second; and it is less than
-`GONE_SECONDS`, all of which must not pass unseen."""
+"""Between two turns: more, and the owner may have stood still; so much of it counts at most. An idle one takes four
+turns a second; and it is less than `GONE_SECONDS`, all of which must not pass unseen."""
 
 
 class Process(Protocol):
@@ -48,7 +59,8 @@ class Process(Protocol):
 
 @dataclass(slots=True)
 class _Link:
-    """`until` to `is_answered` are of this side's lease to write to the peer, `quiet_at` is of the peer's."""
+    """`until` to `is_answered` are of this side's lease to write to the peer, by the clock; `quiet_at` and `latest` are
+    of the peer's, in seconds that this side has run."""
 
     process: Process
     until: float = -math.inf
@@ -56,6 +68,7 @@ class _Link:
     number: int = 0  # of the last question
     is_answered: bool = True
     quiet_at: float = -math.inf
+    latest: float = -math.inf  # that stalls can put `quiet_at` off to
     is_lost: bool = False
 
 
@@ -69,23 +82,25 @@ class WriteLeases:
         self._longest = longest_transfer_seconds
         self._clock = clock
         self._last_turn = clock()
+        self._ran = 0.0  # seconds that count
         self._links: dict[int, _Link] = {}
 
     def turn(self) -> float:
-        """This side runs: to be called at least once in `STILL_SECONDS`, and in front of each look at a fence. What
-        the clock shows."""
-        now = self._clock()
-        if now > self._last_turn + STILL_SECONDS:
+        """This side runs: to be called at least once in `STILL_SECONDS`, and in front of each look at a fence. How many
+        seconds it has run."""
+        before, now = self._ran, self._clock()
+        passed, self._last_turn = now - self._last_turn, now
+        self._ran += min(passed, STILL_SECONDS)
+        if passed > STILL_SECONDS:
             for entry in self._links.values():
-                if entry.quiet_at > self._last_turn:
-                    entry.quiet_at = max(entry.quiet_at, now + self._longest)
-        self._last_turn = now
-        return now
+                if entry.quiet_at > before:
+                    entry.quiet_at = min(max(entry.quiet_at, self._ran + self._longest), entry.latest)
+        return self._ran
 
     def met(self, link: int, process: Process) -> None:
         """A link is open, to this process."""
-        now = self.turn()
-        self._links = {n: entry for n, entry in self._links.items() if not entry.is_lost or entry.quiet_at > now}
+        ran = self.turn()
+        self._links = {n: entry for n, entry in self._links.items() if not entry.is_lost or entry.quiet_at > ran}
         self._links[link] = _Link(process)
 
     def may_write(self, link: int) -> bool:
@@ -103,7 +118,8 @@ class WriteLeases:
         """Take a message over an open link if it is about leases."""
         entry = self._links[link]
         if isinstance(message, AskLease):
-            entry.quiet_at = self._clock() + LEASE_SECONDS + self._longest
+            entry.quiet_at = self.turn() + LEASE_SECONDS + self._longest
+            entry.latest = entry.quiet_at + STILL_SECONDS + self._longest
             self._say(link, Lease(message.number, int(LEASE_SECONDS * 1e3)))
         elif isinstance(message, Lease):
             if entry.number == message.number:  # else it was over before it came
@@ -118,12 +134,13 @@ class WriteLeases:
             self._links[link].is_lost = True
 
     def quiet_in(self, link: int) -> float:
-        """In how many seconds nothing can land any more of what the peer of a lost link has written; 0 where it is so.
-        It comes nearer where the peer's process is found to have ended, and goes further off where this side stood
-        still: who waits asks again."""
-        now, entry = self.turn(), self._links.get(link)
+        """In how many seconds that this side runs nothing can land any more of what the peer of a lost link has
+        written; 0 where it is so. It comes nearer where the peer's process is found to have ended, and goes further
+        off, but not for ever, where this side stood still: who waits asks again."""
+        ran, entry = self.turn(), self._links.get(link)
         if entry is None:
             return 0.0
         if entry.process.has_ended:
-            entry.quiet_at = min(entry.quiet_at, now + GONE_SECONDS)
-        return max(0.0, entry.quiet_at - now)
+            entry.quiet_at = min(entry.quiet_at, ran + GONE_SECONDS)
+            entry.latest = min(entry.latest, entry.quiet_at + STILL_SECONDS + GONE_SECONDS)
+        return max(0.0, entry.quiet_at - ran)

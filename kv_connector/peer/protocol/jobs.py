@@ -145,7 +145,8 @@ class PeerJobs:
         return tuple(asdict(self._transport.counters).items())
 
     def close(self) -> None:
-        """End every job and close the transport; waits for copies that are on their way. Idempotent."""
+        """End every job and close the transport; waits for copies that are on their way, and no longer than
+        `_CLOSE_SECONDS` for the thread. Idempotent."""
         was_closing, self._is_closing = self._is_closing, True
         if self._thread is not None:
             self._transport.wake()
@@ -219,7 +220,7 @@ class PeerJobs:
             self._transport.close()
             self._offers.close()
             self._report()
-            # What peers may still write goes to blocks that are ours.
+            # What peers may still write goes to blocks that are ours. The fence ends, however late this thread looks.
             while seconds := self._receives.quiet_in:
                 self._clock.sleep(min(seconds, _IDLE_SECONDS))
         finally:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kv_connector.peer.carriers.leases import GONE_SECONDS, LEASE_SECONDS, WriteLeases
+from kv_connector.peer.carriers.leases import GONE_SECONDS, LEASE_SECONDS, STILL_SECONDS, WriteLeases
 from kv_connector.peer.wire.messages import AskLease, Lease, Stop, WireMessage
 
 LINK = 3
@@ -144,9 +144,60 @@ def test_the_fence_counts_only_time_in_which_its_owner_runs(after: float, is_see
         pair.owner.turn()
     elif is_seen_first_by == "another link":
         pair.owner.met(LINK + 1, pair)
-    assert pair.owner.quiet_in(LINK) == LONGEST_SECONDS
-    pair.pass_time(LONGEST_SECONDS)
+    left = pair.owner.quiet_in(LINK)
+    assert LONGEST_SECONDS <= left <= LEASE_SECONDS + LONGEST_SECONDS
+    pair.pass_time(left)
     assert pair.owner.quiet_in(LINK) == 0.0
+
+
+@pytest.mark.parametrize("stall", [STILL_SECONDS + 0.1, 3600.0])
+@pytest.mark.parametrize("between", [0.0, LONGEST_SECONDS - 1.0])
+def test_the_fence_ends_whatever_stalls_its_owner_has(between: float, stall: float) -> None:
+    """A thread that waits for Python's lock or for a core, at every turn or once in every transfer; a shutdown waits
+    for the fence."""
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.read()
+    pair.owner.lost(LINK)
+    counted = 0.0
+    while pair.owner.quiet_in(LINK):
+        pair.seconds += stall
+        pair.owner.turn()
+        pair.pass_time(between)
+        counted += STILL_SECONDS + between
+        assert counted < LEASE_SECONDS + 2 * LONGEST_SECONDS + 2 * STILL_SECONDS + between
+    assert counted >= LEASE_SECONDS + LONGEST_SECONDS
+
+
+@pytest.mark.parametrize("stall", [STILL_SECONDS + 0.1, 3600.0])
+def test_the_fence_of_a_process_that_has_ended_ends_whatever_stalls_its_owner_has(stall: float) -> None:
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.read()
+    pair.owner.lost(LINK)
+    pair.has_ended = True
+    counted = 0.0
+    while pair.owner.quiet_in(LINK):
+        pair.seconds += stall
+        counted += STILL_SECONDS
+        assert counted <= 2 * GONE_SECONDS + STILL_SECONDS
+    assert counted >= GONE_SECONDS
+
+
+def test_an_owner_that_was_paused_again_does_not_count_its_pauses() -> None:
+    """Behind the last time that its stalls put the fence off."""
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.read()
+    pair.owner.lost(LINK)
+    pair.pass_time(LEASE_SECONDS + LONGEST_SECONDS - 1.0)
+    pair.seconds += 3600.0
+    pair.pass_time(LONGEST_SECONDS - 1.0)
+    pair.seconds += 3600.0
+    left = pair.owner.quiet_in(LINK)
+    assert left > STILL_SECONDS
+    pair.seconds += 3600.0
+    assert pair.owner.quiet_in(LINK) >= left - STILL_SECONDS
 
 
 def test_what_is_on_its_way_from_a_process_that_has_ended_waits_for_an_owner_that_stands_still() -> None:

@@ -284,25 +284,49 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "fence-without-transfers",
         "what was posted within a lease is not waited for",
-        (Patch(_LEASES, "self._clock() + LEASE_SECONDS + self._longest", "self._clock() + LEASE_SECONDS"),),
+        (Patch(_LEASES, "self.turn() + LEASE_SECONDS + self._longest", "self.turn() + LEASE_SECONDS"),),
         tested("tests/simulation/test_network.py"),
     ),
     Mutant(
         "gone-at-once",
         "what a process that has ended had on its way is not waited for",
-        (Patch(_LEASES, "now + GONE_SECONDS", "now"),),
+        (Patch(_LEASES, "ran + GONE_SECONDS", "ran"),),
         tested("tests/peer/carriers/test_leases.py"),
     ),
     Mutant(
         "fence-of-who-stood-still",
         "a fence goes on while its owner stands still, and what is posted to it waits",
-        (Patch(_LEASES, "if now > self._last_turn + STILL_SECONDS:", "if False:"),),
+        (Patch(_LEASES, "self._ran += min(passed, STILL_SECONDS)", "self._ran += passed"),),
         tested("tests/simulation/test_network.py"),
+    ),
+    Mutant(
+        "fence-goes-on",
+        "what waited for an owner that stood still has no longer to land than before",
+        (Patch(_LEASES, "if passed > STILL_SECONDS:", "if False:"),),
+        tested("tests/peer/carriers/test_leases.py"),
+    ),
+    Mutant(
+        "fence-for-ever",
+        "the fence of an owner that is held up once in every transfer never ends",
+        (
+            Patch(
+                _LEASES,
+                "min(max(entry.quiet_at, self._ran + self._longest), entry.latest)",
+                "max(entry.quiet_at, self._ran + self._longest)",
+            ),
+        ),
+        tested("tests/peer/carriers/test_leases.py"),
+    ),
+    Mutant(
+        "gone-for-ever",
+        "what a process that has ended had on its way is waited for anew whenever this side is held up",
+        (Patch(_LEASES, "            entry.latest = min(entry.latest,", "            min(entry.latest,"),),
+        tested("tests/peer/carriers/test_leases.py"),
     ),
     Mutant(
         "fence-begins-again",
         "a fence that was over is closed again where its owner stands still",
-        (Patch(_LEASES, "if entry.quiet_at > self._last_turn:", "if True:"),),
+        (Patch(_LEASES, "if entry.quiet_at > before:", "if True:"),),
         tested("tests/peer/carriers/test_leases.py"),
     ),
     Mutant(
