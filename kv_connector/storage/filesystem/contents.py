@@ -92,9 +92,13 @@ class FolderContents:
     def look_again(self) -> None:
         """For packs that were missed. The caller holds the folder's lock. Raises OSError as `list_all` does."""
         for name in list(self._missed):
-            if name not in self.catalog:
-                self._look_at(name)
-            del self._missed[name]
+            del self._missed[name]  # first: who misses it meanwhile marks it anew
+            try:
+                if name not in self.catalog:
+                    self._look_at(name)
+            except OSError:
+                self._missed[name] = None
+                raise
 
     def look_at_told(self) -> None:
         """Forget what the journal has told of and never came: good packs are not to make room for it. The caller holds
