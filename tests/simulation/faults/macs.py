@@ -8,8 +8,11 @@ _CATALOG = "kv_connector/storage/filesystem/catalog.py"
 _CHECKED = "kv_connector/storage/checked.py"
 _CHECKSUMS = "kv_connector/storage/checksums.py"
 _CONTENTS = "kv_connector/storage/filesystem/contents.py"
+_FOLDER = "kv_connector/storage/filesystem/folder.py"
+_JOURNAL = "kv_connector/storage/filesystem/journal.py"
 _MACS = "kv_connector/storage/macs.py"
 _PACKS = "kv_connector/storage/filesystem/packs.py"
+_BOUNDS = "tests/storage/filesystem/test_bounds.py"
 _FOLDER_TESTS = "tests/storage/filesystem/test_folder.py"
 _FORGERY = "tests/storage/test_forgery.py"
 _SIMULATED_DISK = "tests/simulation/test_disk.py"
@@ -139,5 +142,29 @@ MACS: tuple[Mutant, ...] = (
         "what is used in one tick of a clock goes in any order",
         (Patch(_CATALOG, "max(now, self._last_ns + 1)", "max(now, self._last_ns)"),),
         tested("tests/storage/filesystem/test_catalog.py"),
+    ),
+    Mutant(
+        "index-of-any-length",
+        "an index of any length is taken into memory",
+        (Patch(_JOURNAL, " or size > self._most_bytes:", ":"),),
+        tested(f"{_BOUNDS}::test_an_index_that_is_too_long_is_not_read_and_is_written_anew"),
+    ),
+    Mutant(
+        "long-index-takes-room",
+        "good packs make room for an index that is too long to be read",
+        (Patch(_FOLDER, "            self.contents.drop_long_journal()  # it takes no room of good packs\n", ""),),
+        tested(f"{_BOUNDS}::test_an_index_that_gets_too_long_costs_a_running_engine_nothing"),
+    ),
+    Mutant(
+        "lowered-and-unread",
+        "a folder whose capacity was lowered has an index that is written, and is too long to be read back",
+        (Patch(_JOURNAL, "        self._most_bytes = max(self._most_bytes, 2 * num_bytes)\n", ""),),
+        tested(f"{_BOUNDS}::test_a_folder_whose_capacity_was_lowered_is_used_on"),
+    ),
+    Mutant(
+        "claims-of-any-size",
+        "good packs make room for one that claims exabytes",
+        (Patch(_CONTENTS, " and facts[1] <= self._capacity:", ":"),),
+        tested(f"{_BOUNDS}::test_what_claims_more_than_a_folder_holds_takes_no_room_of_good_packs"),
     ),
 )
