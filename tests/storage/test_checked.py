@@ -21,6 +21,7 @@ from kv_connector.storage import Storage, StorageContext, checked
 from kv_connector.storage.base import ended
 from kv_connector.storage.breaker import BreakerState
 from kv_connector.storage.checked import CheckedStorage, object_bytes
+from kv_connector.storage.macs import choose_check
 from kv_connector.testing import storage_contract
 from kv_connector.testing.memory import MemoryStorage
 from tests.storage.storages import BLOCK, IDENTITY, SECONDS, buffers, exists, get, key, put
@@ -130,6 +131,24 @@ def test_another_model_or_rank_that_shares_the_backend_finds_nothing(inner: Odd)
     assert (exists(here, KEYS), exists(there, KEYS)) == (4, 0)
     assert get(there, KEYS) == [False] * 4
     here.close()
+
+
+@pytest.mark.parametrize(("secret", "magic"), [(b"", b"kvcobj1\0"), (b"known to our engines", b"kvcobj2\0")])
+def test_an_object_says_how_it_is_checked(secret: bytes, magic: bytes) -> None:
+    """Objects outlive programs: what lies in buckets has these, and one with the other's is not what was written."""
+    inner = MemoryStorage(object_bytes(BLOCK), 64 * object_bytes(BLOCK))
+    check, identity = choose_check(secret, IDENTITY)
+    storage = CheckedStorage("mine", inner, identity, BLOCK, check=check)
+    assert put(storage, KEYS) == [True] * 4
+    (name,) = storage._names(KEYS[:1])
+    (held,) = buffers(1, object_bytes(BLOCK))
+    assert inner.read([name], [held]).result(SECONDS) == [True]
+    assert bytes(held[BLOCK : BLOCK + 8]) == magic
+    held[BLOCK + 6] ^= 3  # 1 for 2, and 2 for 1
+    assert inner.remove([name]).result(SECONDS) == 1
+    assert inner.write([name], [held]).result(SECONDS) == [True]
+    assert get(storage, KEYS) == [False, True, True, True]
+    storage.close()
 
 
 def flipped(call: str, future: Future[Any], views: Sequence[memoryview]) -> Future[Any]:

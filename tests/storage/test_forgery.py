@@ -14,6 +14,7 @@ from kv_connector.index import RankIdentity
 from kv_connector.storage.base import Storage
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.storage.filesystem.folder import room_bytes
+from kv_connector.storage.filesystem.packs import MAX_BLOCKS
 from kv_connector.storage.filesystem.survey import damaged_blocks, survey
 from kv_connector.storage.macs import KeyedMac, OtherSecretError, check_of, choose_check
 from tests.storage.forgers import (
@@ -175,6 +176,43 @@ def test_a_mac_is_of_one_secret_one_identity_one_key_and_all_bytes() -> None:
         assert not check.fits(KEYS[0], memoryview(block), mac)
         block[place] ^= 1
     assert check.fits(KEYS[0], memoryview(block), mac)
+
+
+def test_all_of_a_mac_counts_and_no_part_of_it_is_enough() -> None:
+    """Who may try four bytes finds them in an afternoon."""
+    block = memoryview(content(KEYS[0]))
+    check, _ = choose_check(SECRET, IDENTITY)
+    mac = check.of(KEYS[0], block)
+    assert check.fits(KEYS[0], block, mac)
+    assert not any(check.fits(KEYS[0], block, mac[:length]) for length in range(16))
+    assert not check.fits(KEYS[0], block, mac + b"\0")
+    for place in range(16):
+        for bit in range(8):
+            other = bytearray(mac)
+            other[place] ^= 1 << bit
+            assert not check.fits(KEYS[0], block, bytes(other))
+
+
+def test_the_longest_packs_with_macs_are_found_without_an_index(tmp_path: Path) -> None:
+    """Their headers are longer than any with CRCs."""
+    check, identity = choose_check(SECRET, IDENTITY)
+    block_bytes, keys = 4096, [key(i) for i in range(MAX_BLOCKS)]
+
+    def opened() -> FilesystemStorage:
+        size = MAX_BLOCKS * block_bytes
+        storage = FilesystemStorage(tmp_path, identity, block_bytes, 4 * size, size, check=check)
+        storage.recovered.result(SECONDS)
+        return storage
+
+    storage = opened()
+    assert all(put(storage, keys, block_bytes))
+    storage.close()
+    assert len(list(survey(tmp_path))) == 1
+    (tmp_path / "index").unlink()
+    storage = opened()
+    assert exists(storage, keys) == MAX_BLOCKS
+    assert all(get(storage, keys, block_bytes))
+    storage.close()
 
 
 def test_whose_blocks_lie_under_an_identity_is_known_to_who_knows_the_secret() -> None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .catalog import Facts, PackCatalog
-from .journal import Journal, Record
+from .journal import Journal, Record, most_bytes
 from .layout import FolderLayout
 from .packs import PackHeader, read_header, summary
 from .temporaries import Temporaries
@@ -31,9 +31,11 @@ class FolderContents:
         temporaries: Temporaries,
         identity: bytes,
         block_bytes: int,
+        capacity: int,
         clock: Callable[[], int],
     ) -> None:
-        """Looks at nothing yet. Packs of another identity (32 bytes) or block size only take room."""
+        """Looks at nothing yet. Packs of another identity (32 bytes) or block size only take room. What the journal may
+        say follows from `capacity`, in bytes."""
         self.catalog = PackCatalog(clock)
         """What is known of what lies there; looks at no file."""
         self._layout = layout
@@ -41,7 +43,8 @@ class FolderContents:
         self._identity = identity
         self._block_bytes = block_bytes
         self._clock = clock
-        self._journal = Journal(layout.index)
+        self._capacity = capacity
+        self._journal = Journal(layout.index, most_bytes(capacity))
         self._journal_lock = threading.RLock()
         self._listed_ns: int | None = None  # when everything was listed; None where that must be done
         self._missed: dict[str, None] = {}  # packs without a file, to be looked for when nobody is adding any
@@ -59,6 +62,11 @@ class FolderContents:
     def journal_bytes(self) -> int:
         """Length of the journal."""
         return self._journal.num_bytes()
+
+    def drop_long_journal(self) -> None:
+        """Where the journal is longer than it may be. The caller holds the folder's lock. Raises OSError."""
+        with self._journal_lock:
+            self._journal.drop_where_too_long()
 
     def catch_up(self) -> None:
         """Take in what other processes have added, as far as it can be read."""
@@ -92,9 +100,13 @@ class FolderContents:
     def look_again(self) -> None:
         """For packs that were missed. The caller holds the folder's lock. Raises OSError as `list_all` does."""
         for name in list(self._missed):
-            if name not in self.catalog:
-                self._look_at(name)
-            del self._missed[name]
+            del self._missed[name]  # first: who misses it meanwhile marks it anew
+            try:
+                if name not in self.catalog:
+                    self._look_at(name)
+            except OSError:
+                self._missed[name] = None
+                raise
 
     def look_at_told(self) -> None:
         """Forget what the journal has told of and never came: good packs are not to make room for it. The caller holds
@@ -137,10 +149,11 @@ class FolderContents:
         return header
 
     def _new_packs(self, records: Iterable[Record], times: Iterable[int]) -> Iterator[tuple[Facts, Sequence[bytes]]]:
-        """Those of these records that are not known yet, each with the time of its use."""
+        """Those of these records that are not known yet, each with the time of its use. What claims more than the
+        capacity is no pack that was made to lie here: it takes what its file takes, once that is listed."""
         for (_, text), used_ns in zip(records, times, strict=True):
             facts, keys = self.pack(used_ns, text)
-            if facts[0] not in self.catalog:
+            if facts[0] not in self.catalog and facts[1] <= self._capacity:
                 self._told.append(facts[0])
                 yield facts, keys
 
@@ -166,7 +179,9 @@ class FolderContents:
         packs = self.catalog.packs()
         others: dict[str, bytes] = {}
         if any(text is None for _, _, _, text in packs):
-            others = {summary(text)[1]: text for _, text in Journal(self._layout.index).read()}
+            others = {
+                summary(text)[1]: text for _, text in Journal(self._layout.index, most_bytes(self._capacity)).read()
+            }
         texts = ((used_ns, text or others.get(name) or self._try_text(name)) for name, _, used_ns, text in packs)
         return [(used_ns, text) for used_ns, text in texts if text is not None]
 

@@ -64,7 +64,7 @@ class PackFolder:
         self._block_bytes = block_bytes
         self._capacity = capacity
         self._temporaries = Temporaries(self.layout.temporaries)
-        self.contents = FolderContents(self.layout, self._temporaries, identity, block_bytes, clock)
+        self.contents = FolderContents(self.layout, self._temporaries, identity, block_bytes, capacity, clock)
         """What lies there, and what else is known of it."""
         self.catalog = self.contents.catalog
         """See `FolderContents`."""
@@ -117,6 +117,7 @@ class PackFolder:
         rooms = [room_bytes(len(header.keys), self._block_bytes, header.checksum_bytes) for header in headers]
         packs = [(header.file_bytes, room) for header, room in zip(headers, rooms, strict=True)]
         with self.layout.exclusive():
+            self.contents.drop_long_journal()  # it takes no room of good packs
             taken = self._temporaries.clear() + _COPIES * self.contents.journal_bytes()
             self.contents.catch_up()
             is_short = taken + self.catalog.used_bytes + sum(room for _, room in packs) > self._capacity

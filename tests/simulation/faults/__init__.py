@@ -7,6 +7,7 @@ whatever notices it.
 from .groups import GROUPS
 from .identity import IDENTITY
 from .loads import LOADS
+from .macs import MACS
 from .mutant import Mutant
 from .peers import PEERS
 from .reuse import REUSE
@@ -24,6 +25,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *WORKER,
     *PEERS,
     *STORAGE,
+    *MACS,
     *GROUPS,
     *REUSE,
     *IDENTITY,

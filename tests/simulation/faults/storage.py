@@ -15,9 +15,6 @@ _JOURNAL = "tests/storage/filesystem/test_journal.py"
 _TESTS = "tests/scheduler/storage/test_companion.py"
 
 _CHECKED = "kv_connector/storage/checked.py"
-_CHECKSUMS = "kv_connector/storage/checksums.py"
-_MACS = "kv_connector/storage/macs.py"
-_FORGERY = "tests/storage/test_forgery.py"
 _OTHERS = "tests/storage/test_checked.py"
 _S3 = "kv_connector/storage/s3/client.py"
 _S3_FAULTS = "tests/storage/s3/test_faults.py"
@@ -34,48 +31,6 @@ STORAGE: tuple[Mutant, ...] = (
         "bytes of a backend of the user's own are not compared with their checksum",
         (Patch(_CHECKED, "and self._block_check.fits(name, view[: self._block_bytes], checksum)", "and True"),),
         tested(f"{_OTHERS}::test_other_bytes_are_a_miss_and_are_removed"),
-    ),
-    Mutant(
-        "mac-of-any-block",
-        "the MAC of a block does not cover its name, so good blocks can change places",
-        (Patch(_MACS, "        mac.update(key)\n", ""),),
-        tested(f"{_SIMULATED_DISK}::test_nothing_that_is_forged_is_taken_by_who_has_a_secret"),
-    ),
-    Mutant(
-        "mac-of-any-identity",
-        "blocks of other models and ranks have the same MACs",
-        (Patch(_MACS, '_derived(secret, b"blocks", identity)', '_derived(secret, b"blocks")'),),
-        tested(f"{_FORGERY}::test_a_mac_is_of_one_secret_one_identity_one_key_and_all_bytes"),
-    ),
-    Mutant(
-        "crc-for-a-mac",
-        "an engine with a secret takes packs that are written without one",
-        (
-            Patch(
-                _CHECKSUMS,
-                "return compare_digest(self.of(key, block), stored)",
-                "return compare_digest((CRC32 if len(stored) == CRC_BYTES else self).of(key, block), stored)",
-            ),
-        ),
-        tested(f"{_SIMULATED_DISK}::test_nothing_that_is_forged_is_taken_by_who_has_a_secret"),
-    ),
-    Mutant(
-        "one-name-for-all-secrets",
-        "engines with another secret find each other's blocks, and delete them as damaged",
-        (Patch(_MACS, "marked = _mark(secret, identity) + identity[_MARK_BYTES:]", "marked = identity"),),
-        tested(f"{_FORGERY}::test_an_engine_with_another_secret_or_none_finds_nothing_and_deletes_nothing"),
-    ),
-    Mutant(
-        "verify-with-any-secret",
-        "kv-connector takes packs of another secret for damaged",
-        (
-            Patch(
-                _MACS,
-                "if secret and compare_digest(_mark(secret, identity), identity[:_MARK_BYTES]):",
-                "if size == MAC_BYTES:",
-            ),
-        ),
-        tested("tests/test_cli.py::test_verify_deletes_no_pack_whose_secret_it_does_not_know"),
     ),
     Mutant(
         "hung-backend-asked",

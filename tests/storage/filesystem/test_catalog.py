@@ -64,3 +64,14 @@ def test_of_a_listing_what_is_new_is_told_and_what_it_lacks_is_forgotten() -> No
         assert sorted(catalog.keep(list(listed))) == sorted(set(listed) - set(known))
         assert [name for name in "abcde" if name in catalog] == sorted(set(listed) & set(known))
         assert catalog.used_bytes == len(set(listed) & set(known)) * BLOCK
+
+
+def test_what_is_used_is_in_order_also_where_the_clock_stands_still_or_goes_back_a_little() -> None:
+    """Clocks are coarse: two writes of one tick would else go in any order."""
+    ticks = [100, 100, 100, 90, 90, 102, 102]
+    clock = iter(ticks)
+    catalog = PackCatalog(lambda: next(clock))
+    times = [catalog.now() for _ in ticks]
+    assert times == sorted(set(times))
+    catalog.add((facts(f"pack {time}", time), ()) for time in reversed(times))
+    assert taken(catalog) == [f"pack {time}" for time in times]

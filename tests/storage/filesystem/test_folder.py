@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import errno
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 from kv_connector.storage.filesystem import contents
+from kv_connector.storage.filesystem.backend import FilesystemStorage
+from kv_connector.storage.filesystem.catalog import Facts
+from kv_connector.storage.filesystem.contents import FolderContents
 from kv_connector.storage.filesystem.folder import PackFolder
 from kv_connector.storage.filesystem.journal import Journal
-from kv_connector.storage.filesystem.packs import PackHeader, summary
+from kv_connector.storage.filesystem.packs import PackHeader, read_header, summary
 from tests.storage.storages import (
+    BLOCK,
     IDENTITY,
     PER_PACK,
     SECONDS,
@@ -54,6 +60,91 @@ def test_packs_that_are_missed_while_the_disk_is_away_count_again_when_it_is_bac
     assert all(put(store, keys_of("c")))
     assert size_of(tmp_path / "store") <= capacity_for(2)
     assert sorted(exists(store, keys_of(name)) for name in "ab") == [0, PER_PACK]
+    store.close()
+
+
+def missed_pack(store: FilesystemStorage, name: str) -> str:
+    """A pack of these blocks, whose file the disk did not give a moment ago."""
+    assert all(put(store, keys_of(name)))
+    (slot,) = store.folder.catalog.slots(keys_of(name, 1))
+    assert slot is not None
+    store.folder.missed(slot.pack.name)
+    assert exists(store, keys_of(name)) == 0
+    return slot.pack.name
+
+
+def test_who_misses_a_pack_just_as_it_is_looked_at_again_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader's EIO on its own thread, between the look and what comes of it: the next write looks once more."""
+    store = open_store(tmp_path)
+    missed_pack(store, "a")
+    add = store.folder.catalog.add
+
+    def then_missed(packs: Iterable[tuple[Facts, Sequence[bytes]]]) -> None:
+        monkeypatch.undo()
+        taken_in = list(packs)
+        add(taken_in)
+        for (name, *_), _ in taken_in:
+            store.folder.missed(name)
+
+    monkeypatch.setattr(store.folder.catalog, "add", then_missed)
+    assert all(put(store, keys_of("b")))
+    assert exists(store, keys_of("a")) == 0
+    assert all(put(store, keys_of("c")))
+    assert exists(store, keys_of("a")) == PER_PACK
+    assert all(get(store, keys_of("a")))
+    store.close()
+
+
+def test_a_pack_whose_size_the_disk_does_not_tell_is_looked_for_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    missed_pack(store, "a")
+    looked = []
+
+    def broken(contents: FolderContents, name: str) -> None:
+        looked.append(name)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderContents, "_look_at", broken)
+        assert put(store, keys_of("b")) == [False] * PER_PACK, "room is not made by guess"
+    assert len(looked) == 1
+    assert all(put(store, keys_of("b")))
+    assert exists(store, keys_of("a")) == PER_PACK
+    store.close()
+
+
+def test_a_pack_that_is_gone_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator has deleted thousands: each write would ask the disk for all of them."""
+    store = open_store(tmp_path)
+    store.folder.layout.path(missed_pack(store, "a")).unlink()
+    asked = []
+
+    def counted(path: Path) -> tuple[os.stat_result, PackHeader | None, str]:
+        asked.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr(contents, "read_header", counted)
+    assert all(put(store, keys_of("b"))) and all(put(store, keys_of("c")))
+    assert len(asked) == 1
+    store.close()
+
+
+def test_blocks_of_another_size_only_take_room(tmp_path: Path) -> None:
+    """Under the same identity, as when a pack is forged: nothing of it is read, nor taken for damaged."""
+    other = open_store(tmp_path, block_bytes=2 * BLOCK)
+    assert all(put(other, keys_of("a", 3), 2 * BLOCK))
+    other.close()
+    store = open_store(tmp_path)
+    store.recovered.result(SECONDS)
+    assert exists(store, keys_of("a", 3)) == 0
+    assert get(store, keys_of("a", 3)) == [False] * 3
+    stats = store.stats()
+    assert (stats["stored_blocks"], stats["corrupt_blocks"]) == (0, 0)
+    assert stats["stored_bytes"] == sum(path.stat().st_size for path in files_of(tmp_path)) > 0
     store.close()
 
 
