@@ -146,7 +146,7 @@ class SimulatedPeers(Process):
             or jobs._offers._early_nones
             or self._transport._is_busy()
             or not self._channel.is_quiet
-            or any(link.quiet_at > self.network.time.now() for link in self._transport._leases._links.values())
+            or any(link.quiet_at > self._transport._leases._ran for link in self._transport._leases._links.values())
         ):
             self.wake(_IDLE_SECONDS)  # for what tells nothing by itself: deadlines, and that this side runs
 

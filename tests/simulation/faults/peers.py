@@ -297,7 +297,7 @@ PEERS: tuple[Mutant, ...] = (
         "fence-of-who-stood-still",
         "a fence goes on while its owner stands still, and what is posted to it waits",
         (Patch(_LEASES, "self._ran += min(passed, STILL_SECONDS)", "self._ran += passed"),),
-        tested("tests/simulation/test_network.py"),
+        tested("tests/peer/carriers/test_leases.py"),
     ),
     Mutant(
         "fence-goes-on",
