@@ -222,7 +222,7 @@ class PeerJobs:
             self._report()
             # What peers may still write goes to blocks that are ours. The fence ends, however late this thread looks.
             while seconds := self._receives.quiet_in:
-                self._clock.sleep(min(seconds, _IDLE_SECONDS))
+                self._clock.sleep(min(max(seconds, _MARKER_SECONDS), _IDLE_SECONDS))
         finally:
             self._offers.close()
             self._receives.close()
