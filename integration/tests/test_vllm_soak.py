@@ -29,7 +29,7 @@ def soak(report: Path, *options: str) -> Outcome:
     return done.returncode, results, done.stdout + done.stderr[-5000:]
 
 
-CHOICES = {"write_through": "async", "write_through_selective": "auto", "write_back": "sync"}
+CHOICES = {"adaptive": "auto", "write_through": "async", "write_through_selective": "auto", "write_back": "sync"}
 PIPELINED = "write_through_selective"
 
 
