@@ -30,10 +30,7 @@ class HostTier:
         """As `HostCache` in `policy_baselines.py` says."""
         known = self.tree.match(hashes)
         self.tree.touch(known, now)
-        for node in known:
-            self.tree.hits[node] += 1
-        self._reuse.asked(np.array(known, np.intc), np.arange(len(known)) >= first)
-        self._reuse.passed(len(hashes))
+        self._reuse.asked(np.array(known, np.intc), np.arange(len(known)) >= first, len(hashes))
         num_hits = self.host.resident_prefix(known[first:])
         self._save(hashes, known, now)
         return num_hits

@@ -70,7 +70,7 @@ class ReuseModel:
     def worth(self, node: int) -> float:
         """Of a node's copy; the lowest goes first. Events in the time in which one more block is asked for."""
         tree = self._tree
-        return self._worth[_CLASS_OF[min(tree.visits[node], _MOST_VISITS)]][_bucket(tree.time - tree.asked[node])]
+        return self._worth[self.class_of(node)][_bucket(tree.time - tree.asked[node])]
 
     def worth_of(self, path: Sequence[BlockHash], index: int) -> float:
         """Of this block of a path, at the moment in which it is asked for."""
@@ -80,19 +80,16 @@ class ReuseModel:
         visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
         return self._worth[_CLASS_OF[min(visits, _MOST_VISITS)]][0]
 
-    def asked(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
-        """A request asks for these nodes, each once; of use is the host where the device does not hold them. The tree
-        is told, too."""
+    def asked(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_], num_blocks: int) -> None:
+        """A request asks for so many blocks, of which these nodes are known, each once; of use is the host where the
+        device does not hold them. Counts it in the tree, too: `hits`, `visits`, `asked` and `time`."""
         tree = self._tree
         asked, visits = np.frombuffer(tree.asked, np.int64), np.frombuffer(tree.visits, np.uintc)
         cells = _cells(visits[nodes], tree.time - asked[nodes])
         self._new += np.bincount(cells[is_of_use], minlength=len(self._new))
         asked[nodes] = tree.time
-        visits[nodes] += 1
-
-    def passed(self, num_blocks: int) -> None:
-        """A request has asked for so many blocks, known or not."""
-        tree = self._tree
+        for counts in (np.frombuffer(tree.hits, np.uintc), visits):
+            counts[nodes] += 1
         tree.time += num_blocks
         if tree.time - self._learned_at >= self._part:
             self._learn()

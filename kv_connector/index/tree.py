@@ -45,7 +45,7 @@ class PrefixTree:
     (children with a copy on that tier, kept by the tier).
 
     `max_remembered` may be set at any time. It decides how long a block may be away and still be known as one that was
-    asked for before: as many as the host holds blocks is a good number. A lower one is reached over later calls.
+    asked for before: twice as many as the host holds blocks is a good number. A lower one is reached over later calls.
     """
 
     def __init__(self, max_remembered: int = LEAST_REMEMBERED) -> None:

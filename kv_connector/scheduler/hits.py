@@ -35,11 +35,10 @@ class HitCounter:
         """
         metrics, size = self._metrics, self._block_size
         nodes = np.array(known, np.intc)
-        np.frombuffer(self._tree.hits, np.uintc)[nodes] += 1
         # Nodes of windows are at depth 0 wherever they are: the host is of use for them where it is for anything.
         depths = np.frombuffer(self._tree.depth, np.intc)[nodes]
-        self._reuse.asked(nodes, (depths >= num_local_tokens // size) | (depths == 0) & (num_external_tokens > 0))
-        self._reuse.passed(len(request.block_hashes))
+        is_of_use = (depths >= num_local_tokens // size) | (depths == 0) & (num_external_tokens > 0)
+        self._reuse.asked(nodes, is_of_use, len(request.block_hashes))
         metrics.requests += 1
         metrics.queries_tokens += request.num_tokens
         metrics.device_hit_tokens += num_local_tokens

@@ -25,8 +25,7 @@ class Host:
         self.now += 1.0
         hashes = hashed(path)
         known = self.tree.match(hashes)
-        self.reuse.asked(np.array(known, np.intc), np.arange(len(known)) >= on_device)
-        self.reuse.passed(len(hashes))
+        self.reuse.asked(np.array(known, np.intc), np.arange(len(known)) >= on_device, len(hashes))
         self.tree.touch(known, self.now)
         found = self.tier.resident_prefix(known[on_device:])
         wanted = [*self.tier.absent(known), *range(len(known), len(hashes))]
@@ -116,7 +115,7 @@ def test_the_newest_blocks_of_a_chat_are_of_its_visits_and_those_of_a_branch_are
     reuse = ReuseModel(tree)
     first = tree.insert_path(hashed(("system", "hello")), 0.0)
     for _ in range(3):
-        reuse.asked(np.array(first, np.intc), np.ones(2, bool))
+        reuse.asked(np.array(first, np.intc), np.ones(2, bool), 2)
     longer = tree.insert_path(hashed(("system", "hello", "there", "you")), 1.0)
     assert [tree.visits[node] for node in longer] == [3, 3, 3, 3]
     other = tree.insert_path(hashed(("system", "goodbye")), 2.0)

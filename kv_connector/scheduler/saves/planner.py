@@ -176,11 +176,13 @@ class SavePlanner:
         if new and not table.unsaved:
             room = self._host.allocate_behind(min(len(new), most), keys, now, self._worth(keys, new[0]))
             saved, host_ids = saved + new[: len(room)], host_ids + room
-            num_left = min(len(new), most) - len(room)
-            if num_left and self._host.has_room_behind(keys, now):  # but not for these: they do not wait
-                self._metrics.declined_saves_blocks += num_left
-                new = new[num_left:]
-            new = new[len(room) :]
+            num_done, num_looked_at = len(room), min(len(new), most)
+            if num_done < num_looked_at and self._host.has_room_behind(
+                keys, now
+            ):  # but not for these: they do not wait
+                self._metrics.declined_saves_blocks += num_looked_at - num_done
+                num_done = num_looked_at
+            new = new[num_done:]
         table.unsaved += new
         self._budget.spend(len(host_ids))
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.

@@ -53,7 +53,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "declined-and-waiting",
         "what was declined is tried again in every step",
-        (Patch("kv_connector/scheduler/saves/planner.py", "                new = new[num_left:]\n", ""),),
+        (Patch("kv_connector/scheduler/saves/planner.py", "                num_done = num_looked_at\n", ""),),
         tested("tests/scheduler/saves/test_declined.py"),
     ),
     Mutant(
