@@ -215,6 +215,11 @@ def conclude(options: argparse.Namespace, turns: Sequence[Turn]) -> int:
         spread = f"{min(ratios):.1f} to {max(ratios):.1f} x sooner"
         print(f"{len(ratios)} turns hit 1,000 tokens or more on the host: {spread}")
         report.claim("ttft_speedup_of_1000_token_host_hit", median(ratios), 5, "x", "higher")
+    default = Config().write_policy.value
+    second = [t for t in turns if t.turn == 1 and t.way == default]
+    if second and all(t.device_hit_tokens == 0 for t in second):  # else the chats fit on the device
+        num_hits = sum(t.host_hit_tokens > 0 for t in second)
+        report.claim("second_turns_on_the_host", num_hits, len(second), f"chats under {default}, the default", "higher")
     report.write(options.json)
     title = f"{options.users} chats that do not fit on the device together, {hardware()['gpu'] or hardware()['cpu']}"
     plot_ttft(options.png, title, [(t.way, t.turn, 1e3 * t.ttft) for t in turns])

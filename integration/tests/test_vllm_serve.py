@@ -34,7 +34,7 @@ pytestmark = [
 
 BY_MODULE = """{"kv_connector": "TieredKVConnector", "kv_connector_module_path": "kv_connector.engines.vllm",
  "kv_role": "kv_both", "kv_connector_extra_config":
- {"host_memory": "1GiB", "write_policy": "write_through", "storage": STORAGE}}"""
+ {"host_memory": "1GiB", "storage": STORAGE}}"""
 BY_NAME = """{"kv_connector": "TieredKVConnector", "kv_role": "kv_both",
  "kv_connector_extra_config": {"host_memory": "256MiB", "storage": STORAGE}}"""
 STORAGE = {"capacity": "1GiB", "prefetch": "wait_complete"}
@@ -201,6 +201,18 @@ def test_an_answer_from_the_host_is_the_answer(server: Server) -> None:
     before = server.metric("vllm:kv_tiered_host_hit_tokens_total")
     assert server.complete(about("Marie")) == first
     assert server.metric("vllm:kv_tiered_host_hit_tokens_total") - before >= 128, "the prefix was computed again"
+
+
+def test_a_chat_hits_the_host_from_its_second_round_on(server: Server) -> None:
+    """Under the default policy, and whoever else asked meanwhile."""
+    hits = "vllm:kv_tiered_host_hit_tokens_total"
+    messages = [{"role": "system", "content": "You help Emilie. " + FACTS * 6}]
+    for question in ("Where is Lyon?", "What is it known for?", "How many rivers meet there?"):
+        messages.append({"role": "user", "content": question})
+        before = server.metric(hits)
+        messages.append({"role": "assistant", "content": server.chat(messages)})
+        assert len(messages) == 3 or server.metric(hits) - before >= 128, f"{question}: its history was computed again"
+        fill_the_device(server)
 
 
 def test_chats_go_on_while_others_hang_up(server: Server) -> None:

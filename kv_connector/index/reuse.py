@@ -100,7 +100,9 @@ class ReuseModel:
         self._events = _FADING * self._events + self._new.reshape(shape)
         self._exposure = _FADING * self._exposure + self._open().reshape(shape) * passed
         self._new[:] = 0.0
-        self._worth = _best_rates(*_smoothed(self._events, self._exposure)).tolist()
+        reached = _bucket(self._tree.time) + 1  # no age is above the time, and nothing is known of later ones
+        best = _best_rates(*_smoothed(self._events[:, :reached], self._exposure[:, :reached]))
+        self._worth = np.pad(best, ((0, 0), (0, _BUCKETS - reached))).tolist()
 
     def _open(self) -> Table:
         """How many known blocks are of each class and age now."""
