@@ -21,19 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from integration.bench.vllm_engine import (
-    Engine,
-    EngineError,
-    EngineOptions,
-    EngineServer,
-    Sample,
-    add_arguments,
-    drop,
-    engine_options,
-    everywhere,
-    start_engines,
-    unavailable,
-)
+from integration.bench.vllm_engine import Engine, EngineError, Engines, EngineServer, Sample, start_engines
+from integration.bench.vllm_options import EngineOptions, add_arguments, engine_options, unavailable
 from integration.report import Report, hardware
 from kv_connector.values import parse_size
 
@@ -96,7 +85,7 @@ def main() -> int:
     lengths = [int(length) for length in options.lengths.split(",") if length]
     longest = max(lengths, default=options.part_length)
     wanted = [
-        engine_options(options, connector, longest + 2 * TAIL, trace_loads=True)
+        engine_options(options, connector, longest + 2 * TAIL, parse_size(options.host_memory), trace_loads=True)
         for connector in options.connectors.split(",")
     ]
     print(f"logs of the engines: {wanted[0].logs}", flush=True)
@@ -116,9 +105,9 @@ def measure_hits(
     """Parts one and two, on engines that run beside each other."""
     engines, _ = start_engines(wanted, options.start_timeout)
     try:
-        everywhere(engines, EngineServer.wait_for_host)
+        engines.everywhere(EngineServer.wait_for_host)
         for length in lengths:  # compiles what a first use compiles
-            everywhere(engines, probe, prompt(length + TAIL))
+            engines.everywhere(probe, prompt(length + TAIL))
         print(f"{'tokens':>7}  {'engine':14} {'cold':>18} {'device hit':>22} {'host hit':>22} ms, median (spread)")
         for length in lengths:
             measure_length(report, engines, length, options.prompts)
@@ -127,8 +116,7 @@ def measure_hits(
         measure_part(report, engines, options.part_length, options.prompts)
         report.write(options.json)
     finally:
-        for engine in engines.values():
-            engine.close()
+        engines.close()
 
 
 def prompt(length: int) -> list[int]:
@@ -136,7 +124,7 @@ def prompt(length: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(next(_seeds)).integers(3, 500, length)]
 
 
-def in_turn(engines: dict[str, Engine], num_prompts: int, length: int) -> Iterator[tuple[Engine, list[int]]]:
+def in_turn(engines: Engines, num_prompts: int, length: int) -> Iterator[tuple[Engine, list[int]]]:
     """Every prompt for every engine, which ones first changing from prompt to prompt."""
     for turn in range(num_prompts):
         token_ids = prompt(length)
@@ -145,14 +133,14 @@ def in_turn(engines: dict[str, Engine], num_prompts: int, length: int) -> Iterat
             yield engines[name], token_ids
 
 
-def measure_length(report: Report, engines: dict[str, Engine], length: int, num_prompts: int) -> None:
+def measure_length(report: Report, engines: Engines, length: int, num_prompts: int) -> None:
     """One length, all engines in turn; a row for each engine and kind of hit."""
     probes: dict[str, list[Probe]] = {name: [] for name in engines}
     for engine, token_ids in in_turn(engines, num_prompts, length + TAIL):
         try:
             probes[engine.name].append(engine.call(probe, token_ids))
         except EngineError as error:
-            drop(engines, engine.name, error)
+            engines.drop(engine.name, error)
     for name in engines:
         kinds = {"cold": [p.cold for p in probes[name]], "device_hit": [p.device_hit for p in probes[name]]}
         if hits := [p.host_hit for p in probes[name] if p.host_hit is not None]:
@@ -194,7 +182,7 @@ def claim_length(report: Report, length: int, link_seconds: float) -> None:
             report.claim(f"{name}_host_hit_over_offloading_{length}", ratio, goal, "of 1", "lower")
 
 
-def measure_part(report: Report, engines: dict[str, Engine], length: int, num_prompts: int) -> None:
+def measure_part(report: Report, engines: Engines, length: int, num_prompts: int) -> None:
     """Part two: 75 % on the host, the rest new."""
     num_hit = length * 3 // 4
     results: dict[str, list[tuple[Sample, dict[str, float]]]] = {}
@@ -204,7 +192,7 @@ def measure_part(report: Report, engines: dict[str, Engine], length: int, num_pr
         try:
             results.setdefault(engine.name, []).append(engine.call(probe_part, token_ids, num_hit))
         except EngineError as error:
-            drop(engines, engine.name, error)
+            engines.drop(engine.name, error)
     for name, found in results.items():
         counted = found[1:]  # the first may compile something
         if not counted:
@@ -230,7 +218,7 @@ def measure_startup(report: Report, wanted: EngineOptions, timeout: float) -> No
         try:
             last = engine.call(EngineServer.wait_for_host).get("host_capacity_blocks", 0)
         except EngineError as error:
-            drop(engines, name, error)
+            engines.drop(name, error)
             continue
         first = begin.stats.get("host_capacity_blocks", 0)
         report.rows.append(row | {"first_capacity_blocks": first, "last_capacity_blocks": last})
