@@ -4,7 +4,9 @@ All engines of a comparison run beside each other on one device and one at a tim
 measured in one run without paying for start-up twice. The engine core lives in the child's own process: its statistics
 can be read, and requests can arrive while it steps. Every wait has a limit, and a child that dies or hangs is an
 `EngineError` with the end of its log; the benchmark goes on with the others, and so it does where an engine is not what
-its name says (`vllm_peers.fault`). Dummy weights of Llama-3.1-8B's shape.
+its name says (`vllm_peers.fault`). Random weights of Llama-3.1-8B's shape, the same in all engines, and large enough
+that an answer depends on the whole prompt: with vLLM's own dummy weights it is that of the last token alone, and a load
+that brought nothing would not be seen.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One `generate` with one output token: its wall time, and how many tokens of the prompt were in a cache."""
+    """One `generate` with one output token: its wall time, how many tokens of the prompt were in a cache, the token."""
 
     ms: float
     cached_tokens: int
+    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class EngineServer:
         blocks = options.device_tokens // options.block_size + 1  # one is no request's: it stands for absent ones
         self.llm = LLM(
             model=str(options.logs),
-            load_format="dummy",
+            load_format=_register_weights(),
             skip_tokenizer_init=True,
             generation_config="vllm",
             dtype="float32" if options.tiny else "bfloat16",
@@ -103,7 +106,8 @@ class EngineServer:
         prompt, params = {"prompt_token_ids": list(token_ids)}, self.params(1)
         start = time.perf_counter()
         (output,) = self.llm.generate([prompt], params, use_tqdm=False)
-        return Sample(1e3 * (time.perf_counter() - start), output.num_cached_tokens or 0)
+        (token,) = output.outputs[0].token_ids
+        return Sample(1e3 * (time.perf_counter() - start), output.num_cached_tokens or 0, token)
 
     def submit(self, name: str, token_ids: Sequence[int], max_tokens: int) -> None:
         """Add a request; `step` answers it, under this name."""
@@ -268,6 +272,24 @@ def start_engines(wanted: Sequence[EngineOptions], seconds: float) -> tuple[Engi
         ready[name] = begun
         print(f"{name}: serves {begun.first_token_seconds:.1f} s after its start", flush=True)
     return engines, ready
+
+
+def _register_weights() -> str:
+    """Tell vLLM of weights that are its dummy ones times a power of two; returns the name to load them by.
+
+    Those are so small, in the norms as well, that what attention adds to a token's embedding is lost in rounding.
+    """
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class Loader(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            for parameter in model.parameters():
+                parameter.data.mul_(256)
+
+    register_model_loader("dummy_times_256")(Loader)
+    return "dummy_times_256"
 
 
 @contextlib.contextmanager
