@@ -38,7 +38,7 @@ for part in "${parts[@]}"; do
                 --connectors none,offloading,simple,lmcache,ours
             ;;
         serving_*x)
-            bench vllm_serving "$part" --host-memory "${part#serving_}" --limit 585 \
+            bench vllm_serving "$part" --host-memory "${part#serving_}" --limit 570 \
                 --connectors offloading,simple,lmcache,ours,ours:write_through
             ;;
         regimes)

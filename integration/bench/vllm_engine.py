@@ -249,6 +249,16 @@ class Engines(dict[str, Engine]):
         """The same for all engines."""
         return dict(self.each(list(self), function, *args))
 
+    def at_once(self, function: Callable[..., object], *args: Any) -> None:
+        """The same beside each other, for what is not measured."""
+        for engine in self.values():
+            engine.begin(function, *args)
+        for name, engine in list(self.items()):
+            try:
+                engine.finish()
+            except EngineError as error:
+                self.drop(name, error)
+
     def close(self) -> None:
         """Stop all."""
         for engine in self.values():

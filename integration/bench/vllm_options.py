@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from integration.bench.vllm_peers import environment, slug
+from integration.bench.vllm_peers import environment, parse_connector, slug
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -84,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser, host_memory: str, device_toke
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--connectors",
+        type=connectors,
         default="none,offloading,simple,lmcache,ours",
         help="of these; with settings as in offloading:KEY=VALUE, ours:POLICY (default: the default policy)",
     )
@@ -95,6 +96,17 @@ def add_arguments(parser: argparse.ArgumentParser, host_memory: str, device_toke
     parser.add_argument("--tiny", action="store_true", help="a tiny model and small sizes, for a machine without a GPU")
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs and the model's shape")
+
+
+def connectors(text: str) -> list[str]:
+    """Names of `vllm_peers`, with commas between them."""
+    names = text.split(",")
+    try:
+        for name in names:
+            parse_connector(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return names
 
 
 def unavailable(options: argparse.Namespace) -> str:

@@ -49,7 +49,10 @@ def parse_connector(name: str) -> Connector:
         key, _, value = part.rpartition("=")
         if not key and kind != "ours":
             raise ValueError(f"{part!r} of connector {name!r} is no setting: give KEY=VALUE")
-        settings |= {key: json.loads(value)} if key else {"write_policy": value}
+        try:
+            settings |= {key: json.loads(value)} if key else {"write_policy": value}
+        except json.JSONDecodeError:
+            raise ValueError(f"{value!r} in connector {name!r} is not JSON: give a number, or text in quotes") from None
     return Connector(kind, settings)
 
 

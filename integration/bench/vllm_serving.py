@@ -64,12 +64,11 @@ def main() -> int:
     if reason := unavailable(options):
         print(reason)
         return 0
-    connectors = options.connectors.split(",")
     shape = ChatShape(options.users, options.document, options.question, options.max_length)
     chats_bytes = shape.mean_tokens * bytes_per_token(options.tiny)
     size = host_bytes(options.host_memory, chats_bytes)
-    check_host(size * sum(name != "none" for name in connectors))
-    wanted = [engine_options(options, name, options.max_length, size) for name in connectors]
+    check_host(size * sum(name != "none" for name in options.connectors))
+    wanted = [engine_options(options, name, options.max_length, size) for name in options.connectors]
     report = Report("vllm_serving")
     kept = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     sizes = {"chats_bytes": round(chats_bytes), "host_bytes": size, "host_share": round(size / chats_bytes, 2)}
@@ -129,21 +128,24 @@ def measure(
     """Start the engines, measure all that was asked for, and stop them."""
     engines, _ = start_engines(wanted, options.start_timeout)
     try:
-        engines.everywhere(EngineServer.wait_for_host)
+        engines.at_once(EngineServer.wait_for_host)
         if options.rounds:
             measure_misses(options, report, engines)
+            add_failed(report, engines)
             report.write(options.json)
         if options.answers:
             measure_chats(options, report, engines, shape, begin)
     finally:
         engines.close()
-        sizes = {name: report.rows[0][name] for name in ("host_bytes", "host_share")}
-        for name, reason in engines.failed.items():
-            row = {"part": "failed", "connector": name, "vllm": vllm_version(report), "reason": reason, **sizes}
-            report.rows.append(row)
-    for regime in regimes(row for row in report.rows if row["part"] in ("chats", "failed")):
-        print(label(regime) + (f", missing: {regime['missing']}" if regime["missing"] else ""))
-        claim_regime(report, regime)
+    add_failed(report, engines)
+
+
+def add_failed(report: Report, engines: Engines) -> None:
+    """A row for each engine that is not measured, or not any more."""
+    known = {row["connector"] for row in report.rows if row["part"] == "failed"}
+    common = {name: report.rows[0][name] for name in ("host_bytes", "host_share")} | {"vllm": vllm_version(report)}
+    for name in engines.failed.keys() - known:
+        report.rows.append({"part": "failed", "connector": name, "reason": engines.failed[name], **common})
 
 
 def vllm_version(report: Report) -> str | None:
@@ -189,9 +191,8 @@ def measure_chats(
     """Every answer and rate, and for each all engines in rotating order; claims on a regime when it is measured."""
     rates = [None if rate == SATURATED else float(rate) for rate in options.rates.split(",")]
     asked = [(int(answer), rate) for answer in options.answers.split(",") for rate in rates]
-    engines.everywhere(begin_chats, shape)
-    warm = Window(0, asked[0][0], None, 0.0, 3 * options.lead)
-    engines.everywhere(run_window, warm)
+    engines.at_once(begin_chats, shape)
+    engines.at_once(run_window, Window(0, asked[0][0], None, 0.0, 2 * options.lead))  # compiles what a first use does
     left = options.limit - (time.monotonic() - begin) - _CLOSING_SECONDS - options.trace * len(engines)
     seconds = window_seconds(options.seconds, left, len(asked) * len(engines), options.lead)
     if seconds <= 0:
@@ -209,12 +210,23 @@ def measure_chats(
             row = chat_row(name, window, result) | common | {"place": order.index(name)}
             report.rows.append(row)
             print_row(row)
+        add_failed(report, engines)
+        claim_regimes(report, window)
         report.write(options.json)
     if options.trace:
         traced = replace(windows[-1], number=len(windows) + 1, lead=0.0, seconds=options.trace)
         for name, found in engines.everywhere(trace_window, traced).items():
             report.rows.append({"part": "timeline", "connector": name, **found})
             print(f"{name:20}" + "".join(f"  {key} {value:.4g}" for key, value in found.items()), flush=True)
+
+
+def claim_regimes(report: Report, window: Window) -> None:
+    """On the regime of a window that all engines have had."""
+    found = regimes(row for row in report.rows if row["part"] in ("chats", "failed"))
+    for regime in found:
+        if (regime["answer"], regime["rate"]) == (window.answer, window.rate):
+            print(label(regime) + "".join(f"; {name} {reason}" for name, reason in regime["missing"].items()))
+            claim_regime(report, regime)
 
 
 def print_row(row: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def main() -> int:
     longest = max(lengths, default=options.part_length)
     wanted = [
         engine_options(options, connector, longest + 2 * TAIL, parse_size(options.host_memory), trace_loads=True)
-        for connector in options.connectors.split(",")
+        for connector in options.connectors
     ]
     print(f"logs of the engines: {wanted[0].logs}", flush=True)
     if lengths:
