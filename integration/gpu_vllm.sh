@@ -9,6 +9,7 @@
 # takes another GPU than the first, so that two parts can run beside each other. A part that fails or takes too long
 # does not stop the others; each leaves a log in OUT.
 set -uo pipefail
+shopt -s nullglob
 out=$(mkdir -p "$2" && cd "$2" && pwd)
 site=$1
 peers=$3

@@ -11,6 +11,7 @@ import pytest
 
 from integration.bench import regimes
 from integration.bench.regimes import host_bytes, merged, rotated, table, window_seconds
+from integration.figures import RESULTS
 from kv_connector.errors import ConfigError
 
 GIB = 2**30
@@ -25,8 +26,9 @@ def chats(connector: str, turns: float, p50: float = 100.0, share: float = 1.0, 
 
 def result(*rows: Any, commit: str | None = "c" * 40) -> Any:
     """A file of `vllm_serving`."""
-    about: dict[str, Any] = {"date": "2026-11-23", "arguments": [], "hardware": {"gpu": "H200"}, "software": {}}
-    return about | {"commit": commit, "rows": [{"part": "options"}, *rows]}
+    about: dict[str, Any] = {"name": "vllm_serving", "date": "2026-11-23", "arguments": []}
+    about |= {"hardware": {"gpu": "H200"}, "software": {}, "commit": commit}
+    return about | {"rows": [{"part": "options", "host_share": 1.0}, *rows]}
 
 
 def test_a_host_is_a_size_or_a_multiple_of_what_the_chats_hold() -> None:
@@ -122,6 +124,12 @@ def test_a_table_of_several_commits_is_of_none(tmp_path: Path, capsys: pytest.Ca
     assert [row["commit"] for row in written["rows"] if row["part"] == "source"] == ["a" * 40, "b" * 40]
     assert regimes.main([str(files[0]), "--json", str(target)]) == 0
     assert json.loads(target.read_text())["commit"] == "a" * 40
+
+
+def test_a_result_without_regimes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        regimes.main([str(RESULTS / "vllm_serving_24gib_h200.json")])
+    assert "measure it again" in capsys.readouterr().err
 
 
 def test_where_nothing_is_hit_the_default_is_measured_against_no_connector() -> None:

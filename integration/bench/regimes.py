@@ -173,7 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.results:
         print("no results of vllm_serving were given: nothing to compare")
         return 0
-    report = merged([json.loads(path.read_text()) for path in options.results])
+    results = [json.loads(path.read_text()) for path in options.results]
+    for path, result in zip(options.results, results, strict=True):
+        if result.get("name") != "vllm_serving" or "host_share" not in result["rows"][0]:
+            parser.error(f"{path} is no result of vllm_serving with regimes: measure it again, or leave it out")
+    report = merged(results)
     print("\n".join(table([row for row in report.rows if row["part"] == "regime"])))
     if report.commit is None:
         print("these results are of several commits, or of unknown ones")
