@@ -6,8 +6,8 @@
 # SITE: folder with vLLM, or "" where it is installed; OUT: for results; PEERS: folder with LMCache, or "" where it is
 # installed or left out; parts, all of them unless some are named: tests ttft_graphs ttft_eager misses, serving_0.5x and
 # the like for other sizes of the host, and regimes, which makes one table of all the serving_ results in OUT. GPU=N
-# takes another GPU than the first, so that two parts can run beside each other. A part that fails or takes too long
-# does not stop the others; each leaves a log in OUT.
+# takes another GPU than the first, so that two parts can run beside each other; CONNECTORS are those of the serving_
+# parts. A part that fails or takes too long does not stop the others; each leaves a log in OUT.
 set -uo pipefail
 shopt -s nullglob
 out=$(mkdir -p "$2" && cd "$2" && pwd)
@@ -40,7 +40,7 @@ for part in "${parts[@]}"; do
             ;;
         serving_*x)
             bench vllm_serving "$part" --host-memory "${part#serving_}" --limit 570 \
-                --connectors offloading,simple,lmcache,ours,ours:write_through
+                --connectors "${CONNECTORS:-offloading,simple,lmcache,ours,ours:write_through}"
             ;;
         regimes)
             run regimes 60 python3 -m integration.bench.regimes "$out"/vllm_{serving,misses}*.json \

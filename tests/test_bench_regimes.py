@@ -77,7 +77,7 @@ def test_the_worst_regime_comes_first_and_a_loss_is_a_claim_that_is_missed() -> 
 
 def test_a_peer_that_is_void_or_did_not_start_is_named_and_not_compared() -> None:
     failed = {"part": "failed", "connector": "simple", "reason": "did not start", "vllm": "0.25.1", "host_share": 1.0}
-    elsewhere = failed | {"host_share": 2.0}
+    elsewhere = failed | {"connector": "offloading:block_size=64", "host_share": 2.0}
     void = chats("lmcache", 99, 1, void="no token came from its host memory")
     report = merged([result(chats("offloading", 10), void, chats("ours", 20), failed, elsewhere)])
     regime = report.rows[0]
