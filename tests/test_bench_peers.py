@@ -83,10 +83,11 @@ def test_lmcache_on_python_functions_is_void(monkeypatch: pytest.MonkeyPatch) ->
     operations = ModuleType("lmcache.c_ops")
     monkeypatch.setitem(sys.modules, "lmcache.c_ops", operations)
     operations.multi_layer_kv_transfer = lambda: None  # type: ignore[attr-defined]
-    assert "CUDA backend is not in use" in fault("lmcache")
+    assert "CUDA backend is not in use" in fault("lmcache", "")
     operations.multi_layer_kv_transfer = builtins.len  # type: ignore[attr-defined]
-    assert fault("lmcache") == ""
-    assert fault("none") == fault("ours") == ""
+    assert fault("lmcache", "LMCache initialized for role KVConnectorRole.WORKER") == ""
+    assert "initialize" in fault("lmcache", ". System will operate in degraded mode (recompute).")
+    assert fault("none", "") == fault("ours", "degraded mode") == ""
 
 
 def test_a_setting_that_vllm_never_reads_is_void(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,5 +97,5 @@ def test_a_setting_that_vllm_never_reads_is_void(monkeypatch: pytest.MonkeyPatch
     (package / "v1" / "kv_offload" / "spec.py").write_text('extra.get("eviction_policy", "lru")\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    assert fault('offloading:eviction_policy="arc"') == ""
-    assert fault("offloading:sync_load_budget_bytes=1") == "vLLM 0.32.0 knows no sync_load_budget_bytes"
+    assert fault('offloading:eviction_policy="arc"', "") == ""
+    assert fault("offloading:sync_load_budget_bytes=1", "") == "vLLM 0.32.0 knows no sync_load_budget_bytes"

@@ -323,7 +323,8 @@ def _serve(connection: Connection, options: EngineOptions, log: Path, started: f
         server = EngineServer(options)
         engine_seconds = time.time() - started
         server.generate(range(3, 3 + options.block_size))
-        ready = Ready(engine_seconds, time.time() - started, server.stats(), fault(options.connector))
+        reason = fault(options.connector, log.read_text(errors="replace"))
+        ready = Ready(engine_seconds, time.time() - started, server.stats(), reason)
         connection.send((True, ready))
     except Exception as error:  # noqa: BLE001 - the child's top: whatever vLLM raises goes to the parent.
         traceback.print_exc()

@@ -115,12 +115,13 @@ def environment(name: str, host_bytes: int) -> dict[str, str]:
     }
 
 
-def fault(name: str) -> str:
-    """Why this process's engine is not what its name says; empty where it is. Called when the engine has started."""
+def fault(name: str, log: str) -> str:
+    """Why this process's engine is not what its name says; empty where it is. Called when it has started; `log`: all it
+    has written by then."""
     kind, settings = parse_connector(name)
     if kind in ("offloading", "simple"):
         return unknown_settings(settings)
-    return _lmcache_fault() if kind == "lmcache" else ""
+    return _lmcache_fault(log) if kind == "lmcache" else ""
 
 
 def unknown_settings(settings: dict[str, Any]) -> str:
@@ -145,10 +146,11 @@ def no_hits(prompt_tokens: int, host_tokens: int) -> str:
     return "no token came from its host memory" if prompt_tokens and not host_tokens else ""
 
 
-def _lmcache_fault() -> str:
-    """Where its extension does not fit torch, LMCache goes on with Python functions and says so in a line of its log.
+def _lmcache_fault(log: str) -> str:
+    """Where its extension does not fit torch, LMCache goes on with Python functions and says so in a line of its log;
+    where it cannot initialize, it goes on and computes every request, which then waits for a look-up first.
 
-    Its merged module of operations has a builtin then and only then; from 0.5.4 on the extension has another name.
+    Its merged module of operations has a builtin with the extension alone, whose name is another from 0.5.4 on.
     """
     reasons = []
     for module in ("lmcache.cuda_ops", "lmcache.c_ops"):
@@ -158,6 +160,6 @@ def _lmcache_fault() -> str:
             reasons.append(f"{module}: {error}")
             continue
         if isinstance(getattr(operations, "multi_layer_kv_transfer", None), BuiltinFunctionType):
-            return ""
+            return "LMCache could not initialize" if "degraded mode" in log else ""
         reasons.append(f"{module} is Python's")
     return f"LMCache's CUDA backend is not in use ({'; '.join(reasons)})"
