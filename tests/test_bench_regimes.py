@@ -20,7 +20,7 @@ GIB = 2**30
 def chats(connector: str, turns: float, p50: float = 100.0, share: float = 1.0, answer: int = 8, **more: Any) -> Any:
     """A row of one engine in one window."""
     row = {"part": "chats", "connector": connector, "vllm": "0.25.1", "host_share": share, "answer": answer}
-    row |= {"rate": None, "turns_per_second": turns, "ttft_p50_ms": p50, "ttft_p99_ms": 2 * p50}
+    row |= {"rate": None, "seconds": 30.0, "turns_per_second": turns, "ttft_p50_ms": p50, "ttft_p99_ms": 2 * p50}
     return row | {"cached_share": 0.9, "waiting": 0, "arrived": 100} | more
 
 
@@ -35,8 +35,9 @@ def test_a_host_is_a_size_or_a_multiple_of_what_the_chats_hold() -> None:
     assert host_bytes("0.5x", 15 * GIB) == int(7.5 * GIB)
     assert host_bytes("2x", 15 * GIB) == 30 * GIB
     assert host_bytes("24GiB", 15 * GIB) == 24 * GIB
-    with pytest.raises(ConfigError, match="--host-memory"):
-        host_bytes("much", 15 * GIB)
+    for wrong in ("much", "halfx", "-1x"):
+        with pytest.raises(ConfigError, match="--host-memory"):
+            host_bytes(wrong, 15 * GIB)
 
 
 def test_each_engine_is_equally_often_at_every_place() -> None:
@@ -72,7 +73,7 @@ def test_the_worst_regime_comes_first_and_a_loss_is_a_claim_that_is_missed() -> 
     }
     assert report.claims["turns_over_best_peer_median_of_2_regimes"]["value"] == pytest.approx(1.2)
     _, _, first, second = table([worst, best])
-    assert "| 0.5x | 8 | **0.90** | **1.80** |" in first and "| 1x | 8 | 1.50 | 0.67 |" in second
+    assert "| 0.5x | 8 | 30 s | **0.90** | **1.80** |" in first and "| 1x | 8 | 30 s | 1.50 | 0.67 |" in second
 
 
 def test_a_peer_that_is_void_or_did_not_start_is_named_and_not_compared() -> None:
@@ -95,7 +96,7 @@ def test_where_the_default_or_all_peers_are_missing_the_regime_comes_first_witho
     first = report.rows[0]
     assert first["answer"] == 32 and "over_best_peer" not in first, "write_through is not the default"
     assert not any("answers_32" in claim for claim in report.claims)
-    assert "| 32 | **none** | **none** |" in table([first])[2]
+    assert "| 32 | 30 s | **none** | **none** |" in table([first])[2]
 
 
 def test_several_windows_of_a_regime_count_with_their_medians() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,8 +32,9 @@ Row = dict[str, Any]
 
 
 def host_bytes(text: str, chats_bytes: float) -> int:
-    """Of one engine: a size, or a multiple of the chats' mean bytes such as `0.5x`. Raises ConfigError, ValueError."""
-    return int(float(text[:-1]) * chats_bytes) if text.endswith("x") else parse_size(text, "--host-memory")
+    """Of one engine: a size, or a multiple of the chats' mean bytes such as `0.5x`. Raises ConfigError."""
+    multiple = re.fullmatch(r"(\d+(\.\d+)?)x", text)
+    return int(float(multiple[1]) * chats_bytes) if multiple else parse_size(text, "--host-memory")
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
@@ -78,7 +80,8 @@ def _regime(key: tuple[Any, ...], windows: Sequence[Mapping[str, Any]], absent: 
     void = {row["connector"]: row["void"] for row in windows if row["connector"] not in valid}
     missing = {name: reason for name, reason in (absent | void).items() if name not in engines}
     regime: Row = dict(zip(("vllm", "host_share", "answer", "rate"), key, strict=True))
-    regime |= {"part": "regime", "engines": engines, "missing": missing}
+    regime |= {"part": "regime", "seconds": min(row["seconds"] for row in windows)}  # of its shortest window
+    regime |= {"engines": engines, "missing": missing}
     peers = [name for name in engines if is_peer(name)]
     default = next((name for name in engines if is_default(name)), None)
     if not peers or default is None:
@@ -112,11 +115,12 @@ def claim_regime(report: Report, regime: Mapping[str, Any]) -> None:
 def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Markdown, in the order of `found`. Of each engine turns a second, and p50 of the first token in ms."""
     names = list(dict.fromkeys(name for regime in found for name in (*regime["engines"], *regime["missing"])))
-    head = ["vLLM", "host", "answer", "turns / best peer", "p50 / soonest peer", *names]
+    head = ["vLLM", "host", "answer", "window", "turns / best peer", "p50 / soonest peer", *names]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for regime in found:
         cells = [regime["vllm"], f"{regime['host_share']:g}x", str(regime["answer"])]
         cells[2] += "" if regime["rate"] is None else f", {regime['rate']:g}/s"
+        cells.append(f"{regime['seconds']:.0f} s")
         for figure, goal, sign in (("over_best_peer", OVER_BEST_PEER, 1), ("p50_over_soonest_peer", 1.0, -1)):
             value = regime.get(figure)
             missed = value is not None and sign * value < sign * goal

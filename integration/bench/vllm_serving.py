@@ -34,6 +34,7 @@ from integration.bench.vllm_engine import Engines, EngineServer, start_engines
 from integration.bench.vllm_options import EngineOptions, add_arguments, bytes_per_token, engine_options, unavailable
 from integration.bench.vllm_phases import Phases
 from integration.report import Report, hardware
+from kv_connector.errors import ConfigError
 
 SATURATED = "saturated"
 """In place of a rate: each user asks again as soon as they are answered."""
@@ -66,7 +67,10 @@ def main() -> int:
         return 0
     shape = ChatShape(options.users, options.document, options.question, options.max_length)
     chats_bytes = shape.mean_tokens * bytes_per_token(options.tiny)
-    size = host_bytes(options.host_memory, chats_bytes)
+    try:
+        size = host_bytes(options.host_memory, chats_bytes)
+    except ConfigError as error:
+        raise SystemExit(f"{error}, or a multiple of what the chats hold, such as 0.5x") from None
     check_host(size * sum(name != "none" for name in options.connectors))
     wanted = [engine_options(options, name, options.max_length, size) for name in options.connectors]
     report = Report("vllm_serving")
@@ -111,10 +115,12 @@ def parse_options() -> argparse.Namespace:
 
 
 def check_host(wanted: int) -> None:
-    """Exits where the engines' host memory, all together, is more than this machine has left."""
+    """Exits where the engines' host memory, all together, is more than this machine or container has left."""
     import psutil  # which vLLM brings
 
-    available = psutil.virtual_memory().available
+    limit = Path("/sys/fs/cgroup/memory.max")
+    limits = [int(limit.read_text())] if limit.exists() and limit.read_text().strip().isdigit() else []
+    available = min([psutil.virtual_memory().available, *limits])
     if wanted > 0.9 * available:
         raise SystemExit(
             f"the engines ask for {wanted / 2**30:.1f} GiB of host memory in all, {available / 2**30:.1f} GiB are "
