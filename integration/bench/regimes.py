@@ -138,6 +138,19 @@ def _cell(engine: Mapping[str, Any]) -> str:
     return f"{engine['turns_per_second']:.1f}, {bound}{engine['ttft_p50_ms']:.0f} ms"
 
 
+def misses_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Markdown, in the order of `rows`: throughput where nothing is hit, and what the connector's calls take."""
+    head = ["vLLM", "engine", "throughput / no connector", "10th to 90th percentile", "rounds", "calls, ms a step"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        ratio = f"{row['over_none']:.3f}"
+        ratio = f"**{ratio}**" if row["over_none"] < MISS_PATH else ratio
+        spread = f"{row['over_none_p10']:.3f} to {row['over_none_p90']:.3f}"
+        cells = [row["vllm"], row["connector"], ratio, spread, str(len(row["all_over_none"])), f"{row['calls_ms']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def merged(results: Sequence[Mapping[str, Any]]) -> Report:
     """All regimes of some results of `vllm_serving`, worst first. Its commit is theirs, if they are of one."""
     rows = [row for result in results for row in result["rows"]]
@@ -183,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{path} is no result of vllm_serving with regimes: measure it again, or leave it out")
     report = merged(results)
     print("\n".join(table([row for row in report.rows if row["part"] == "regime"])))
+    print("\n".join(misses_table([row for row in report.rows if row["part"] == "misses"])))
     if report.commit is None:
         print("these results are of several commits, or of unknown ones")
     report.write(options.json)

@@ -87,7 +87,8 @@ def main() -> int:
     report = Report("vllm_ttft")
     link = link_rate(torch.device("cuda", options.device) if torch.cuda.is_available() else torch.device("cpu"))
     kept = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
-    report.rows.append({"part": "options", **kept, "tail": TAIL, "link_bytes_per_second": link})
+    order = "that of connectors, rotated by one with each prompt"
+    report.rows.append({"part": "options", **kept, "tail": TAIL, "order": order, "link_bytes_per_second": link})
     print(f"{hardware()['gpu'] or hardware()['cpu']}: one large pinned copy to the device, {link / 1e9:.1f} GB/s")
     lengths = [int(length) for length in options.lengths.split(",") if length]
     longest = max(lengths, default=options.part_length)
