@@ -44,7 +44,7 @@ for part in "${parts[@]}"; do
             ;;
         regimes)
             run regimes 60 python3 -m integration.bench.regimes "$out"/vllm_{serving,misses}*.json \
-                --json "$out/vllm_regimes.json"
+                --json "$out/vllm_regimes.json" --png "$out/vllm_regimes.png"
             ;;
         *) printf 'there is no part %s\n' "$part" >&2 ;;
     esac

@@ -73,7 +73,10 @@ def test_the_worst_regime_comes_first_and_a_loss_is_a_claim_that_is_missed() -> 
     }
     assert report.claims["turns_over_best_peer_median_of_2_regimes"]["value"] == pytest.approx(1.2)
     _, _, first, second = table([worst, best])
-    assert "| 0.5x | 8 | 30 s | **0.90** | **1.80** |" in first and "| 1x | 8 | 30 s | 1.50 | 0.67 |" in second
+    assert (
+        "| 0.5x | 8 tokens | 30 s | **0.90** | **1.80** |" in first
+        and "| 1x | 8 tokens | 30 s | 1.50 | 0.67 |" in second
+    )
 
 
 def test_a_peer_that_is_void_or_did_not_start_is_named_and_not_compared() -> None:
@@ -96,7 +99,7 @@ def test_where_the_default_or_all_peers_are_missing_the_regime_comes_first_witho
     first = report.rows[0]
     assert first["answer"] == 32 and "over_best_peer" not in first, "write_through is not the default"
     assert not any("answers_32" in claim for claim in report.claims)
-    assert "| 32 | 30 s | **none** | **none** |" in table([first])[2]
+    assert "| 32 tokens | 30 s | **none** | **none** |" in table([first])[2]
 
 
 def test_several_windows_of_a_regime_count_with_their_medians() -> None:
@@ -125,6 +128,9 @@ def test_a_table_of_several_commits_is_of_none(tmp_path: Path, capsys: pytest.Ca
     assert [row["commit"] for row in written["rows"] if row["part"] == "source"] == ["a" * 40, "b" * 40]
     assert regimes.main([str(files[0]), "--json", str(target)]) == 0
     assert json.loads(target.read_text())["commit"] == "a" * 40
+    picture = tmp_path / "pictures" / "regimes.png"
+    assert regimes.main([str(files[0]), "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_result_without_regimes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """Regimes of chats: sizes of the host, lengths of answers, rates; and in which of them who is ahead.
 
-    python -m integration.bench.regimes RESULT.json ... [--json MERGED.json]
+    python -m integration.bench.regimes RESULT.json ... [--json MERGED.json] [--png PICTURE.png]
 
 `vllm_serving` measures some regimes in one call; this puts the results of several calls into one table, worst first,
 with one claim for each regime and one for their median. What is void or did not start is named in its regime, and the
@@ -118,9 +118,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
     head = ["vLLM", "host", "answer", "window", "turns / best peer", "p50 / soonest peer", *names]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for regime in found:
-        cells = [regime["vllm"], f"{regime['host_share']:g}x", str(regime["answer"])]
-        cells[2] += "" if regime["rate"] is None else f", {regime['rate']:g}/s"
-        cells.append(f"{regime['seconds']:.0f} s")
+        cells = [regime["vllm"], f"{regime['host_share']:g}x", _load(regime), f"{regime['seconds']:.0f} s"]
         for figure, goal, sign in (("over_best_peer", OVER_BEST_PEER, 1), ("p50_over_soonest_peer", 1.0, -1)):
             value = regime.get(figure)
             missed = value is not None and sign * value < sign * goal
@@ -131,6 +129,10 @@ def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
             cells.append(_cell(engine) if engine else reason)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _load(regime: Mapping[str, Any]) -> str:
+    return f"{regime['answer']} tokens" + ("" if regime["rate"] is None else f", {regime['rate']:g} a second")
 
 
 def _cell(engine: Mapping[str, Any]) -> str:
@@ -182,10 +184,45 @@ def claim_misses(report: Report, row: Mapping[str, Any]) -> None:
         report.claim(f"miss_path_throughput_vllm_{version}", row["over_none"], MISS_PATH, "of 1", "higher")
 
 
+def draw(path: Path | None, found: Sequence[Mapping[str, Any]]) -> None:
+    """Write a PNG: turns a second of each engine over the best peer's, by regime that has one. Needs matplotlib."""
+    found = [regime for regime in found if "best_peer" in regime]
+    if path is None or not found:
+        return
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: pip install matplotlib")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(name for regime in found for name in regime["engines"]))
+    figure, axes = pyplot.subplots(figsize=(max(7.0, 1.2 * len(found)), 4.5), layout="constrained")
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        bars = [
+            (place + number * width, regime["engines"][name]["turns_per_second"] / best)
+            for place, regime in enumerate(found)
+            if name in regime["engines"] and (best := regime["engines"][regime["best_peer"]]["turns_per_second"])
+        ]
+        axes.bar([place for place, _ in bars], [height for _, height in bars], width, label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    ticks = [f"{regime['vllm']}\nhost {regime['host_share']:g}x\n{_load(regime)}" for regime in found]
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(found))], ticks, fontsize=8)
+    axes.set_ylabel("turns answered a second / the best peer's")
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(f"wrote {path}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m integration.bench.regimes", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="*", help="of vllm_serving")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
     options = parser.parse_args(arguments)
     if not options.results:
         print("no results of vllm_serving were given: nothing to compare")
@@ -195,11 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if result.get("name") != "vllm_serving" or "host_share" not in result["rows"][0]:
             parser.error(f"{path} is no result of vllm_serving with regimes: measure it again, or leave it out")
     report = merged(results)
-    print("\n".join(table([row for row in report.rows if row["part"] == "regime"])))
-    print("\n".join(misses_table([row for row in report.rows if row["part"] == "misses"])))
+    found = [row for row in report.rows if row["part"] == "regime"]
+    print("\n".join(table(found)))
+    if misses := [row for row in report.rows if row["part"] == "misses"]:
+        print("\n".join(misses_table(misses)))
     if report.commit is None:
         print("these results are of several commits, or of unknown ones")
     report.write(options.json)
+    draw(options.png, found)
     return 0
 
 
