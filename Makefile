@@ -21,7 +21,7 @@ MODEL_STAMP := $(VENV)/.smollm2
 BENCHES := $(filter-out %/__init__.py,$(wildcard integration/bench/$(BENCH).py))
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: help demo demo-pd simulate mutants attacks test test-vllm test-vllm-matrix vllm bench known-bench lint vendor venv model clean
+.PHONY: help demo demo-pd simulate mutants attacks test test-vllm test-vllm-matrix vllm bench known-bench bench-check lint vendor venv model clean
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
@@ -33,6 +33,7 @@ help:
 	@echo 'make test-vllm [VLLM=0.25.1]   the tests in real vLLM engines on the CPU, part of make test'
 	@echo 'make test-vllm-matrix          the same with vLLM $(VLLM_VERSIONS)'
 	@echo 'make bench [BENCH=index]       benchmarks, one or all; ARGS="--json out.json" goes to each'
+	@echo 'make bench-check               which results are of older code of the package'
 	@echo 'make lint                      ruff and mypy --strict'
 	@echo 'make vendor DEST=path          copy the package, kernels in place, into an engine'
 	@echo 'make venv | model | clean      create $(VENV); convert the model; remove caches and $(VENV)'
@@ -75,6 +76,9 @@ bench: known-bench venv
 # Before anything is installed.
 known-bench:
 	@[ -n "$(BENCHES)" ] || { echo 'no benchmark $(BENCH): see integration/bench' >&2; exit 2; }
+
+bench-check: venv
+	@$(PY) -m integration.bench_check
 
 # The second mypy reads a vendored copy, where the package's own imports of the kernels resolve.
 lint: venv

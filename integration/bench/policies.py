@@ -41,9 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 0 < options.share <= 1 or not all(0 < size <= 100 for size in options.sizes):
         parser.error("--share is above 0 and at most 1, --sizes are above 0 and at most 100")
-    # Traces and results by their names: where they lie on a machine says nothing.
-    given = [Path(argument).name for argument in (sys.argv[1:] if arguments is None else arguments)]
-    report = Report("policies", arguments=given)
+    report = Report("policies", arguments=list(sys.argv[1:] if arguments is None else arguments))
     for trace in [*(read_trace(path, options.share) for path in options.trace), *synthetic_traces(options.share)]:
         report.rows += replay_trace(trace, options.sizes)
     report.rows.sort(key=lambda row: row["margin"])

@@ -3,31 +3,29 @@
 All engines of a comparison run beside each other on one device and one at a time is active, so that both sides are
 measured in one run without paying for start-up twice. The engine core lives in the child's own process: its statistics
 can be read, and requests can arrive while it steps. Every wait has a limit, and a child that dies or hangs is an
-`EngineError` with the end of its log; the benchmark goes on with the others. Dummy weights of Llama-3.1-8B's shape.
+`EngineError` with the end of its log; the benchmark goes on with the others, and so it does where an engine is not what
+its name says (`vllm_peers.fault`). Random weights of Llama-3.1-8B's shape, the same in all engines, and large enough
+that an answer depends on the whole prompt: with vLLM's own dummy weights it is that of the last token alone, and a load
+that brought nothing would not be seen.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.util
-import json
 import multiprocessing
 import os
-import re
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
-import torch
 
-from kv_connector.values import parse_size
+from integration.bench.vllm_options import EngineOptions
+from integration.bench.vllm_peers import fault, parse_connector, slug, transfer_config
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -35,24 +33,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-CONNECTORS = {"offloading": "OffloadingConnector", "simple": "SimpleCPUOffloadConnector"}
-"""vLLM's own. `none` is no connector; `ours` is ours with `write_through`, `ours:POLICY` with that policy, and
-`ours:KEY=VALUE` with that setting; more of them follow after further colons. `producer` and `consumer` hand over."""
-ROLES = {"producer": "kv_producer", "consumer": "kv_consumer"}
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
-TINY = LLAMA_8B | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-TINY |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
 _NUDGES = 3  # some connectors begin a save, or notice that one ended, only in a later step
 
 
@@ -61,111 +41,12 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What an engine is started with.
-
-    `device_tokens`: size of its KV cache; `logs` holds the model's shape too; `device`: index of its GPU.
-    """
-
-    connector: str
-    host_bytes: int
-    device_tokens: int
-    max_model_len: int
-    tiny: bool = False
-    eager: bool = False
-    ours: dict[str, Any] = field(default_factory=dict)
-    logs: Path = Path()
-    device: int = 0
-
-    @property
-    def block_size(self) -> int:
-        return 32 if self.tiny else 16
-
-    @property
-    def bytes_per_token(self) -> int:
-        model = TINY if self.tiny else LLAMA_8B
-        values = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"]
-        return int(values * (4 if self.tiny else 2))
-
-    def transfer_config(self) -> dict[str, Any] | None:
-        """Arguments of vLLM's KVTransferConfig; None for no connector."""
-        name, *settings = self.connector.split(":")
-        if name == "none":
-            return None
-        if name in ROLES:
-            return {
-                "kv_connector": "TieredKVConnector",
-                "kv_connector_module_path": "kv_connector.engines.vllm",
-                "kv_role": ROLES[name],
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": self.ours,
-            }
-        if name == "ours":
-            given = {"host_memory": self.host_bytes, "write_policy": "write_through"} | self.ours
-            for setting in settings:
-                key, _, value = setting.rpartition("=")
-                given |= {key: json.loads(value)} if key else {"write_policy": value}
-            return {
-                "kv_connector": "TieredKVConnector",
-                "kv_connector_module_path": "kv_connector.engines.vllm",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": given,
-            }
-        return {
-            "kv_connector": CONNECTORS[name],
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": self.host_bytes},
-        }
-
-
-def add_arguments(parser: argparse.ArgumentParser, host_memory: str, device_tokens: int) -> None:
-    """What all benchmarks of vLLM engines take."""
-    parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--connectors", default="none,offloading,simple,ours", help="of these, and ours:POLICY, ours:KEY=VALUE"
-    )
-    parser.add_argument("--host-memory", default=host_memory, help="of each engine with a connector")
-    parser.add_argument("--device-tokens", type=int, default=device_tokens, help="KV cache of each engine")
-    parser.add_argument("--ours-config", type=json.loads, default={}, help="more settings of ours, a JSON object")
-    parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and small sizes, for a machine without a GPU")
-    parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds")
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs and the model's shape")
-
-
-def unavailable(options: argparse.Namespace) -> str:
-    """Why nothing can be measured here; empty where it can."""
-    if importlib.util.find_spec("vllm") is None:
-        return "no vLLM here: nothing to measure"
-    if not options.tiny and not torch.cuda.is_available():
-        return "no GPU: nothing to measure (--tiny runs on the CPU)"
-    return ""
-
-
-def engine_options(options: argparse.Namespace, connector: str, max_model_len: int, **ours: Any) -> EngineOptions:
-    """From the command line; `ours` are settings of our connector that this benchmark needs."""
-    if options.logs is None:
-        options.logs = Path(tempfile.mkdtemp(prefix="vllm_bench_"))
-    options.logs.mkdir(parents=True, exist_ok=True)
-    (options.logs / "config.json").write_text(json.dumps(TINY if options.tiny else LLAMA_8B))
-    return EngineOptions(
-        connector=connector,
-        host_bytes=parse_size(options.host_memory),
-        device_tokens=options.device_tokens,
-        max_model_len=max_model_len,
-        tiny=options.tiny,
-        eager=options.eager,
-        ours=ours | options.ours_config,
-        logs=options.logs.resolve(),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Sample:
-    """One `generate` with one output token: its wall time, and how many tokens of the prompt were in a cache."""
+    """One `generate` with one output token: its wall time, how many tokens of the prompt were in a cache, the token."""
 
     ms: float
     cached_tokens: int
+    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +56,7 @@ class Ready:
     engine_seconds: float
     first_token_seconds: float
     stats: dict[str, float]
+    fault: str = ""  # why it is not what its name says
 
 
 class EngineServer:
@@ -185,11 +67,12 @@ class EngineServer:
         from vllm.config import KVTransferConfig
 
         self.options = options
-        transfer = options.transfer_config()
+        self.kept: Any = None  # what a benchmark keeps here from one call to the next
+        transfer = transfer_config(options.connector, options.host_bytes, options.ours)
         blocks = options.device_tokens // options.block_size + 1  # one is no request's: it stands for absent ones
         self.llm = LLM(
             model=str(options.logs),
-            load_format="dummy",
+            load_format=_register_weights(),
             skip_tokenizer_init=True,
             generation_config="vllm",
             dtype="float32" if options.tiny else "bfloat16",
@@ -223,7 +106,8 @@ class EngineServer:
         prompt, params = {"prompt_token_ids": list(token_ids)}, self.params(1)
         start = time.perf_counter()
         (output,) = self.llm.generate([prompt], params, use_tqdm=False)
-        return Sample(1e3 * (time.perf_counter() - start), output.num_cached_tokens or 0)
+        (token,) = output.outputs[0].token_ids
+        return Sample(1e3 * (time.perf_counter() - start), output.num_cached_tokens or 0, token)
 
     def submit(self, name: str, token_ids: Sequence[int], max_tokens: int) -> None:
         """Add a request; `step` answers it, under this name."""
@@ -260,7 +144,7 @@ class EngineServer:
 
     def stats(self) -> dict[str, float]:
         """Sums of our connector since start-up; nothing for others."""
-        if not self.options.connector.startswith("ours") and self.options.connector not in ROLES:
+        if not parse_connector(self.options.connector).is_ours:
             return {}
         return dict(self.scheduler.connector._scheduler.half.get_kv_connector_stats())
 
@@ -282,10 +166,11 @@ class Engine:
         """Start the child; `wait_ready` must follow."""
         context = multiprocessing.get_context("spawn")
         self.name = options.connector
-        self.log = options.logs / f"{re.sub('[^a-z0-9]', '_', options.connector)}_{time.strftime('%H%M%S')}.log"
+        self.log = options.logs / f"{slug(options.connector)}_{time.strftime('%H%M%S')}.log"
         self._connection, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, options, self.log, time.time()))
-        self._process.start()
+        with _environ(options.environment()):
+            self._process.start()
         other.close()
 
     def wait_ready(self, deadline: float) -> Ready:
@@ -339,35 +224,94 @@ class Engine:
         return "".join(f"\n    | {line[:200]}" for line in lines[-12:])
 
 
-def start_engines(wanted: Sequence[EngineOptions], seconds: float) -> tuple[dict[str, Engine], dict[str, Ready]]:
-    """Start engines at the same time. Those that fail are told of and left out."""
+class Engines(dict[str, Engine]):
+    """Those that answer, by name; `failed` says in a line why others do not, or are not measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: dict[str, str] = {}
+
+    def drop(self, name: str, error: EngineError) -> None:
+        """Tell of an engine that failed and go on without it."""
+        print(f"FAILED  {error}", file=sys.stderr, flush=True)
+        self.failed[name] = str(error).splitlines()[0].removeprefix(f"{name}: ")
+        self.pop(name).close()
+
+    def each(self, names: Iterable[str], function: Callable[..., R], *args: Any) -> Iterator[tuple[str, R]]:
+        """Call a function in one engine after the other; those that fail are dropped."""
+        for name in names:
+            try:
+                yield name, self[name].call(function, *args)
+            except EngineError as error:
+                self.drop(name, error)
+
+    def everywhere(self, function: Callable[..., R], *args: Any) -> dict[str, R]:
+        """The same for all engines."""
+        return dict(self.each(list(self), function, *args))
+
+    def at_once(self, function: Callable[..., object], *args: Any) -> None:
+        """The same beside each other, for what is not measured."""
+        for engine in self.values():
+            engine.begin(function, *args)
+        for name, engine in list(self.items()):
+            try:
+                engine.finish()
+            except EngineError as error:
+                self.drop(name, error)
+
+    def close(self) -> None:
+        """Stop all."""
+        for engine in self.values():
+            engine.close()
+
+
+def start_engines(wanted: Sequence[EngineOptions], seconds: float) -> tuple[Engines, dict[str, Ready]]:
+    """Start engines at the same time. Those that fail, or are not what they are called, are told of and left out."""
     deadline = time.monotonic() + seconds
-    engines = {options.connector: Engine(options) for options in wanted}
+    engines = Engines()
+    engines.update({options.connector: Engine(options) for options in wanted})
     ready = {}
     for name, engine in list(engines.items()):
         try:
-            ready[name] = engine.wait_ready(deadline)
-            print(f"{name}: serves {ready[name].first_token_seconds:.1f} s after its start", flush=True)
+            begun = engine.wait_ready(deadline)
+            if begun.fault:
+                raise EngineError(f"{name}: void: {begun.fault}")
         except EngineError as error:
-            drop(engines, name, error)
+            engines.drop(name, error)
+            continue
+        ready[name] = begun
+        print(f"{name}: serves {begun.first_token_seconds:.1f} s after its start", flush=True)
     return engines, ready
 
 
-def drop(engines: dict[str, Engine], name: str, error: EngineError) -> None:
-    """Tell of an engine that failed and go on without it."""
-    print(f"FAILED  {error}", file=sys.stderr, flush=True)
-    engines.pop(name).close()
+def _register_weights() -> str:
+    """Tell vLLM of weights that are its dummy ones times a power of two; returns the name to load them by.
+
+    Those are so small, in the norms as well, that what attention adds to a token's embedding is lost in rounding.
+    """
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class Loader(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            for parameter in model.parameters():
+                parameter.data.mul_(256)
+
+    register_model_loader("dummy_times_256")(Loader)
+    return "dummy_times_256"
 
 
-def everywhere(engines: dict[str, Engine], function: Callable[..., R], *args: Any) -> dict[str, R]:
-    """Call a function in every engine, one after the other; those that fail are dropped."""
-    results = {}
-    for name, engine in list(engines.items()):
-        try:
-            results[name] = engine.call(function, *args)
-        except EngineError as error:
-            drop(engines, name, error)
-    return results
+@contextlib.contextmanager
+def _environ(variables: Mapping[str, str]) -> Iterator[None]:
+    """What is started meanwhile has these variables, before its interpreter begins."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _serve(connection: Connection, options: EngineOptions, log: Path, started: float) -> None:
@@ -375,20 +319,13 @@ def _serve(connection: Connection, options: EngineOptions, log: Path, started: f
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    if options.device:  # as an operator keeps servers apart; vLLM takes the first that it sees
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(options.device)
-    # Engines that compile at the same time must not write into one cache.
-    root = os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm"))
-    os.environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"bench_{options.connector.replace(':', '_')}")
     try:
         server = EngineServer(options)
         engine_seconds = time.time() - started
         server.generate(range(3, 3 + options.block_size))
-        connection.send((True, Ready(engine_seconds, time.time() - started, server.stats())))
+        reason = fault(options.connector, log.read_text(errors="replace"))
+        ready = Ready(engine_seconds, time.time() - started, server.stats(), reason)
+        connection.send((True, ready))
     except Exception as error:  # noqa: BLE001 - the child's top: whatever vLLM raises goes to the parent.
         traceback.print_exc()
         connection.send((False, f"did not start: {error}"))

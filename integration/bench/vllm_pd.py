@@ -20,15 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from integration.bench.vllm_engine import (
-    Engine,
-    EngineServer,
-    add_arguments,
-    engine_options,
-    start_engines,
-    unavailable,
-)
+from integration.bench.vllm_engine import Engine, EngineServer, start_engines
+from integration.bench.vllm_options import add_arguments, engine_options, unavailable
 from integration.report import Report, hardware
+from kv_connector.values import parse_size
 
 ADDED_GOAL_MS = 100.0
 HIDDEN_GOAL = 0.8
@@ -123,7 +118,7 @@ def start(options: argparse.Namespace, max_model_len: int) -> dict[str, Engine]:
     last = max(0, torch.cuda.device_count() - 1)
     peer = {"peer": {"kind": options.kind, "secret": "known to both of the benchmark"}}
     wanted = [
-        replace(engine_options(options, name, max_model_len, **peer), device=device)
+        replace(engine_options(options, name, max_model_len, parse_size(options.host_memory), **peer), device=device)
         for name, device in (("none", last), ("producer", 0), ("consumer", last))
     ]
     print(f"{hardware()['gpu'] or hardware()['cpu']} x {last + 1}; logs of the engines: {wanted[0].logs}", flush=True)

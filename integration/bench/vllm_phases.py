@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -48,6 +48,7 @@ class Phases:
         self._requests: dict[str, _Times] = defaultdict(_Times)
         self._spent: dict[str, float] = defaultdict(float)
         self._plans: list[tuple[float, int]] = []  # when a step was planned, and how many requests it runs
+        self._external_tokens = 0
         self._undo: list[Callable[[], None]] = []
         self._wrap(scheduler, "schedule", self._on_schedule)
         if scheduler.connector is not None:
@@ -71,11 +72,24 @@ class Phases:
             times.ended = now
 
     def stop(self) -> dict[str, float]:
-        """Undo all wrapping. Mean ms of each phase over requests that finished, and of what the connector's calls took
-        for each step that computes, under `call_...`."""
+        """Undo all wrapping. Mean ms of each phase over requests that `answered` was told have finished, and of what
+        the connector's calls took for each step that computes, under `call_...`; `external_tokens` of prompts came
+        from the connector, by what it told the scheduler."""
         for undo in self._undo:
             undo()
-        ended = [times for times in self._requests.values() if times.ended]
+        result = self._phases([times for times in self._requests.values() if times.ended])
+        result["external_tokens"] = self._external_tokens
+        busy = [(when, count) for when, count in self._plans if count]
+        result["steps"] = len(busy)
+        if not busy:
+            return result
+        result["requests_per_step"] = mean(count for _, count in busy)
+        gaps = [b[0] - a[0] for a, b in zip(self._plans, self._plans[1:], strict=False) if a[1] and b[1]]
+        result["step_ms"] = 1e3 * mean(gaps) if gaps else 0.0
+        return result | {f"call_{name}_ms": 1e3 * spent / len(busy) for name, spent in self._spent.items()}
+
+    @staticmethod
+    def _phases(ended: Sequence[_Times]) -> dict[str, float]:
         if not ended:
             return {}
         phases = {
@@ -85,14 +99,8 @@ class Phases:
             "prefill_ms": [t.first_token - t.scheduled for t in ended],
             "decoding_ms": [t.ended - t.first_token for t in ended],
         }
-        result = {name: 1e3 * mean(values) for name, values in phases.items() if values}
-        result["loading_share"] = sum(t.received > 0 for t in ended) / len(ended)
-        busy = [(when, count) for when, count in self._plans if count]
-        result["requests_per_step"] = mean(count for _, count in busy)
-        result["steps"] = len(busy)
-        gaps = [b[0] - a[0] for a, b in zip(self._plans, self._plans[1:], strict=False) if a[1] and b[1]]
-        result["step_ms"] = 1e3 * mean(gaps) if gaps else 0.0
-        return result | {f"call_{name}_ms": 1e3 * spent / len(busy) for name, spent in self._spent.items()}
+        found = {name: 1e3 * mean(values) for name, values in phases.items() if values}
+        return found | {"loading_share": sum(t.received > 0 for t in ended) / len(ended)}
 
     def _wrap(self, owner: Any, name: str, after: Callable[[str, tuple[Any, ...], Any, float], None]) -> None:
         inner = getattr(owner, name)
@@ -119,6 +127,7 @@ class Phases:
         if name == "update_state_after_alloc":
             times = self._requests[_name(args[0].request_id)]
             times.admitted = times.admitted or now
+            self._external_tokens += args[2]
         elif name in ("get_finished", "get_transfer_results") and result is not None:
             received = getattr(result, "finished_recving", None) if name != "get_finished" else result[1]
             for request_id in received or ():

@@ -1,0 +1,46 @@
+"""The benchmark of serving, once, with a tiny model and windows of a second: what its result says can be relied on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.bench import regimes, vllm_serving
+from integration.bench.vllm_peers import unknown_settings
+from integration.report import COMMIT
+
+
+def test_a_small_run_names_who_is_missing_and_rotates_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "serving.json"
+    sizes = ["--tiny", "--host-memory", "1x", "--answers", "4,8", "--seconds", "1", "--lead", "0", "--rounds", "1"]
+    files = ["--json", str(target), "--logs", str(tmp_path / "logs")]
+    monkeypatch.setattr(sys, "argv", ["vllm_serving", "--connectors", "none,lmcache,ours", *sizes, *files])
+    monkeypatch.setenv(COMMIT, "c" * 40)
+    assert vllm_serving.main() == 0
+    assert str(tmp_path) not in target.read_text()
+    result = json.loads(target.read_text())
+    assert result["commit"] == "c" * 40
+    (failed,) = [row for row in result["rows"] if row["part"] == "failed"]
+    assert failed["connector"] == "lmcache" and failed["reason"], "it needs a GPU, and may not be installed"
+    windows = [row for row in result["rows"] if row["part"] == "chats"]
+    assert [(row["answer"], row["connector"], row["place"]) for row in windows] == [
+        (4, "none", 0), (4, "ours", 1), (8, "ours", 0), (8, "none", 1),
+    ]  # fmt: skip
+    for row in windows:
+        assert row["arrived"] >= row["users"] and row["seconds"] == 1.0
+        assert (row["phases"]["external_tokens"] > 0) == (row["connector"] == "ours")
+    assert {row["connector"]: "over_none" in row for row in result["rows"] if row["part"] == "misses"} == {
+        "none": False,
+        "ours": True,
+    }
+    assert all(row["missing"]["lmcache"] for row in regimes.regimes([*windows, failed]))
+
+
+def test_what_vllm_reads_of_its_own_connectors_settings_is_known() -> None:
+    assert unknown_settings({"cpu_bytes_to_use": 1, "eviction_policy": "arc", "lazy_offload": True}) == ""
+    assert "knows no cpu_bytes_to_us" in unknown_settings({"cpu_bytes_to_us": 1})
