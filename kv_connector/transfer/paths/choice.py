@@ -32,7 +32,10 @@ class AutoPath:
         """See `CopyPath.copy`."""
         pieces = self._runs.piece_bytes(copy.regions)
         row_bytes, num_rows = sum(pieces), len(copy.device_ids)
-        segment_bytes, name = row_bytes // len(pieces), PathName.RUNS  # only DMA reaches memory that is not page-locked
+        # Only DMA reaches memory that is not page-locked; a pitched row moves like a segment of its length.
+        segment_bytes, name = row_bytes // len(pieces), PathName.RUNS
+        if self._runs.is_pitched(copy.regions):
+            segment_bytes = row_bytes
         if self._host.is_pinned:
             name = self._costs.choose(copy.direction, segment_bytes, row_bytes, num_rows, copy.urgent)
         plan = None

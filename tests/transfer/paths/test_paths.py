@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, TransferError
+from kv_connector.transfer.cuda.pitched import ON_DEVICE, ON_HOST
 from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths import runs as runs_module
 from kv_connector.transfer.paths import staged as staging
 from kv_connector.transfer.paths.base import BlockCopy
 from kv_connector.transfer.paths.choice import make_path
@@ -31,6 +36,7 @@ from tests.copies import (
     bf16_apart,
     check_copy,
     copy_now,
+    expected_after,
     filled,
     fp8_with_scales,
     ids,
@@ -38,6 +44,7 @@ from tests.copies import (
     make_named_path,
     make_pool,
     odd_bytes,
+    side_stream,
 )
 
 
@@ -116,6 +123,118 @@ def test_merged_segments_hold_the_same_bytes() -> None:
     assert segments.device.tolist() == [100, 200]
     assert segments.host.tolist() == [0, 16]
     assert segments.sizes.tolist() == [16, 24]
+
+
+def evenly_apart(device: torch.device, gap: int = 0) -> CacheLayout:
+    """Layers that lie as far apart as each other, but for the last, which is `gap` bytes further."""
+    memory = torch.randint(0, 256, (4 * NUM_DEVICE * 48 + gap,), dtype=torch.uint8).to(device)
+    starts = [layer * NUM_DEVICE * 48 + gap * (layer == 3) for layer in range(4)]
+    return CacheLayout.from_tensors(
+        {f"{start}": memory[start : start + NUM_DEVICE * 48].view(NUM_DEVICE, 48) for start in starts},
+        NUM_DEVICE,
+        dict.fromkeys(map(str, starts), 0),
+    )
+
+
+class PitchedNow:
+    """`PitchedCopier` for memory of the CPU; counts the copies."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, copies: np.ndarray, stream: int | None) -> None:
+        kinds = {ON_HOST: "host", ON_DEVICE: "device"}
+        for copy in copies:
+            sides = copy["target"], copy["source"]
+            assert {int(side["type"]) for side in sides} == {ON_HOST, ON_DEVICE}
+            assert all(side["pitch"] >= copy["width"] for side in sides)
+            for piece in range(int(copy["height"])):
+                target, source = (int(side[kinds[int(side["type"])]]) + piece * int(side["pitch"]) for side in sides)
+                ctypes.memmove(target, source, int(copy["width"]))
+        self.count += len(copies)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_pieces_that_lie_evenly_apart_are_one_copy_a_block(
+    direction: Direction, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "LEAST_PITCHED_BYTES", 48)
+    layout = evenly_apart(device)
+    pool = make_pool(layout)
+    pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
+    on_cpu = device.type == "cpu"
+    pitched = PitchedNow()
+    path = RunsPath(layout, pool, copy_now, pitched) if on_cpu else RunsPath(layout, pool)
+    for pairs in PAIRS:
+        for regions in (range(4), range(1, 3)):
+            before = pitched.count
+            assert path.is_pitched(regions)
+            check_copy(path, layout, pool, direction, regions, pairs)
+            assert pitched.count - before == (len(pairs) if on_cpu else 0)
+        check_copy(path, layout, pool, direction, range(2, 3), pairs)
+    pool.close()
+
+
+def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pieces, one piece, a gap between two, a distance that the driver refuses, and memory that is pageable."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(runs_module, "LEAST_PITCHED_BYTES", 49)
+    layout = evenly_apart(cpu)
+    assert not RunsPath(layout, make_pool(layout), copy_now).is_pitched(range(4))
+    monkeypatch.setattr(runs_module, "LEAST_PITCHED_BYTES", 48)
+    assert not RunsPath(layout, make_pool(layout), copy_now).is_pitched(range(1))
+    assert not RunsPath(layout, HostPool(2, layout.block_bytes, pin_memory=False), copy_now).is_pitched(range(4))
+    uneven = evenly_apart(cpu, gap=16)
+    path = RunsPath(uneven, make_pool(uneven), copy_now)
+    assert path.is_pitched(range(3)) and not path.is_pitched(range(4))
+    memory = torch.zeros(3, NUM_DEVICE, 48, dtype=torch.uint8)
+    for other in (memory[1, :, :40], memory[1, :4].view(4, 48), memory[1].view(-1)[: 12 * 48].view(-1, 2, 48)[:, 0]):
+        caches = {"0": memory[0, :4], "1": other[:4], "2": memory[2, :4]}
+        unequal = CacheLayout.from_tensors(caches, 4, dict.fromkeys(caches, 0))
+        is_equal = unequal.regions[1].piece_bytes == unequal.regions[1].block_stride == 48
+        assert RunsPath(unequal, make_pool(unequal), copy_now).is_pitched(range(3)) is is_equal
+    monkeypatch.setattr(runs_module, "MOST_PITCH", NUM_DEVICE * 48 - 1)
+    assert not RunsPath(layout, make_pool(layout), copy_now).is_pitched(range(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", Direction)
+def test_layers_that_lie_gigabytes_apart_are_pitched_copies(direction: Direction) -> None:
+    """As in a cache that takes most of a GPU: all layers are further apart than 32 bits count."""
+    apart, piece, num_layers = (3 << 29) + (1 << 20), 128 << 10, 6
+    device = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.mem_get_info(device)[0] < num_layers * apart:
+        pytest.skip("the GPU has no room for it")
+    memory = torch.empty(num_layers * apart, dtype=torch.uint8, device=device)
+    caches = {f"{i}": memory[i * apart :][: NUM_DEVICE * piece].view(NUM_DEVICE, piece) for i in range(num_layers)}
+    for cache in caches.values():
+        cache.random_(0, 256)
+    layout = CacheLayout.from_tensors(caches, NUM_DEVICE, dict.fromkeys(caches, 0))
+    pool = make_pool(layout)
+    path = RunsPath(layout, pool)
+    assert path.is_pitched(range(num_layers))
+    device_ids, host_ids = (ids(*column) for column in zip(*PAIRS[3], strict=True))
+    views, host = expected_after(layout, pool, direction, range(num_layers), device_ids, host_ids)
+    with side_stream(device) as stream:
+        path.copy(BlockCopy(direction, range(num_layers), device_ids, host_ids, stream))
+    assert torch.equal(pool.tensor, host)
+    assert all(torch.equal(region.view.cpu(), view) for region, view in zip(layout.regions, views, strict=True))
+    pool.close()
+
+
+def test_a_long_plan_is_handed_over_in_calls_of_some_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = filled(layers_inside_blocks, torch.device("cpu"))
+    pool = make_pool(layout)
+    monkeypatch.setattr(runs_module, "CALL_BYTES", 2 * layout.block_bytes)
+    counts = []
+
+    def counting(targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
+        counts.append(count)
+        copy_now(targets, sources, sizes, count, pinned, stream)
+
+    pairs = [(2 * block, 3 * block) for block in range(5)]
+    check_copy(RunsPath(layout, pool, counting), layout, pool, SAVE, range(4), pairs)
+    assert counts == [2, 2, 1]
 
 
 def test_paths_that_cannot_serve_say_what_to_change() -> None:
