@@ -83,6 +83,12 @@ TRANSFER: tuple[Mutant, ...] = (
         tested("tests/transfer/paths/test_paths.py::test_what_a_copy_engine_cannot_take_in_one_stays_apart"),
     ),
     Mutant(
+        "lock-out-of-turn",
+        "a step's load waits until the submitting thread has submitted all that is queued",
+        (Patch("kv_connector/transfer/submission/queue.py", "        with self._next:\n", "        if True:\n"),),
+        tested("tests/transfer/submission/test_queue.py"),
+    ),
+    Mutant(
         "streams-of-torch",
         "lanes are torch's streams, of which it hands out the same 32 to everybody",
         (
