@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...types import Direction
+from ..costs.curves import LEAST_PITCHED_BYTES
 from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
 from ..cuda.pitched import MOST_PITCH, Pitch, PitchedCopier, copy_pitched, pitched_copies
@@ -18,11 +19,6 @@ from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
 from .base import BlockCopy, Int64s
 
-LEAST_PITCHED_BYTES = 128 << 10
-"""Of a piece. Loads and saves of 2.25 GiB, as shares of the link (H200, 2026-11-23): in pieces of 256 KiB pitched 0.986
-and 0.986, beside large products 0.985 and 0.956, and packed 0.963 and 0.975, beside them 0.917 and 0.905; of 128 KiB
-0.980 and 0.975, beside them 0.975 and 0.914, and packed 0.962 and 0.974, beside them 0.918 and 0.910. Packing is the
-faster one for saves of 64 KiB beside products, and for all copies in pieces of 16 KiB, by a quarter."""
 CALL_BYTES = 64 << 20
 """Of one call of the driver, at least: its first copy begins when the last was taken in. 2.25 GiB in segments of 1 MiB
 move at 0.99 of the link in calls of 42 MiB, and at 0.975 in two calls (H200, 2026-11-23)."""
@@ -75,12 +71,15 @@ class RunsPath:
         host: HostPool,
         copier: Copier | None = None,
         pitched: PitchedCopier = copy_pitched,
+        least_pitched: int = LEAST_PITCHED_BYTES,
     ) -> None:
-        """`copier` and `pitched` replace the CUDA driver in tests."""
+        """`copier` and `pitched` replace the CUDA driver in tests. Pieces of less than `least_pitched` bytes are
+        segments, however they lie."""
         self._layout = layout
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
         self._pitched = pitched
+        self._least_pitched = least_pitched
         self._columns: dict[range, _Columns] = {}
 
     def copy(self, copy: BlockCopy) -> None:
@@ -156,17 +155,17 @@ class RunsPath:
             self._columns[regions] = _Columns(
                 *columns,
                 piece_bytes=tuple(merged.sizes.tolist()),
-                pitch=_pitch_of(*columns),
+                pitch=_pitch_of(*columns, self._least_pitched),
                 may_join=merged.sizes.tolist() == strides[kept].tolist() == [self._host.block_bytes],
             )
         return self._columns[regions]
 
 
-def _pitch_of(bases: Int64s, strides: Int64s, sizes: Int64s, offsets: Int64s) -> Pitch | None:
-    """How several pieces of a block lie, if they are as long as each other, long, and evenly apart on both sides."""
+def _pitch_of(bases: Int64s, strides: Int64s, sizes: Int64s, offsets: Int64s, least: int) -> Pitch | None:
+    """How several pieces of a block lie, if all are as long, `least` bytes or more, and evenly apart on both sides."""
     steps = [set(np.diff(column).tolist()) for column in (bases, offsets)]
     if len(sizes) < 2 or any(len(set(column.tolist())) > 1 for column in (sizes, strides)) or max(map(len, steps)) > 1:
         return None
     (device_bytes,), (host_bytes,), piece_bytes = *steps, int(sizes[0])
-    is_fit = piece_bytes >= LEAST_PITCHED_BYTES and piece_bytes <= device_bytes <= MOST_PITCH
+    is_fit = piece_bytes >= least and piece_bytes <= device_bytes <= MOST_PITCH
     return Pitch(len(sizes), piece_bytes, device_bytes, host_bytes) if is_fit else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, TransferError
+from kv_connector.transfer.costs.curves import BUILT_IN, LEAST_PITCHED_BYTES, Curve
 from kv_connector.transfer.cuda.pitched import ON_DEVICE, ON_HOST
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths import runs as runs_module
 from kv_connector.transfer.paths import staged as staging
 from kv_connector.transfer.paths.base import BlockCopy
-from kv_connector.transfer.paths.choice import make_path
+from kv_connector.transfer.paths.choice import AutoPath, make_path
 from kv_connector.transfer.paths.direct import DirectPath
 from kv_connector.transfer.paths.runs import RunsPath, merge_runs
 from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
@@ -125,12 +127,13 @@ def test_merged_segments_hold_the_same_bytes() -> None:
     assert segments.sizes.tolist() == [16, 24]
 
 
-def evenly_apart(device: torch.device, gap: int = 0) -> CacheLayout:
+def evenly_apart(device: torch.device, gap: int = 0, piece: int = 48) -> CacheLayout:
     """Layers that lie as far apart as each other, but for the last, which is `gap` bytes further."""
-    memory = torch.randint(0, 256, (4 * NUM_DEVICE * 48 + gap,), dtype=torch.uint8).to(device)
-    starts = [layer * NUM_DEVICE * 48 + gap * (layer == 3) for layer in range(4)]
+    layer_bytes = NUM_DEVICE * piece
+    memory = torch.randint(0, 256, (4 * layer_bytes + gap,), dtype=torch.uint8).to(device)
+    starts = [layer * layer_bytes + gap * (layer == 3) for layer in range(4)]
     return CacheLayout.from_tensors(
-        {f"{start}": memory[start : start + NUM_DEVICE * 48].view(NUM_DEVICE, 48) for start in starts},
+        {f"{start}": memory[start : start + layer_bytes].view(NUM_DEVICE, piece) for start in starts},
         NUM_DEVICE,
         dict.fromkeys(map(str, starts), 0),
     )
@@ -155,16 +158,13 @@ class PitchedNow:
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_pieces_that_lie_evenly_apart_are_one_copy_a_block(
-    direction: Direction, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs_module, "LEAST_PITCHED_BYTES", 48)
+def test_pieces_that_lie_evenly_apart_are_one_copy_a_block(direction: Direction, device: torch.device) -> None:
     layout = evenly_apart(device)
     pool = make_pool(layout)
     pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
     on_cpu = device.type == "cpu"
     pitched = PitchedNow()
-    path = RunsPath(layout, pool, copy_now, pitched) if on_cpu else RunsPath(layout, pool)
+    path = RunsPath(layout, pool, copy_now, pitched, 48) if on_cpu else RunsPath(layout, pool, least_pitched=48)
     for pairs in PAIRS:
         for regions in (range(4), range(1, 3)):
             before = pitched.count
@@ -175,26 +175,44 @@ def test_pieces_that_lie_evenly_apart_are_one_copy_a_block(
     pool.close()
 
 
+def test_long_pieces_that_lie_evenly_apart_need_no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pitched = PitchedNow()
+    for module in (runs_module, staging):
+        monkeypatch.setattr(module, "driver_copier", lambda: copy_now)
+    layout = evenly_apart(torch.device("cpu"), piece=LEAST_PITCHED_BYTES)
+    pool = make_pool(layout)
+    slow_pieces = Curve((LEAST_PITCHED_BYTES, 4 * LEAST_PITCHED_BYTES), (1.0, 50.0), 0.0)
+    fast_packing = Curve((LEAST_PITCHED_BYTES,), (1e5,), 0.0)
+    costs = replace(BUILT_IN, save=replace(BUILT_IN.save, dma=slow_pieces, packing=fast_packing))
+    path = AutoPath(layout, pool, min_staging_memory(layout), costs)
+    monkeypatch.setattr(path._runs, "_pitched", pitched)
+    check_copy(path, layout, pool, SAVE, range(4), PAIRS[3])
+    assert pitched.count == len(PAIRS[3])
+
+
 def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pieces, one piece, a gap between two, a distance that the driver refuses, and memory that is pageable."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr(runs_module, "LEAST_PITCHED_BYTES", 49)
     layout = evenly_apart(cpu)
-    assert not RunsPath(layout, make_pool(layout), copy_now).is_pitched(range(4))
-    monkeypatch.setattr(runs_module, "LEAST_PITCHED_BYTES", 48)
-    assert not RunsPath(layout, make_pool(layout), copy_now).is_pitched(range(1))
-    assert not RunsPath(layout, HostPool(2, layout.block_bytes, pin_memory=False), copy_now).is_pitched(range(4))
+    pool, pageable = make_pool(layout), HostPool(2, layout.block_bytes, pin_memory=False)
+
+    def is_pitched(layout: CacheLayout, pool: HostPool, num_regions: int, least: int = 48) -> bool:
+        return RunsPath(layout, pool, copy_now, least_pitched=least).is_pitched(range(num_regions))
+
+    assert is_pitched(layout, pool, 4)
+    assert not is_pitched(layout, pool, 4, least=49)
+    assert not is_pitched(layout, pool, 1)
+    assert not is_pitched(layout, pageable, 4)
     uneven = evenly_apart(cpu, gap=16)
-    path = RunsPath(uneven, make_pool(uneven), copy_now)
-    assert path.is_pitched(range(3)) and not path.is_pitched(range(4))
+    assert is_pitched(uneven, make_pool(uneven), 3) and not is_pitched(uneven, make_pool(uneven), 4)
     memory = torch.zeros(3, NUM_DEVICE, 48, dtype=torch.uint8)
     for other in (memory[1, :, :40], memory[1, :4].view(4, 48), memory[1].view(-1)[: 12 * 48].view(-1, 2, 48)[:, 0]):
         caches = {"0": memory[0, :4], "1": other[:4], "2": memory[2, :4]}
         unequal = CacheLayout.from_tensors(caches, 4, dict.fromkeys(caches, 0))
         is_equal = unequal.regions[1].piece_bytes == unequal.regions[1].block_stride == 48
-        assert RunsPath(unequal, make_pool(unequal), copy_now).is_pitched(range(3)) is is_equal
+        assert is_pitched(unequal, make_pool(unequal), 3) is is_equal
     monkeypatch.setattr(runs_module, "MOST_PITCH", NUM_DEVICE * 48 - 1)
-    assert not RunsPath(layout, make_pool(layout), copy_now).is_pitched(range(4))
+    assert not is_pitched(layout, pool, 4)
 
 
 @pytest.mark.gpu
