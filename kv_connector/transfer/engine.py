@@ -72,6 +72,7 @@ class TransferEngine:
         self._group_bytes = config.layer_group_bytes or costs.group_bytes
         # Rows that DMA still moves, for groups that come early, and those that it moves well.
         self._row_bytes = min(costs.rows_at(0.8), self._group_bytes), costs.rows_at(0.92)
+        self._groups: dict[int, tuple[range, ...]] = {}  # of loads, by the logarithm of their blocks
         lanes = [make_lane(layout.device, priority, timing=True) for priority in (Priority.LOAD, Priority.SAVE)]
         load_paths = (path,) if fallback is None else (path, fallback)
         self._queues = {
@@ -100,7 +101,7 @@ class TransferEngine:
         if not moving:
             return failed
         queue = self._queues[Direction.LOAD]
-        groups = self._layout.layer_groups(len(host_ids), self._group_bytes, *self._row_bytes)
+        groups = self._layer_groups(len(host_ids))
         pairs, position = BlockPairs(device_ids, host_ids), queue.lane.position()
         self._load = load = self._begin(Direction.LOAD, moving, pairs, position, groups)
         queue.put_first(load)
@@ -239,6 +240,15 @@ class TransferEngine:
         submission = Submission(direction, jobs, groups, num_bytes, parts, position)
         self._in_flight.append(submission)
         return submission
+
+    def _layer_groups(self, num_blocks: int) -> tuple[range, ...]:
+        """Those of the next power of two: the model waits for the first one, and most loads have had their like."""
+        key = (num_blocks - 1).bit_length()
+        groups = self._groups.get(key)
+        if groups is None:
+            groups = self._layout.layer_groups(1 << key, self._group_bytes, *self._row_bytes)
+            self._groups[key] = groups
+        return groups
 
     def _current(self) -> Any:
         """The current stream, which torch finds sooner where the device is named."""

@@ -33,6 +33,24 @@ from tests.copies import (
 from tests.engines import ManualLane, ends, make_engine
 
 
+def test_loads_of_about_one_length_are_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cutting takes longer than looking it up, and the model waits for the first group."""
+    engine, layout, _ = make_engine()
+    cut = layout.layer_groups
+    asked: list[int] = []
+
+    def watched(num_blocks: int, *sizes: int) -> tuple[range, ...]:
+        asked.append(num_blocks)
+        return cut(num_blocks, *sizes)
+
+    monkeypatch.setattr(layout, "layer_groups", watched)
+    for number, count in enumerate((5, 8, 7, 6, 9, 1, 1)):
+        blocks = list(range(count))
+        assert engine.submit_load([job(number, LOAD, blocks, blocks)]) == frozenset()
+        assert ends(engine.drain()) == [(number, True)]
+    assert asked == [8, 16, 1]
+
+
 @pytest.mark.parametrize("name", list(PathName))
 def test_saved_blocks_load_back_into_other_blocks(name: PathName, device: torch.device) -> None:
     engine, layout, pool = make_engine(device, copy_path=name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...config import PathName
 from ...errors import ConfigError
 from ...types import Direction
-from .curves import LinkCosts
+from .curves import LEAST_PITCHED_BYTES, LinkCosts
 
 PIECES = 64
 """Of a block: keys and values of 32 layers that lie apart."""
@@ -48,6 +48,9 @@ def table(costs: LinkCosts, num_bytes: int) -> str:
         lines.append(f"{point.direction.value:>8} {length:>9} {rates}  {point.chosen.value}")
     rows = [costs.rows_at(share) >> 10 for share in (0.8, 0.92)]
     lines.append(f"layer groups of {costs.group_bytes >> 20} MiB, in rows from {rows[0]} to {rows[1]} KiB")
+    lines.append(
+        f"from {LEAST_PITCHED_BYTES >> 10} KiB on pieces that lie evenly apart are runs as long as their block"
+    )
     return "\n".join(lines)
 
 

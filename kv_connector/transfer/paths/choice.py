@@ -32,7 +32,10 @@ class AutoPath:
         """See `CopyPath.copy`."""
         pieces = self._runs.piece_bytes(copy.regions)
         row_bytes, num_rows = sum(pieces), len(copy.device_ids)
-        segment_bytes, name = row_bytes // len(pieces), PathName.RUNS  # only DMA reaches memory that is not page-locked
+        # Only DMA reaches memory that is not page-locked; a pitched row moves like a segment of its length.
+        segment_bytes, name = row_bytes // len(pieces), PathName.RUNS
+        if self._runs.is_pitched(copy.regions):
+            segment_bytes = row_bytes
         if self._host.is_pinned:
             name = self._costs.choose(copy.direction, segment_bytes, row_bytes, num_rows, copy.urgent)
         plan = None
@@ -53,8 +56,9 @@ class AutoPath:
 
 
 def make_fallback(layout: CacheLayout, host: HostPool) -> CopyPath:
-    """The path that needs least: no kernels, no staging, any memory."""
-    return TorchPath(layout, host) if layout.device.type == "cpu" else RunsPath(layout, host)
+    """The path that needs least: no kernels, no staging, no pitch, any memory."""
+    on_cpu = layout.device.type == "cpu"
+    return TorchPath(layout, host) if on_cpu else RunsPath(layout, host, least_pitched=layout.block_bytes + 1)
 
 
 def make_path(layout: CacheLayout, host: HostPool, config: Config, costs: LinkCosts = BUILT_IN) -> CopyPath:

@@ -1,4 +1,7 @@
-"""The runs path: neighbours merged into long segments, copied by the DMA engines, which leave the model alone."""
+"""The runs path: what the DMA engines copy by themselves, which leave the model alone.
+
+Neighbours are merged into long segments; a block's pieces that are long and lie evenly apart are one pitched copy.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ...types import Direction
+from ..costs.curves import LEAST_PITCHED_BYTES
 from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
+from ..cuda.pitched import MOST_PITCH, Pitch, PitchedCopier, copy_pitched, pitched_copies
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
 from .base import BlockCopy, Int64s
+
+CALL_BYTES = 64 << 20
+"""Of one call of the driver, at least: its first copy begins when the last was taken in. 2.25 GiB in segments of 1 MiB
+move at 0.99 of the link in calls of 42 MiB, and at 0.975 in two calls (H200, 2026-11-23)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,40 +47,69 @@ def merge_runs(device: Int64s, host: Int64s, sizes: Int64s, pieces: Int64s) -> S
 
 
 class _Columns(NamedTuple):
-    """Regions, those joined that are adjacent on both sides: an entry each, `piece_bytes` are `sizes` again."""
+    """Regions, those joined that are adjacent on both sides: an entry each, `piece_bytes` are `sizes` again.
+
+    `pitch` says how they lie, where a copy engine takes all of a block's at once. `may_join`: blocks may be adjacent on
+    both sides.
+    """
 
     bases: Int64s
     strides: Int64s
     sizes: Int64s
     offsets: Int64s
     piece_bytes: tuple[int, ...]
+    pitch: Pitch | None
+    may_join: bool
 
 
 class RunsPath:
-    """Copies merged segments with one driver call per couple of thousand (see `CopyPath`)."""
+    """Copies merged segments, a couple of dozen megabytes in a call of the driver, or pitched rows (see `CopyPath`)."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool, copier: Copier | None = None) -> None:
-        """`copier` replaces the CUDA driver in tests."""
+    def __init__(
+        self,
+        layout: CacheLayout,
+        host: HostPool,
+        copier: Copier | None = None,
+        pitched: PitchedCopier = copy_pitched,
+        least_pitched: int = LEAST_PITCHED_BYTES,
+    ) -> None:
+        """`copier` and `pitched` replace the CUDA driver in tests. Pieces of less than `least_pitched` bytes are
+        segments, however they lie."""
         self._layout = layout
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
+        self._pitched = pitched
+        self._least_pitched = least_pitched
         self._columns: dict[range, _Columns] = {}
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        self.submit(copy, self.plan(copy))
+        if self.is_pitched(copy.regions):
+            self._copy_pitched(copy)
+        else:
+            self.submit(copy, self.plan(copy))
+
+    def is_pitched(self, regions: range) -> bool:
+        """Whether all of a block's pieces in these regions are one copy for a copy engine."""
+        return self._host.is_pinned and self._merged_columns(regions).pitch is not None
 
     def submit(self, copy: BlockCopy, plan: Segments) -> None:
         """Copy what `plan` returned for it."""
         load = copy.direction is Direction.LOAD
         targets, sources = (plan.device, plan.host) if load else (plan.host, plan.device)
-        arrays = targets.ctypes.data, sources.ctypes.data, plan.sizes.ctypes.data
+        to, by, sizes = targets.ctypes.data, sources.ctypes.data, plan.sizes.ctypes.data
         handle = None if copy.stream is None else copy.stream.cuda_stream
-        self._copier(*arrays, len(plan), self._host.is_pinned, handle)
+        most = max(1, CALL_BYTES * len(plan) // int(plan.sizes.sum()))
+        for first in range(0, len(plan), most):
+            count, skipped = min(most, len(plan) - first), 8 * first
+            self._copier(to + skipped, by + skipped, sizes + skipped, count, self._host.is_pinned, handle)
 
     def plan(self, copy: BlockCopy) -> Segments:
         """The segments of it."""
-        bases, strides, sizes, offsets, _ = self._merged_columns(copy.regions)
+        columns = self._merged_columns(copy.regions)
+        if not columns.may_join:
+            return self._apart(copy, columns)
+        bases, strides, sizes, offsets = columns[:4]
         order = np.argsort(copy.host_ids, kind="stable")
         device_ids, host_ids = copy.device_ids[order, None], copy.host_ids[order, None]
         shape = (len(order), len(sizes))
@@ -89,6 +127,20 @@ class RunsPath:
     def close(self) -> None:
         """Nothing is held."""
 
+    def _apart(self, copy: BlockCopy, columns: _Columns) -> Segments:
+        """A segment for each piece: no two blocks are neighbours, whatever their ids, and nothing needs an order."""
+        device = columns.bases + copy.device_ids[:, None] * columns.strides
+        host = copy.host_ids[:, None] * self._host.block_bytes + (columns.offsets + self._host.tensor.data_ptr())
+        return Segments(device.ravel(), host.ravel(), np.tile(columns.sizes, len(device)))
+
+    def _copy_pitched(self, copy: BlockCopy) -> None:
+        columns = self._merged_columns(copy.regions)
+        assert columns.pitch is not None, "the caller has asked"
+        device = columns.bases[0] + copy.device_ids * columns.strides[0]
+        host = self._host.tensor.data_ptr() + copy.host_ids * self._host.block_bytes + columns.offsets[0]
+        handle = None if copy.stream is None else copy.stream.cuda_stream
+        self._pitched(pitched_copies(copy.direction, columns.pitch, device, host), handle)
+
     def _merged_columns(self, regions: range) -> _Columns:
         """Those of the regions."""
         if regions not in self._columns:
@@ -99,6 +151,21 @@ class RunsPath:
             sizes = np.array([region.piece_bytes for region in part], dtype=np.int64)
             merged = merge_runs(bases, offsets, sizes, strides)
             kept = np.searchsorted(offsets, merged.host)
-            lengths = tuple(merged.sizes.tolist())
-            self._columns[regions] = _Columns(merged.device, strides[kept], merged.sizes, merged.host, lengths)
+            columns = merged.device, strides[kept], merged.sizes, merged.host
+            self._columns[regions] = _Columns(
+                *columns,
+                piece_bytes=tuple(merged.sizes.tolist()),
+                pitch=_pitch_of(*columns, self._least_pitched),
+                may_join=merged.sizes.tolist() == strides[kept].tolist() == [self._host.block_bytes],
+            )
         return self._columns[regions]
+
+
+def _pitch_of(bases: Int64s, strides: Int64s, sizes: Int64s, offsets: Int64s, least: int) -> Pitch | None:
+    """How several pieces of a block lie, if all are as long, `least` bytes or more, and evenly apart on both sides."""
+    steps = [set(np.diff(column).tolist()) for column in (bases, offsets)]
+    if len(sizes) < 2 or any(len(set(column.tolist())) > 1 for column in (sizes, strides)) or max(map(len, steps)) > 1:
+        return None
+    (device_bytes,), (host_bytes,), piece_bytes = *steps, int(sizes[0])
+    is_fit = piece_bytes >= least and piece_bytes <= device_bytes <= MOST_PITCH
+    return Pitch(len(sizes), piece_bytes, device_bytes, host_bytes) if is_fit else None

@@ -44,7 +44,7 @@ class SubmissionQueue:
         self.lane = lane
         self.paths = tuple(paths)
         self._bytes_of = bytes_of
-        self._lock = threading.Lock()
+        self._lock = _LockInTurn()
         self._waiting: deque[Submission] = deque()
         self._seen: tuple[Submission, int] | None = None  # at the front a step ago, with so many parts submitted
 
@@ -130,6 +130,25 @@ class SubmissionQueue:
             _log_failure(submission, type(path).__name__, error)
             return False
         return True
+
+
+class _LockInTurn:
+    """A lock that its last owner does not get again while others wait for it.
+
+    Python's goes to whoever comes next, which is the submitting thread, back for the next part: a step's load waited
+    until a gigabyte was submitted, 2 ms for pieces of 16 KiB and 6 for such of 4 (H200, 2026-11-23).
+    """
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()  # held by the one that waits
+        self._owned = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._owned.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._owned.release()
 
 
 class Submitter(Protocol):

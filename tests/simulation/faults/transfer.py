@@ -8,6 +8,7 @@ from .scheduler import WORLDS
 _UPLOADS = "kv_connector/transfer/cuda/uploads.py"
 _STREAMS = "kv_connector/transfer/cuda/streams.py"
 _WRITES = "kv_connector/transfer/paths/peer_writes.py"
+_RUNS = "kv_connector/transfer/paths/runs.py"
 _STAGED = "kv_connector/transfer/paths/staged.py"
 _ENGINE = "kv_connector/transfer/engine.py"
 _DRIVER = "kv_connector/transfer/cuda/driver.py"
@@ -74,6 +75,18 @@ TRANSFER: tuple[Mutant, ...] = (
             ),
         ),
         tested(_OWNERS),
+    ),
+    Mutant(
+        "pitched-unequal",
+        "pieces that are not as long as each other move as if they were",
+        (Patch(_RUNS, "any(len(set(column.tolist())) > 1 for column in (sizes, strides))", "False"),),
+        tested("tests/transfer/paths/test_paths.py::test_what_a_copy_engine_cannot_take_in_one_stays_apart"),
+    ),
+    Mutant(
+        "lock-out-of-turn",
+        "a step's load waits until the submitting thread has submitted all that is queued",
+        (Patch("kv_connector/transfer/submission/queue.py", "        with self._next:\n", "        if True:\n"),),
+        tested("tests/transfer/submission/test_queue.py"),
     ),
     Mutant(
         "streams-of-torch",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +14,14 @@ from hypothesis import strategies as st
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, TransferError
+from kv_connector.transfer.costs.curves import BUILT_IN, LEAST_PITCHED_BYTES, Curve
+from kv_connector.transfer.cuda.pitched import ON_DEVICE, ON_HOST
 from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths import runs as runs_module
 from kv_connector.transfer.paths import staged as staging
 from kv_connector.transfer.paths.base import BlockCopy
-from kv_connector.transfer.paths.choice import make_path
+from kv_connector.transfer.paths.choice import AutoPath, make_path
 from kv_connector.transfer.paths.direct import DirectPath
 from kv_connector.transfer.paths.runs import RunsPath, merge_runs
 from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
@@ -31,6 +38,7 @@ from tests.copies import (
     bf16_apart,
     check_copy,
     copy_now,
+    expected_after,
     filled,
     fp8_with_scales,
     ids,
@@ -38,6 +46,7 @@ from tests.copies import (
     make_named_path,
     make_pool,
     odd_bytes,
+    side_stream,
 )
 
 
@@ -116,6 +125,134 @@ def test_merged_segments_hold_the_same_bytes() -> None:
     assert segments.device.tolist() == [100, 200]
     assert segments.host.tolist() == [0, 16]
     assert segments.sizes.tolist() == [16, 24]
+
+
+def evenly_apart(device: torch.device, gap: int = 0, piece: int = 48) -> CacheLayout:
+    """Layers that lie as far apart as each other, but for the last, which is `gap` bytes further."""
+    layer_bytes = NUM_DEVICE * piece
+    memory = torch.randint(0, 256, (4 * layer_bytes + gap,), dtype=torch.uint8).to(device)
+    starts = [layer * layer_bytes + gap * (layer == 3) for layer in range(4)]
+    return CacheLayout.from_tensors(
+        {f"{start}": memory[start : start + layer_bytes].view(NUM_DEVICE, piece) for start in starts},
+        NUM_DEVICE,
+        dict.fromkeys(map(str, starts), 0),
+    )
+
+
+class PitchedNow:
+    """`PitchedCopier` for memory of the CPU; counts the copies."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, copies: np.ndarray, stream: int | None) -> None:
+        kinds = {ON_HOST: "host", ON_DEVICE: "device"}
+        for copy in copies:
+            sides = copy["target"], copy["source"]
+            assert {int(side["type"]) for side in sides} == {ON_HOST, ON_DEVICE}
+            assert all(side["pitch"] >= copy["width"] for side in sides)
+            for piece in range(int(copy["height"])):
+                target, source = (int(side[kinds[int(side["type"])]]) + piece * int(side["pitch"]) for side in sides)
+                ctypes.memmove(target, source, int(copy["width"]))
+        self.count += len(copies)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_pieces_that_lie_evenly_apart_are_one_copy_a_block(direction: Direction, device: torch.device) -> None:
+    layout = evenly_apart(device)
+    pool = make_pool(layout)
+    pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
+    on_cpu = device.type == "cpu"
+    pitched = PitchedNow()
+    path = RunsPath(layout, pool, copy_now, pitched, 48) if on_cpu else RunsPath(layout, pool, least_pitched=48)
+    for pairs in PAIRS:
+        for regions in (range(4), range(1, 3)):
+            before = pitched.count
+            assert path.is_pitched(regions)
+            check_copy(path, layout, pool, direction, regions, pairs)
+            assert pitched.count - before == (len(pairs) if on_cpu else 0)
+        check_copy(path, layout, pool, direction, range(2, 3), pairs)
+    pool.close()
+
+
+def test_long_pieces_that_lie_evenly_apart_need_no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pitched = PitchedNow()
+    for module in (runs_module, staging):
+        monkeypatch.setattr(module, "driver_copier", lambda: copy_now)
+    layout = evenly_apart(torch.device("cpu"), piece=LEAST_PITCHED_BYTES)
+    pool = make_pool(layout)
+    slow_pieces = Curve((LEAST_PITCHED_BYTES, 4 * LEAST_PITCHED_BYTES), (1.0, 50.0), 0.0)
+    fast_packing = Curve((LEAST_PITCHED_BYTES,), (1e5,), 0.0)
+    costs = replace(BUILT_IN, save=replace(BUILT_IN.save, dma=slow_pieces, packing=fast_packing))
+    path = AutoPath(layout, pool, min_staging_memory(layout), costs)
+    monkeypatch.setattr(path._runs, "_pitched", pitched)
+    check_copy(path, layout, pool, SAVE, range(4), PAIRS[3])
+    assert pitched.count == len(PAIRS[3])
+
+
+def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pieces, one piece, a gap between two, a distance that the driver refuses, and memory that is pageable."""
+    cpu = torch.device("cpu")
+    layout = evenly_apart(cpu)
+    pool, pageable = make_pool(layout), HostPool(2, layout.block_bytes, pin_memory=False)
+
+    def is_pitched(layout: CacheLayout, pool: HostPool, num_regions: int, least: int = 48) -> bool:
+        return RunsPath(layout, pool, copy_now, least_pitched=least).is_pitched(range(num_regions))
+
+    assert is_pitched(layout, pool, 4)
+    assert not is_pitched(layout, pool, 4, least=49)
+    assert not is_pitched(layout, pool, 1)
+    assert not is_pitched(layout, pageable, 4)
+    uneven = evenly_apart(cpu, gap=16)
+    assert is_pitched(uneven, make_pool(uneven), 3) and not is_pitched(uneven, make_pool(uneven), 4)
+    memory = torch.zeros(3, NUM_DEVICE, 48, dtype=torch.uint8)
+    for other in (memory[1, :, :40], memory[1, :4].view(4, 48), memory[1].view(-1)[: 12 * 48].view(-1, 2, 48)[:, 0]):
+        caches = {"0": memory[0, :4], "1": other[:4], "2": memory[2, :4]}
+        unequal = CacheLayout.from_tensors(caches, 4, dict.fromkeys(caches, 0))
+        is_equal = unequal.regions[1].piece_bytes == unequal.regions[1].block_stride == 48
+        assert is_pitched(unequal, make_pool(unequal), 3) is is_equal
+    monkeypatch.setattr(runs_module, "MOST_PITCH", NUM_DEVICE * 48 - 1)
+    assert not is_pitched(layout, pool, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", Direction)
+def test_layers_that_lie_gigabytes_apart_are_pitched_copies(direction: Direction) -> None:
+    """As in a cache that takes most of a GPU: all layers are further apart than 32 bits count."""
+    apart, piece, num_layers = (3 << 29) + (1 << 20), 128 << 10, 6
+    device = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.mem_get_info(device)[0] < num_layers * apart:
+        pytest.skip("the GPU has no room for it")
+    memory = torch.empty(num_layers * apart, dtype=torch.uint8, device=device)
+    caches = {f"{i}": memory[i * apart :][: NUM_DEVICE * piece].view(NUM_DEVICE, piece) for i in range(num_layers)}
+    for cache in caches.values():
+        cache.random_(0, 256)
+    layout = CacheLayout.from_tensors(caches, NUM_DEVICE, dict.fromkeys(caches, 0))
+    pool = make_pool(layout)
+    path = RunsPath(layout, pool)
+    assert path.is_pitched(range(num_layers))
+    device_ids, host_ids = (ids(*column) for column in zip(*PAIRS[3], strict=True))
+    views, host = expected_after(layout, pool, direction, range(num_layers), device_ids, host_ids)
+    with side_stream(device) as stream:
+        path.copy(BlockCopy(direction, range(num_layers), device_ids, host_ids, stream))
+    assert torch.equal(pool.tensor, host)
+    assert all(torch.equal(region.view.cpu(), view) for region, view in zip(layout.regions, views, strict=True))
+    pool.close()
+
+
+def test_a_long_plan_is_handed_over_in_calls_of_some_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = filled(layers_inside_blocks, torch.device("cpu"))
+    pool = make_pool(layout)
+    monkeypatch.setattr(runs_module, "CALL_BYTES", 2 * layout.block_bytes)
+    counts = []
+
+    def counting(targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
+        counts.append(count)
+        copy_now(targets, sources, sizes, count, pinned, stream)
+
+    pairs = [(2 * block, 3 * block) for block in range(5)]
+    check_copy(RunsPath(layout, pool, counting), layout, pool, SAVE, range(4), pairs)
+    assert counts == [2, 2, 1]
 
 
 def test_paths_that_cannot_serve_say_what_to_change() -> None:

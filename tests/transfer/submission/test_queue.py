@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 from unittest.mock import patch
@@ -327,6 +328,39 @@ def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None
     assert watched.urgent == [True, False], "the layer needs it"
     submit_all(engine)
     assert watched.urgent == [True, False, False]
+
+
+@pytest.mark.parametrize("_", range(20))
+def test_a_step_s_load_waits_for_one_part_of_what_the_thread_submits(
+    _: int, threaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread is at the first of many parts; when it has submitted that one, it is the step's turn. Many times: a
+    lock that is not fair is now and then, by luck."""
+    engine, layout, pool = make_engine()
+    monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
+    watched = watch(engine)
+    blocks = list(range(2, 12))
+    step = threading.Thread(target=lambda: engine.submit_load([job(2, LOAD, [0], [0])]))
+
+    def copy_once_the_step_waits(copy: BlockCopy) -> None:
+        if not watched.urgent:
+            step.start()
+            while step.ident is None or not waits_for_a_lock(step.ident):
+                pass
+        WatchedPath.copy(watched, copy)
+
+    monkeypatch.setattr(watched, "copy", copy_once_the_step_waits)
+    engine.submit_background_load([job(1, LOAD, blocks, blocks)], engine.mark())
+    assert watched.called.wait(30)
+    step.join(30)
+    assert watched.threads.index(step.name) == 1
+    assert ends(engine.drain()) == [(1, True), (2, True)]
+    engine.close()
+    pool.close()
+
+
+def waits_for_a_lock(thread: int) -> bool:
+    return sys._current_frames()[thread].f_code is queue_module._LockInTurn.__enter__.__code__
 
 
 def test_a_load_that_fails_behind_its_first_group_is_told_when_a_layer_needs_it(lanes: list[ManualLane]) -> None:
