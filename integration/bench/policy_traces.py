@@ -1,4 +1,5 @@
-"""Requests that `integration/bench/policies.py` replays: a recorded trace, and chats with one-off scans among them.
+"""Requests that `integration/bench/policies.py` replays: a recorded trace, chats with one-off scans among them, and
+prompts that come again for as long as a trace is.
 
 A request is the hashes of its blocks, first block first. A trace also knows what the engine's device cache finds of
 each request, which is the same for every policy of the host and is played once: leaf-first LRU, `device_blocks` large.
@@ -30,6 +31,12 @@ SCAN_BLOCKS = (500, 1500)
 SYSTEM_PROMPTS = 5
 SYSTEM_PROMPT_BLOCKS = 16
 SYNTHETIC_DEVICE_BLOCKS = 8000
+PROMPTS = {"prompts": 0, "prompts_drift": 2000}
+"""By name: after so many requests others of the prompts are the popular ones; 0 is never."""
+NUM_PROMPT_REQUESTS = 40_000
+NUM_PROMPTS = 300
+PROMPT_BLOCKS = 8
+PROMPTS_DEVICE_BLOCKS = 100
 FILE_DEVICE_SHARE = 0.01
 """Device cache for a trace from a file, as a share of its distinct blocks; at least `LEAST_DEVICE_BLOCKS`."""
 LEAST_DEVICE_BLOCKS = 100
@@ -94,8 +101,12 @@ def read_trace(path: Path, share: float = 1.0) -> Trace:
 def synthetic_traces(share: float = 1.0) -> list[Trace]:
     """The fixed set, or its first `share` on a device cache of that share."""
     device_blocks = _share_of(SYNTHETIC_DEVICE_BLOCKS, share)
-    return [
+    traces = [
         Trace.of(name, chats(_share_of(NUM_REQUESTS, share), scans), device_blocks) for name, scans in SYNTHETIC.items()
+    ]
+    num_requests = _share_of(NUM_PROMPT_REQUESTS, share)
+    return traces + [
+        Trace.of(name, prompts(num_requests, lasting), PROMPTS_DEVICE_BLOCKS) for name, lasting in PROMPTS.items()
     ]
 
 
@@ -120,6 +131,20 @@ def chats(num_requests: int, scans: float, seed: int = 3) -> list[list[Hashable]
         turn = range(len(conversation), len(conversation) + rng.randint(*TURN_BLOCKS))
         conversation += [("chat", chat, generations[chat], index) for index in turn]
         requests.append(list(conversation))
+    return requests
+
+
+def prompts(num_requests: int, lasting: int, seed: int = 3) -> list[list[Hashable]]:
+    """Whole prompts whose popularity is Zipf's, for `lasting` requests: then it is dealt out anew."""
+    rng = random.Random(seed)
+    popularity = list(accumulate((rank + 1) ** -ZIPF for rank in range(NUM_PROMPTS)))
+    by_rank = list(range(NUM_PROMPTS))
+    requests: list[list[Hashable]] = []
+    for number in range(num_requests):
+        if lasting and number % lasting == 0:
+            rng.shuffle(by_rank)
+        prompt = rng.choices(by_rank, cum_weights=popularity)[0]
+        requests.append([(prompt, index) for index in range(PROMPT_BLOCKS)])
     return requests
 
 

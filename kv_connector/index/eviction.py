@@ -3,7 +3,7 @@
 Only nodes that can be evicted now (leaves, in practice) wait here, each at most once, so a tree of long chains needs
 little memory. They wait in as many heaps as the order has classes, in each the least recently used first; the one that
 is worth least of those at the top goes. Recency changes are not pushed into a heap: a node that was used since it was
-queued, or is of a higher class by now, goes back where it belongs when it comes up.
+queued, or is of another class by now, goes back where it belongs when it comes up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EvictionOrder(Protocol):
         """The tier has so many blocks."""
 
     def class_of(self, node: int) -> int:
-        """From 0 on; it may only grow while the node has a copy."""
+        """From 0 on; another one only for a node that was used since."""
 
     def worth(self, node: int) -> float:
         """Now; the lowest goes first."""
@@ -84,11 +84,12 @@ class EvictionQueue:
     def first(self, older_than: float = float("inf")) -> Key:
         """The evictable node that is worth least, of those that were last used before `older_than`; it stays. Behind
         all keys where there is none."""
-        found = _LAST
         for index in range(len(self._heaps)):
-            node = self._top(index)
-            if node is not None and self._used[node] < older_than:
-                found = min(found, self.key(node))
+            self._settle(index)
+        found = _LAST
+        for heap in self._heaps:  # of those that went to a lower class, too: each is in order there
+            if heap and heap[0][0] < older_than:
+                found = min(found, self.key(heap[0][1]))
         return found
 
     def pop(self, older_than: float = float("inf"), most: float = float("inf")) -> int | None:
@@ -111,22 +112,21 @@ class EvictionQueue:
         waiting = sorted(node for heap in self._heaps for _, node in heap)
         assert waiting == [node for node, flag in enumerate(self._queued) if flag], "queue flags and heaps disagree"
 
-    def _top(self, index: int) -> int | None:
-        """The node of a class that was used longest ago and can be evicted."""
+    def _settle(self, index: int) -> None:
+        """Bring the node of a class to its top that was used longest ago and can be evicted."""
         heap, used = self._heaps[index], self._used
         while heap:
             time, node = heap[0]
             if not self._evictable(node):
                 heapq.heappop(heap)
                 self._queued[node] = 0
-            elif (found := self._order.class_of(node)) != index:  # a higher one, which is looked at behind this
+            elif (found := self._order.class_of(node)) != index:
                 heapq.heappop(heap)
                 heapq.heappush(self._heaps[found], (used[node], node))
             elif time < used[node]:
                 heapq.heapreplace(heap, (used[node], node))
             else:
-                return node
-        return None
+                return
 
     def __contains__(self, node: int) -> bool:
         return node < len(self._queued) and bool(self._queued[node])

@@ -72,6 +72,11 @@ class GroupedTree:
         self.tree = tree
         self.groups = tuple(groups)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some group keeps only the newest blocks of a prefix."""
+        return any(group.window_blocks is not None for group in self.groups)
+
     def keys(self, hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:
         """Names of the group's copies of these blocks, made as they are looked at."""
         return GroupKeys(hashes, group) if group else hashes

@@ -39,7 +39,8 @@ class PrefixTree:
     """Nodes, their order and their copies. The tiers (`CacheTier`) decide; the tree records.
 
     Public arrays, by node: `parent`, `depth` (blocks in front of it in its prefix), `used` (time of last use), `hits`
-    (requests after the first that asked for the block), `visits` (the same, and those before it in the same chat),
+    (requests after the first that asked for the block), `visits` (the same, and those before it in the same chat, the
+    older ones faded),
     `asked` (when it was asked for last, in blocks that requests have asked for, which `time` counts; -1 of a row that
     is no node), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids`
     (children with a copy on that tier, kept by the tier).
@@ -54,7 +55,7 @@ class PrefixTree:
         self.depth = array("i", [-1])
         self.used = array("d", [0.0])
         self.hits = array("I", [0])
-        self.visits = array("I", [0])
+        self.visits = array("f", [0.0])
         self.asked = array("q", [-1])
         self.time = 0
         self.pins = array("I", [0])
@@ -140,10 +141,11 @@ class PrefixTree:
             parent = node
         return nodes
 
-    def visits_behind(self, parent: int) -> int:
+    def visits_behind(self, parent: int) -> float:
         """Of a new child: who goes on where nobody did comes back, and is who has visited the parent; who turns off
         from others is new."""
-        return 0 if parent == ROOT or self._keeps[parent] & (_LEAVING - 1) else self.visits[parent]
+        has_children = (self._keeps[parent] & (_LEAVING - 1)) > self.pins[parent]
+        return 0 if parent == ROOT or has_children else self.visits[parent]
 
     def touch(self, nodes: Iterable[int], now: float) -> None:
         """Mark nodes as used. Where only the end of a path is touched its parents are as recent all the same: a tier
@@ -296,9 +298,10 @@ class PrefixTree:
         none = array("i", [NONE]) * num_rows
         for ids in (self.parent, self.depth, *self.block):
             ids.extend(none)
-        self.used.frombytes(zeros * self.used.itemsize)
+        for floats in (self.used, self.visits):
+            floats.frombytes(zeros * floats.itemsize)
         self.asked.extend(array("q", [NONE]) * num_rows)
-        for counts in (self.hits, self.visits, self.pins, self._keeps, *self.kids):
+        for counts in (self.hits, self.pins, self._keeps, *self.kids):
             counts.frombytes(zeros * counts.itemsize)
         self._hash.extend([None] * num_rows)
         self._free[:0] = range(first + num_rows - 1, first - 1, -1)

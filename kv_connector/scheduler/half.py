@@ -24,6 +24,7 @@ from ..index import (
     GroupedTree,
     Lookup,
     PrefixTree,
+    Recency,
     ReuseModel,
     SavePolicy,
     root_hash,
@@ -80,11 +81,13 @@ class SchedulerHalf(KVConnectorScheduler):
         adapter_of: Callable[[Request], str] = no_adapter,
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
-        # It grows as ranks report memory that is ready.
-        reuse = ReuseModel(self.tree)
-        self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=publishes_events, order=reuse)
-        self.metrics = CacheMetrics()
         self._grouped = GroupedTree(self.tree, groups)
+        self.reuse = ReuseModel(self.tree)
+        # Of blocks in windows nothing is learned: they follow no parent, and what was evicted is not seen to be missed.
+        order = Recency() if self._grouped.has_windows else self.reuse
+        # It grows as ranks report memory that is ready.
+        self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=publishes_events, order=order)
+        self.metrics = CacheMetrics()
         self._pool = DevicePool()
         self._ledger = JobLedger(world_size, self._pool, self.host, clock)
         self._events = EventLog(publishes_events)
@@ -97,8 +100,10 @@ class SchedulerHalf(KVConnectorScheduler):
         self._steps = InFlightSteps()
         self._requests = RequestTable(self._leases, self._steps, self.metrics)
         self._budget = SaveBudget(config.save_bandwidth)
-        self._saves = SavePlanner(shared, SavePolicy.from_config(config), reuse, self._budget, self._saved)
-        self._hits = HitCounter(shared, reuse)
+        is_in_storage = config.storage is not None
+        policy = SavePolicy.from_config(config)
+        self._saves = SavePlanner(shared, policy, self.reuse, self._budget, self._saved, is_in_storage)
+        self._hits = HitCounter(shared, self.reuse)
         self._pins = PinnedPrefixes(shared)
         self._fence = Fence(self._ledger)
         self._watchdog = CopyWatchdog(self._ledger, clock)
@@ -327,7 +332,7 @@ class SchedulerHalf(KVConnectorScheduler):
         hold theirs. vLLM keeps them free for it, but for those that windows had left behind.
         """
         groups, size = self._grouped.groups, self._shared.block_size
-        if all(group.window_blocks is None for group in groups):
+        if not self._grouped.has_windows:
             return True
         num_needed = len(groups) * num_blocks_of(request, size) + self._requests.num_missing(size)
         return num_needed <= self._pool.num_available

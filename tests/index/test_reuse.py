@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kv_connector.index import CacheTier, Event, PrefixTree, Recency, ReuseModel
+from kv_connector.index.eviction import EvictionQueue
 from kv_connector.index.reuse import _BUCKETS, _bucket, _cells
 from kv_connector.types import BlockHash, Tier
 
@@ -113,6 +114,7 @@ def test_what_was_declined_is_known_and_saved_when_its_kind_turns_out_to_come_ba
 def test_the_newest_blocks_of_a_chat_are_of_its_visits_and_those_of_a_branch_are_new() -> None:
     tree = PrefixTree()
     reuse = ReuseModel(tree)
+    reuse.resized(1 << 60)  # nothing fades
     first = tree.insert_path(hashed(("system", "hello")), 0.0)
     for _ in range(3):
         reuse.asked(np.array(first, np.intc), np.ones(2, bool), 2)
@@ -121,6 +123,56 @@ def test_the_newest_blocks_of_a_chat_are_of_its_visits_and_those_of_a_branch_are
     other = tree.insert_path(hashed(("system", "goodbye")), 2.0)
     assert tree.visits[other[-1]] == 0, "another chat begins behind the same system prompt"
     assert [tree.visits[node] for node in tree.insert_path(hashed(("alone",)), 3.0)] == [0]
+
+
+def test_the_newest_blocks_of_a_chat_that_is_pinned_are_of_its_visits() -> None:
+    tree = PrefixTree()
+    reuse = ReuseModel(tree)
+    first = tree.insert_path(hashed(("hello",)), 0.0)
+    tree.pin(first)
+    reuse.asked(np.array(first, np.intc), np.ones(1, bool), 1)
+    assert [tree.visits[node] for node in tree.insert_path(hashed(("hello", "there")), 1.0)] == [1, 1]
+
+
+def test_what_is_asked_for_now_and_then_never_counts_as_much_as_what_is_asked_for_all_the_time() -> None:
+    """However long an engine runs: else all that ever comes back would be alike one day."""
+    tree = PrefixTree()
+    reuse = ReuseModel(tree)
+    reuse.resized(8)
+    (often,), (rarely,) = tree.insert_path(hashed(("often",)), 0.0), tree.insert_path(hashed(("rarely",)), 0.0)
+    for number in range(20_000):
+        reuse.asked(np.array([often if number % 100 else rarely], np.intc), np.ones(1, bool), 8)
+    assert reuse.class_of(rarely) < reuse.class_of(often)
+
+
+class Classes(Recency):
+    """Of nodes by hand, the higher ones worth more."""
+
+    num_classes = 3
+
+    def __init__(self, class_of: dict[int, int]) -> None:
+        self.classes = class_of
+
+    def class_of(self, node: int) -> int:
+        return self.classes[node]
+
+    def worth(self, node: int) -> float:
+        return float(self.classes[node])
+
+
+@pytest.mark.parametrize("then", [0, 1, 2])
+def test_a_block_of_another_class_is_found_there(then: int) -> None:
+    tree = PrefixTree()
+    nodes = [tree.insert_path(hashed((name,)), 0.0)[0] for name in ("changed", "other", "third")]
+    order = Classes(dict(zip(nodes, (1, 1, 2), strict=True)))
+    queue = EvictionQueue(tree, order, lambda node: True)
+    for node in nodes:
+        queue.push(node)
+    tree.touch(nodes[:1], 1.0)
+    order.classes[nodes[0]] = then
+    popped = [queue.pop() for _ in nodes]
+    assert popped == sorted(nodes, key=lambda node: (order.classes[node], tree.used[node], node))
+    queue.check()
 
 
 def test_what_is_forgotten_is_exposed_to_nothing() -> None:

@@ -76,6 +76,7 @@ class Engine:
             identity=self.identity,
             engine_id=self.engine_id,
         )
+        self.half.reuse.least_part = 8  # a world asks for few blocks
         self.half.bind_block_pool(ConnectorView(self.pool, self.book.freed))
         self.scheduler = SchedulerModel(config, self.pool, self.half, self.met)
         self.scheduler.epoch = world.epochs[index]
@@ -122,8 +123,9 @@ class Engine:
             self.world.time.call_after(5e-3, self.wake, f"{self.engine_id}/idle")
 
     def _dispatch(self) -> None:
-        num_preempted = self.met["preempted"]
+        num_preempted, num_declined = self.met["preempted"], self.half.metrics.declined_saves_blocks
         plan, items = self.scheduler.schedule()
+        self.met["blocks declined"] += self.half.metrics.declined_saves_blocks - num_declined
         self.num_steps += 1
         self._step_times.append(self.world.time.now())
         self.world.count_step(self, plan, items)

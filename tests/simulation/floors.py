@@ -100,6 +100,7 @@ FLOORS = {
     "backups on_eviction": 3100,
     "backups on_save": 4100,
     "backups of a group where a request has ended": 2000,
+    "blocks declined": 5000,
     "cancelled fetches": 4300,
     "cancelled receives": 360,
     "disk corrupt": 240,

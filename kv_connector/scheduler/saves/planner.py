@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -27,7 +29,7 @@ class SavePlanner:
     """Pairs device blocks with host blocks, opens a job for the pairs of a step, and hears how it ended.
 
     What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps. `on_saved` is
-    told the host blocks that saves have filled.
+    told the host blocks that saves have filled. `is_in_storage`: they go on to storage, and come back from there.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class SavePlanner:
         reuse: ReuseModel,
         budget: SaveBudget,
         on_saved: Callable[[Sequence[int]], None],
+        is_in_storage: bool,
     ) -> None:
         self.may_save_before_reuse = False  # something changed since nothing was left to save
         self._shared = shared
@@ -47,6 +50,8 @@ class SavePlanner:
         self._reuse = reuse
         self._budget = budget
         self._on_saved = on_saved
+        self._is_in_storage = is_in_storage
+        self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
         # Windows first: what they cannot save in a step is lost, and what full attention cannot save waits.
         self._order = sorted(range(len(grouped.groups)), key=lambda group: grouped.groups[group].window_blocks is None)
@@ -169,20 +174,21 @@ class SavePlanner:
         if (not most and full <= table.next_block) or not self._host.has_room_behind(keys, now):
             return []  # with no room at all the blocks are looked at when there is some
         first = min(table.next_block, full)  # fewer are full than before where a load has failed
+        if self._is_cut_off(table, keys, first):
+            self._decline(table, full - first)
+            return []
         table.next_block = max(table.next_block, full)
         saved, host_ids = self._take_waiting(table, keys, full, most, now) if table.unsaved else ([], [])
         new, most = self._wanted(keys[first:full], first), most - len(saved)
+        if not table.may_save:
+            new = self._decline(table, len(new))
         self._metrics.deferred_saves_blocks += len(new[most:])
         if new and not table.unsaved:
-            room = self._host.allocate_behind(min(len(new), most), keys, now, self._worth(keys, new[0]))
-            saved, host_ids = saved + new[: len(room)], host_ids + room
-            num_done, num_looked_at = len(room), min(len(new), most)
-            if num_done < num_looked_at and self._host.has_room_behind(
-                keys, now
-            ):  # but not for these: they do not wait
-                self._metrics.declined_saves_blocks += num_looked_at - num_done
-                num_done = num_looked_at
-            new = new[num_done:]
+            num_looked_at = min(len(new), most)
+            room = self._room(keys, new[:num_looked_at], now)
+            saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
+            if len(room) < num_looked_at and self._host.has_room_behind(keys, now):  # but not for these
+                new = self._decline(table, len(new))
         table.unsaved += new
         self._budget.spend(len(host_ids))
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
@@ -205,14 +211,29 @@ class SavePlanner:
                 index = table.unsaved.popleft()
                 if self._is_wanted(keys[index]):
                     wanted.append(index)
-            worth = self._worth(keys, wanted[0]) if wanted else 0.0
-            room = self._host.allocate_behind(len(wanted), keys, now, worth)
-            table.unsaved.extendleft(reversed(wanted[len(room) :]))
+            room = self._room(keys, wanted, now)
             saved += wanted[: len(room)]
             host_ids += room
+            table.unsaved.extendleft(reversed(wanted[len(room) :]))
+            if len(room) < len(wanted) and self._host.has_room_behind(keys, now):  # but not for these
+                table.unsaved = deque(self._decline(table, len(table.unsaved)))
             if len(room) < num_looked_at:
                 break
         return saved, host_ids
+
+    def _is_cut_off(self, table: BlockTable, keys: Sequence[BlockHash], first: int) -> bool:
+        """Whether the block in front of these has gone from the host since it was saved, so that nobody could reach
+        them there; what is in storage, too, comes back from it."""
+        if not first or table.unsaved or self._is_in_storage or not self._policy.wants(hits=0, pinned=False):
+            return False
+        node = self._tree.get(keys[first - 1])
+        return node is None or self._host.node_state(node) is BlockState.ABSENT
+
+    def _decline(self, table: BlockTable, num_blocks: int) -> list[int]:
+        """So many blocks, and all that their request computes behind them, are not saved. Returns none of them."""
+        self._metrics.declined_saves_blocks += num_blocks
+        table.may_save = False
+        return []
 
     def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float) -> int:
         node = self._tree.get(keys[index])
@@ -271,11 +292,16 @@ class SavePlanner:
         self._metrics.saves_on_compute_blocks += len(unpinned) - num_hit
         return list(zip([table.block_ids[index] for index in saved], host_ids, strict=True))
 
-    def _worth(self, keys: Sequence[BlockHash], index: int) -> float:
-        """What may go for the block is worth no more than this."""
-        node = self._tree.get(keys[index])
-        is_pinned = node is not None and self._tree.pins[node] > 0
-        return self._reuse.worth_of(keys, index) if self._policy.declines and not is_pinned else _NEVER_TOO_MUCH
+    def _room(self, keys: Sequence[BlockHash], indices: Sequence[int], now: float) -> list[int]:
+        """Host blocks for as many of these blocks as there is room for. For what an operator has pinned, which is in
+        front, whatever is not goes; for the others what is worth no more than they are."""
+        nodes = (self._tree.get(keys[index]) for index in indices)
+        num_pinned = len(list(takewhile(lambda node: node is not None and self._tree.pins[node] > 0, nodes)))
+        room = self._host.allocate_behind(num_pinned, keys, now)
+        if num_pinned < len(indices) and len(room) == num_pinned:
+            worth = self._reuse.worth_of(keys, indices[num_pinned]) if self._declines else _NEVER_TOO_MUCH
+            room += self._host.allocate_behind(len(indices) - num_pinned, keys, now, worth)
+        return room
 
     def _is_wanted(self, key: BlockHash) -> bool:
         node = self._tree.get(key)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.config import Config
+from kv_connector.index import BlockGroup, CacheIdentity
 from kv_connector.scheduler import SchedulerHalf
-from tests.scheduler.test_half import Asked, admit, make_half, report, run
+from kv_connector.types import StepPlan, StepReport
+from tests.scheduler.test_half import Asked, Clock, ForeignBlocks, admit, make_half, report, run
 
 CHATS = [list(range(100 * chat, 100 * chat + 12)) for chat in range(1, 5)]
 
@@ -59,3 +67,89 @@ def test_write_through_saves_the_same_whatever_it_is_worth() -> None:
     teach(half)
     assert ask(half, "new", [7] * 12) == (0, 3)
     assert half.metrics.declined_saves_blocks == 0
+
+
+def test_what_is_pinned_lends_its_place_to_nothing_behind_it() -> None:
+    half, _ = make_half(num_host_blocks=12, write_policy="adaptive")
+    teach(half)
+    for chat, tokens in enumerate(CHATS):
+        ask(half, f"chat {chat}", tokens)
+    assert ask(half, "begins as the next", [7] * 4 + [8] * 8) == (0, 0)
+    half.pin_prefix(Asked("pinned", [7] * 4).block_hashes)
+    assert ask(half, "begins with what is pinned", [7] * 12) == (0, 1)
+    half.check()
+
+
+def test_what_waited_for_bandwidth_and_is_declined_waits_no_more() -> None:
+    half, _ = make_half(num_host_blocks=12, write_policy="adaptive", save_bandwidth=1)
+    teach(half)
+    for chat, tokens in enumerate(CHATS):
+        ask(half, f"chat {chat}", tokens)
+    half.update_connector_output(
+        [StepReport(0, 0, num_host_blocks=12, block_bytes=1 << 40)]
+    )  # nothing fits from now on
+    request = Asked("new", [7] * 12)
+    admit(half, request)
+    assert run(half, request).saves == ()
+    declined, dropped = half.metrics.declined_saves_blocks, half.metrics.dropped_saves_blocks
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=12, block_bytes=0)])  # and everything does
+    assert step(half, request, 12, 1).saves == ()
+    half.request_finished(request)
+    assert half.metrics.declined_saves_blocks == declined + 3
+    assert half.metrics.dropped_saves_blocks == dropped
+    half.check()
+
+
+def step(half: SchedulerHalf, request: Asked, computed: int, count: int) -> StepPlan:
+    """A step that computes `count` tokens of a request."""
+    return half.build_connector_meta(SchedulerOutput([ScheduledRequest(request.request_id, computed, count)]))
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_nothing_is_saved_behind_what_has_gone_from_the_host(stores: bool, tmp_path: Path) -> None:
+    """Another prompt took the place of a long one's first part while the second was computed: nobody could reach it,
+    but through storage, which has the first."""
+    settings: dict[str, object] = {"write_policy": "write_through"}
+    if stores:
+        settings["storage"] = {"path": str(tmp_path / "store"), "capacity": "1GiB"}
+    half = make(settings, (BlockGroup(),), num_host_blocks=2)
+    long = Asked("long", list(range(16)))
+    admit(half, long)
+    report(half, step(half, long, 0, 8))
+    other = Asked("other", [99] * 8)
+    admit(half, other, first_block=50)
+    report(half, step(half, other, 0, 8))
+    half.request_finished(other)
+    assert bool(step(half, long, 8, 8).saves) is stores
+    assert half.metrics.declined_saves_blocks == (0 if stores else 2)
+    half.check()
+
+
+def make(settings: dict[str, object], groups: tuple[BlockGroup, ...], num_host_blocks: int) -> SchedulerHalf:
+    """A half with its host, and blocks of any engine."""
+    config = Config.from_mapping({"host_memory": 1 << 20, **settings})
+    identity = CacheIdentity("any", "any", "any", 4)
+    half = SchedulerHalf(config, 4, clock=Clock(), groups=groups, identity=identity)
+    half.bind_block_pool(ForeignBlocks())
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=num_host_blocks, block_bytes=1)])
+    return half
+
+
+def test_with_windows_the_least_recently_used_goes_and_nothing_is_declined() -> None:
+    """What is learned says nothing of blocks that are known one by one: whoever asked for a whole prompt last keeps
+    it."""
+    groups = (BlockGroup(), BlockGroup(window_blocks=1))
+    half = make({"write_policy": "adaptive"}, groups, num_host_blocks=12)
+    half.reuse.least_part = 8
+    for number in range(60):
+        for name, tokens in (("chat", CHATS[0]), ("once", [1000 + number] * 12)):
+            request = Asked(f"{name} {number}", tokens)
+            matched, _ = half.get_num_new_matched_tokens(request, 0)
+            tables = [list(range(10 * group, 10 * group + 3)) for group in (1, 2)]
+            half.update_state_after_alloc(request, tables, 0, matched or 0)
+            report(half, step(half, request, matched or 0, 12 - (matched or 0)))
+            assert name == "once" or number == 0 or matched == 8
+            half.request_finished(request)
+            report(half, run(half))
+    assert half.metrics.declined_saves_blocks == 0
+    half.check()

@@ -6,7 +6,9 @@ from .mutant import Mutant, Patch, tested
 
 _REUSE = "kv_connector/index/reuse.py"
 _TIER = "kv_connector/index/tier.py"
+_PLANNER = "kv_connector/scheduler/saves/planner.py"
 _TESTS = "tests/index/test_reuse.py"
+_DECLINED = "tests/scheduler/saves/test_declined.py"
 
 REUSE: tuple[Mutant, ...] = (
     Mutant(
@@ -38,7 +40,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/index/tree.py",
-                "return 0 if parent == ROOT or self._keeps[parent] & (_LEAVING - 1) else",
+                "return 0 if parent == ROOT or has_children else",
                 "return 0 if parent == ROOT else",
             ),
         ),
@@ -51,21 +53,91 @@ REUSE: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_what_is_forgotten_is_exposed_to_nothing"),
     ),
     Mutant(
+        "pins-are-children",
+        "the newest blocks of a chat that is pinned are taken for those of a new one",
+        (Patch("kv_connector/index/tree.py", ") > self.pins[parent]", ") > 0"),),
+        tested(f"{_TESTS}::test_the_newest_blocks_of_a_chat_that_is_pinned_are_of_its_visits"),
+    ),
+    Mutant(
+        "visits-never-fade",
+        "whatever comes back at all counts as what comes back all the time, once an engine has run for long",
+        (Patch(_REUSE, "np.exp2(-ages / (_HALF_LIFE * max(1, self._capacity)))", "1.0"),),
+        tested(f"{_TESTS}::test_what_is_asked_for_now_and_then_never_counts_as_much_as_what_is_asked_for_all_the_time"),
+    ),
+    Mutant(
+        "classes-for-ever",
+        "a block of another class by now stays where it was",
+        (
+            Patch(
+                "kv_connector/index/eviction.py",
+                "(found := self._order.class_of(node)) != index",
+                "(found := index) != index",
+            ),
+        ),
+        tested(f"{_TESTS}::test_a_block_of_another_class_is_found_there"),
+    ),
+    Mutant(
+        "windows-are-learned",
+        "what is learned decides about blocks of windows, of which nothing can be",
+        (
+            Patch(
+                "kv_connector/scheduler/half.py", "Recency() if self._grouped.has_windows else self.reuse", "self.reuse"
+            ),
+            Patch(_PLANNER, "policy.declines and not grouped.has_windows", "policy.declines"),
+        ),
+        tested(f"{_DECLINED}::test_with_windows_the_least_recently_used_goes_and_nothing_is_declined"),
+    ),
+    Mutant(
         "declined-and-waiting",
         "what was declined is tried again in every step",
-        (Patch("kv_connector/scheduler/saves/planner.py", "                num_done = num_looked_at\n", ""),),
-        tested("tests/scheduler/saves/test_declined.py"),
+        (
+            Patch(
+                _PLANNER,
+                "new = self._decline(table, len(new))\n        table.unsaved",
+                "pass\n        table.unsaved",
+            ),
+        ),
+        tested(_DECLINED),
+    ),
+    Mutant(
+        "waited-declined-and-waiting",
+        "what waited for bandwidth and was declined then is tried again in every step",
+        (
+            Patch(
+                _PLANNER,
+                "table.unsaved = deque(self._decline(table, len(table.unsaved)))",
+                "pass",
+            ),
+        ),
+        tested(f"{_DECLINED}::test_what_waited_for_bandwidth_and_is_declined_waits_no_more"),
+    ),
+    Mutant(
+        "saved-behind-a-hole",
+        "blocks are saved that nobody can reach on the host, as what was in front of them has gone",
+        (Patch(_PLANNER, "        if self._is_cut_off(table, keys, first):", "        if False:"),),
+        tested(f"{_DECLINED}::test_nothing_is_saved_behind_what_has_gone_from_the_host"),
+    ),
+    Mutant(
+        "nothing-for-storage-behind-a-hole",
+        "the rest of a prompt never comes to storage, as its beginning has gone from the host",
+        (Patch(_PLANNER, "table.unsaved or self._is_in_storage or", "table.unsaved or"),),
+        tested(f"{_DECLINED}::test_nothing_is_saved_behind_what_has_gone_from_the_host"),
     ),
     Mutant(
         "pinned-and-declined",
         "what an operator has pinned is declined",
+        (Patch(_PLANNER, "len(list(takewhile(", "0 * len(list(takewhile("),),
+        tested(_DECLINED),
+    ),
+    Mutant(
+        "pinned-in-front",
+        "what is behind a pinned block takes the place of whatever there is",
         (
             Patch(
-                "kv_connector/scheduler/saves/planner.py",
-                "self._policy.declines and not is_pinned else",
-                "self._policy.declines else",
+                _PLANNER, "num_pinned = len(list(takewhile(", "num_pinned = len(indices) * any(True for _ in takewhile("
             ),
+            Patch(_PLANNER, "self._tree.pins[node] > 0, nodes)))", "self._tree.pins[node] > 0, nodes))"),
         ),
-        tested("tests/scheduler/saves/test_declined.py"),
+        tested(f"{_DECLINED}::test_what_is_pinned_lends_its_place_to_nothing_behind_it"),
     ),
 )
