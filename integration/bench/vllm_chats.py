@@ -1,11 +1,12 @@
 """Chats with one engine: users talk about a document each, and go on where they were from window to window.
 
 A window has a lead that is not counted and a time that is. Turns arrive at random at a rate, whether or not the engine
-keeps up, or each user asks again as soon as they are answered: then as many turns wait or run as there are users, and
-the engine is saturated, however fast it is. When a window closes nothing more is submitted, and turns under way may
-still have their first token, within a limit. A turn that arrived and has none then is in every percentile with what it
-has waited; where such a wait lies at or below a percentile, that figure is a lower bound and says so. Histories begin
-at lengths spread from the document to the greatest, so that all the chats' bytes do not change.
+keeps up, or as soon as one user is answered another one asks, at random of those that are reading: then `at_once` turns
+wait or run at any time, and the engine is saturated, however fast it is. When a window closes nothing more is
+submitted, and turns under way may still have their first token, within a limit. A turn that arrived and has none then
+is in every percentile with what it has waited; where such a wait lies at or below a percentile, that figure is a lower
+bound and says so. Histories begin at lengths spread from the document to the greatest, so that all the chats' bytes do
+not change.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ _LAST_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """Lengths in tokens. A chat whose next turn would be longer than `max_length` begins anew at its document."""
+    """Lengths in tokens. A chat whose next turn would be longer than `max_length` begins anew at its document.
+
+    `at_once`: of `users`, who ask at the same time where the engine is saturated. The fewer they are, the less do chats
+    come back in the order in which they went: in a fixed order a cache a little too small keeps what is needed last.
+    """
 
     users: int
+    at_once: int
     document: int
     question: int
     max_length: int
@@ -43,7 +49,7 @@ class ChatShape:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Turns with answers of `answer` tokens, `rate` a second or, without one, as soon as a user is idle."""
+    """Turns with answers of `answer` tokens, `rate` a second or, without one, as soon as one is answered."""
 
     number: int
     answer: int
@@ -92,7 +98,7 @@ class Chats:
         before, phases = self._server.stats(), Phases(self._server.scheduler)
         begin, num_submitted = time.perf_counter(), 0
         while (now := time.perf_counter() - begin) < end + _LAST_SECONDS:
-            while now < end and self._idle and (window.rate is None or arrivals[num_submitted] <= now):
+            while now < end and self._idle and self._is_next(window, arrivals, num_submitted, now):
                 arrival = now if window.rate is None else arrivals[num_submitted]
                 self._submit(f"{window.number}-{num_submitted}", arrival, window.answer, phases)
                 num_submitted += 1
@@ -110,6 +116,12 @@ class Chats:
         result.waits_ms = [1e3 * (now - arrival) for arrival in late if arrival >= window.lead]
         self._abort()
         return result
+
+    def _is_next(self, window: Window, arrivals: Sequence[float], num_submitted: int, now: float) -> bool:
+        """Whether somebody asks now."""
+        if window.rate is None:
+            return len(self._running) < self._shape.at_once
+        return arrivals[num_submitted] <= now
 
     def _arrivals(self, window: Window, end: float) -> list[float]:
         """When turns arrive, in seconds of the window; the last ones long after its end."""

@@ -37,7 +37,7 @@ from integration.report import Report, hardware
 from kv_connector.errors import ConfigError
 
 SATURATED = "saturated"
-"""In place of a rate: each user asks again as soon as they are answered."""
+"""In place of a rate: as soon as one user is answered another one asks."""
 _CLOSING_SECONDS = 10.0  # what is left of the limit for the last lines and for the engines' ends
 
 
@@ -65,7 +65,8 @@ def main() -> int:
     if reason := unavailable(options):
         print(reason)
         return 0
-    shape = ChatShape(options.users, options.document, options.question, options.max_length)
+    at_once = options.at_once or max(1, options.users // 2)
+    shape = ChatShape(options.users, at_once, options.document, options.question, options.max_length)
     chats_bytes = shape.mean_tokens * bytes_per_token(options.tiny)
     try:
         size = host_bytes(options.host_memory, chats_bytes)
@@ -103,6 +104,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds of all: windows are made to fit")
     parser.add_argument("--trace", type=float, default=0.0, help="at last, seconds of the last window under a profiler")
     parser.add_argument("--users", type=int, default=12)
+    parser.add_argument("--at-once", type=int, help="of the users, who ask at a time; default: half of them")
     parser.add_argument("--document", type=int, default=8000, help="tokens")
     parser.add_argument("--question", type=int, default=160, help="tokens")
     parser.add_argument("--max-length", type=int, default=12288, help="a chat that reaches it begins anew")
