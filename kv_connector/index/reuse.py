@@ -49,7 +49,8 @@ Table = NDArray[np.float64]
 
 
 class ReuseModel:
-    """The order in which a tier that lies behind the device evicts. One thread calls."""
+    """The order in which a tier that lies behind the device evicts. One thread calls. Where it is no tier's order
+    nothing is learned, only counted."""
 
     num_classes = _CLASSES
 
@@ -97,7 +98,7 @@ class ReuseModel:
         np.frombuffer(tree.hits, np.uintc)[nodes] += 1
         visits[nodes] = visits[nodes] * np.exp2(-ages / (_HALF_LIFE * max(1, self._capacity))) + 1
         tree.time += num_blocks
-        if tree.time - self._learned_at >= max(self.least_part, self._capacity // _PARTS):
+        if self._capacity and tree.time - self._learned_at >= max(self.least_part, self._capacity // _PARTS):
             self._learn()
 
     def _learn(self) -> None:

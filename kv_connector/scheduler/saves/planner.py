@@ -182,13 +182,14 @@ class SavePlanner:
         new, most = self._wanted(keys[first:full], first), most - len(saved)
         if not table.may_save:
             new = self._decline(table, len(new))
-        self._metrics.deferred_saves_blocks += len(new[most:])
+        num_deferred = len(new[most:])
         if new and not table.unsaved:
             num_looked_at = min(len(new), most)
             room = self._room(keys, new[:num_looked_at], now)
             saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
             if len(room) < num_looked_at and self._host.has_room_behind(keys, now):  # but not for these
                 new = self._decline(table, len(new))
+        self._metrics.deferred_saves_blocks += min(num_deferred, len(new))
         table.unsaved += new
         self._budget.spend(len(host_ids))
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.

@@ -106,11 +106,12 @@ def test_where_the_process_may_open_no_more_files_unused_ones_are_closed(
 ) -> None:
     opened, names = store.folder.opened, names_in(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
+    free = [os.dup(0) for _ in range(4)]  # the lowest ones, whatever lies between them
+    for descriptor in free:
+        os.close(descriptor)
     try:
         with opened.batch():
-            resource.setrlimit(resource.RLIMIT_NOFILE, (free + 4, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, hard))
             for name in names:
                 opened.give_back(opened.borrow(name, 0))
             taken: list[OpenPack] = []
