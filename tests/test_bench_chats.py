@@ -43,3 +43,9 @@ def test_a_peer_whose_memory_gave_nothing_is_void() -> None:
     assert "void" not in row("lmcache", 256)
     assert "void" not in row("none", 0), "it has none"
     assert "void" not in row("ours", 0), "that is a result of ours, and a bad one"
+
+
+def test_a_peer_that_answered_nothing_is_no_comparison() -> None:
+    assert chat_row("offloading", WINDOW, ChatResult(phases={"external_tokens": 0.0}))["void"] == "no turn was answered"
+    answered = ChatResult(turns=1, prompt_tokens=100, phases={"external_tokens": 96.0})
+    assert "void" not in chat_row("offloading", WINDOW, answered)

@@ -116,6 +116,23 @@ def test_a_median_that_is_only_a_lower_bound_claims_nothing() -> None:
     assert "at least 90 ms" in table(report.rows[:1])[2]
 
 
+def test_a_median_that_has_waited_longer_than_any_peer_is_missed() -> None:
+    cut = chats("ours", 20, 9000, lower_bounds=["ttft_p50_ms", "ttft_p99_ms"])
+    report = merged([result(chats("offloading", 10), cut)])
+    assert [claim["holds"] for name, claim in report.claims.items() if name.startswith("p50")] == [False]
+
+
+def test_results_of_two_gpus_are_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for gpu in ("one", "another"):
+        content = result(chats("offloading", 10), chats("ours", 20)) | {"hardware": {"gpu": gpu}}
+        files.append(tmp_path / f"{gpu}.json")
+        files[-1].write_text(json.dumps(content))
+    with pytest.raises(SystemExit):
+        regimes.main(list(map(str, files)))
+    assert "of several GPUs" in capsys.readouterr().err
+
+
 def test_a_table_of_several_commits_is_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = []
     for commit in ("a" * 40, "b" * 40):

@@ -91,8 +91,9 @@ def _regime(key: tuple[Any, ...], windows: Sequence[Mapping[str, Any]], absent: 
     ours = engines[default]
     regime |= {"default": default, "best_peer": best, "num_peers": len(peers)}
     regime["over_best_peer"] = ours["turns_per_second"] / max(1e-9, engines[best]["turns_per_second"])
-    if not ours["p50_is_lower_bound"]:  # it could be anything from there on
-        regime["p50_over_soonest_peer"] = ours["ttft_p50_ms"] / max(1e-9, soonest)
+    p50 = ours["ttft_p50_ms"] / max(1e-9, soonest)
+    if not ours["p50_is_lower_bound"] or p50 > 1.0:  # else it could be anything from there on
+        regime["p50_over_soonest_peer"] = p50
     return regime
 
 
@@ -177,6 +178,12 @@ def merged(results: Sequence[Mapping[str, Any]]) -> Report:
     return report
 
 
+def compared(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What is the same in all results of a comparison."""
+    names = ("device_tokens", "users", "at_once", "document", "question", "max_length", "tiny", "eager")
+    return result["hardware"]["gpu"], *(result["rows"][0].get(name) for name in names)
+
+
 def claim_misses(report: Report, row: Mapping[str, Any]) -> None:
     """The claim on an engine of ours with the default policy, where nothing is hit."""
     if is_default(row["connector"]):
@@ -231,6 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path, result in zip(options.results, results, strict=True):
         if result.get("name") != "vllm_serving" or "host_share" not in result["rows"][0]:
             parser.error(f"{path} is no result of vllm_serving with regimes: measure it again, or leave it out")
+    if len({compared(result) for result in results}) > 1:
+        parser.error("these results are of several GPUs or of other chats: give those of one, with one set of options")
     report = merged(results)
     found = [row for row in report.rows if row["part"] == "regime"]
     print("\n".join(table(found)))

@@ -139,11 +139,13 @@ def unknown_settings(settings: dict[str, Any]) -> str:
 
 
 def no_hits(prompt_tokens: int, host_tokens: int) -> str:
-    """Why a window of chats says nothing of a peer: it loaded nothing at all. Empty where it did.
+    """Why a window of chats says nothing of a peer: it answered or loaded nothing at all. Empty where it did.
 
     LMCache goes on in a degraded mode where it could not initialize: every request waits, and is computed.
     """
-    return "no token came from its host memory" if prompt_tokens and not host_tokens else ""
+    if not prompt_tokens:
+        return "no turn was answered"
+    return "" if host_tokens else "no token came from its host memory"
 
 
 def _lmcache_fault(log: str) -> str:
