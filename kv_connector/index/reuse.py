@@ -47,6 +47,9 @@ _PRIOR_EVENTS = 16.0
 
 Table = NDArray[np.float64]
 
+_HALF_WIDTHS: Table = np.maximum(0.5, 0.25 / _PER_OCTAVE * 2.0 ** (np.arange(_BUCKETS) // _PER_OCTAVE))
+"""Of each bucket of ages."""
+
 
 class ReuseModel:
     """The order in which a tier that lies behind the device evicts. One thread calls. Where it is no tier's order
@@ -139,8 +142,9 @@ def _cells(visits: NDArray[np.float32], ages: NDArray[np.int64]) -> NDArray[np.i
 
 def _smoothed(events: Table, exposure: Table) -> tuple[Table, Table]:
     """Where a class has seen little, its events are those of all classes at that age."""
-    all_events = events.sum(axis=0)
-    all_exposure = np.maximum(exposure.sum(axis=0), all_events)  # at an age at which nothing was met when it was looked
+    # What was asked for at some age was half as long of that age as one can be, whether or not it was met there.
+    exposure = np.maximum(exposure, events * _HALF_WIDTHS[: events.shape[1]])
+    all_events, all_exposure = events.sum(axis=0), exposure.sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         prior = np.where(all_events > 0, _PRIOR_EVENTS * all_exposure / all_events, 0.0)
         rate = np.where(all_events > 0, (events + _PRIOR_EVENTS) / (exposure + prior), 0.0)

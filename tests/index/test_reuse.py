@@ -175,6 +175,19 @@ def test_a_block_of_another_class_is_found_there(then: int) -> None:
     queue.check()
 
 
+def test_what_comes_back_at_the_same_age_each_time_is_kept() -> None:
+    """Also where it never is of that age when the ages of all blocks are looked at."""
+    host = Host(512)
+    hot = ["hot", *map(str, range(63))]
+    found = []
+    for number in range(1500):
+        if number % 10 == 0:
+            found.append(host.ask(*hot))
+        else:
+            host.ask(f"one-off {number}", *map(str, range(39)))
+    assert found[-100:] == [64] * 100
+
+
 def test_what_is_forgotten_is_exposed_to_nothing() -> None:
     host = Host(4, remembered=10)
     for number in range(300):

@@ -65,6 +65,12 @@ REUSE: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_what_is_asked_for_now_and_then_never_counts_as_much_as_what_is_asked_for_all_the_time"),
     ),
     Mutant(
+        "ages-that-nobody-met",
+        "what is asked for at an age at which nothing was looked at counts for nothing",
+        (Patch(_REUSE, "    exposure = np.maximum(exposure, events * _HALF_WIDTHS[: events.shape[1]])\n", ""),),
+        tested(f"{_TESTS}::test_what_comes_back_at_the_same_age_each_time_is_kept"),
+    ),
+    Mutant(
         "classes-for-ever",
         "a block of another class by now stays where it was",
         (
