@@ -1,6 +1,7 @@
 """The runs path: what the DMA engines copy by themselves, which leave the model alone.
 
-Neighbours are merged into long segments; a block's pieces that are long and lie evenly apart are one pitched copy.
+Neighbours are merged into long segments; a block's pieces that are long and lie evenly apart in one allocation are one
+pitched copy.
 """
 
 from __future__ import annotations
@@ -149,13 +150,15 @@ class RunsPath:
             offsets = np.array([region.offset for region in part], dtype=np.int64)
             strides = np.array([region.block_stride for region in part], dtype=np.int64)
             sizes = np.array([region.piece_bytes for region in part], dtype=np.int64)
+            # Where the driver refuses a copy from one allocation into the next, every save would fail.
+            is_one = len({region.view.untyped_storage().data_ptr() for region in part}) == 1
             merged = merge_runs(bases, offsets, sizes, strides)
             kept = np.searchsorted(offsets, merged.host)
             columns = merged.device, strides[kept], merged.sizes, merged.host
             self._columns[regions] = _Columns(
                 *columns,
                 piece_bytes=tuple(merged.sizes.tolist()),
-                pitch=_pitch_of(*columns, self._least_pitched),
+                pitch=_pitch_of(*columns, self._least_pitched) if is_one else None,
                 may_join=merged.sizes.tolist() == strides[kept].tolist() == [self._host.block_bytes],
             )
         return self._columns[regions]

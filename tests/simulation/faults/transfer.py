@@ -83,6 +83,12 @@ TRANSFER: tuple[Mutant, ...] = (
         tested("tests/transfer/paths/test_paths.py::test_what_a_copy_engine_cannot_take_in_one_stays_apart"),
     ),
     Mutant(
+        "pitched-across-allocations",
+        "a copy engine is to go from one allocation into the next, where the driver may refuse it",
+        (Patch(_RUNS, " if is_one else None", ""),),
+        tested("tests/transfer/paths/test_paths.py::test_what_a_copy_engine_cannot_take_in_one_stays_apart"),
+    ),
+    Mutant(
         "lock-out-of-turn",
         "a step's load waits until the submitting thread has submitted all that is queued",
         (Patch("kv_connector/transfer/submission/queue.py", "        with self._next:\n", "        if True:\n"),),

@@ -191,7 +191,8 @@ def test_long_pieces_that_lie_evenly_apart_need_no_packing(monkeypatch: pytest.M
 
 
 def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short pieces, one piece, a gap between two, a distance that the driver refuses, and memory that is pageable."""
+    """Short pieces, one piece, a gap between two, allocations of their own, a distance that the driver refuses, and
+    memory that is pageable."""
     cpu = torch.device("cpu")
     layout = evenly_apart(cpu)
     pool, pageable = make_pool(layout), HostPool(2, layout.block_bytes, pin_memory=False)
@@ -211,6 +212,9 @@ def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.M
         unequal = CacheLayout.from_tensors(caches, 4, dict.fromkeys(caches, 0))
         is_equal = unequal.regions[1].piece_bytes == unequal.regions[1].block_stride == 48
         assert is_pitched(unequal, make_pool(unequal), 3) is is_equal
+    own = {str(layer): torch.from_numpy(array) for layer, array in enumerate(memory.numpy())}
+    allocations = CacheLayout.from_tensors(own, NUM_DEVICE, dict.fromkeys(own, 0))
+    assert not is_pitched(allocations, make_pool(allocations), 3), "from one allocation into the next"
     monkeypatch.setattr(runs_module, "MOST_PITCH", NUM_DEVICE * 48 - 1)
     assert not is_pitched(layout, pool, 4)
 
