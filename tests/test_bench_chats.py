@@ -49,3 +49,8 @@ def test_a_peer_that_answered_nothing_is_no_comparison() -> None:
     assert chat_row("offloading", WINDOW, ChatResult(phases={"external_tokens": 0.0}))["void"] == "no turn was answered"
     answered = ChatResult(turns=1, prompt_tokens=100, phases={"external_tokens": 96.0})
     assert "void" not in chat_row("offloading", WINDOW, answered)
+
+
+def test_a_figure_between_a_first_token_and_a_wait_is_a_lower_bound() -> None:
+    assert percentile([100.0] * 59, [5000.0], 99)[1]
+    assert percentile([100.0] * 59, [5000.0], 50) == (100.0, False)
