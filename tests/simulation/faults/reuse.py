@@ -99,8 +99,8 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "new = self._decline(table, len(new))\n        table.unsaved",
-                "pass\n        table.unsaved",
+                "new = self._decline(table, len(new))\n        self._metrics",
+                "pass\n        self._metrics",
             ),
         ),
         tested(_DECLINED),
