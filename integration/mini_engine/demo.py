@@ -216,9 +216,10 @@ def conclude(options: argparse.Namespace, turns: Sequence[Turn]) -> int:
         print(f"{len(ratios)} turns hit 1,000 tokens or more on the host: {spread}")
         report.claim("ttft_speedup_of_1000_token_host_hit", median(ratios), 5, "x", "higher")
     default = Config().write_policy.value
-    second = [t for t in turns if t.turn == 1 and t.way == default]
-    if second and all(t.device_hit_tokens == 0 for t in second):  # else the chats fit on the device
-        num_hits = sum(t.host_hit_tokens > 0 for t in second)
+    # But for the system prompt, which the device has, unless chats fit on it.
+    second = [t for t in turns if t.turn == 1 and t.way == default and 2 * t.device_hit_tokens < len(t.prompt)]
+    if second:
+        num_hits = sum(2 * t.host_hit_tokens > len(t.prompt) for t in second)
         report.claim("second_turns_on_the_host", num_hits, len(second), f"chats under {default}, the default", "higher")
     report.write(options.json)
     title = f"{options.users} chats that do not fit on the device together, {hardware()['gpu'] or hardware()['cpu']}"
