@@ -9,8 +9,8 @@ For each class and age two sums are kept, of which older parts fade: `events`, b
 and were not on the device, so that the host was of use or would have been; and `exposure`, how many known blocks spent
 how much time there. A block's worth is the best rate of events over exposure that it meets from its age on, up to any
 later one (the index of Gittins 1979, which orders what is to be kept for how likely and how soon it pays off). Blocks
-that are known without a copy count like all others, so that what was evicted too early shows; a tree remembers
-twice as many as the host holds.
+that are known without a copy count like all others, so that what was evicted too early shows; a tree remembers twice
+as many as the host holds.
 
 What is asked for again and again while it is on the device pays off never, a one-off prompt neither, and a chat whose
 user reads for a minute does so in a minute: nothing of that is a setting.

@@ -40,10 +40,9 @@ class PrefixTree:
 
     Public arrays, by node: `parent`, `depth` (blocks in front of it in its prefix), `used` (time of last use), `hits`
     (requests after the first that asked for the block), `visits` (the same, and those before it in the same chat, the
-    older ones faded),
-    `asked` (when it was asked for last, in blocks that requests have asked for, which `time` counts; -1 of a row that
-    is no node), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids`
-    (children with a copy on that tier, kept by the tier).
+    older ones faded), `asked` (when it was asked for last, in blocks that requests have asked for, which `time` counts;
+    -1 of a row that is no node), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none)
+    and `kids` (children with a copy on that tier, kept by the tier).
 
     `max_remembered` may be set at any time. It decides how long a block may be away and still be known as one that was
     asked for before: twice as many as the host holds blocks is a good number. A lower one is reached over later calls.

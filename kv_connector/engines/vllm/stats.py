@@ -61,7 +61,7 @@ class StatsFeed:
     def take(self, sums: Mapping[str, float]) -> TieredStats | None:
         """The changes; None where there are none."""
         if sums == self._last:
-            return None  # in most steps; once a step
+            return None  # so it is in most steps
         last, self._last = self._last, dict(sums)
         changed = {name: value for name, value in sums.items() if value != last.get(name, 0)}
         if not changed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
@@ -180,15 +179,17 @@ class SavePlanner:
         table.next_block = max(table.next_block, full)
         saved, host_ids = self._take_waiting(table, keys, full, most, now) if table.unsaved else ([], [])
         new, most = self._wanted(keys[first:full], first), most - len(saved)
-        if not table.may_save:
-            new = self._decline(table, len(new))
+        if not table.may_save:  # what waited was declined
+            self._decline(table, len(new))
+            new = []
         num_deferred = len(new[most:])
         if new and not table.unsaved:
             num_looked_at = min(len(new), most)
             room = self._room(keys, new[:num_looked_at], now)
             saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
             if len(room) < num_looked_at and self._host.has_room_behind(keys, now):  # but not for these
-                new = self._decline(table, len(new))
+                self._decline(table, len(new))
+                new = []
         self._metrics.deferred_saves_blocks += min(num_deferred, len(new))
         table.unsaved += new
         self._budget.spend(len(host_ids))
@@ -217,7 +218,8 @@ class SavePlanner:
             host_ids += room
             table.unsaved.extendleft(reversed(wanted[len(room) :]))
             if len(room) < len(wanted) and self._host.has_room_behind(keys, now):  # but not for these
-                table.unsaved = deque(self._decline(table, len(table.unsaved)))
+                self._decline(table, len(table.unsaved))
+                table.unsaved.clear()
             if len(room) < num_looked_at:
                 break
         return saved, host_ids
@@ -230,11 +232,10 @@ class SavePlanner:
         node = self._tree.get(keys[first - 1])
         return node is None or self._host.node_state(node) is BlockState.ABSENT
 
-    def _decline(self, table: BlockTable, num_blocks: int) -> list[int]:
-        """So many blocks, and all that their request computes behind them, are not saved. Returns none of them."""
+    def _decline(self, table: BlockTable, num_blocks: int) -> None:
+        """So many blocks, and all that their request computes behind them, are not saved."""
         self._metrics.declined_saves_blocks += num_blocks
         table.may_save = False
-        return []
 
     def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float) -> int:
         node = self._tree.get(keys[index])

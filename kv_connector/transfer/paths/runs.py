@@ -50,8 +50,8 @@ def merge_runs(device: Int64s, host: Int64s, sizes: Int64s, pieces: Int64s) -> S
 class _Columns(NamedTuple):
     """Regions, those joined that are adjacent on both sides: an entry each, `piece_bytes` are `sizes` again.
 
-    `pitch` says how they lie, where a copy engine takes all of a block's at once. `may_join`: blocks may be adjacent on
-    both sides.
+    `pitch` says how they lie, where a copy engine takes all of a block's at once. `may_join`: a block is one piece, and
+    may be adjacent to another on both sides; else no two are, whatever their ids, and nothing needs an order.
     """
 
     bases: Int64s
@@ -109,17 +109,11 @@ class RunsPath:
         """The segments of it."""
         columns = self._merged_columns(copy.regions)
         if not columns.may_join:
-            return self._apart(copy, columns)
-        bases, strides, sizes, offsets = columns[:4]
+            return self._segments(copy.device_ids, copy.host_ids, columns)
         order = np.argsort(copy.host_ids, kind="stable")
-        device_ids, host_ids = copy.device_ids[order, None], copy.host_ids[order, None]
-        shape = (len(order), len(sizes))
-        return merge_runs(
-            (bases + device_ids * strides).ravel(),
-            (self._host.tensor.data_ptr() + host_ids * self._host.block_bytes + offsets).ravel(),
-            np.broadcast_to(sizes, shape).ravel(),
-            np.broadcast_to(host_ids // self._host.blocks_per_piece, shape).ravel(),
-        )
+        device_ids, host_ids = copy.device_ids[order], copy.host_ids[order]
+        blocks = self._segments(device_ids, host_ids, columns)  # one each, whole
+        return merge_runs(blocks.device, blocks.host, blocks.sizes, host_ids // self._host.blocks_per_piece)
 
     def piece_bytes(self, regions: range) -> tuple[int, ...]:
         """Lengths of a block's pieces, those joined that are adjacent on both sides."""
@@ -128,10 +122,10 @@ class RunsPath:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _apart(self, copy: BlockCopy, columns: _Columns) -> Segments:
-        """A segment for each piece: no two blocks are neighbours, whatever their ids, and nothing needs an order."""
-        device = columns.bases + copy.device_ids[:, None] * columns.strides
-        host = copy.host_ids[:, None] * self._host.block_bytes + (columns.offsets + self._host.tensor.data_ptr())
+    def _segments(self, device_ids: Int64s, host_ids: Int64s, columns: _Columns) -> Segments:
+        """One for each piece, block by block."""
+        device = columns.bases + device_ids[:, None] * columns.strides
+        host = host_ids[:, None] * self._host.block_bytes + (columns.offsets + self._host.tensor.data_ptr())
         return Segments(device.ravel(), host.ravel(), np.tile(columns.sizes, len(device)))
 
     def _copy_pitched(self, copy: BlockCopy) -> None:

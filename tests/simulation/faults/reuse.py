@@ -99,8 +99,8 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "new = self._decline(table, len(new))\n        self._metrics",
-                "pass\n        self._metrics",
+                "self._decline(table, len(new))\n                new = []\n",
+                "pass\n",
             ),
         ),
         tested(_DECLINED),
@@ -111,8 +111,8 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "table.unsaved = deque(self._decline(table, len(table.unsaved)))",
-                "pass",
+                "self._decline(table, len(table.unsaved))\n                table.unsaved.clear()\n",
+                "pass\n",
             ),
         ),
         tested(f"{_DECLINED}::test_what_waited_for_bandwidth_and_is_declined_waits_no_more"),
