@@ -227,7 +227,7 @@ class SimulatedSubmitter:
         self._is_due = False
         if self._is_closed or self._device.is_dead:
             return
-        if any(line.advance() for line in self._lines):
+        if any(line.help() for line in self._lines):
             self.wake()
 
 

@@ -95,6 +95,23 @@ TRANSFER: tuple[Mutant, ...] = (
         tested("tests/transfer/submission/test_queue.py"),
     ),
     Mutant(
+        "lock-owned-for-ever",
+        "a signal's handler that raises while a step waits for its turn leaves the queue to nobody",
+        (
+            Patch(
+                "kv_connector/transfer/submission/queue.py",
+                "        with self._next, self._lock:\n            self._waiting.appendleft(submission)\n"
+                "            self._advance(submission)\n",
+                "        with self._next:\n            self._lock.acquire()\n"
+                "        self._waiting.appendleft(submission)\n        self._advance(submission)\n"
+                "        self._lock.release()\n",
+            ),
+        ),
+        tested(
+            "tests/transfer/submission/test_queue.py::test_a_signal_s_handler_that_raises_leaves_the_queue_to_others"
+        ),
+    ),
+    Mutant(
         "streams-of-torch",
         "lanes are torch's streams, of which it hands out the same 32 to everybody",
         (

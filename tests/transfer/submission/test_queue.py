@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -19,11 +22,13 @@ from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
+from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.transfer.submission import queue as queue_module
 from kv_connector.transfer.submission import submissions
-from kv_connector.transfer.submission.queue import SubmittingThread
+from kv_connector.transfer.submission.queue import SubmissionQueue, SubmittingThread
+from kv_connector.transfer.submission.submissions import BlockPairs, Submission
 from kv_connector.types import CopyJob, Direction
-from tests.copies import LOAD, NUM_DEVICE, NUM_HOST, SAVE, ids, job
+from tests.copies import LOAD, NUM_DEVICE, NUM_HOST, SAVE, bf16_apart, filled, ids, job, make_pool
 from tests.engines import LateSubmitter, ManualLane, ends, make_engine, submit_all
 
 LAYERS = ("0", "1", "2")
@@ -330,23 +335,23 @@ def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None
     assert watched.urgent == [True, False, False]
 
 
-@pytest.mark.parametrize("_", range(20))
 def test_a_step_s_load_waits_for_one_part_of_what_the_thread_submits(
-    _: int, threaded: None, monkeypatch: pytest.MonkeyPatch
+    threaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread is at the first of many parts; when it has submitted that one, it is the step's turn. Many times: a
-    lock that is not fair is now and then, by luck."""
+    """The thread is at the first of many parts; when it has submitted that one, it is the step's turn."""
     engine, layout, pool = make_engine()
     monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
     watched = watch(engine)
     blocks = list(range(2, 12))
     step = threading.Thread(target=lambda: engine.submit_load([job(2, LOAD, [0], [0])]))
+    is_next = engine._queues[LOAD]._next.locked
 
     def copy_once_the_step_waits(copy: BlockCopy) -> None:
         if not watched.urgent:
             step.start()
-            while step.ident is None or not waits_for_a_lock(step.ident):
-                pass
+            end = time.monotonic() + 30
+            while not is_next():
+                assert time.monotonic() < end
         WatchedPath.copy(watched, copy)
 
     monkeypatch.setattr(watched, "copy", copy_once_the_step_waits)
@@ -359,8 +364,57 @@ def test_a_step_s_load_waits_for_one_part_of_what_the_thread_submits(
     pool.close()
 
 
-def waits_for_a_lock(thread: int) -> bool:
-    return sys._current_frames()[thread].f_code is queue_module._LockInTurn.__enter__.__code__
+@pytest.fixture
+def threads_run_until_they_wait() -> Iterator[None]:
+    """No thread is interrupted for another's sake."""
+    seconds = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(seconds)
+
+
+def test_a_signal_s_handler_that_raises_leaves_the_queue_to_others(threads_run_until_they_wait: None) -> None:
+    """As SIGTERM's may, which comes while a step waits for the part that the thread is at: it is handled once the step
+    has its turn. The engine that closes then has the rest submitted."""
+    layout = filled(bf16_apart, torch.device("cpu"))
+    pool = make_pool(layout)
+    watched = WatchedPath(TorchPath(layout, pool))
+    queue = SubmissionQueue(ManualLane(), (watched,), layout.bytes_of)  # type: ignore[arg-type]
+    regions = range(len(layout.regions))
+    at_a_part, step_comes = threading.Event(), threading.Event()
+
+    def submission(block: int) -> Submission:
+        pairs = BlockPairs(ids(block), ids(block))
+        return Submission(LOAD, (), (regions,), layout.piece_bytes, iter([(regions, pairs)]))
+
+    def interrupt_the_step(copy: BlockCopy) -> None:
+        at_a_part.set()
+        assert step_comes.wait(30)
+        signal.raise_signal(signal.SIGUSR1)  # of this thread: the main one handles it as soon as it runs
+        TorchPath.copy(watched.path, copy)
+
+    def refuse(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    background = submission(0)
+    queue.put(background)
+    with patch.object(watched, "copy", interrupt_the_step):
+        thread = threading.Thread(target=queue.help, daemon=True)
+        thread.start()
+        assert at_a_part.wait(30)
+        before = signal.signal(signal.SIGUSR1, refuse)
+        try:
+            step_comes.set()
+            with pytest.raises(KeyboardInterrupt):
+                queue.put_first(submission(1))
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        thread.join(30)
+    assert background.end is not None
+    other = threading.Thread(target=queue.advance, daemon=True)
+    other.start()
+    other.join(30)
+    assert not other.is_alive()
 
 
 def test_a_load_that_fails_behind_its_first_group_is_told_when_a_layer_needs_it(lanes: list[ManualLane]) -> None:
