@@ -1,16 +1,18 @@
 """The runs path: what the DMA engines copy by themselves, which leave the model alone.
 
 Neighbours are merged into long segments; a block's pieces that are long and lie evenly apart in one allocation are one
-pitched copy.
+pitched copy. A driver that refuses one is asked for no other: pieces are segments from then on.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from ...errors import TransferError
 from ...types import Direction
 from ..costs.curves import LEAST_PITCHED_BYTES
 from ..cuda.copier import driver_copier
@@ -19,6 +21,8 @@ from ..cuda.pitched import MOST_PITCH, Pitch, PitchedCopier, copy_pitched, pitch
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
 from .base import BlockCopy, Int64s
+
+logger = logging.getLogger("kv_connector.transfer")
 
 CALL_BYTES = 64 << 20
 """Of one call of the driver, at least: its first copy begins when the last was taken in. 2.25 GiB in segments of 1 MiB
@@ -81,18 +85,17 @@ class RunsPath:
         self._copier = copier if copier is not None else driver_copier()
         self._pitched = pitched
         self._least_pitched = least_pitched
+        self._is_refused = False  # a pitched copy was
         self._columns: dict[range, _Columns] = {}
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        if self.is_pitched(copy.regions):
-            self._copy_pitched(copy)
-        else:
+        if not self.is_pitched(copy.regions) or not self._copy_pitched(copy):
             self.submit(copy, self.plan(copy))
 
     def is_pitched(self, regions: range) -> bool:
         """Whether all of a block's pieces in these regions are one copy for a copy engine."""
-        return self._host.is_pinned and self._merged_columns(regions).pitch is not None
+        return self._host.is_pinned and not self._is_refused and self._merged_columns(regions).pitch is not None
 
     def submit(self, copy: BlockCopy, plan: Segments) -> None:
         """Copy what `plan` returned for it."""
@@ -128,13 +131,21 @@ class RunsPath:
         host = host_ids[:, None] * self._host.block_bytes + (columns.offsets + self._host.tensor.data_ptr())
         return Segments(device.ravel(), host.ravel(), np.tile(columns.sizes, len(device)))
 
-    def _copy_pitched(self, copy: BlockCopy) -> None:
+    def _copy_pitched(self, copy: BlockCopy) -> bool:
+        """False where the driver refuses one of the copies: those in front of it are enqueued, and may be again."""
         columns = self._merged_columns(copy.regions)
         assert columns.pitch is not None, "the caller has asked"
         device = columns.bases[0] + copy.device_ids * columns.strides[0]
         host = self._host.tensor.data_ptr() + copy.host_ids * self._host.block_bytes + columns.offsets[0]
         handle = None if copy.stream is None else copy.stream.cuda_stream
-        self._pitched(pitched_copies(copy.direction, columns.pitch, device, host), handle)
+        try:
+            self._pitched(pitched_copies(copy.direction, columns.pitch, device, host), handle)
+        except TransferError as error:  # saves have no other path to be tried on
+            if not self._is_refused:  # as the other direction's thread may have found out
+                logger.warning("no pitched copies from now on, pieces are copied one by one: %s", error)
+            self._is_refused = True
+            return False
+        return True
 
     def _merged_columns(self, regions: range) -> _Columns:
         """Those of the regions."""
@@ -144,7 +155,7 @@ class RunsPath:
             offsets = np.array([region.offset for region in part], dtype=np.int64)
             strides = np.array([region.block_stride for region in part], dtype=np.int64)
             sizes = np.array([region.piece_bytes for region in part], dtype=np.int64)
-            # Where the driver refuses a copy from one allocation into the next, every save would fail.
+            # A driver may refuse a copy from one allocation into the next, and then gets no pitched one any more.
             is_one = len({region.view.untyped_storage().data_ptr() for region in part}) == 1
             merged = merge_runs(bases, offsets, sizes, strides)
             kept = np.searchsorted(offsets, merged.host)

@@ -89,6 +89,22 @@ TRANSFER: tuple[Mutant, ...] = (
         tested("tests/transfer/paths/test_paths.py::test_what_a_copy_engine_cannot_take_in_one_stays_apart"),
     ),
     Mutant(
+        "refused-for-ever",
+        "every save fails where the driver refuses a pitched copy",
+        (
+            Patch(
+                _RUNS, "        except TransferError as error:  # saves", "        except TypeError as error:  # saves"
+            ),
+        ),
+        tested("tests/transfer/paths/test_paths.py::test_a_driver_that_refuses_a_pitched_copy_is_asked_for_no_other"),
+    ),
+    Mutant(
+        "refused-and-lost",
+        "what a refused pitched copy was to copy is taken to have been copied",
+        (Patch(_RUNS, "            return False\n        return True\n", "        return True\n"),),
+        tested("tests/transfer/paths/test_paths.py::test_a_driver_that_refuses_a_pitched_copy_is_asked_for_no_other"),
+    ),
+    Mutant(
         "lock-out-of-turn",
         "a step's load waits until the submitting thread has submitted all that is queued",
         (Patch("kv_connector/transfer/submission/queue.py", "        with self._next:\n", "        if True:\n"),),

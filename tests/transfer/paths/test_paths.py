@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, TransferError
 from kv_connector.transfer.costs.curves import BUILT_IN, LEAST_PITCHED_BYTES, Curve
-from kv_connector.transfer.cuda.pitched import ON_DEVICE, ON_HOST
+from kv_connector.transfer.cuda import driver
+from kv_connector.transfer.cuda import pitched as pitched_module
+from kv_connector.transfer.cuda.pitched import COPY, MOST_PITCH, ON_DEVICE, ON_HOST, copy_pitched
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths import runs as runs_module
@@ -217,6 +220,62 @@ def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.M
     assert not is_pitched(allocations, make_pool(allocations), 3), "from one allocation into the next"
     monkeypatch.setattr(runs_module, "MOST_PITCH", NUM_DEVICE * 48 - 1)
     assert not is_pitched(layout, pool, 4)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_driver_that_refuses_a_pitched_copy_is_asked_for_no_other(
+    direction: Direction, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the first block of several: these are copied all the same, and those of every later copy, in either
+    direction."""
+    layout = evenly_apart(torch.device("cpu"))
+    pool = make_pool(layout)
+    asked = []
+
+    def take_one(address: int, stream: int) -> int:
+        asked.append(address)
+        memory = (ctypes.c_char * COPY.itemsize).from_address(address)
+        PitchedNow()(np.frombuffer(memory, dtype=COPY), stream)
+        return 0 if len(asked) == 1 else 1
+
+    def say(code: Any, text: Any) -> int:
+        text._obj.value = b"invalid argument"
+        return 0
+
+    monkeypatch.setattr(pitched_module, "_driver_call", lambda: take_one)
+    monkeypatch.setattr(driver, "libcuda", lambda: SimpleNamespace(cuGetErrorString=say))
+    path = RunsPath(layout, pool, copy_now, lambda copies, _: copy_pitched(copies, 7), least_pitched=48)
+    assert path.is_pitched(range(4))
+    for way in (direction, *Direction):
+        pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
+        check_copy(path, layout, pool, way, range(4), PAIRS[3])
+        check_copy(path, layout, pool, way, range(1, 3), PAIRS[2])
+    assert len(asked) == 2 and not path.is_pitched(range(4))
+    assert [record.getMessage() for record in caplog.records] == [
+        "no pitched copies from now on, pieces are copied one by one: "
+        "cuMemcpy2DAsync failed with CUDA error 1: invalid argument"
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", Direction)
+def test_what_the_driver_refuses_is_copied_all_the_same(direction: Direction) -> None:
+    """A width above the pitch, which it does refuse, from the second block on."""
+    layout = evenly_apart(torch.device("cuda", torch.cuda.current_device()))
+    pool = make_pool(layout)
+    pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
+    asked = []
+
+    def ask_for_too_much(copies: np.ndarray, stream: int | None) -> None:
+        asked.append(len(copies))
+        copies["width"][1:] = MOST_PITCH + 1
+        copy_pitched(copies, stream)
+
+    path = RunsPath(layout, pool, pitched=ask_for_too_much, least_pitched=48)
+    for _ in range(2):
+        check_copy(path, layout, pool, direction, range(4), PAIRS[3])
+    assert asked == [len(PAIRS[3])]
+    pool.close()
 
 
 @pytest.mark.gpu
