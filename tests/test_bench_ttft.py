@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from integration.bench.vllm_engine import Sample
+from integration.bench.vllm_options import EngineOptions
 from integration.bench.vllm_ttft import OVER_OFFLOADING, TAIL, claim_length, no_hit, same_tokens
 from integration.report import Report
 
@@ -25,15 +27,27 @@ def test_prompts_are_no_whole_chunks_of_lmcache() -> None:
     assert all(tokens % 256 == 0 and (tokens + TAIL) % 256 for tokens in OVER_OFFLOADING)
 
 
-def test_a_hit_is_whole_and_brings_the_tokens_that_were_computed() -> None:
-    computed = [Sample(50.0, 0, token) for token in (7, 8, 9, 10)]
-    hits = [Sample(10.0, 8192, token) for token in (7, 8, 9, 11)]
-    assert (same_tokens(computed, computed), same_tokens(hits, computed)) == (4, 3)
-    whole = {"cached_tokens": 8192, "prompts": 4}
-    assert no_hit(whole | {"tokens_as_computed": 3}, 8192, same_on_device=4) == "", "one differs by rounding"
-    assert "1 of 4 tokens" in no_hit(whole | {"tokens_as_computed": 1}, 8192, same_on_device=4)
-    assert no_hit(whole | {"tokens_as_computed": 1}, 8192, same_on_device=2) == "", "as device hits do"
-    assert "8191 of 8192" in no_hit(whole | {"cached_tokens": 8191, "tokens_as_computed": 4}, 8192, same_on_device=4)
+@pytest.mark.parametrize("tiny", [False, True])
+def test_a_hit_on_the_device_ends_where_one_of_whole_chunks_does(tiny: bool) -> None:
+    """At least one token is left to compute: with more behind the chunks than a block the device would hit that, too,
+    and compute another number of tokens than hosts that keep chunks."""
+    size = EngineOptions("none", 0, 0, 0, tiny).block_size
+    assert all((tokens + TAIL - 1) // size * size == tokens for tokens in (256, 512, *OVER_OFFLOADING))
+
+
+def samples(tokens: Sequence[int], cached_tokens: int = 8192) -> list[Sample]:
+    return [Sample(10.0, cached_tokens, token) for token in tokens]
+
+
+def test_a_hit_is_whole_and_brings_each_token_of_the_device_s() -> None:
+    tokens = (7, 8, 9, 10, 11, 12)
+    assert same_tokens(samples(tokens), samples((7, 8, 9, 0, 11, 12))) == 5
+    assert no_hit(samples(tokens), samples(tokens), 8192) == ""
+    assert "5 of 6 tokens" in no_hit(samples((7, 8, 9, 10, 11, 0)), samples(tokens), 8192)
+    one_short = samples(tokens[:5]) + samples(tokens[5:], 8176)
+    assert no_hit(one_short, samples(tokens), 8192) == "8176 of 8192 tokens were a hit on the host"
+    assert no_hit(samples(tokens), one_short, 8192) == "8176 of 8192 tokens were a hit on the device"
+    assert "8208 of 8192" in no_hit(samples(tokens), samples(tokens, 8208), 8192), "which computed another shape"
 
 
 def test_goals_are_over_peers_and_over_the_engine_without_a_connector() -> None:

@@ -2,9 +2,9 @@
 
 One prompt at a time, one output token, wall time of `generate`; for each prompt every engine in turn, in rotating
 order. A host hit is the same prompt after the device's prefixes are forgotten. Hits are whole chunks of every
-connector, and 32 tokens follow: where a prompt is whole chunks of LMCache's, all but one token are a hit, the step runs
+connector, and 16 tokens follow: where a prompt is whole chunks of LMCache's, all but one token are a hit, the step runs
 as one whole CUDA graph, and there LMCache 0.5 returns without loading anything (its `start_load_kv` finds no attention
-metadata): splendid times, wrong tokens. The token of each hit is compared with the one that was computed. A second part
+metadata): splendid times, wrong tokens. So each host hit must give the device hit's token (`no_hit`). A second part
 asks for prompts of which 75 % lie on the host and reads from our statistics how long the model waited for layers; a
 third starts engines with a large host memory and tells when the first token is served and how much of that memory was
 ready then; eager, as capturing graphs takes longer than pinning. Needs vLLM, and a GPU or `--tiny`.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -34,7 +34,8 @@ from kv_connector.values import parse_size
 
 OVER_OFFLOADING = {2048: 0.75, 8192: 0.75, 32768: 0.9}
 """Goals: a host hit of ours over one of OffloadingConnector, by tokens."""
-TAIL = 32  # tokens behind the hit
+TAIL = 16
+"""Tokens behind the hit: no more than a block, or the device would hit more of the prompt than hosts in chunks do."""
 _seeds = count(1)
 
 
@@ -155,35 +156,35 @@ def measure_length(report: Report, engines: Engines, length: int, num_prompts: i
         kinds = {"computed": computed, "device_hit": [p.device_hit for p in probes[name]]}
         if hits := [p.host_hit for p in probes[name] if p.host_hit is not None]:
             kinds["host_hit"] = hits
-        same = {kind: same_tokens(samples, computed) for kind, samples in kinds.items()}
         for kind, samples in kinds.items():
             row = {"part": "hits", "connector": name, "tokens": length, "kind": kind, **summary(samples)}
             row |= {"clearing": sorted({p.clearing for p in probes[name]})}
-            row |= {"prompts": len(samples), "tokens_as_computed": same[kind]}
-            if kind == "host_hit" and (reason := no_hit(row, length, same["device_hit"])):
+            row |= {"prompts": len(samples), "tokens_as_computed": same_tokens(samples, computed)}
+            if kind == "host_hit" and (reason := no_hit(samples, kinds["device_hit"], length)):
                 row["void"] = reason
                 print(f"         {name}: its host hits are void: {reason}")
             report.rows.append(row)
         print(f"{length:7}  {name:20}" + "".join(f" {spread(samples):>22}" for samples in kinds.values()), flush=True)
 
 
-def same_tokens(samples: Sequence[Sample], computed: Sequence[Sample]) -> int:
-    """How many tokens are those that were computed for the same prompts."""
-    return sum(a.token == b.token for a, b in zip(samples, computed, strict=True))
+def same_tokens(samples: Sequence[Sample], others: Sequence[Sample]) -> int:
+    """How many tokens are those of the others, for the same prompts."""
+    return sum(a.token == b.token for a, b in zip(samples, others, strict=True))
 
 
-def no_hit(row: Mapping[str, Any], length: int, same_on_device: int) -> str:
+def no_hit(on_host: Sequence[Sample], on_device: Sequence[Sample], length: int) -> str:
     """Why the time of host hits is not that of hits; empty where it is.
 
-    What a hit leaves is computed in another shape than the whole prompt, so some tokens may differ by rounding: as many
-    of device hits do, `same_on_device` of which do not.
+    After either hit an engine computes the same last tokens of a prompt, alone, behind the same bytes: one shape and
+    order of sums, so the greedy token is the same, of each prompt. The one computed with the whole prompt says less: in
+    another shape sums are rounded otherwise, and now and then another token wins.
     """
-    if row["cached_tokens"] < length:
-        return f"{row['cached_tokens']:.0f} of {length} tokens were a hit"
-    if 2 * row["tokens_as_computed"] < same_on_device:
-        return (
-            f"{row['tokens_as_computed']} of {row['prompts']} tokens are as computed, {same_on_device} of device hits"
-        )
+    for place, samples in (("host", on_host), ("device", on_device)):
+        for sample in samples:
+            if sample.cached_tokens != length:  # of the device: another shape, and nothing to compare with
+                return f"{sample.cached_tokens} of {length} tokens were a hit on the {place}"
+    if (num_same := same_tokens(on_host, on_device)) < len(on_host):
+        return f"{num_same} of {len(on_host)} tokens are those of device hits"
     return ""
 
 
