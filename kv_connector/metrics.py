@@ -93,7 +93,7 @@ DOCUMENTATION = {
     "saved_blocks": "Saves whose bytes arrived.",
     "loaded_blocks": "Blocks loaded.",
     "deferred_saves_blocks": "Blocks that waited for save_bandwidth, once for each request that wanted them saved.",
-    "declined_saves_blocks": "Blocks worth less than all that would have to go (adaptive), or behind what has gone.",
+    "declined_saves_blocks": "Blocks worth less than all that would have to go (adaptive), or behind such or a hole.",
     "dropped_saves_blocks": "Blocks that the policy wanted and that found no room, or no bandwidth, in time.",
     "fetched_blocks": "Blocks that came from storage to the host.",
     "dropped_fetches_blocks": "Blocks that storage had and that found no room on the host.",

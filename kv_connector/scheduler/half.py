@@ -248,7 +248,8 @@ class SchedulerHalf(KVConnectorScheduler):
     # What an operator asks.
 
     def pin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host."""
+        """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host. What was
+        computed before is saved with the next request for it."""
         self._pins.pin(block_hashes)
 
     def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
@@ -93,6 +94,7 @@ class SavePlanner:
                 continue
             window = self._grouped.groups[group].window_blocks
             if window is None:
+                table.is_declined |= any(other.is_declined for other in tables)  # a hit is one of every group
                 pairs += self._plan_full(request.block_hashes, group, table, full, num_hit_blocks, now)
                 continue
             # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
@@ -173,23 +175,22 @@ class SavePlanner:
         if (not most and full <= table.next_block) or not self._host.has_room_behind(keys, now):
             return []  # with no room at all the blocks are looked at when there is some
         first = min(table.next_block, full)  # fewer are full than before where a load has failed
-        if self._is_cut_off(table, keys, first):
-            self._decline(table, full - first)
-            return []
         table.next_block = max(table.next_block, full)
+        if table.is_declined or self._is_cut_off(keys, table.unsaved[0] if table.unsaved else first):
+            table.unsaved = deque(self._decline(table, keys, table.unsaved))
         saved, host_ids = self._take_waiting(table, keys, full, most, now) if table.unsaved else ([], [])
         new, most = self._wanted(keys[first:full], first), most - len(saved)
-        if not table.may_save:  # what waited was declined
-            self._decline(table, len(new))
-            new = []
+        if table.is_declined:
+            new = self._decline(table, keys, new)
+            if not saved and not new:
+                return []
         num_deferred = len(new[most:])
         if new and not table.unsaved:
             num_looked_at = min(len(new), most)
             room = self._room(keys, new[:num_looked_at], now)
             saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
             if len(room) < num_looked_at and self._host.has_room_behind(keys, now):  # but not for these
-                self._decline(table, len(new))
-                new = []
+                new = self._decline(table, keys, new)
         self._metrics.deferred_saves_blocks += min(num_deferred, len(new))
         table.unsaved += new
         self._budget.spend(len(host_ids))
@@ -218,24 +219,31 @@ class SavePlanner:
             host_ids += room
             table.unsaved.extendleft(reversed(wanted[len(room) :]))
             if len(room) < len(wanted) and self._host.has_room_behind(keys, now):  # but not for these
-                self._decline(table, len(table.unsaved))
-                table.unsaved.clear()
+                table.unsaved = deque(self._decline(table, keys, table.unsaved))
             if len(room) < num_looked_at:
                 break
         return saved, host_ids
 
-    def _is_cut_off(self, table: BlockTable, keys: Sequence[BlockHash], first: int) -> bool:
+    def _is_cut_off(self, keys: Sequence[BlockHash], first: int) -> bool:
         """Whether the block in front of these has gone from the host since it was saved, so that nobody could reach
         them there; what is in storage, too, comes back from it."""
-        if not first or table.unsaved or self._is_in_storage or not self._policy.wants(hits=0, pinned=False):
+        if not first or self._is_in_storage or not self._policy.wants(hits=0, pinned=False):
             return False
         node = self._tree.get(keys[first - 1])
         return node is None or self._host.node_state(node) is BlockState.ABSENT
 
-    def _decline(self, table: BlockTable, num_blocks: int) -> None:
-        """So many blocks, and all that their request computes behind them, are not saved."""
-        self._metrics.declined_saves_blocks += num_blocks
-        table.may_save = False
+    def _decline(self, table: BlockTable, keys: Sequence[BlockHash], indices: Sequence[int]) -> list[int]:
+        """Of these blocks, and of all that their request computes behind them, only what an operator has pinned is
+        saved: returns those, and counts the others."""
+        table.is_declined = True
+        num_pinned = self._num_pinned(keys, indices)
+        self._metrics.declined_saves_blocks += len(indices) - num_pinned
+        return list(indices)[:num_pinned]
+
+    def _num_pinned(self, keys: Sequence[BlockHash], indices: Sequence[int]) -> int:
+        """How many of these blocks, which are in order, an operator has pinned: prefixes are, so the first ones."""
+        nodes = (self._tree.get(keys[index]) for index in indices)
+        return len(list(takewhile(lambda node: node is not None and self._tree.pins[node] > 0, nodes)))
 
     def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float) -> int:
         node = self._tree.get(keys[index])
@@ -295,10 +303,9 @@ class SavePlanner:
         return list(zip([table.block_ids[index] for index in saved], host_ids, strict=True))
 
     def _room(self, keys: Sequence[BlockHash], indices: Sequence[int], now: float) -> list[int]:
-        """Host blocks for as many of these blocks as there is room for. For what an operator has pinned, which is in
-        front, whatever is not goes; for the others what is worth no more than they are."""
-        nodes = (self._tree.get(keys[index]) for index in indices)
-        num_pinned = len(list(takewhile(lambda node: node is not None and self._tree.pins[node] > 0, nodes)))
+        """Host blocks for as many of these blocks as there is room for. For what an operator has pinned whatever is not
+        goes; for the others what is worth no more than they are."""
+        num_pinned = self._num_pinned(keys, indices)
         room = self._host.allocate_behind(num_pinned, keys, now)
         if num_pinned < len(indices) and len(room) == num_pinned:
             worth = self._reuse.worth_of(keys, indices[num_pinned]) if self._declines else _NEVER_TOO_MUCH

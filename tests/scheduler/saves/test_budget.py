@@ -150,7 +150,8 @@ def test_saves_before_reuse_are_not_limited() -> None:
 
 
 def test_blocks_that_wait_are_not_saved_before_they_are_computed_again() -> None:
-    """A load fails, and the engine goes back: what it computed behind the load may rest on bytes that never came."""
+    """A load fails, and the engine goes back: what it computed behind the load may rest on bytes that never came.
+    Somebody else saves what is in front of them."""
     half, _, watch = make_half(20 * BLOCK_BYTES)
     first = Asked("first", list(range(8)))
     admit(half, first)
@@ -164,7 +165,12 @@ def test_blocks_that_wait_are_not_saved_before_they_are_computed_again() -> None
     plan = step(half, again, 8, 24)
     assert saved(plan) == [52, 53]
     report(half, 2, failed=tuple(job.job_id for job in (*plan.loads, *plan.saves)))
-    for second, computed, expected in ((2, 0, []), (3, 4, []), (4, 16, [54]), (5, 20, [55]), (6, 28, [56, 57])):
+    other = Asked("other", list(range(16)))
+    admit(half, other, first_block=80)
+    for second, expected in ((2, [80, 81]), (3, [82, 83])):
+        watch.now = float(second)
+        assert saved(step(half, other, 0, 16)) == expected
+    for second, computed, expected in ((4, 0, []), (5, 4, []), (6, 16, [54]), (7, 20, [55]), (8, 28, [56, 57])):
         watch.now = float(second)
         assert saved(step(half, again, computed, 4 if computed else 0)) == expected
     half.check()

@@ -9,6 +9,7 @@ import pytest
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.config import Config
 from kv_connector.index import BlockGroup, CacheIdentity
+from kv_connector.index.lookup import group_key
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import StepPlan, StepReport
 from tests.scheduler.test_half import Asked, Clock, ForeignBlocks, admit, make_half, report, run
@@ -85,14 +86,12 @@ def test_what_waited_for_bandwidth_and_is_declined_waits_no_more() -> None:
     teach(half)
     for chat, tokens in enumerate(CHATS):
         ask(half, f"chat {chat}", tokens)
-    half.update_connector_output(
-        [StepReport(0, 0, num_host_blocks=12, block_bytes=1 << 40)]
-    )  # nothing fits from now on
+    set_block_bytes(half, 1 << 40)
     request = Asked("new", [7] * 12)
     admit(half, request)
     assert run(half, request).saves == ()
     declined, dropped = half.metrics.declined_saves_blocks, half.metrics.dropped_saves_blocks
-    half.update_connector_output([StepReport(0, 0, num_host_blocks=12, block_bytes=0)])  # and everything does
+    set_block_bytes(half, 0)
     assert step(half, request, 12, 1).saves == ()
     half.request_finished(request)
     assert half.metrics.declined_saves_blocks == declined + 3
@@ -122,6 +121,108 @@ def test_nothing_is_saved_behind_what_has_gone_from_the_host(stores: bool, tmp_p
     half.request_finished(other)
     assert bool(step(half, long, 8, 8).saves) is stores
     assert half.metrics.declined_saves_blocks == (0 if stores else 2)
+    half.check()
+
+
+def test_what_is_computed_behind_a_declined_block_is_declined_and_counted_once() -> None:
+    half, request = declined_half_way()
+    declined = half.metrics.declined_saves_blocks
+    for computed, count in ((8, 4), (12, 8), (20, 1), (21, 1), (22, 2)):
+        assert step(half, request, computed, count).saves == ()
+    assert half.metrics.declined_saves_blocks == declined + 4
+    half.request_finished(request)
+    assert half.metrics.declined_saves_blocks == declined + 4
+    assert half.metrics.dropped_saves_blocks == 0
+    half.check()
+
+
+def test_a_pin_reaches_what_a_request_computes_after_it_was_declined() -> None:
+    """What it has computed before is saved with the next request for it, as under any policy."""
+    half, request = declined_half_way()
+    declined = half.metrics.declined_saves_blocks
+    half.pin_prefix(request.block_hashes[:4])
+    plan = step(half, request, 8, 16)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[2, 3]]
+    report(half, plan)
+    assert half.metrics.declined_saves_blocks == declined + 2
+    half.request_finished(request)
+    assert ask(half, "next", request.tokens[:17]) == (0, 2)
+    assert ask(half, "last", request.tokens[:17]) == (4, 0)
+    half.check()
+
+
+def declined_half_way() -> tuple[SchedulerHalf, Asked]:
+    """A half that is full of chats, and a request of six blocks of which it has declined two."""
+    half, _ = make_half(num_host_blocks=12, write_policy="adaptive")
+    teach(half)
+    for chat, tokens in enumerate(CHATS):
+        ask(half, f"chat {chat}", tokens)
+    request = Asked("new", [7] * 24)
+    admit(half, request)
+    declined = half.metrics.declined_saves_blocks
+    assert step(half, request, 0, 8).saves == ()
+    assert half.metrics.declined_saves_blocks == declined + 2
+    return half, request
+
+
+def test_what_is_pinned_is_saved_behind_a_save_that_failed() -> None:
+    """The next request for it brings the rest; without a pin nothing would keep the blocks until then."""
+    half = make({"write_policy": "write_through"}, (BlockGroup(),), num_host_blocks=8)
+    request = Asked("pinned", list(range(20)))
+    half.pin_prefix(request.block_hashes[:4])
+    admit(half, request)
+    report(half, step(half, request, 0, 8), ok=False)
+    plan = step(half, request, 8, 12)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[2, 3]]
+    report(half, plan)
+    assert half.metrics.declined_saves_blocks == 1
+    half.request_finished(request)
+    assert ask(half, "next", request.tokens[:17]) == (0, 2)
+    assert ask(half, "last", request.tokens[:17]) == (4, 0)
+    half.check()
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_what_waited_for_bandwidth_is_not_saved_behind_what_has_gone(is_pinned: bool) -> None:
+    half = make({"write_policy": "write_through", "save_bandwidth": 1}, (BlockGroup(),), num_host_blocks=4)
+    long = Asked("long", list(range(16)))
+    admit(half, long)
+    set_block_bytes(half, 0)
+    report(half, step(half, long, 0, 8))
+    set_block_bytes(half, 1 << 40)
+    assert step(half, long, 8, 8).saves == ()
+    assert half.metrics.deferred_saves_blocks == 2
+    set_block_bytes(half, 0)
+    other = Asked("other", [99] * 16)
+    admit(half, other, first_block=50)
+    report(half, step(half, other, 0, 16))
+    half.request_finished(other)
+    if is_pinned:
+        half.pin_prefix(long.block_hashes)
+    assert bool(step(half, long, 16, 1).saves) is is_pinned
+    assert half.metrics.declined_saves_blocks == (0 if is_pinned else 2)
+    half.check()
+
+
+def set_block_bytes(half: SchedulerHalf, block_bytes: int) -> None:
+    """Nothing fits into `save_bandwidth` where they are many, and everything where there are none."""
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=half.host.pool.capacity, block_bytes=block_bytes)])
+
+
+@pytest.mark.parametrize("hole", [0, 1])
+def test_with_two_groups_of_full_attention_nothing_is_saved_behind_a_hole_of_either(hole: int) -> None:
+    """A hit needs the blocks of both. What the group in front of the other saves in the very step is the last."""
+    half = make({"write_policy": "write_through"}, (BlockGroup(), BlockGroup()), num_host_blocks=20)
+    request = Asked("r", list(range(16)))
+    half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, [[0, 1, 2, 3], [4, 5, 6, 7]], 0, 0)
+    report(half, step(half, request, 0, 8))
+    last = half.tree.get(group_key(request.block_hashes[1], hole))
+    assert last is not None
+    half.host.discard(half.host.blocks_of((last,)))
+    report(half, step(half, request, 8, 4))
+    assert step(half, request, 12, 4).saves == ()
+    assert half.metrics.declined_saves_blocks == (4 if hole == 0 else 3)
     half.check()
 
 

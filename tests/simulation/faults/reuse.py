@@ -99,8 +99,8 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "self._decline(table, len(new))\n                new = []\n",
-                "pass\n",
+                "                new = self._decline(table, keys, new)\n",
+                "                pass\n",
             ),
         ),
         tested(_DECLINED),
@@ -111,8 +111,8 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "self._decline(table, len(table.unsaved))\n                table.unsaved.clear()\n",
-                "pass\n",
+                "                table.unsaved = deque(self._decline(table, keys, table.unsaved))\n",
+                "                pass\n",
             ),
         ),
         tested(f"{_DECLINED}::test_what_waited_for_bandwidth_and_is_declined_waits_no_more"),
@@ -120,13 +120,46 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "saved-behind-a-hole",
         "blocks are saved that nobody can reach on the host, as what was in front of them has gone",
-        (Patch(_PLANNER, "        if self._is_cut_off(table, keys, first):", "        if False:"),),
+        (Patch(_PLANNER, "if table.is_declined or self._is_cut_off(", "if table.is_declined or False and bool("),),
         tested(f"{_DECLINED}::test_nothing_is_saved_behind_what_has_gone_from_the_host"),
+    ),
+    Mutant(
+        "waited-and-saved-behind-a-hole",
+        "blocks that waited for bandwidth are saved though what was in front of them has gone",
+        (Patch(_PLANNER, "table.unsaved[0] if table.unsaved else first", "0 if table.unsaved else first"),),
+        tested(f"{_DECLINED}::test_what_waited_for_bandwidth_is_not_saved_behind_what_has_gone"),
+    ),
+    Mutant(
+        "saved-behind-another-group-s-hole",
+        "one group's blocks are saved that no look-up can reach, as another group's in front of them have gone",
+        (Patch(_PLANNER, "table.is_declined |= any(", "table.is_declined |= False and any("),),
+        tested(f"{_DECLINED}::test_with_two_groups_of_full_attention_nothing_is_saved_behind_a_hole_of_either"),
+    ),
+    Mutant(
+        "declined-and-forgotten",
+        "what is computed behind a declined block is in no counter",
+        (
+            Patch(
+                _PLANNER,
+                "            new = self._decline(table, keys, new)\n            if not",
+                "            new = new[: self._num_pinned(keys, new)]\n            if not",
+            ),
+        ),
+        tested(f"{_DECLINED}::test_what_is_computed_behind_a_declined_block_is_declined_and_counted_once"),
+    ),
+    Mutant(
+        "declined-and-pinned",
+        "a pin does not reach what a request computes after it was declined, or behind a save that failed",
+        (Patch(_PLANNER, "return list(indices)[:num_pinned]", "return []"),),
+        tested(
+            f"{_DECLINED}::test_a_pin_reaches_what_a_request_computes_after_it_was_declined",
+            f"{_DECLINED}::test_what_is_pinned_is_saved_behind_a_save_that_failed",
+        ),
     ),
     Mutant(
         "nothing-for-storage-behind-a-hole",
         "the rest of a prompt never comes to storage, as its beginning has gone from the host",
-        (Patch(_PLANNER, "table.unsaved or self._is_in_storage or", "table.unsaved or"),),
+        (Patch(_PLANNER, "not first or self._is_in_storage or", "not first or"),),
         tested(f"{_DECLINED}::test_nothing_is_saved_behind_what_has_gone_from_the_host"),
     ),
     Mutant(
@@ -139,9 +172,7 @@ REUSE: tuple[Mutant, ...] = (
         "pinned-in-front",
         "what is behind a pinned block takes the place of whatever there is",
         (
-            Patch(
-                _PLANNER, "num_pinned = len(list(takewhile(", "num_pinned = len(indices) * any(True for _ in takewhile("
-            ),
+            Patch(_PLANNER, "return len(list(takewhile(", "return len(indices) * any(True for _ in takewhile("),
             Patch(_PLANNER, "self._tree.pins[node] > 0, nodes)))", "self._tree.pins[node] > 0, nodes))"),
         ),
         tested(f"{_DECLINED}::test_what_is_pinned_lends_its_place_to_nothing_behind_it"),
