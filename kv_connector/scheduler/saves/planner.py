@@ -92,9 +92,9 @@ class SavePlanner:
             table = tables[group]
             if not table.may_save or (full <= table.next_block and not table.unsaved):
                 continue
+            table.is_declined |= any(other.is_declined for other in tables)  # a hit is one of every group
             window = self._grouped.groups[group].window_blocks
             if window is None:
-                table.is_declined |= any(other.is_declined for other in tables)  # a hit is one of every group
                 pairs += self._plan_full(request.block_hashes, group, table, full, num_hit_blocks, now)
                 continue
             # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
@@ -273,6 +273,8 @@ class SavePlanner:
         table.next_block = max(table.next_block, full)
         keys = {index: self._grouped.keys((hashes[index],), group)[0] for index in held}
         wanted = [index for index in held if self._is_wanted(keys[index])]
+        if table.is_declined:
+            wanted = self._decline(table, self._grouped.keys(hashes, group), wanted)
         most = min(len(wanted), self._budget.num_blocks)
         host_ids = self._host.allocate_up_to(most, older_than=now) if most else []
         self._budget.spend(len(host_ids))

@@ -133,7 +133,13 @@ REUSE: tuple[Mutant, ...] = (
         "saved-behind-another-group-s-hole",
         "one group's blocks are saved that no look-up can reach, as another group's in front of them have gone",
         (Patch(_PLANNER, "table.is_declined |= any(", "table.is_declined |= False and any("),),
-        tested(f"{_DECLINED}::test_with_two_groups_of_full_attention_nothing_is_saved_behind_a_hole_of_either"),
+        tested(f"{_DECLINED}::test_nothing_is_saved_of_one_group_behind_a_hole_of_another"),
+    ),
+    Mutant(
+        "window-saved-behind-a-hole",
+        "blocks of a window are saved that no look-up can reach, as those of full attention in front have gone",
+        (Patch(_PLANNER, "wanted = self._decline(table, self._grouped.keys(hashes, group), wanted)", "pass"),),
+        tested(f"{_DECLINED}::test_nothing_is_saved_of_one_group_behind_a_hole_of_another"),
     ),
     Mutant(
         "declined-and-forgotten",
