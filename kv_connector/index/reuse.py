@@ -99,13 +99,12 @@ class ReuseModel:
         tree = self._tree
         asked, visits = np.frombuffer(tree.asked, np.int64), np.frombuffer(tree.visits, np.float32)
         visited = np.frombuffer(tree.visited, np.int64)
-        ages = tree.time - asked[nodes]
-        cells = _cells(visits[nodes], ages)
+        faded, since = visits[nodes], tree.num_visits - visited[nodes]
+        cells = _cells(faded, tree.time - asked[nodes])
         self._new += np.bincount(cells[is_of_use], minlength=len(self._new))
         asked[nodes] = tree.time
         np.frombuffer(tree.hits, np.uintc)[nodes] += 1
-        since = tree.num_visits - visited[nodes]
-        visits[nodes] = visits[nodes] * np.exp2(-since / (_HALF_LIFE * max(1, self._capacity))) + 1
+        visits[nodes] = faded * np.exp2(-since / (_HALF_LIFE * max(1, self._capacity))) + 1
         visited[nodes] = tree.num_visits
         tree.num_visits += len(nodes)
         tree.time += num_blocks

@@ -276,14 +276,15 @@ class PrefixTree:
         del self._free[split:]
         nodes.reverse()
         depth = depths[parent]
-        visits, visits_of, visited, num_visits = self.visits_behind(parent), self.visits, self.visited, self.num_visits
+        visits = self.visits_behind(parent)
+        visits_of, visited, num_visits, time = self.visits, self.visited, self.num_visits, self.time
         for node, block_hash in zip(nodes, hashes, strict=True):
             depth += 1
             depths[node] = depth
             parents[node] = parent
             used[node] = now
             hits[node] = 0
-            asked[node] = self.time
+            asked[node] = time
             visits_of[node] = visits
             visited[node] = num_visits
             known[node] = block_hash

@@ -7,7 +7,7 @@ import pytest
 
 from kv_connector.index import CacheTier, Event, PrefixTree, Recency, ReuseModel
 from kv_connector.index.eviction import EvictionQueue
-from kv_connector.index.reuse import _BUCKETS, _bucket, _cells, _smoothed
+from kv_connector.index.reuse import _BUCKETS, _best_rates, _bucket, _cells, _smoothed
 from kv_connector.types import BlockHash, Tier
 
 
@@ -223,6 +223,14 @@ def test_what_comes_back_at_the_same_age_each_time_is_kept() -> None:
         else:
             host.ask(f"one-off {number}", *map(str, range(39)))
     assert found[-100:] == [64] * 100
+
+
+def test_what_comes_back_at_an_age_that_was_never_looked_at_is_worth_most() -> None:
+    """The second class is asked for at the last age each time, and was looked at only at ages before that one."""
+    exposure = np.array([[1000.0] * 20, [1000.0] * 19 + [0.0]])
+    events = np.array([[1.0] * 20, [0.0] * 19 + [2000.0]])
+    one_off, periodic = _best_rates(*_smoothed(events, exposure))
+    assert (periodic > one_off).all()
 
 
 def test_what_is_forgotten_is_exposed_to_nothing() -> None:

@@ -67,7 +67,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "one-offs-make-unpopular",
         "a stretch of prompts that come once makes what was popular before look like one of them",
-        (Patch(_REUSE, "since = tree.num_visits - visited[nodes]", "since = ages"),),
+        (Patch(_REUSE, "tree.num_visits - visited[nodes]", "tree.time - asked[nodes]"),),
         tested(f"{_TESTS}::test_prompts_that_come_once_make_nothing_less_popular"),
     ),
     Mutant(
@@ -80,7 +80,7 @@ REUSE: tuple[Mutant, ...] = (
         "ages-that-nobody-met",
         "what is asked for at an age at which nothing was looked at counts for nothing",
         (Patch(_REUSE, "    exposure = np.maximum(exposure, events * _HALF_WIDTHS[: events.shape[1]])\n", ""),),
-        tested(f"{_TESTS}::test_what_comes_back_at_the_same_age_each_time_is_kept"),
+        tested(f"{_TESTS}::test_what_comes_back_at_an_age_that_was_never_looked_at_is_worth_most"),
     ),
     Mutant(
         "classes-for-ever",
