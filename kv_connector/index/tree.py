@@ -1,7 +1,7 @@
 """The prefix tree: which blocks are known, how they follow one another, and on which tiers a copy of each lies.
 
 A block's chained hash names its whole prefix, so one dictionary from hash to node finds any block and the tree needs
-no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 226 bytes a block,
+no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 234 bytes a block,
 and nothing that Python's garbage collector has to walk.
 
 A node stays as long as it has a copy on some tier, a child, or a pin; after that it is *remembered* (its hits count
@@ -40,9 +40,10 @@ class PrefixTree:
 
     Public arrays, by node: `parent`, `depth` (blocks in front of it in its prefix), `used` (time of last use), `hits`
     (requests after the first that asked for the block), `visits` (the same, and those before it in the same chat, the
-    older ones faded), `asked` (when it was asked for last, in blocks that requests have asked for, which `time` counts;
-    -1 of a row that is no node), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none)
-    and `kids` (children with a copy on that tier, kept by the tier).
+    older ones faded), `visited` (when the last of them was, in visits of all blocks, which `num_visits` counts),
+    `asked` (when it was asked for last, in blocks that requests have asked for, which `time` counts; -1 of a row that
+    is no node), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids`
+    (children with a copy on that tier, kept by the tier).
 
     `max_remembered` may be set at any time. It decides how long a block may be away and still be known as one that was
     asked for before: twice as many as the host holds blocks is a good number. A lower one is reached over later calls.
@@ -55,6 +56,8 @@ class PrefixTree:
         self.used = array("d", [0.0])
         self.hits = array("I", [0])
         self.visits = array("f", [0.0])
+        self.visited = array("q", [0])
+        self.num_visits = 0
         self.asked = array("q", [-1])
         self.time = 0
         self.pins = array("I", [0])
@@ -274,14 +277,16 @@ class PrefixTree:
         nodes.reverse()
         depth = depths[parent]
         visits = self.visits_behind(parent)
+        visits_of, visited, num_visits, time = self.visits, self.visited, self.num_visits, self.time
         for node, block_hash in zip(nodes, hashes, strict=True):
             depth += 1
             depths[node] = depth
             parents[node] = parent
             used[node] = now
             hits[node] = 0
-            asked[node] = self.time
-            self.visits[node] = visits
+            asked[node] = time
+            visits_of[node] = visits
+            visited[node] = num_visits
             known[node] = block_hash
             index[block_hash] = node
             keeps[parent] += 1
@@ -299,6 +304,7 @@ class PrefixTree:
             ids.extend(none)
         for floats in (self.used, self.visits):
             floats.frombytes(zeros * floats.itemsize)
+        self.visited.frombytes(zeros * self.visited.itemsize)
         self.asked.extend(array("q", [NONE]) * num_rows)
         for counts in (self.hits, self.pins, self._keeps, *self.kids):
             counts.frombytes(zeros * counts.itemsize)

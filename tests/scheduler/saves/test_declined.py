@@ -238,13 +238,14 @@ def make(settings: dict[str, object], groups: tuple[BlockGroup, ...], num_host_b
 
 def test_with_windows_the_least_recently_used_goes_and_nothing_is_declined() -> None:
     """What is learned says nothing of blocks that are known one by one: whoever asked for a whole prompt last keeps
-    it."""
+    it. The host holds a chat and the three prompts that come between its turns."""
     groups = (BlockGroup(), BlockGroup(window_blocks=1))
-    half = make({"write_policy": "adaptive"}, groups, num_host_blocks=12)
+    half = make({"write_policy": "adaptive"}, groups, num_host_blocks=24)
     half.reuse.least_part = 8
     for number in range(60):
-        for name, tokens in (("chat", CHATS[0]), ("once", [1000 + number] * 12)):
-            request = Asked(f"{name} {number}", tokens)
+        once = [("once", [1000 + 3 * number + index] * 12) for index in range(3)]
+        for index, (name, tokens) in enumerate([("chat", CHATS[0]), *once]):
+            request = Asked(f"{name} {number} {index}", tokens)
             matched, _ = half.get_num_new_matched_tokens(request, 0)
             tables = [list(range(10 * group, 10 * group + 3)) for group in (1, 2)]
             half.update_state_after_alloc(request, tables, 0, matched or 0)

@@ -61,14 +61,26 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "visits-never-fade",
         "whatever comes back at all counts as what comes back all the time, once an engine has run for long",
-        (Patch(_REUSE, "np.exp2(-ages / (_HALF_LIFE * max(1, self._capacity)))", "1.0"),),
+        (Patch(_REUSE, "np.exp2(-since / (_HALF_LIFE * max(1, self._capacity)))", "1.0"),),
         tested(f"{_TESTS}::test_what_is_asked_for_now_and_then_never_counts_as_much_as_what_is_asked_for_all_the_time"),
+    ),
+    Mutant(
+        "one-offs-make-unpopular",
+        "a stretch of prompts that come once makes what was popular before look like one of them",
+        (Patch(_REUSE, "tree.num_visits - visited[nodes]", "tree.time - asked[nodes]"),),
+        tested(f"{_TESTS}::test_prompts_that_come_once_make_nothing_less_popular"),
+    ),
+    Mutant(
+        "like-the-others-for-long",
+        "what has not come back for long is taken for what comes back, as others do",
+        (Patch(_REUSE, "_PRIOR_EVENTS = 1.0", "_PRIOR_EVENTS = 16.0"),),
+        tested(f"{_TESTS}::test_a_class_that_nobody_asks_for_is_soon_not_taken_for_the_others"),
     ),
     Mutant(
         "ages-that-nobody-met",
         "what is asked for at an age at which nothing was looked at counts for nothing",
         (Patch(_REUSE, "    exposure = np.maximum(exposure, events * _HALF_WIDTHS[: events.shape[1]])\n", ""),),
-        tested(f"{_TESTS}::test_what_comes_back_at_the_same_age_each_time_is_kept"),
+        tested(f"{_TESTS}::test_what_comes_back_at_an_age_that_was_never_looked_at_is_worth_most"),
     ),
     Mutant(
         "classes-for-ever",
