@@ -206,11 +206,12 @@ class SchedulerModel:
             reserved = self._reserved() if is_async else 0
             ahead = 0 if is_async else self.config.num_drafts
             if self.blocks.admit(request, count, ahead, hit, num_local, num_external, is_async, reserved) is None:
-                # Where sessions hold blocks while they wait, vLLM may stand still, with a connector or without one.
-                if not request.holds_blocks or not any(r.is_session for r in (*self.holding, *skipped_holding)):
+                # Where sessions hold blocks while they wait, vLLM may stand still, with a connector or without one:
+                # behind one another, or behind a request whose load has failed, which begins anew with drafts.
+                if queue is self.waiting or not any(r.is_session for r in (*self.holding, *skipped_holding)):
                     break
                 skip(queue)
-                if not self.running and not items:
+                if request.holds_blocks and not self.running and not items:
                     skipped_holding.pop()
                     self._preempt(request, drops_stale=True)  # others that hold blocks may wait for this one's
                 continue
