@@ -36,16 +36,22 @@ def teach(half: SchedulerHalf) -> None:
             ask(half, f"once {number} {chat}", [1000 + 10 * number + chat] * 12)
 
 
+def full_of_chats(**settings: object) -> SchedulerHalf:
+    """A half under the default policy that has learned, and whose host is full of chats."""
+    half, _ = make_half(num_host_blocks=12, write_policy="adaptive", **settings)
+    teach(half)
+    for chat, tokens in enumerate(CHATS):
+        ask(half, f"chat {chat}", tokens)
+    return half
+
+
 def test_the_second_request_with_a_prompt_is_hit_under_the_default_policy() -> None:
     half, _ = make_half(write_policy="adaptive")
     assert [ask(half, f"request {number}", CHATS[0]) for number in range(2)] == [(0, 3), (2, 0)]
 
 
 def test_what_is_worth_less_than_all_that_is_there_is_not_saved_and_does_not_wait() -> None:
-    half, _ = make_half(num_host_blocks=12, write_policy="adaptive")
-    teach(half)
-    for chat, tokens in enumerate(CHATS):
-        ask(half, f"chat {chat}", tokens)
+    half = full_of_chats()
     declined = half.metrics.declined_saves_blocks
     assert ask(half, "new", [7] * 12) == (0, 0)
     assert half.metrics.declined_saves_blocks == declined + 3
@@ -71,10 +77,7 @@ def test_write_through_saves_the_same_whatever_it_is_worth() -> None:
 
 
 def test_what_is_pinned_lends_its_place_to_nothing_behind_it() -> None:
-    half, _ = make_half(num_host_blocks=12, write_policy="adaptive")
-    teach(half)
-    for chat, tokens in enumerate(CHATS):
-        ask(half, f"chat {chat}", tokens)
+    half = full_of_chats()
     assert ask(half, "begins as the next", [7] * 4 + [8] * 8) == (0, 0)
     half.pin_prefix(Asked("pinned", [7] * 4).block_hashes)
     assert ask(half, "begins with what is pinned", [7] * 12) == (0, 1)
@@ -82,10 +85,7 @@ def test_what_is_pinned_lends_its_place_to_nothing_behind_it() -> None:
 
 
 def test_what_waited_for_bandwidth_and_is_declined_waits_no_more() -> None:
-    half, _ = make_half(num_host_blocks=12, write_policy="adaptive", save_bandwidth=1)
-    teach(half)
-    for chat, tokens in enumerate(CHATS):
-        ask(half, f"chat {chat}", tokens)
+    half = full_of_chats(save_bandwidth=1)
     set_block_bytes(half, 1 << 40)
     request = Asked("new", [7] * 12)
     admit(half, request)
@@ -153,10 +153,7 @@ def test_a_pin_reaches_what_a_request_computes_after_it_was_declined() -> None:
 
 def declined_half_way() -> tuple[SchedulerHalf, Asked]:
     """A half that is full of chats, and a request of six blocks of which it has declined two."""
-    half, _ = make_half(num_host_blocks=12, write_policy="adaptive")
-    teach(half)
-    for chat, tokens in enumerate(CHATS):
-        ask(half, f"chat {chat}", tokens)
+    half = full_of_chats()
     request = Asked("new", [7] * 24)
     admit(half, request)
     declined = half.metrics.declined_saves_blocks
