@@ -41,7 +41,7 @@ class HostTier:
         hits = [self.tree.hits[node] for node in known] + [0] * (len(hashes) - len(known))
         wanted = [depth for depth in absent if self._policy.wants(hits[depth], pinned=False)]
         worth = self._reuse.worth_of(hashes, wanted[0]) if wanted and self._policy.declines else float("inf")
-        block_ids = self.host.allocate_behind(len(wanted), hashes, now, worth)
+        block_ids = self.host.allocate_behind(len(wanted), (hashes,), now, worth)
         nodes = self.tree.insert_path(hashes, now)
         self.host.attach(block_ids, [nodes[depth] for depth in wanted[: len(block_ids)]], Event.SWAP_OUT)
         self.host.fill(block_ids)

@@ -126,24 +126,24 @@ class CacheTier:
         return self._hand_out(num_blocks, self._select(self._num_short(num_blocks), older_than))
 
     def allocate_behind(
-        self, num_blocks: int, path: Sequence[BlockHash], now: float, worth: float = _NEVER
+        self, num_blocks: int, paths: Sequence[Sequence[BlockHash]], now: float, worth: float = _NEVER
     ) -> list[int]:
-        """As `allocate_up_to`, evicting older prefixes but nothing of the path that the blocks continue, and nothing
-        that is worth more than they are."""
+        """As `allocate_up_to`, evicting older prefixes but nothing of the paths that the blocks continue, one for each
+        block group, and nothing that is worth more than they are."""
         short = self._num_short(num_blocks)
         victims = self._select(short, now, worth)
-        while own := [node for node in victims if self._is_on(path, node)]:  # at most once for each gap in the path
+        while own := [node for node in victims if self._is_on(paths, node)]:  # at most once for each gap in a path
             self._restore(victims)
             self.tree.touch(own, now)
             victims = self._select(short, now, worth)
         return self._hand_out(num_blocks, victims)
 
-    def has_room_behind(self, path: Sequence[BlockHash], now: float, worth: float = _NEVER) -> bool:
-        """Whether `allocate_behind` would find one block at least; however large the tier and long the path are."""
+    def has_room_behind(self, paths: Sequence[Sequence[BlockHash]], now: float, worth: float = _NEVER) -> bool:
+        """Whether `allocate_behind` would find one block at least; however large the tier and long the paths are."""
         if self.pool.num_free:
             return True
         while (first := self._queue.first(now))[1] < _NEVER:
-            if not self._is_on(path, first[2]):
+            if not self._is_on(paths, first[2]):
                 return first[0] <= worth
             self.tree.touch((first[2],), now)
         return False
@@ -325,9 +325,9 @@ class CacheTier:
                 node = parent
         return victims
 
-    def _is_on(self, path: Sequence[BlockHash], node: int) -> bool:
+    def _is_on(self, paths: Sequence[Sequence[BlockHash]], node: int) -> bool:
         depth = self.tree.depth[node]
-        return depth < len(path) and path[depth] == self.tree.hash_of(node)
+        return any(depth < len(path) and path[depth] == self.tree.hash_of(node) for path in paths)
 
     def _num_short(self, num_blocks: int) -> int:
         """Of so many blocks those that are not free, as far as eviction could free them."""

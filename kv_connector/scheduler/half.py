@@ -390,7 +390,7 @@ class SchedulerHalf(KVConnectorScheduler):
             for table in state.tables:
                 written += table.block_ids[first:]
             if not self._watchdog.hangs:
-                pairs += self._saves.plan(state.request, state.tables, item, state.num_hit_blocks, now)
+                pairs += self._saves.plan(state, item, now)
             for companion in self._companions:
                 companion.scheduled(item, state.tables)
         if not self._watchdog.hangs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -30,7 +31,10 @@ class RequestState:
     is_newly_admitted: bool = False  # since the last step was planned
     awaits_load: bool = False  # it is admitted once more when what it waits for is there
     awaits_both: bool = False  # a load, and what a companion brings behind it
-    is_stale: bool = False  # what its blocks hold was computed before a reset
+    is_stale: bool = False  # what its blocks hold was computed before a reset: nothing of it is saved
+    first_unreachable: int = sys.maxsize
+    """A block that is not saved in some block group, and nothing behind it is in any, but for what an operator has
+    pinned: nobody could reach it."""
 
     def num_missing(self, block_size: int) -> int:
         """Device blocks that it would take over those that it holds, if it began anew."""
@@ -96,8 +100,9 @@ class RequestTable:
         state.admission = self._num_admissions
         # Who has not lost its blocks comes with the same ones once more: what they hold is as old as it was.
         state.is_stale &= bool(state.tables) and _go_on(state.tables, block_ids)
-        state.tables = [BlockTable(list(ids), may_save=not state.is_stale) for ids in block_ids]
+        state.tables = [BlockTable(list(ids)) for ids in block_ids]
         state.num_hit_blocks = num_hit_blocks
+        state.first_unreachable = sys.maxsize
         state.is_newly_admitted = True
         self._admitted.append(state)
         return state
@@ -141,7 +146,6 @@ class RequestTable:
         for state in self._states.values():
             state.is_stale = bool(state.tables)
             for table in state.tables:
-                table.may_save = False
                 table.unsaved.clear()
 
     def _drop_blocks(self, state: RequestState) -> None:

@@ -8,12 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class BlockTable:
-    """`next_block` and `unsaved` say how far the write policy has seen it. With `may_save` off it sees nothing: what
-    the blocks hold was computed before a reset. Once `is_declined` only what an operator has pinned is saved: nobody
-    could reach the others, as blocks in front of them are not."""
+    """`next_block` and `unsaved` say how far the write policy has seen it."""
 
     block_ids: list[int] = field(default_factory=list)  # NO_BLOCK where the engine holds none
     next_block: int = 0  # blocks from here on have not been shown to the policy
     unsaved: deque[int] = field(default_factory=deque)  # earlier blocks that are wanted and wait, in order
-    may_save: bool = True
-    is_declined: bool = False

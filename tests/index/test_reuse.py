@@ -31,7 +31,7 @@ class Host:
         found = self.tier.resident_prefix(known[on_device:])
         wanted = [*self.tier.absent(known), *range(len(known), len(hashes))]
         worth = self.reuse.worth_of(hashes, wanted[0]) if wanted and self._declines else float("inf")
-        block_ids = self.tier.allocate_behind(len(wanted), hashes, self.now, worth)
+        block_ids = self.tier.allocate_behind(len(wanted), (hashes,), self.now, worth)
         nodes = self.tree.insert_path(hashes, self.now)
         self.tier.attach(block_ids, [nodes[index] for index in wanted[: len(block_ids)]], Event.SWAP_OUT)
         self.tier.fill(block_ids)

@@ -63,11 +63,11 @@ class TierMachine(RuleBasedStateMachine):
         expected = self._naive_victims(target, count - target.pool.num_free, True, hashes, self.now)
         assert expected is not None
         room = min(count, target.pool.num_free + len(expected))
-        assert target.has_room_behind(hashes, self.now) == (
+        assert target.has_room_behind((hashes,), self.now) == (
             bool(target.pool.num_free or self._naive_victims(target, 1, True, hashes, self.now))
         )
         num_evicted = target.num_evicted
-        ids = target.allocate_behind(count, hashes, self.now)
+        ids = target.allocate_behind(count, (hashes,), self.now)
         assert (len(ids), target.num_evicted - num_evicted) == (room, len(expected))
         assert not [h for h in expected if (node := self.tree.get(h)) is not None and target.node_state(node) != 0]
         self.private.append((tier, ids))
@@ -249,11 +249,11 @@ def test_room_is_not_made_out_of_what_it_is_made_for() -> None:
     store(host, path(1, 2, 9), now=1)
     host.discard(host.blocks_of(nodes[2:3]))
     assert host.allocate(1) is not None, "the gap"
-    assert len(host.allocate_behind(3, path(1, 2, 3, 4, 5), 2.0)) == 1
+    assert len(host.allocate_behind(3, (path(1, 2, 3, 4, 5),), 2.0)) == 1
     assert resident(host, path(1, 2, 9)) == 2
     assert host.node_state(nodes[3]) is BlockState.RESIDENT
-    assert not host.has_room_behind(path(1, 2, 3, 4, 5), 3.0)
-    assert host.has_room_behind(path(7, 8), 4.0)
+    assert not host.has_room_behind((path(1, 2, 3, 4, 5),), 3.0)
+    assert host.has_room_behind((path(7, 8),), 4.0)
     host.check()
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
-from ...base import Request, ScheduledRequest
+from ...base import ScheduledRequest
 from ...events import BlockStored
 from ...index import BlockState, Event, ReuseModel, SavePolicy
+from ...index.lookup import group_key
 from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
 from ..ledger import EndedJob
+from ..requests import RequestState
 from ..shared import Shared
-from ..tables import BlockTable
 from .budget import SaveBudget
 
 logger = logging.getLogger("kv_connector.scheduler")
@@ -23,6 +26,28 @@ logger = logging.getLogger("kv_connector.scheduler")
 _NEVER_TOO_MUCH = float("inf")
 _WAITING_AT_ONCE = 64
 """Of a request's blocks that wait so many are looked at before room is made for them: there may be little."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """How far a request will have come after the step. `paths`: its blocks in each group of full attention."""
+
+    state: RequestState
+    paths: Sequence[Sequence[BlockHash]]
+    num_computed_tokens: int  # before the step, as the engine counts them
+    full: int  # blocks
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Host blocks for some blocks of a group, copies of nothing yet. `shown` were shown to the policy."""
+
+    group: int
+    keys: Sequence[BlockHash]
+    shown: range
+    saved: list[int]
+    host_ids: list[int]
 
 
 class SavePlanner:
@@ -73,35 +98,29 @@ class SavePlanner:
         """Device blocks were freed: there may be something to save before reuse."""
         self.may_save_before_reuse = self._policy.saves_before_reuse
 
-    def plan(
-        self,
-        request: Request,
-        tables: Sequence[BlockTable],
-        item: ScheduledRequest,
-        num_hit_blocks: int,
-        now: float,
-    ) -> list[tuple[int, int]]:
-        """(device id, host id) of blocks that are, or will be after this step, full and valid on the device."""
+    def plan(self, state: RequestState, item: ScheduledRequest, now: float) -> list[tuple[int, int]]:
+        """(device id, host id) of blocks that are, or will be after this step, full and valid on the device.
+
+        A hit needs the blocks of every group: room is found for all of them before any is saved, so that what one of
+        them declines is given back of the others.
+        """
         self._budget.fill(now)
-        size = self._shared.block_size
+        size, hashes = self._shared.block_size, state.request.block_hashes
         num_tokens = item.num_computed_tokens + item.num_scheduled_tokens
         self._num_begun += self._num_groups * (-(-num_tokens // size) - -(-item.num_computed_tokens // size))
-        full = min(num_tokens // size, len(request.block_hashes))
-        pairs = []
-        for group in self._order if tables else ():
-            table = tables[group]
-            if not table.may_save or (full <= table.next_block and not table.unsaved):
-                continue
-            table.is_declined |= any(other.is_declined for other in tables)  # a hit is one of every group
-            window = self._grouped.groups[group].window_blocks
-            if window is None:
-                pairs += self._plan_full(request.block_hashes, group, table, full, num_hit_blocks, now)
-                continue
-            # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
-            # them, it may have given to others in this very step.
-            first = max(table.next_block, (item.num_computed_tokens - 1) // size - window + 1)
-            pairs += self._plan_window(request.block_hashes, group, table, first, full, num_hit_blocks, now)
-        return pairs
+        full = min(num_tokens // size, len(hashes))
+        if state.is_stale or not any(full > table.next_block or table.unsaved for table in state.tables):
+            return []
+        paths = [self._grouped.keys(hashes, group) for group in self._order if self._window(group) is None]
+        progress = _Progress(state, paths, item.num_computed_tokens, full, now)
+        self._look_for_holes(progress)
+        taken: list[_Taken] = []
+        for group in self._order:
+            table = state.tables[group]
+            if full > table.next_block or table.unsaved:
+                take = self._take_full if self._window(group) is None else self._take_window
+                taken += take(progress, group)
+        return [pair for part in taken for pair in self._attach(state, part, now)]
 
     def plan_before_reuse(self) -> list[tuple[int, int]]:
         """Under write_back: saves of the device blocks that the engine will reuse first.
@@ -168,44 +187,52 @@ class SavePlanner:
         self._num_ahead = max(self._policy.lookahead, 2 * self._most_taken)
         return self._num_ahead
 
-    def _plan_full(
-        self, hashes: Sequence[BlockHash], group: int, table: BlockTable, full: int, num_hit_blocks: int, now: float
-    ) -> list[tuple[int, int]]:
-        most, keys = self._budget.num_blocks, self._grouped.keys(hashes, group)
-        if (not most and full <= table.next_block) or not self._host.has_room_behind(keys, now):
+    def _window(self, group: int) -> int | None:
+        return self._grouped.groups[group].window_blocks
+
+    def _look_for_holes(self, progress: _Progress) -> None:
+        """Nobody can reach what comes behind a block that has gone from the host since it was saved."""
+        state = progress.state
+        for group, table in enumerate(state.tables):
+            first = table.unsaved[0] if table.unsaved else min(table.next_block, progress.full)
+            if self._window(group) is None and self._is_cut_off(state, group, first):
+                state.first_unreachable = min(state.first_unreachable, first - 1)
+
+    def _take_full(self, progress: _Progress, group: int) -> list[_Taken]:
+        """Of a group of full attention, what the policy wants, as far as there is room for it."""
+        state, full = progress.state, progress.full
+        table, keys = state.tables[group], self._grouped.keys(state.request.block_hashes, group)
+        most = self._budget.num_blocks
+        if (not most and full <= table.next_block) or not self._has_room(progress):
             return []  # with no room at all the blocks are looked at when there is some
         first = min(table.next_block, full)  # fewer are full than before where a load has failed
         table.next_block = max(table.next_block, full)
-        if table.is_declined or self._is_cut_off(keys, table.unsaved[0] if table.unsaved else first):
-            table.unsaved = deque(self._decline(table, keys, table.unsaved))
-        saved, host_ids = self._take_waiting(table, keys, full, most, now) if table.unsaved else ([], [])
+        saved, host_ids = self._take_waiting(progress, group, keys, most) if table.unsaved else ([], [])
         new, most = self._wanted(keys[first:full], first), most - len(saved)
-        if table.is_declined:
-            new = self._decline(table, keys, new)
+        if full > state.first_unreachable:
+            new = self._reachable(state, keys, new)
             if not saved and not new:
                 return []
         num_deferred = len(new[most:])
         if new and not table.unsaved:
             num_looked_at = min(len(new), most)
-            room = self._room(keys, new[:num_looked_at], now)
+            room = self._room(progress, keys, new[:num_looked_at])
             saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
-            if len(room) < num_looked_at and self._host.has_room_behind(keys, now):  # but not for these
-                new = self._decline(table, keys, new)
+            if len(room) < num_looked_at and self._has_room(progress):  # but not for these
+                new = self._declined(state, keys, new)
         self._metrics.deferred_saves_blocks += min(num_deferred, len(new))
         table.unsaved += new
         self._budget.spend(len(host_ids))
-        # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
-        start = first + len(self._tree.match(keys[first:full]))  # every block has a node from now on
-        nodes = self._tree.insert_path(keys, now, start, full)
-        known = [self._find_or_insert(keys, index, now) for index in saved if index < start]
-        self._tree.touch(known, now)
-        targets = known + [nodes[index - start] for index in saved[len(known) :]]
-        return self._attach(table, saved, targets, nodes, host_ids, num_hit_blocks)
+        return [_Taken(group, keys, range(first, full), saved, host_ids)]
 
     def _take_waiting(
-        self, table: BlockTable, keys: Sequence[BlockHash], full: int, most: int, now: float
+        self, progress: _Progress, group: int, keys: Sequence[BlockHash], most: int
     ) -> tuple[list[int], list[int]]:
         """Up to `most` blocks that waited and are still wanted, as far as there is room, and host blocks for them."""
+        state, full = progress.state, progress.full
+        table = state.tables[group]
+        if table.unsaved[-1] >= state.first_unreachable:
+            table.unsaved = deque(self._reachable(state, keys, table.unsaved))
         saved: list[int] = []
         host_ids: list[int] = []
         while num_looked_at := min(most - len(saved), _WAITING_AT_ONCE):
@@ -214,31 +241,38 @@ class SavePlanner:
                 index = table.unsaved.popleft()
                 if self._is_wanted(keys[index]):
                     wanted.append(index)
-            room = self._room(keys, wanted, now)
+            room = self._room(progress, keys, wanted)
             saved += wanted[: len(room)]
             host_ids += room
             table.unsaved.extendleft(reversed(wanted[len(room) :]))
-            if len(room) < len(wanted) and self._host.has_room_behind(keys, now):  # but not for these
-                table.unsaved = deque(self._decline(table, keys, table.unsaved))
+            if len(room) < len(wanted) and self._has_room(progress):  # but not for these
+                table.unsaved = deque(self._declined(state, keys, table.unsaved))
             if len(room) < num_looked_at:
                 break
         return saved, host_ids
 
-    def _is_cut_off(self, keys: Sequence[BlockHash], first: int) -> bool:
-        """Whether the block in front of these has gone from the host since it was saved, so that nobody could reach
-        them there; what is in storage, too, comes back from it."""
+    def _is_cut_off(self, state: RequestState, group: int, first: int) -> bool:
+        """Whether the block in front of this one has gone from the host since it was saved; what is in storage, too,
+        comes back from it."""
         if not first or self._is_in_storage or not self._policy.wants(hits=0, pinned=False):
             return False
-        node = self._tree.get(keys[first - 1])
+        node = self._tree.get(group_key(state.request.block_hashes[first - 1], group))
         return node is None or self._host.node_state(node) is BlockState.ABSENT
 
-    def _decline(self, table: BlockTable, keys: Sequence[BlockHash], indices: Sequence[int]) -> list[int]:
-        """Of these blocks, and of all that their request computes behind them, only what an operator has pinned is
-        saved: returns those, and counts the others."""
-        table.is_declined = True
-        num_pinned = self._num_pinned(keys, indices)
-        self._metrics.declined_saves_blocks += len(indices) - num_pinned
-        return list(indices)[:num_pinned]
+    def _declined(self, state: RequestState, keys: Sequence[BlockHash], indices: Sequence[int]) -> list[int]:
+        """The first of these blocks is worth less than what would go for it, so nobody could reach the others: see
+        `_reachable`."""
+        state.first_unreachable = min(state.first_unreachable, indices[0])
+        return self._reachable(state, keys, indices)
+
+    def _reachable(self, state: RequestState, keys: Sequence[BlockHash], indices: Sequence[int]) -> list[int]:
+        """Of these blocks, which are in order, those that somebody could reach on the host, and what an operator has
+        pinned right behind them; the others are declined, and counted."""
+        indices = list(indices)
+        num_kept = bisect_left(indices, state.first_unreachable)
+        num_kept += self._num_pinned(keys, indices[num_kept:])
+        self._metrics.declined_saves_blocks += len(indices) - num_kept
+        return indices[:num_kept]
 
     def _num_pinned(self, keys: Sequence[BlockHash], indices: Sequence[int]) -> int:
         """How many of these blocks, which are in order, an operator has pinned: prefixes are, so the first ones."""
@@ -258,60 +292,70 @@ class SavePlanner:
             wanted += range(first + len(known), first + len(keys))
         return wanted
 
-    def _plan_window(
-        self,
-        hashes: Sequence[BlockHash],
-        group: int,
-        table: BlockTable,
-        first: int,
-        full: int,
-        num_hit_blocks: int,
-        now: float,
-    ) -> list[tuple[int, int]]:
+    def _take_window(self, progress: _Progress, group: int) -> list[_Taken]:
         """Blocks slide out of the window and are gone: what finds no room or budget in this step is not saved later."""
-        held = [i for i in range(first, full) if table.block_ids[i] != NO_BLOCK]
+        state, full = progress.state, progress.full
+        table, keys = state.tables[group], self._grouped.keys(state.request.block_hashes, group)
+        # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
+        # them, it may have given to others in this very step.
+        num_left = (progress.num_computed_tokens - 1) // self._shared.block_size - (self._window(group) or 0) + 1
+        shown = range(max(table.next_block, num_left), full)
         table.next_block = max(table.next_block, full)
-        keys = {index: self._grouped.keys((hashes[index],), group)[0] for index in held}
-        wanted = [index for index in held if self._is_wanted(keys[index])]
-        if table.is_declined:
-            wanted = self._decline(table, self._grouped.keys(hashes, group), wanted)
+        wanted = [index for index in shown if table.block_ids[index] != NO_BLOCK and self._is_wanted(keys[index])]
+        wanted = self._reachable(state, keys, wanted)
         most = min(len(wanted), self._budget.num_blocks)
-        host_ids = self._host.allocate_up_to(most, older_than=now) if most else []
+        host_ids = self._host.allocate_behind(most, progress.paths, progress.now) if most else []
         self._budget.spend(len(host_ids))
-        nodes = {index: self._tree.insert_path((keys[index],), now)[0] for index in held}
         # The window's end is what a later prefix needs, so its blocks go first where there is no room for all.
         saved = wanted[len(wanted) - len(host_ids) :]
         self._metrics.dropped_saves_blocks += len(wanted) - len(saved)
-        targets = [nodes[index] for index in saved]
-        return self._attach(table, saved, targets, list(nodes.values()), host_ids, num_hit_blocks)
+        return [_Taken(group, keys, shown, saved, host_ids)]
 
-    def _attach(
-        self,
-        table: BlockTable,
-        saved: list[int],
-        targets: list[int],
-        nodes: list[int],
-        host_ids: list[int],
-        num_hit_blocks: int,
-    ) -> list[tuple[int, int]]:
+    def _attach(self, state: RequestState, taken: _Taken, now: float) -> list[tuple[int, int]]:
+        """Make host blocks the copies of what they were taken for, but for what another group has declined since."""
+        saved = taken.saved
+        if saved and saved[-1] >= state.first_unreachable:
+            saved = self._reachable(state, taken.keys, saved)
+            self._host.release(taken.host_ids[len(saved) :])
+        host_ids, block_ids = taken.host_ids[: len(saved)], state.tables[taken.group].block_ids
+        # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
+        if self._window(taken.group) is None:
+            targets, nodes = self._nodes(taken, saved, now)
+        else:
+            held = [index for index in taken.shown if block_ids[index] != NO_BLOCK]
+            found = {index: self._tree.insert_path((taken.keys[index],), now)[0] for index in held}
+            targets, nodes = [found[index] for index in saved], list(found.values())
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
         pins = self._tree.pins
         unpinned = [index for index, node in zip(saved, targets, strict=True) if not pins[node]]
-        num_hit = sum(index < num_hit_blocks for index in unpinned)
+        num_hit = sum(index < state.num_hit_blocks for index in unpinned)
         self._metrics.saves_pinned_blocks += len(saved) - len(unpinned)
         self._metrics.saves_on_hit_blocks += num_hit
         self._metrics.saves_on_compute_blocks += len(unpinned) - num_hit
-        return list(zip([table.block_ids[index] for index in saved], host_ids, strict=True))
+        return list(zip([block_ids[index] for index in saved], host_ids, strict=True))
 
-    def _room(self, keys: Sequence[BlockHash], indices: Sequence[int], now: float) -> list[int]:
+    def _nodes(self, taken: _Taken, saved: Sequence[int], now: float) -> tuple[list[int], list[int]]:
+        """Of full attention, the nodes of what is saved, and those that are new: every block has one from now on."""
+        keys, first, full = taken.keys, taken.shown.start, taken.shown.stop
+        start = first + len(self._tree.match(keys[first:full]))
+        nodes = self._tree.insert_path(keys, now, start, full)
+        known = [self._find_or_insert(keys, index, now) for index in saved if index < start]
+        self._tree.touch(known, now)
+        return known + [nodes[index - start] for index in saved[len(known) :]], nodes
+
+    def _has_room(self, progress: _Progress) -> bool:
+        return self._host.has_room_behind(progress.paths, progress.now)
+
+    def _room(self, progress: _Progress, keys: Sequence[BlockHash], indices: Sequence[int]) -> list[int]:
         """Host blocks for as many of these blocks as there is room for. For what an operator has pinned whatever is not
         goes; for the others what is worth no more than they are."""
+        paths, now = progress.paths, progress.now
         num_pinned = self._num_pinned(keys, indices)
-        room = self._host.allocate_behind(num_pinned, keys, now)
+        room = self._host.allocate_behind(num_pinned, paths, now)
         if num_pinned < len(indices) and len(room) == num_pinned:
             worth = self._reuse.worth_of(keys, indices[num_pinned]) if self._declines else _NEVER_TOO_MUCH
-            room += self._host.allocate_behind(len(indices) - num_pinned, keys, now, worth)
+            room += self._host.allocate_behind(len(indices) - num_pinned, paths, now, worth)
         return room
 
     def _is_wanted(self, key: BlockHash) -> bool:

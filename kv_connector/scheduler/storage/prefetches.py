@@ -226,7 +226,7 @@ class PrefetchPlanner:
         hashes, now = prefetch.request.block_hashes[: prefetch.first + num_found], self._clock()
         capacity = self._host.pool.capacity
         most = capacity - capacity // _LEFT_SHARE - self._num_fetching
-        room = self._host.allocate_behind(max(0, min(num_new, most)), hashes, now)
+        room = self._host.allocate_behind(max(0, min(num_new, most)), (hashes,), now)
         nodes = self._tree.insert_path(hashes, now, prefetch.first)
         self._tree.touch(nodes, now)
         self._coalesce(prefetch, prefetch.first, nodes)

@@ -208,19 +208,68 @@ def set_block_bytes(half: SchedulerHalf, block_bytes: int) -> None:
 
 @pytest.mark.parametrize(("hole", "window"), [(0, None), (1, None), (0, 1)])
 def test_nothing_is_saved_of_one_group_behind_a_hole_of_another(hole: int, window: int | None) -> None:
-    """A hit needs the blocks of both. What the group that is looked at first saves in the very step is the last."""
+    """A hit needs the blocks of both, whichever group is looked at first."""
     half = make({"write_policy": "write_through"}, (BlockGroup(), BlockGroup(window)), num_host_blocks=20)
     request = Asked("r", list(range(16)))
-    half.get_num_new_matched_tokens(request, 0)
-    half.update_state_after_alloc(request, [[0, 1, 2, 3], [4, 5, 6, 7]], 0, 0)
+    admit_both(half, request)
     report(half, step(half, request, 0, 8))
     last = half.tree.get(group_key(request.block_hashes[1], hole))
     assert last is not None
     half.host.discard(half.host.blocks_of((last,)))
-    report(half, step(half, request, 8, 4))
+    assert step(half, request, 8, 4).saves == ()
     assert step(half, request, 12, 4).saves == ()
-    assert half.metrics.declined_saves_blocks == (4 if hole == 0 and window is None else 3)
+    assert half.metrics.declined_saves_blocks == 4
     half.check()
+
+
+def test_what_one_group_declines_is_given_back_of_the_other() -> None:
+    """There is room for three of the four blocks: for the first one of both groups, and no use for the third."""
+    half = make({"write_policy": "adaptive"}, (BlockGroup(), BlockGroup()), num_host_blocks=24)
+    half.reuse.least_part = 8
+
+    def ask_both(name: str, tokens: list[int]) -> list[int]:
+        request = Asked(name, tokens)
+        computed = admit_both(half, request)
+        plan = step(half, request, computed, len(tokens) - computed)
+        report(half, plan)
+        half.request_finished(request)
+        return [device_id for job in plan.saves for device_id in job.device_ids.tolist()]
+
+    for number in range(60):
+        for chat, tokens in enumerate(CHATS):
+            ask_both(f"chat {chat} {number}", tokens)
+            ask_both(f"once {number} {chat}", [1000 + 10 * number + chat] * 12)
+    for chat, tokens in enumerate(CHATS):
+        ask_both(f"chat {chat}", tokens)
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=27, block_bytes=1)])
+    declined = half.metrics.declined_saves_blocks
+    assert ask_both("new", [7] * 8) == [0, 50]
+    assert half.metrics.declined_saves_blocks == declined + 2
+    assert half.host.pool.num_free == 1
+    half.check()
+
+
+def test_room_for_one_group_is_not_made_out_of_what_another_continues() -> None:
+    """Another prompt was used last, and goes all the same: what is saved behind a hole is of no use."""
+    half = make({"write_policy": "write_through"}, (BlockGroup(), BlockGroup()), num_host_blocks=6)
+    long, other = Asked("long", list(range(13))), Asked("other", [99] * 4)
+    for request, count in ((long, 8), (other, 4)):
+        admit_both(half, request)
+        report(half, step(half, request, 0, count))
+    half.request_finished(other)
+    report(half, step(half, long, 8, 4))
+    half.request_finished(long)
+    assert half.get_num_new_matched_tokens(Asked("again", long.tokens), 0) == (12, False)
+    half.check()
+
+
+def admit_both(half: SchedulerHalf, request: Asked) -> int:
+    """Admit a request of two block groups, with device blocks from 0 and from 50 on; returns the tokens it loads."""
+    num_tokens, _ = half.get_num_new_matched_tokens(request, 0)
+    num_blocks = -(-len(request.tokens) // 4)
+    tables = [list(range(first, first + num_blocks)) for first in (0, 50)]
+    half.update_state_after_alloc(request, tables, 0, num_tokens or 0)
+    return num_tokens or 0
 
 
 def make(settings: dict[str, object], groups: tuple[BlockGroup, ...], num_host_blocks: int) -> SchedulerHalf:
@@ -243,10 +292,8 @@ def test_with_windows_the_least_recently_used_goes_and_nothing_is_declined() -> 
         once = [("once", [1000 + 3 * number + index] * 12) for index in range(3)]
         for index, (name, tokens) in enumerate([("chat", CHATS[0]), *once]):
             request = Asked(f"{name} {number} {index}", tokens)
-            matched, _ = half.get_num_new_matched_tokens(request, 0)
-            tables = [list(range(10 * group, 10 * group + 3)) for group in (1, 2)]
-            half.update_state_after_alloc(request, tables, 0, matched or 0)
-            report(half, step(half, request, matched or 0, 12 - (matched or 0)))
+            matched = admit_both(half, request)
+            report(half, step(half, request, matched, 12 - matched))
             assert name == "once" or number == 0 or matched == 8
             half.request_finished(request)
             report(half, run(half))

@@ -111,7 +111,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "                new = self._decline(table, keys, new)\n",
+                "                new = self._declined(state, keys, new)\n",
                 "                pass\n",
             ),
         ),
@@ -123,7 +123,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "                table.unsaved = deque(self._decline(table, keys, table.unsaved))\n",
+                "                table.unsaved = deque(self._declined(state, keys, table.unsaved))\n",
                 "                pass\n",
             ),
         ),
@@ -132,25 +132,50 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "saved-behind-a-hole",
         "blocks are saved that nobody can reach on the host, as what was in front of them has gone",
-        (Patch(_PLANNER, "if table.is_declined or self._is_cut_off(", "if table.is_declined or False and bool("),),
+        (Patch(_PLANNER, "        self._look_for_holes(progress)\n", ""),),
         tested(f"{_DECLINED}::test_nothing_is_saved_behind_what_has_gone_from_the_host"),
     ),
     Mutant(
         "waited-and-saved-behind-a-hole",
         "blocks that waited for bandwidth are saved though what was in front of them has gone",
-        (Patch(_PLANNER, "table.unsaved[0] if table.unsaved else first", "0 if table.unsaved else first"),),
+        (Patch(_PLANNER, "first = table.unsaved[0] if table.unsaved", "first = 0 if table.unsaved"),),
         tested(f"{_DECLINED}::test_what_waited_for_bandwidth_is_not_saved_behind_what_has_gone"),
     ),
     Mutant(
         "saved-behind-another-group-s-hole",
         "one group's blocks are saved that no look-up can reach, as another group's in front of them have gone",
-        (Patch(_PLANNER, "table.is_declined |= any(", "table.is_declined |= False and any("),),
+        (
+            Patch(
+                _PLANNER, "for group, table in enumerate(state.tables):", "for group, table in [(0, state.tables[0])]:"
+            ),
+        ),
         tested(f"{_DECLINED}::test_nothing_is_saved_of_one_group_behind_a_hole_of_another"),
+    ),
+    Mutant(
+        "saved-behind-what-another-group-declines",
+        "one group's blocks are saved that no look-up can reach, as another group declines its own in the same step",
+        (Patch(_PLANNER, "if saved and saved[-1] >= state.first_unreachable:", "if not state:"),),
+        tested(f"{_DECLINED}::test_what_one_group_declines_is_given_back_of_the_other"),
+    ),
+    Mutant(
+        "declined-and-kept",
+        "room that was made for blocks which another group has declined since is lost",
+        (Patch(_PLANNER, "            self._host.release(taken.host_ids[len(saved) :])\n", ""),),
+        tested(f"{_DECLINED}::test_what_one_group_declines_is_given_back_of_the_other"),
+    ),
+    Mutant(
+        "room-of-another-group",
+        "what is saved of one group takes the place of what another continues",
+        (Patch(_TIER, "for path in paths)", "for path in paths[:1])"),),
+        tested(f"{_DECLINED}::test_room_for_one_group_is_not_made_out_of_what_another_continues"),
     ),
     Mutant(
         "window-saved-behind-a-hole",
         "blocks of a window are saved that no look-up can reach, as those of full attention in front have gone",
-        (Patch(_PLANNER, "wanted = self._decline(table, self._grouped.keys(hashes, group), wanted)", "pass"),),
+        (
+            Patch(_PLANNER, "        wanted = self._reachable(state, keys, wanted)\n", ""),
+            Patch(_PLANNER, "if saved and saved[-1] >= state.first_unreachable:", "if not state:"),
+        ),
         tested(f"{_DECLINED}::test_nothing_is_saved_of_one_group_behind_a_hole_of_another"),
     ),
     Mutant(
@@ -159,7 +184,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "            new = self._decline(table, keys, new)\n            if not",
+                "            new = self._reachable(state, keys, new)\n            if not",
                 "            new = new[: self._num_pinned(keys, new)]\n            if not",
             ),
         ),
@@ -168,7 +193,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "declined-and-pinned",
         "a pin does not reach what a request computes after it was declined, or behind a save that failed",
-        (Patch(_PLANNER, "return list(indices)[:num_pinned]", "return []"),),
+        (Patch(_PLANNER, "num_kept += self._num_pinned(keys, indices[num_kept:])", "pass"),),
         tested(
             f"{_DECLINED}::test_a_pin_reaches_what_a_request_computes_after_it_was_declined",
             f"{_DECLINED}::test_what_is_pinned_is_saved_behind_a_save_that_failed",

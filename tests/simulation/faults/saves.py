@@ -131,8 +131,8 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/scheduler/saves/planner.py",
-                "max(table.next_block, (item.num_computed_tokens - 1) // size - window + 1)",
-                "table.next_block",
+                "range(max(table.next_block, num_left), full)",
+                "range(table.next_block, full)",
             ),
         ),
         tested("tests/scheduler/test_steps.py::test_a_block_that_has_left_its_window_by_drafts_in_flight_is_not_saved"),

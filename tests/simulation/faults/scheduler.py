@@ -90,8 +90,8 @@ SCHEDULER: tuple[Mutant, ...] = (
         (
             Patch(
                 _REQUESTS,
-                "                table.may_save = False\n                table.unsaved.clear()",
-                "                pass",
+                "            state.is_stale = bool(state.tables)\n",
+                "",
             ),
         ),
         tested(_RESET),
