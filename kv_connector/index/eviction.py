@@ -36,6 +36,9 @@ class EvictionOrder(Protocol):
     def worth(self, node: int) -> float:
         """Now; the lowest goes first."""
 
+    def alike(self, node: int, other: int) -> bool:
+        """Whether it can be told at a glance that both are worth the same, as most neighbours in a prefix are."""
+
 
 class Recency:
     """Least recently used first."""
@@ -52,6 +55,10 @@ class Recency:
     def worth(self, node: int) -> float:
         """All alike."""
         return 0.0
+
+    def alike(self, node: int, other: int) -> bool:
+        """All alike."""
+        return True
 
 
 class EvictionQueue:

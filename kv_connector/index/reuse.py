@@ -85,6 +85,11 @@ class ReuseModel:
         tree = self._tree
         return self._worth[self.class_of(node)][_bucket(tree.time - tree.asked[node])]
 
+    def alike(self, node: int, other: int) -> bool:
+        """Both were asked for together, as often as each other."""
+        tree = self._tree
+        return tree.asked[node] == tree.asked[other] and tree.visits[node] == tree.visits[other]
+
     def worth_of(self, path: Sequence[BlockHash], index: int) -> float:
         """Of this block of a path, at the moment in which it is asked for."""
         tree = self._tree

@@ -132,7 +132,7 @@ class CacheTier:
         block group, and nothing that is worth more than they are."""
         short = self._num_short(num_blocks)
         victims = self._select(short, now, worth)
-        while own := [node for node in victims if self._is_on(paths, node)]:  # at most once for each gap in a path
+        while own := self._on(paths, victims):  # at most once for each gap in a path
             self._restore(victims)
             self.tree.touch(own, now)
             victims = self._select(short, now, worth)
@@ -143,7 +143,7 @@ class CacheTier:
         if self.pool.num_free:
             return True
         while (first := self._queue.first(now))[1] < _NEVER:
-            if not self._is_on(paths, first[2]):
+            if not self._on(paths, (first[2],)):
                 return first[0] <= worth
             self.tree.touch((first[2],), now)
         return False
@@ -299,11 +299,11 @@ class CacheTier:
         """Take up to `num_blocks` victims out of the queue, in eviction order, counting their parents' kids down; none
         that is worth more than `most`."""
         victims: list[int] = []
-        queue, used, kids, parents = self._queue, self.tree.used, self._kids, self.tree.parent
+        queue, order, used, kids, parents = self._queue, self._order, self.tree.used, self._kids, self.tree.parent
         block, refs, pins, keeps_pinned = self._block, self._refs, self.tree.pins, self.tier is not Tier.DEVICE
         left = num_blocks
         while left and (node := queue.pop(older_than, most)) is not None:
-            due, time = min(queue.first(older_than), (most, _NEVER, 0)), used[node]
+            due, time, worth = min(queue.first(older_than), (most, _NEVER, 0)), used[node], order.worth(node)
             while True:  # up its prefix, the usual case without a detour through the queue
                 victims.append(node)
                 left -= 1
@@ -318,16 +318,23 @@ class CacheTier:
                 block_id = block[parent]
                 if num_kids or block_id == NONE or refs[block_id] or (keeps_pinned and pins[parent]):
                     break
+                if not order.alike(parent, node):
+                    worth = order.worth(parent)
                 # One that waits already, since it was a leaf before, comes up by itself.
-                if not left or time >= older_than or parent in queue or queue.key(parent) >= due:
+                if not left or time >= older_than or parent in queue or (worth, time, parent) >= due:
                     queue.push(parent)
                     break
                 node = parent
         return victims
 
-    def _is_on(self, paths: Sequence[Sequence[BlockHash]], node: int) -> bool:
-        depth = self.tree.depth[node]
-        return any(depth < len(path) and path[depth] == self.tree.hash_of(node) for path in paths)
+    def _on(self, paths: Sequence[Sequence[BlockHash]], nodes: Sequence[int]) -> list[int]:
+        """Those of the nodes that are on one of the paths."""
+        depths, found = self.tree.depth, []
+        for path in paths:
+            if path and self.tree.get(path[0]) is not None:  # else nobody knows any of it
+                named = zip(nodes, self.tree.hashes_of(nodes), strict=True)
+                found += [n for n, name in named if depths[n] < len(path) and path[depths[n]] == name]
+        return found
 
     def _num_short(self, num_blocks: int) -> int:
         """Of so many blocks those that are not free, as far as eviction could free them."""

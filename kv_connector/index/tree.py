@@ -208,10 +208,11 @@ class PrefixTree:
 
     def settle(self, nodes: Iterable[int]) -> None:
         """Let those of the nodes that have no copy be forgotten once `max_remembered` newer ones have come."""
-        num_nodes = 0
+        num_nodes, keeps = 0, self._keeps
         for node in nodes:
             num_nodes += 1
-            self._let_leave(node)
+            if not keeps[node]:
+                self._let_leave(node)
         self._forget(num_nodes)
 
     def check(self) -> None:
@@ -235,9 +236,9 @@ class PrefixTree:
             assert count, f"node {node} can never be forgotten"
 
     def _let_leave(self, node: int) -> None:
-        if not self._keeps[node]:
-            self._keeps[node] = _LEAVING
-            self._leaving.append(node)
+        """Nothing keeps it any more."""
+        self._keeps[node] = _LEAVING
+        self._leaving.append(node)
 
     def _forget(self, num_nodes: int) -> None:
         """Let the oldest go that are too many. So many nodes have come in this call: it takes no longer than they did,

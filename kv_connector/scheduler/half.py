@@ -183,8 +183,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._watchdog.look()
         now = self._shared.clock()
         loads, background = self._plan_loads()
-        pairs, num_tokens = self._plan_scheduled(output, now)
-        saves = self._saves.open(pairs)
+        num_tokens = self._plan_scheduled(output, now)
+        saves = self._saves.open()
         self._loads.estimate.step_planned(self._step, num_tokens, len(loads), now)
         announced, awaited = self._loads.announce(self._step)
         self._log_removed()
@@ -376,10 +376,9 @@ class SchedulerHalf(KVConnectorScheduler):
         self.metrics.async_loads += len(background)
         return tuple(loads), tuple(background)
 
-    def _plan_scheduled(self, output: SchedulerOutput, now: float) -> tuple[list[tuple[int, int]], int]:
-        """What the step saves, as pairs of device and host block, and how many tokens it computes."""
+    def _plan_scheduled(self, output: SchedulerOutput, now: float) -> int:
+        """What the step saves and writes to; returns how many tokens it computes."""
         size, num_tokens = self._shared.block_size, 0
-        pairs: list[tuple[int, int]] = []
         written: list[int] = []
         for item in output.scheduled:
             state = self._requests[item.request_id]
@@ -390,13 +389,13 @@ class SchedulerHalf(KVConnectorScheduler):
             for table in state.tables:
                 written += table.block_ids[first:]
             if not self._watchdog.hangs:
-                pairs += self._saves.plan(state, item, now)
+                self._saves.plan(state, item, now)
             for companion in self._companions:
                 companion.scheduled(item, state.tables)
         if not self._watchdog.hangs:
-            pairs += self._saves.plan_before_reuse()
+            self._saves.plan_before_reuse()
         self._steps.planned(self._step, written)
-        return pairs, num_tokens
+        return num_tokens
 
     # What it owns.
 

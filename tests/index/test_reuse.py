@@ -72,6 +72,25 @@ def test_chats_that_come_back_outlive_prompts_that_never_do() -> None:
     learned.check()
 
 
+def test_what_many_ask_for_outlives_the_prompt_that_went_on_behind_it() -> None:
+    """Room for a few blocks is made out of that prompt and of one-offs, though they were asked for later."""
+    host = Host(8)
+    for number in range(200):
+        host.ask("system")
+        for other in range(12):
+            host.ask(f"one-off {number} {other}")
+    host.ask("system", "branch")
+    host.tier.discard(host.tier.blocks_of(host.tree.match(hashed(("system", "branch")))[1:]))
+    host.ask("system", "other branch")
+    for number in range(6):
+        host.ask(f"later {number}")
+    assert host.tier.pool.num_free == 0
+    host.ask("last", "a", "b")
+    assert host.holds("system")
+    assert not host.holds("system", "other branch")
+    host.check()
+
+
 def test_until_something_is_learned_the_least_recently_used_goes() -> None:
     host = Host(3)
     for name in "abcad":

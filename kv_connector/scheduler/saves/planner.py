@@ -81,6 +81,8 @@ class SavePlanner:
         # Windows first: what they cannot save in a step is lost, and what full attention cannot save waits.
         self._order = sorted(range(len(grouped.groups)), key=lambda group: grouped.groups[group].window_blocks is None)
         self._num_groups = len(grouped.groups)
+        self._device_ids: list[int] = []  # that the step being planned saves
+        self._host_ids: list[int] = []  # where it saves them
         self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
         self._num_begun = 0  # device blocks that this step begins to fill
         self._most_taken = 0  # in a recent step
@@ -98,8 +100,8 @@ class SavePlanner:
         """Device blocks were freed: there may be something to save before reuse."""
         self.may_save_before_reuse = self._policy.saves_before_reuse
 
-    def plan(self, state: RequestState, item: ScheduledRequest, now: float) -> list[tuple[int, int]]:
-        """(device id, host id) of blocks that are, or will be after this step, full and valid on the device.
+    def plan(self, state: RequestState, item: ScheduledRequest, now: float) -> None:
+        """The step saves what the policy wants of blocks that are, or will be after it, full and valid on the device.
 
         A hit needs the blocks of every group: room is found for all of them before any is saved, so that what one of
         them declines is given back of the others.
@@ -110,7 +112,7 @@ class SavePlanner:
         self._num_begun += self._num_groups * (-(-num_tokens // size) - -(-item.num_computed_tokens // size))
         full = min(num_tokens // size, len(hashes))
         if state.is_stale or not any(full > table.next_block or table.unsaved for table in state.tables):
-            return []
+            return
         paths = [self._grouped.keys(hashes, group) for group in self._order if self._window(group) is None]
         progress = _Progress(state, paths, item.num_computed_tokens, full, now)
         self._look_for_holes(progress)
@@ -120,16 +122,17 @@ class SavePlanner:
             if full > table.next_block or table.unsaved:
                 take = self._take_full if self._window(group) is None else self._take_window
                 taken += take(progress, group)
-        return [pair for part in taken for pair in self._attach(state, part, now)]
+        for part in taken:
+            self._save(state, part, now)
 
-    def plan_before_reuse(self) -> list[tuple[int, int]]:
-        """Under write_back: saves of the device blocks that the engine will reuse first.
+    def plan_before_reuse(self) -> None:
+        """Under write_back the step saves the device blocks that the engine will reuse first.
 
         They are within no budget and take nothing from it: a block that waited would be lost, and computed again.
         """
         if not self._policy.saves_before_reuse:
-            return []
-        pairs = []
+            return
+        num_saved = len(self._host_ids)
         watched = self._shared.pool.next_reused(self._num_watched())
         known = [(device_id, key, node) for device_id, key in watched if (node := self._tree.get(key)) is not None]
         for index in self._host.absent([node for _, _, node in known]):
@@ -143,18 +146,21 @@ class SavePlanner:
                 self._host.release(host_ids)
                 continue
             self._host.attach(host_ids, [node], Event.SWAP_OUT)
-            pairs.append((device_id, host_ids[0]))
-        self._metrics.saves_on_reuse_blocks += len(pairs)
-        self.may_save_before_reuse = bool(pairs)
-        return pairs
+            self._device_ids.append(device_id)
+            self._host_ids += host_ids
+        num_saved = len(self._host_ids) - num_saved
+        self._metrics.saves_on_reuse_blocks += num_saved
+        self.may_save_before_reuse = num_saved > 0
 
-    def open(self, pairs: Sequence[tuple[int, int]]) -> tuple[CopyJob, ...]:
-        """The step's job for these pairs, none where there are none. Their host blocks are leased already."""
-        if not pairs:
+    def open(self) -> tuple[CopyJob, ...]:
+        """The job of the step that has been planned, none where it saves nothing. Its host blocks are leased."""
+        device_ids, self._device_ids = self._device_ids, []
+        host_ids, self._host_ids = self._host_ids, []
+        if not host_ids:
             return ()
-        device_ids, host_ids = np.array(pairs, dtype=np.int64).T.copy()
-        self._shared.pool.touch(device_ids.tolist())
-        job = CopyJob(self._shared.ledger.next_id(), Direction.SAVE, device_ids, host_ids)
+        self._shared.pool.touch(device_ids)
+        job_id = self._shared.ledger.next_id()
+        job = CopyJob(job_id, Direction.SAVE, np.array(device_ids, np.int64), np.array(host_ids, np.int64))
         self._shared.ledger.open(job, self)
         return (job,)
 
@@ -311,7 +317,7 @@ class SavePlanner:
         self._metrics.dropped_saves_blocks += len(wanted) - len(saved)
         return [_Taken(group, keys, shown, saved, host_ids)]
 
-    def _attach(self, state: RequestState, taken: _Taken, now: float) -> list[tuple[int, int]]:
+    def _save(self, state: RequestState, taken: _Taken, now: float) -> None:
         """Make host blocks the copies of what they were taken for, but for what another group has declined since."""
         saved = taken.saved
         if saved and saved[-1] >= state.first_unreachable:
@@ -327,13 +333,13 @@ class SavePlanner:
             targets, nodes = [found[index] for index in saved], list(found.values())
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
-        pins = self._tree.pins
-        unpinned = [index for index, node in zip(saved, targets, strict=True) if not pins[node]]
-        num_hit = sum(index < state.num_hit_blocks for index in unpinned)
-        self._metrics.saves_pinned_blocks += len(saved) - len(unpinned)
+        self._device_ids += [block_ids[index] for index in saved]
+        self._host_ids += host_ids
+        num_pinned = self._num_pinned(taken.keys, saved)
+        num_hit = max(0, bisect_left(saved, state.num_hit_blocks) - num_pinned)
+        self._metrics.saves_pinned_blocks += num_pinned
         self._metrics.saves_on_hit_blocks += num_hit
-        self._metrics.saves_on_compute_blocks += len(unpinned) - num_hit
-        return list(zip([block_ids[index] for index in saved], host_ids, strict=True))
+        self._metrics.saves_on_compute_blocks += len(saved) - num_pinned - num_hit
 
     def _nodes(self, taken: _Taken, saved: Sequence[int], now: float) -> tuple[list[int], list[int]]:
         """Of full attention, the nodes of what is saved, and those that are new: every block has one from now on."""

@@ -95,6 +95,18 @@ REUSE: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_a_block_of_another_class_is_found_there"),
     ),
     Mutant(
+        "neighbours-are-alike",
+        "what a prefix begins with goes with what nobody asks for behind it",
+        (
+            Patch(
+                _REUSE,
+                "return tree.asked[node] == tree.asked[other] and tree.visits[node] == tree.visits[other]",
+                "return True",
+            ),
+        ),
+        tested(f"{_TESTS}::test_what_many_ask_for_outlives_the_prompt_that_went_on_behind_it"),
+    ),
+    Mutant(
         "windows-are-learned",
         "what is learned decides about blocks of windows, of which nothing can be",
         (
@@ -166,7 +178,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "room-of-another-group",
         "what is saved of one group takes the place of what another continues",
-        (Patch(_TIER, "for path in paths)", "for path in paths[:1])"),),
+        (Patch(_TIER, "        for path in paths:\n", "        for path in paths[:1]:\n"),),
         tested(f"{_DECLINED}::test_room_for_one_group_is_not_made_out_of_what_another_continues"),
     ),
     Mutant(

@@ -13,7 +13,7 @@ SAVES: tuple[Mutant, ...] = (
     Mutant(
         "pin-forgotten",
         "blocks of a save are not pinned in the engine's pool",
-        (Patch(_PLANNER, "        self._shared.pool.touch(device_ids.tolist())\n", ""),),
+        (Patch(_PLANNER, "        self._shared.pool.touch(device_ids)\n", ""),),
         tested("tests/scheduler/test_half.py::test_a_conversation_comes_back_from_the_host"),
     ),
     Mutant(
@@ -23,7 +23,7 @@ SAVES: tuple[Mutant, ...] = (
             Patch(
                 _PLANNER,
                 "        return (job,)\n",
-                "        self._host.fill(host_ids.tolist())\n        return (job,)\n",
+                "        self._host.fill(host_ids)\n        return (job,)\n",
             ),
         ),
         tested("tests/scheduler/test_half.py::test_a_conversation_comes_back_from_the_host"),
@@ -108,8 +108,8 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 _TIER,
-                "if not left or time >= older_than or parent in queue or queue.key(parent) >= due:",
-                "if not left or parent in queue or queue.key(parent) >= due:",
+                "if not left or time >= older_than or parent in queue or (worth, time, parent) >= due:",
+                "if not left or parent in queue or (worth, time, parent) >= due:",
             ),
         ),
         tested(f"{_TESTS}::test_a_block_is_kept_for_its_own_time_however_old_what_was_behind_it_is"),
