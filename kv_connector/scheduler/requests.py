@@ -89,8 +89,15 @@ class RequestTable:
         return sum(state.num_missing(block_size) for state in self if state.awaits_load)
 
     def lose(self, block_ids: Sequence[int]) -> None:
-        """Loads were to fill these blocks and have not: see `LoadLeases.lose`."""
+        """Loads were to fill these blocks and have not: see `LoadLeases.lose`. Who has them computes them anew, and the
+        write policy sees all of its blocks anew: of those in front, this step has saved none."""
         self._leases.lose(block_ids, [[table.block_ids for table in state.tables] for state in self])
+        lost = set(block_ids)
+        for state in self:
+            if any(not lost.isdisjoint(table.block_ids) for table in state.tables):
+                for table in state.tables:
+                    table.next_block = 0
+                    table.unsaved.clear()
 
     def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_hit_blocks: int) -> RequestState:
         """The request has these device blocks, by group, whatever it had before."""

@@ -103,13 +103,18 @@ def run(half: SchedulerHalf, *requests: Asked, computed: int = 0) -> StepPlan:
 
 
 def report(
-    half: SchedulerHalf, plan: StepPlan, ok: bool = True, num_host_blocks: int | None = None, rank: int = 0
+    half: SchedulerHalf,
+    plan: StepPlan,
+    ok: bool = True,
+    num_host_blocks: int | None = None,
+    rank: int = 0,
+    lost_blocks: tuple[int, ...] = (),
 ) -> None:
     num_host_blocks = half.host.pool.capacity if num_host_blocks is None else num_host_blocks
     jobs = tuple(job.job_id for job in (*plan.loads, *plan.saves))
-    half.update_connector_output(
-        [StepReport(plan.step, rank, jobs if ok else (), () if ok else jobs, num_host_blocks=num_host_blocks)]
-    )
+    done, failed = (jobs, ()) if ok else ((), jobs)
+    told = StepReport(plan.step, rank, done, failed, num_host_blocks=num_host_blocks, lost_blocks=lost_blocks)
+    half.update_connector_output([told])
 
 
 def save(half: SchedulerHalf, request: Asked, first_block: int = 0) -> None:

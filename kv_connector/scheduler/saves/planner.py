@@ -211,7 +211,7 @@ class SavePlanner:
         most = self._budget.num_blocks
         if (not most and full <= table.next_block) or not self._has_room(progress):
             return []  # with no room at all the blocks are looked at when there is some
-        first = min(table.next_block, full)  # fewer are full than before where a load has failed
+        first = min(table.next_block, full)  # an engine may take back what it has counted as computed
         table.next_block = max(table.next_block, full)
         saved, host_ids = self._take_waiting(progress, group, keys, most) if table.unsaved else ([], [])
         new, most = self._wanted(keys[first:full], first), most - len(saved)

@@ -49,6 +49,22 @@ def test_a_block_that_is_forgotten_as_room_is_made_for_it_is_not_saved() -> None
     half.check()
 
 
+def test_what_is_computed_anew_behind_a_failed_load_is_saved() -> None:
+    """Nothing that the step of the load computed is kept either: the next request hits all of it."""
+    half, _ = make_half()
+    request = Asked("first", list(range(17)))
+    save(half, Asked("before", request.tokens[:8]), 20)
+    assert admit(half, request) == 8
+    plan = run(half, request, computed=8)
+    assert sum(job.num_blocks for job in plan.saves) == 2
+    report(half, plan, ok=False, lost_blocks=(0, 1))
+    plan = run(half, request)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[0, 1, 2, 3]]
+    report(half, plan)
+    assert half.get_num_new_matched_tokens(Asked("next", request.tokens), 0) == (16, False)
+    half.check()
+
+
 def test_an_idle_engine_does_not_try_a_save_that_failed_again_and_again() -> None:
     """It steps for as long as there is something to save before reuse."""
     half, blocks = make_half(write_policy="write_back")

@@ -138,6 +138,12 @@ SAVES: tuple[Mutant, ...] = (
         tested("tests/scheduler/test_steps.py::test_a_block_that_has_left_its_window_by_drafts_in_flight_is_not_saved"),
     ),
     Mutant(
+        "computed-anew-unsaved",
+        "what is computed anew behind a failed load is not saved, nor what the step of the load computed",
+        (Patch("kv_connector/scheduler/requests.py", "                    table.next_block = 0\n", ""),),
+        tested("tests/scheduler/saves/test_planner.py::test_what_is_computed_anew_behind_a_failed_load_is_saved"),
+    ),
+    Mutant(
         "evicted-twice",
         "a parent that waits as the leaf it was is evicted with its child, and once more",
         (Patch("kv_connector/index/tier.py", "time >= older_than or parent in queue or", "time >= older_than or"),),
