@@ -15,7 +15,6 @@ from typing import Any
 
 from ..base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
 from ..config import Config
-from ..errors import ConfigError
 from ..events import BlockRemoved, CacheEvent, EventLog
 from ..index import (
     BlockGroup,
@@ -31,7 +30,8 @@ from ..index import (
 )
 from ..metrics import CacheMetrics
 from ..types import BlockHash, CopyJob, StepPlan, StepReport, Tier
-from .companion import Admission, Companion
+from .companion import Admission
+from .companions import Companions
 from .fence import Fence
 from .hits import HitCounter
 from .ledger import JobLedger
@@ -39,7 +39,6 @@ from .loads.choice import LoadPlanner
 from .loads.leases import LoadLeases
 from .loads.rates import LoadMode
 from .names import Roots, no_adapter
-from .peers.companion import PeerCompanion
 from .pins import PinnedPrefixes
 from .ranks import RankStates
 from .requests import RequestState, RequestTable, num_blocks_of
@@ -47,7 +46,6 @@ from .saves.budget import SaveBudget
 from .saves.planner import SavePlanner
 from .shared import DevicePool, Shared
 from .steps import InFlightSteps, first_written
-from .storage.companion import StorageCompanion
 from .watchdog import CopyWatchdog
 
 
@@ -99,19 +97,19 @@ class SchedulerHalf(KVConnectorScheduler):
         self._leases = LoadLeases(shared, self._lookup, self._loads)
         self._steps = InFlightSteps()
         self._requests = RequestTable(self._leases, self._steps, self.metrics)
+        self._ranks = RankStates(world_size, self.host)
+        root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
+        self._companions = Companions(
+            config, shared, self._loads, self._ranks, Roots(root, adapter_of), engine_id, world_size
+        )
         self._budget = SaveBudget(config.save_bandwidth)
         is_in_storage = config.storage is not None
         policy = SavePolicy.from_config(config)
-        self._saves = SavePlanner(shared, policy, self.reuse, self._budget, self._saved, is_in_storage)
+        self._saves = SavePlanner(shared, policy, self.reuse, self._budget, self._companions.saved, is_in_storage)
         self._hits = HitCounter(shared, self.reuse)
         self._pins = PinnedPrefixes(shared)
         self._fence = Fence(self._ledger)
         self._watchdog = CopyWatchdog(self._ledger, clock)
-        self._ranks = RankStates(world_size, self.host)
-        root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
-        self._companions = _companions(
-            config, shared, self._loads, self._ranks, Roots(root, adapter_of), engine_id, world_size
-        )
         self._step = 0
         self._unpins_when_idle = unpins_when_idle
 
@@ -121,9 +119,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._pool.bind(blocks)
 
     def on_new_request(self, request: Request) -> None:
-        for companion in self._companions:
-            if companion.arrived(request):
-                return
+        self._companions.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         request_id, size = request.request_id, self._shared.block_size
@@ -132,7 +128,7 @@ class SchedulerHalf(KVConnectorScheduler):
         if self._ledger.is_awaited(request_id) or self._loads.is_coalesced(request_id):
             return None, False  # of a request with this id that is gone, a load may be announced yet
         self.on_new_request(request)  # not every engine tells, and one that was preempted comes again
-        if any(companion.is_awaited(request_id) for companion in self._companions):
+        if self._companions.is_awaited(request_id):
             return None, False
         num_blocks = self._num_loadable(request, num_computed_tokens)
         num_brought = self._num_brought(request, num_computed_tokens, num_blocks)
@@ -198,8 +194,7 @@ class SchedulerHalf(KVConnectorScheduler):
             reported_step=self._ranks.reported_step,
             computes=num_tokens > 0,
         )
-        for companion in self._companions:
-            plan = companion.plan(plan)
+        plan = self._companions.plan(plan)
         return replace(plan, fence=self._fence.take(overwrites=bool(num_tokens or loads or background or plan.peer)))
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
@@ -213,8 +208,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self._ledger.take_in(report)
             self._leases.reported(report)
             self.metrics.count_copies(report)
-            for companion in self._companions:
-                companion.reported(report)
+            self._companions.reported(report)
         if reports:
             step = self._ranks.reported_step
             self._loads.estimate.step_ended(step, self._shared.clock())
@@ -230,15 +224,14 @@ class SchedulerHalf(KVConnectorScheduler):
             self._saves.note_changed()
             known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
             self.tree.touch(known, self._shared.clock())
-        told = [companion.finished(request) for companion in self._companions]
+        params = self._companions.finished(request)
         if state is not None and not len(self._requests) and self._unpins_when_idle:
             self._fence.unpin()
-        return False, next((params for params in told if params is not None), None)
+        return False, params
 
     def abort_transfer(self, request_id: str) -> None:
         """The request is given up: called before `request_finished`, no other engine is told to continue it."""
-        for companion in self._companions:
-            companion.given_up(request_id)
+        self._companions.given_up(request_id)
 
     def holding(self, block_ids: Collection[int]) -> list[str]:
         """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is to
@@ -265,12 +258,11 @@ class SchedulerHalf(KVConnectorScheduler):
         self.host.reset()
         self._log_removed()
         self._requests.reset()
-        done = [companion.reset() for companion in self._companions]
-        return all(done) and not any(map(self._brings_old, self._requests))
+        is_done = self._companions.reset()
+        return is_done and not any(map(self._brings_old, self._requests))
 
     def has_pending_push_work(self) -> bool:
-        is_busy = any(companion.is_busy for companion in self._companions)
-        return len(self._ledger) > 0 or self._saves.may_save_before_reuse or is_busy
+        return len(self._ledger) > 0 or self._saves.may_save_before_reuse or self._companions.is_busy
 
     def has_pending_block_frees(self) -> bool:
         # A copy that hangs may pin its blocks for ever: an engine that is short of some preempts.
@@ -281,17 +273,19 @@ class SchedulerHalf(KVConnectorScheduler):
         return self._events.take()
 
     def get_kv_connector_stats(self) -> Mapping[str, float]:
-        stats = self.metrics.snapshot() | self._ranks.stats()
-        for companion in self._companions:
-            stats |= companion.stats()
-        return stats | {
-            "host_capacity_blocks": self.host.pool.capacity,
-            "host_cached_blocks": self.host.num_copies,
-            "host_leased_blocks": self.host.pool.capacity - self.host.num_available,
-            "host_evicted_blocks": self.host.num_evicted,
-            "jobs_in_flight": len(self._ledger),
-            "known_blocks": len(self.tree),
-        }
+        return (
+            self.metrics.snapshot()
+            | self._ranks.stats()
+            | self._companions.stats()
+            | {
+                "host_capacity_blocks": self.host.pool.capacity,
+                "host_cached_blocks": self.host.num_copies,
+                "host_leased_blocks": self.host.pool.capacity - self.host.num_available,
+                "host_evicted_blocks": self.host.num_evicted,
+                "jobs_in_flight": len(self._ledger),
+                "known_blocks": len(self.tree),
+            }
+        )
 
     def check(self) -> None:
         """Verify every invariant of the tree and the host tier; for tests."""
@@ -312,7 +306,7 @@ class SchedulerHalf(KVConnectorScheduler):
         if num_computed_tokens % self._shared.block_size:
             return 0
         known = num_computed_tokens // self._shared.block_size + num_loadable
-        return max((0, *(companion.num_blocks(request) - known for companion in self._companions)))
+        return max(0, self._companions.num_blocks(request) - known)
 
     def _choose(self, request: Request, num_computed_tokens: int, num_blocks: int) -> LoadMode:
         size = self._shared.block_size
@@ -341,11 +335,9 @@ class SchedulerHalf(KVConnectorScheduler):
     def _admit_with_companions(self, state: RequestState, first: int, num_loaded: int, num_brought: int) -> None:
         start = first + num_loaded
         brought_ids = state.tables[0].block_ids[start : start + num_brought]
-        admission = Admission(
-            state.request, state.admission, first, num_loaded, num_brought, brought_ids, state.is_stale
+        self._companions.admitted(
+            Admission(state.request, state.admission, first, num_loaded, num_brought, brought_ids, state.is_stale)
         )
-        for companion in self._companions:
-            companion.admitted(admission)
 
     def _brings_old(self, state: RequestState) -> bool:
         """Whether the request waits for what was cached before: the engine caches it on the device when it is there.
@@ -358,8 +350,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._requests.preempt(request_id)
         self._leases.leave(request_id)
         self._saves.note_changed()
-        for companion in self._companions:
-            companion.preempted(request_id)
+        self._companions.preempted(request_id)
 
     def _plan_loads(self) -> tuple[tuple[CopyJob, ...], tuple[CopyJob, ...]]:
         """Jobs of the requests admitted in this step: those it waits for, and those that run behind it."""
@@ -390,8 +381,7 @@ class SchedulerHalf(KVConnectorScheduler):
                 written += table.block_ids[first:]
             if not self._watchdog.hangs:
                 self._saves.plan(state, item, now)
-            for companion in self._companions:
-                companion.scheduled(item, state.tables)
+            self._companions.scheduled(item, state.tables)
         if not self._watchdog.hangs:
             self._saves.plan_before_reuse()
         self._steps.planned(self._step, written)
@@ -399,34 +389,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
     # What it owns.
 
-    def _saved(self, host_ids: Sequence[int]) -> None:
-        for companion in self._companions:
-            companion.saved(host_ids)
-
     def _log_removed(self) -> None:
         if self.host.removed:
             self._events.add(BlockRemoved(tuple(self.host.removed), Tier.HOST))
             self.host.removed.clear()
-
-
-def _companions(
-    config: Config,
-    shared: Shared,
-    loads: LoadPlanner,
-    ranks: RankStates,
-    roots: Roots,
-    engine_id: str,
-    world_size: int,
-) -> tuple[Companion, ...]:
-    """Those that the user has configured. What another engine brings is not looked up in storage: peers come first."""
-    for name, part in (("storage", config.storage), ("peer", config.peer)):
-        if part is not None and len(shared.grouped.groups) > 1:
-            raise ConfigError(f"{name} with {len(shared.grouped.groups)} block groups is not supported: leave it out")
-    if config.storage is not None and shared.grouped.groups[0].window_blocks is not None:
-        raise ConfigError("storage with a sliding window is not supported: leave it out")  # it goes by whole prefixes
-    companions: list[Companion] = []
-    if config.peer is not None:
-        companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size))
-    if config.storage is not None:
-        companions.append(StorageCompanion(config.storage, shared, loads, ranks, roots))
-    return tuple(companions)

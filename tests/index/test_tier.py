@@ -304,56 +304,6 @@ def test_wrong_use_raises_and_names_the_block() -> None:
         host.attach(host.allocate(1) or [], host.tree.insert_path(path(2), 0.0), Event.COMPUTE)
 
 
-def test_what_was_forgotten_by_every_tier_is_remembered_for_a_while() -> None:
-    tree = PrefixTree(max_remembered=2)
-    host = CacheTier(tree, Tier.HOST, 2)
-    for name in range(1, 7):
-        store(host, path(name, name), now=float(name))
-    assert len(tree) == 4, "two on the host, two remembered"
-    assert tree.match(path(6, 6)) and not tree.match(path(1))
-    tree.check()
-
-
-def test_how_much_is_remembered_may_change_at_any_time() -> None:
-    """A host that grows asks for as many as it holds: what returns after as many others is still known."""
-    tree = PrefixTree(max_remembered=4)
-    host = CacheTier(tree, Tier.HOST, 2)
-    for name in range(100):
-        store(host, path(name), now=float(name))
-    assert len(tree) == 6
-    tree.max_remembered = 50
-    for name in range(100, 200):
-        store(host, path(name), now=float(name))
-    assert len(tree) == 52
-    assert tree.match(path(150)) and not tree.match(path(147))
-    tree.max_remembered = 3
-    store(host, path(200))
-    assert len(tree) == 5
-    tree.check()
-
-
-def test_nothing_of_a_forgotten_prefix_does_not_bring_it_back() -> None:
-    """Nobody would settle it: it could never be forgotten again."""
-    tree = PrefixTree(max_remembered=0)
-    tree.settle(tree.insert_path(path(1, 2), 0.0))
-    assert tree.insert_path(path(1, 2), 1.0, 2) == tree.insert_path(path(1, 2), 1.0, 1, 1) == []
-    assert len(tree) == 0
-    tree.check()
-
-
-def test_a_limit_that_falls_far_is_reached_over_many_calls() -> None:
-    tree = PrefixTree(max_remembered=5000)
-    tree.settle(tree.insert_path([BlockHash(index.to_bytes(2, "big")) for index in range(5000)], 0.0))
-    tree.max_remembered = 0
-    seen = []
-    while len(tree):
-        before = len(tree)
-        tree.settle(())
-        seen.append(before - len(tree))
-        tree.check()
-    assert max(seen) < 200
-
-
 def test_blocks_in_use_outlive_a_reset_and_are_free_when_they_are_let_go() -> None:
     host = CacheTier(PrefixTree(), Tier.HOST, 8)
     read = host.blocks_of(store(host, path(1, 2), now=1))

@@ -62,7 +62,7 @@ SAVES: tuple[Mutant, ...] = (
                 "            pass\n",
             ),
         ),
-        tested("tests/index/test_tier.py::test_nothing_of_a_forgotten_prefix_does_not_bring_it_back"),
+        tested("tests/index/test_tree.py::test_nothing_of_a_forgotten_prefix_does_not_bring_it_back"),
     ),
     Mutant(
         "hits-not-taken",
@@ -84,8 +84,8 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/scheduler/half.py",
-                "        self._leases.leave(request_id)\n        self._saves.note_changed()\n        for",
-                "        self._leases.leave(request_id)\n        for",
+                "        self._leases.leave(request_id)\n        self._saves.note_changed()\n        self",
+                "        self._leases.leave(request_id)\n        self",
             ),
         ),
         tested("tests/scheduler/test_step_cost.py::test_what_was_preempted_is_looked_for_as_what_has_ended_is"),

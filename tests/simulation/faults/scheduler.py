@@ -117,7 +117,7 @@ SCHEDULER: tuple[Mutant, ...] = (
     Mutant(
         "reset-too-early",
         "a reset is called done while loads bring what was cached",
-        (Patch(_HALF, "all(done) and not any(map(self._brings_old, self._requests))", "all(done)"),),
+        (Patch(_HALF, "is_done and not any(map(self._brings_old, self._requests))", "is_done"),),
         tested(_RESET),
     ),
     Mutant(

@@ -1,0 +1,119 @@
+"""The companions that a user has configured, told and asked as one: peers before storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..base import Request, ScheduledRequest
+from ..config import Config
+from ..errors import ConfigError
+from ..types import StepPlan, StepReport
+from .companion import Admission, Companion
+from .loads.choice import LoadPlanner
+from .names import Roots
+from .peers.companion import PeerCompanion
+from .ranks import RankStates
+from .shared import Shared
+from .storage.companion import StorageCompanion
+from .tables import BlockTable
+
+
+class Companions:
+    """See `Companion` for the calls. Raises ConfigError for block groups that a companion does not serve."""
+
+    def __init__(
+        self,
+        config: Config,
+        shared: Shared,
+        loads: LoadPlanner,
+        ranks: RankStates,
+        roots: Roots,
+        engine_id: str,
+        world_size: int,
+    ) -> None:
+        for name, part in (("storage", config.storage), ("peer", config.peer)):
+            if part is not None and len(shared.grouped.groups) > 1:
+                raise ConfigError(
+                    f"{name} with {len(shared.grouped.groups)} block groups is not supported: leave it out"
+                )
+        if config.storage is not None and shared.grouped.groups[0].window_blocks is not None:
+            raise ConfigError(
+                "storage with a sliding window is not supported: leave it out"
+            )  # it goes by whole prefixes
+        self._companions: list[
+            Companion
+        ] = []  # what another engine brings is not looked up in storage: peers are first
+        if config.peer is not None:
+            self._companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size))
+        if config.storage is not None:
+            self._companions.append(StorageCompanion(config.storage, shared, loads, ranks, roots))
+
+    def arrived(self, request: Request) -> None:
+        """The first that claims the request is the last that hears of it."""
+        for companion in self._companions:
+            if companion.arrived(request):
+                return
+
+    def is_awaited(self, request_id: str) -> bool:
+        """Whether one of them wants the request to wait."""
+        return any(companion.is_awaited(request_id) for companion in self._companions)
+
+    def num_blocks(self, request: Request) -> int:
+        """Leading blocks of the request that one of them would bring to the device, the most."""
+        return max((companion.num_blocks(request) for companion in self._companions), default=0)
+
+    def admitted(self, admission: Admission) -> None:
+        """To all."""
+        for companion in self._companions:
+            companion.admitted(admission)
+
+    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable]) -> None:
+        """To all."""
+        for companion in self._companions:
+            companion.scheduled(item, tables)
+
+    def preempted(self, request_id: str) -> None:
+        """To all."""
+        for companion in self._companions:
+            companion.preempted(request_id)
+
+    def given_up(self, request_id: str) -> None:
+        """To all."""
+        for companion in self._companions:
+            companion.given_up(request_id)
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """To all; what the engine returns is what the first of them says that says something."""
+        told = [companion.finished(request) for companion in self._companions]
+        return next((params for params in told if params is not None), None)
+
+    def saved(self, host_ids: Sequence[int]) -> None:
+        """To all."""
+        for companion in self._companions:
+            companion.saved(host_ids)
+
+    def plan(self, plan: StepPlan) -> StepPlan:
+        """The step's plan, with what all of them begin and call off."""
+        for companion in self._companions:
+            plan = companion.plan(plan)
+        return plan
+
+    def reported(self, report: StepReport) -> None:
+        """To all."""
+        for companion in self._companions:
+            companion.reported(report)
+
+    def reset(self) -> bool:
+        """To all; whether all are done."""
+        done = [companion.reset() for companion in self._companions]
+        return all(done)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something of any waits for the next plan."""
+        return any(companion.is_busy for companion in self._companions)
+
+    def stats(self) -> dict[str, float]:
+        """Of all."""
+        return {name: value for companion in self._companions for name, value in companion.stats().items()}
