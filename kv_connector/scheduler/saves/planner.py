@@ -28,7 +28,7 @@ _WAITING_AT_ONCE = 64
 """Of a request's blocks that wait so many are looked at before room is made for them: there may be little."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Progress:
     """How far a request will have come after the step. `paths`: its blocks in each group of full attention."""
 
@@ -39,7 +39,7 @@ class _Progress:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Taken:
     """Host blocks for some blocks of a group, copies of nothing yet. `shown` were shown to the policy."""
 
@@ -78,8 +78,9 @@ class SavePlanner:
         self._is_in_storage = is_in_storage
         self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
-        # Windows first: what they cannot save in a step is lost, and what full attention cannot save waits.
-        self._order = sorted(range(len(grouped.groups)), key=lambda group: grouped.groups[group].window_blocks is None)
+        windows = enumerate(group.window_blocks for group in grouped.groups)
+        self._windows = {group: window for group, window in windows if window is not None}
+        self._full_groups = [group for group in range(len(grouped.groups)) if group not in self._windows]
         self._num_groups = len(grouped.groups)
         self._device_ids: list[int] = []  # that the step being planned saves
         self._host_ids: list[int] = []  # where it saves them
@@ -113,14 +114,17 @@ class SavePlanner:
         full = min(num_tokens // size, len(hashes))
         if state.is_stale or not any(full > table.next_block or table.unsaved for table in state.tables):
             return
-        paths = [self._grouped.keys(hashes, group) for group in self._order if self._window(group) is None]
+        paths = [self._grouped.keys(hashes, group) for group in self._full_groups]
+        groups = list(self._windows)  # first: what they cannot save in a step is lost, and the others' blocks wait
+        if self._host.has_room_behind(paths, now):  # with no room at all those are looked at when there is some
+            groups += self._full_groups
+            self._look_for_holes(state, full)
         progress = _Progress(state, paths, item.num_computed_tokens, full, now)
-        self._look_for_holes(progress)
         taken: list[_Taken] = []
-        for group in self._order:
+        for group in groups:
             table = state.tables[group]
             if full > table.next_block or table.unsaved:
-                take = self._take_full if self._window(group) is None else self._take_window
+                take = self._take_window if group in self._windows else self._take_full
                 taken += take(progress, group)
         for part in taken:
             self._save(state, part, now)
@@ -193,15 +197,12 @@ class SavePlanner:
         self._num_ahead = max(self._policy.lookahead, 2 * self._most_taken)
         return self._num_ahead
 
-    def _window(self, group: int) -> int | None:
-        return self._grouped.groups[group].window_blocks
-
-    def _look_for_holes(self, progress: _Progress) -> None:
+    def _look_for_holes(self, state: RequestState, full: int) -> None:
         """Nobody can reach what comes behind a block that has gone from the host since it was saved."""
-        state = progress.state
-        for group, table in enumerate(state.tables):
-            first = table.unsaved[0] if table.unsaved else min(table.next_block, progress.full)
-            if self._window(group) is None and self._is_cut_off(state, group, first):
+        for group in self._full_groups:
+            table = state.tables[group]
+            first = table.unsaved[0] if table.unsaved else min(table.next_block, full)
+            if self._is_cut_off(state, group, first):
                 state.first_unreachable = min(state.first_unreachable, first - 1)
 
     def _take_full(self, progress: _Progress, group: int) -> list[_Taken]:
@@ -209,8 +210,8 @@ class SavePlanner:
         state, full = progress.state, progress.full
         table, keys = state.tables[group], self._grouped.keys(state.request.block_hashes, group)
         most = self._budget.num_blocks
-        if (not most and full <= table.next_block) or not self._has_room(progress):
-            return []  # with no room at all the blocks are looked at when there is some
+        if not most and full <= table.next_block:
+            return []
         first = min(table.next_block, full)  # an engine may take back what it has counted as computed
         table.next_block = max(table.next_block, full)
         saved, host_ids = self._take_waiting(progress, group, keys, most) if table.unsaved else ([], [])
@@ -304,7 +305,7 @@ class SavePlanner:
         table, keys = state.tables[group], self._grouped.keys(state.request.block_hashes, group)
         # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
         # them, it may have given to others in this very step.
-        num_left = (progress.num_computed_tokens - 1) // self._shared.block_size - (self._window(group) or 0) + 1
+        num_left = (progress.num_computed_tokens - 1) // self._shared.block_size - self._windows[group] + 1
         shown = range(max(table.next_block, num_left), full)
         table.next_block = max(table.next_block, full)
         wanted = [index for index in shown if table.block_ids[index] != NO_BLOCK and self._is_wanted(keys[index])]
@@ -325,12 +326,12 @@ class SavePlanner:
             self._host.release(taken.host_ids[len(saved) :])
         host_ids, block_ids = taken.host_ids[: len(saved)], state.tables[taken.group].block_ids
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
-        if self._window(taken.group) is None:
-            targets, nodes = self._nodes(taken, saved, now)
-        else:
+        if taken.group in self._windows:
             held = [index for index in taken.shown if block_ids[index] != NO_BLOCK]
             found = {index: self._tree.insert_path((taken.keys[index],), now)[0] for index in held}
             targets, nodes = [found[index] for index in saved], list(found.values())
+        else:
+            targets, nodes = self._nodes(taken, saved, now)
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
         self._device_ids += [block_ids[index] for index in saved]

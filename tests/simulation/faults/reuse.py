@@ -144,7 +144,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "saved-behind-a-hole",
         "blocks are saved that nobody can reach on the host, as what was in front of them has gone",
-        (Patch(_PLANNER, "        self._look_for_holes(progress)\n", ""),),
+        (Patch(_PLANNER, "            self._look_for_holes(state, full)\n", ""),),
         tested(f"{_DECLINED}::test_nothing_is_saved_behind_what_has_gone_from_the_host"),
     ),
     Mutant(
@@ -158,7 +158,9 @@ REUSE: tuple[Mutant, ...] = (
         "one group's blocks are saved that no look-up can reach, as another group's in front of them have gone",
         (
             Patch(
-                _PLANNER, "for group, table in enumerate(state.tables):", "for group, table in [(0, state.tables[0])]:"
+                _PLANNER,
+                "        for group in self._full_groups:\n            table",
+                "        for group in (0,):\n            table",
             ),
         ),
         tested(f"{_DECLINED}::test_nothing_is_saved_of_one_group_behind_a_hole_of_another"),
