@@ -14,7 +14,7 @@ from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.choice import make_path
-from kv_connector.types import CopyJob
+from kv_connector.types import CopyJob, Direction
 from tests.copies import bf16_apart, filled, make_pool
 
 
@@ -25,6 +25,7 @@ class FailingPath:
         self.path = path
         self.fail_on = fail_on
         self.calls = 0
+        self.slice_bytes = path.slice_bytes
 
     def copy(self, copy: BlockCopy) -> None:
         self.calls += 1
@@ -45,6 +46,7 @@ class ManualLane:
     def __init__(self) -> None:
         self.stream = object()
         self.marks: list[ManualEvent] = []
+        self.ends: list[ManualEvent] = []  # of `marks`: a thread may wait for these on the host
         self.marked: list[Any] = []  # the stream of each
         self.waited: list[ManualEvent] = []
         self.waits: list[tuple[ManualEvent, Any]] = []  # with the stream that waits, None for the current one
@@ -55,11 +57,13 @@ class ManualLane:
     def on_device(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def position(self) -> None:
+    def position(self) -> ManualEvent | None:
         """Left out: `marks` has the events that the engine keeps."""
+        return None
 
-    def follow(self, position: None) -> None:
-        """See `position`."""
+    def end(self) -> ManualEvent:
+        self.ends.append(self.mark(self.stream))
+        return self.ends[-1]
 
     def mark(self, stream: Any = None) -> ManualEvent:
         self.marks.append(ManualEvent(self))
@@ -72,6 +76,7 @@ class ManualLane:
 
     def recycle(self, events: list[Any]) -> None:
         for event in events:
+            assert event not in self.ends, "whoever waits for it would wait for what somebody else records"
             assert any(later.done or later.lost for later in self.marks[self.marks.index(event) :])
 
 
@@ -115,6 +120,16 @@ class LateSubmitter:
 
     def close(self) -> None:
         """It never began."""
+
+
+def never_submits(engine: TransferEngine) -> None:
+    """From now on."""
+    engine._submitters = dict.fromkeys(Direction, LateSubmitter())
+
+
+def cut(engine: TransferEngine, num_blocks: int) -> None:
+    """Copies of whole blocks into slices of so many."""
+    engine._slice_blocks = dict.fromkeys(Direction, num_blocks)
 
 
 def submit_all(engine: TransferEngine) -> None:

@@ -110,6 +110,10 @@ class FaultyPath:
                         region.view[torch.tensor(copy.device_ids)] = 0xEE
             raise TransferError("injected fault")
 
+    def slice_bytes(self, direction: Direction) -> int:
+        """As `CopyPath.slice_bytes`."""
+        return self._inner.slice_bytes(direction)
+
     def close(self) -> None:
         """As `CopyPath.close`."""
         self._inner.close()

@@ -45,6 +45,10 @@ class TimedPath:
         self._path.copy(copy)
         self.thread_ms += 1e3 * (time.thread_time() - begin)
 
+    def slice_bytes(self, direction: Direction) -> int:
+        """As `CopyPath.slice_bytes`."""
+        return self._path.slice_bytes(direction)
+
     def close(self) -> None:
         """As `CopyPath.close`."""
         self._path.close()

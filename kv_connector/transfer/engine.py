@@ -10,16 +10,16 @@ load in the background moves whole blocks, the longest pieces there are, as a sa
 of blocks, whose events say how far it is.
 Threading model: the model-runner thread, the one that launches the model, makes every call; progress is `poll`. It
 hands the driver no more than the first group of a load that a step waits for. All else is queued and submitted by
-another thread (`submission/queue.py`), or by this one where it must be on the device's streams before it goes on: a
-layer or a step waits for it, a fence, `drain` or `close` does. On the CPU everything is copied on submission, by the
-caller.
+a thread for each direction, no faster than the device gets on (`submission/queue.py`), or by this one, and at once,
+where it must be on the device's streams before it goes on: a layer or a step waits for it, a fence, `drain` or `close`
+does. On the CPU everything is copied on submission, by the caller.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ..config import Config
@@ -33,7 +33,7 @@ from .paths.base import CopyPath
 from .paths.choice import make_path
 from .submission.open_jobs import OpenJobs, ids_of
 from .submission.queue import SubmissionQueue, Submitter, make_submitter
-from .submission.submissions import BlockPairs, Completion, Part, Submission
+from .submission.submissions import BlockPairs, Completion, Part, Submission, block_parts, layer_parts
 from .submission.timing import LoadTrace, LoadTraces
 
 logger = logging.getLogger("kv_connector.transfer")
@@ -73,15 +73,16 @@ class TransferEngine:
         # Rows that DMA still moves, for groups that come early, and those that it moves well.
         self._row_bytes = min(costs.rows_at(0.8), self._group_bytes), costs.rows_at(0.92)
         self._groups: dict[int, tuple[range, ...]] = {}  # of loads, by the logarithm of their blocks
+        self._slice_blocks = {way: max(1, path.slice_bytes(way) // layout.piece_bytes) for way in Direction}
         lanes = [make_lane(layout.device, priority, timing=True) for priority in (Priority.LOAD, Priority.SAVE)]
         load_paths = (path,) if fallback is None else (path, fallback)
         self._queues = {
             Direction.LOAD: SubmissionQueue(lanes[0], load_paths, layout.bytes_of),
             Direction.SAVE: SubmissionQueue(lanes[1], (path,), layout.bytes_of),
         }
-        self._submitter = make_submitter(tuple(self._queues.values()), layout.device)
+        self._submitters = {way: make_submitter(queue, layout.device) for way, queue in self._queues.items()}
         # Who drops the engine without `close` must not take staging memory away from copies that still run.
-        weakref.finalize(self, _end_copies, self._submitter, tuple(self._queues.values()))
+        weakref.finalize(self, _end_copies, tuple(self._submitters.values()), tuple(self._queues.values()))
         self._in_flight: list[Submission] = []
         self._load: Submission | None = None
         self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
@@ -102,11 +103,11 @@ class TransferEngine:
             return failed
         queue = self._queues[Direction.LOAD]
         groups = self._layer_groups(len(host_ids))
-        pairs, position = BlockPairs(device_ids, host_ids), queue.lane.position()
-        self._load = load = self._begin(Direction.LOAD, moving, pairs, position, groups)
+        parts = layer_parts(groups, BlockPairs(device_ids, host_ids), queue.lane.position())
+        self._load = load = self._begin(Direction.LOAD, moving, parts, groups)
         queue.put_first(load)
         if load.end is None:
-            self._submitter.wake()
+            self._submitters[Direction.LOAD].wake()
         if self._traces is not None and load.start is not None and not load.is_lost:
             self._traces.begin(LoadTrace(load.start, load.events))
         return failed | self._take_lost_load()
@@ -126,10 +127,9 @@ class TransferEngine:
         start = 0
         for job in moving:
             own = slice(start, start + job.num_blocks)
-            pairs = BlockPairs(device_ids[own], host_ids[own], job.num_guarded, after)
-            self._queues[Direction.LOAD].put(self._begin(Direction.LOAD, [job], pairs))
+            self._put(Direction.LOAD, [job], BlockPairs(device_ids[own], host_ids[own]), job.num_guarded, after)
             start = own.stop
-        self._submitter.wake()
+        self._submitters[Direction.LOAD].wake()
         return failed
 
     def wait_jobs(self, job_ids: Collection[int]) -> frozenset[int]:
@@ -164,13 +164,14 @@ class TransferEngine:
         """
         failed, moving, device_ids, host_ids = self._jobs.take_in(Direction.SAVE, jobs)
         if moving:
-            queue = self._queues[Direction.SAVE]
-            queue.put(self._begin(Direction.SAVE, moving, BlockPairs(device_ids, host_ids), queue.lane.position()))
-            self._submitter.wake()
+            position = self._queues[Direction.SAVE].lane.position()
+            self._put(Direction.SAVE, moving, BlockPairs(device_ids, host_ids), len(host_ids), position)
+            self._submitters[Direction.SAVE].wake()
         return failed
 
     def catch_up(self) -> None:
-        """Submit a part of each direction's copies that has made no progress since the last call. Once a step."""
+        """Submit a part of each direction's copies that has made no progress since the last call, where the device has
+        nothing else to copy. Once a step; never blocks."""
         for queue in self._queues.values():
             queue.catch_up()
 
@@ -219,25 +220,28 @@ class TransferEngine:
         if not self._jobs.is_closed:
             self._synchronize()
             self._jobs.close()
-            self._submitter.close()
+            for submitter in self._submitters.values():
+                submitter.close()
             for path in self._queues[Direction.LOAD].paths:  # those of saves are among them
                 path.close()
 
+    def _put(
+        self, direction: Direction, jobs: Sequence[CopyJob], pairs: BlockPairs, num_guarded: int, after: Event | None
+    ) -> None:
+        """Queue whole blocks, the last `num_guarded` behind `after`; the caller wakes the submitter."""
+        whole = range(len(self._layout.regions))
+        parts = block_parts(whole, pairs, self._slice_blocks[direction], num_guarded, after)
+        self._queues[direction].put(self._begin(direction, jobs, parts))
+
     def _begin(
-        self,
-        direction: Direction,
-        jobs: Sequence[CopyJob],
-        pairs: BlockPairs,
-        position: Event | None = None,
-        groups: tuple[range, ...] = (),
+        self, direction: Direction, jobs: Sequence[CopyJob], parts: Iterable[Part], groups: tuple[range, ...] = ()
     ) -> Submission:
-        """In flight from here on, and the caller queues it: in `groups` of layers, or else in slices."""
-        num_bytes = len(pairs) * self._layout.piece_bytes
-        parts: Iterator[Part] = ((group, pairs) for group in groups)
-        if not groups:
-            groups = (range(len(self._layout.regions)),)
-            parts = ((groups[0], part) for part in pairs.slices(self._layout.piece_bytes))
-        submission = Submission(direction, jobs, groups, num_bytes, parts, position)
+        """In flight from here on, and the caller queues it: in `groups` of layers, which a step waits for, or else in
+        slices of blocks."""
+        num_bytes = sum(job.num_blocks for job in jobs) * self._layout.piece_bytes
+        is_awaited = bool(groups)
+        groups = groups or (range(len(self._layout.regions)),)
+        submission = Submission(direction, jobs, groups, num_bytes, iter(parts), is_awaited)
         self._in_flight.append(submission)
         return submission
 
@@ -293,7 +297,7 @@ class TransferEngine:
             self._load = None  # all of it is there: no layer has to wait any more
         is_traced = self._traces is not None and self._traces.end(events)
         if submission.ok and start is not None and not is_traced:
-            self._queues[submission.direction].lane.recycle([start, *events])
+            self._queues[submission.direction].lane.recycle([start])
 
     def _synchronize(self) -> None:
         for submission in list(self._in_flight):
@@ -306,9 +310,10 @@ class TransferEngine:
             self._retire(submission)
 
 
-def _end_copies(submitter: Submitter, queues: Sequence[SubmissionQueue]) -> None:
+def _end_copies(submitters: Sequence[Submitter], queues: Sequence[SubmissionQueue]) -> None:
     """Submit nothing more, and wait for what was: the finalizer of an engine, on whichever thread lets go of it."""
-    submitter.close()
+    for submitter in submitters:
+        submitter.close()
     for queue in queues:
         try:
             queue.lane.wait_idle()

@@ -3,7 +3,7 @@
 A stream is a queue of operations. Its head runs at a virtual time of its own once it may: one that waits for an event
 may when the event has come. Nothing else orders two streams, so what code under test forgets to order will sooner or
 later run the wrong way round. `SimulatedLane`, `SimulatedSubmitter` and `LatePath` are what the transfer engine is
-given in place of CUDA's streams, its thread and the copies at once: they are seams of `transfer/`, and nothing of its
+given in place of CUDA's streams, its threads and the copies at once: they are seams of `transfer/`, and nothing of its
 own logic is replaced.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.torch import TorchPath
+from kv_connector.transfer.submission.queue import SubmissionQueue
 from kv_connector.types import Direction
 from kv_connector.worker import peers as worker_peers
 
@@ -33,6 +34,7 @@ from .clock import VirtualTime
 
 Work = Callable[[], None]
 GARBAGE = 0xEE
+_SLICES = (1, 2, 4, 1 << 20)  # blocks that are copied at once
 
 
 class SimulatedEvent:
@@ -44,7 +46,7 @@ class SimulatedEvent:
         self.done = False
         self._device = device
         self._time = 0.0
-        self._followers: list[Stream] = []
+        self._followers: list[Stream | SimulatedSubmitter] = []
 
     def query(self) -> bool:
         return self.done
@@ -54,22 +56,24 @@ class SimulatedEvent:
             (stream if stream is not None else self._device.compute).put(None, self)
 
     def synchronize(self) -> None:
+        if self._device.is_submitting:
+            raise Violation("stall", f"{self._device.name}: the submitting thread waits for the device with a lock")
         self._device.run_until(self)
 
     def elapsed_time(self, end_event: SimulatedEvent) -> float:
         return (end_event._time - self._time) * 1e3
 
-    def follow(self, stream: Stream) -> None:
-        """The stream goes on when this has come."""
-        if stream not in self._followers:
-            self._followers.append(stream)
+    def follow(self, follower: Stream | SimulatedSubmitter) -> None:
+        """It goes on when this has come."""
+        if follower not in self._followers:
+            self._followers.append(follower)
 
     def come(self) -> None:
         """What is in front of it has run."""
         self.done, self._time = True, self._device.time.now()
         followers, self._followers = self._followers, []
-        for stream in followers:
-            stream.wake()
+        for follower in followers:
+            follower.wake()
 
 
 class Stream:
@@ -143,6 +147,7 @@ class Device:
         self.rng = rng
         self.name = name
         self.is_dead = False
+        self.is_submitting = False  # by a thread of its own, at this moment
         self.faults: dict[Direction, int] = {}  # copies of that direction until one fails; absent: none does
         self.stalls = 0.0  # share of operations that take 50 times as long
         self.on_copy: Callable[[BlockCopy], None] = lambda copy: None
@@ -192,9 +197,8 @@ class SimulatedLane:
     def position(self) -> SimulatedEvent:
         return self.mark()
 
-    def follow(self, position: SimulatedEvent | None) -> None:
-        if position is not None:
-            position.wait(self.stream)
+    def end(self) -> SimulatedEvent:
+        return self.mark(self.stream)
 
     def mark(self, stream: Stream | None = None) -> SimulatedEvent:
         return (stream if stream is not None else self._device.compute).record()
@@ -207,16 +211,19 @@ class SimulatedLane:
 
 
 class SimulatedSubmitter:
-    """The submitting thread: it comes some time after it was woken, and submits one part at a time."""
+    """A submitting thread: it comes some time after it was woken, submits one part at a time, and where the queue says
+    that the device has to come so far first, it comes some time after that. Meanwhile everybody else goes on."""
 
-    def __init__(self, device: Device, lines: Sequence[Any]) -> None:
+    def __init__(self, device: Device, queue: SubmissionQueue) -> None:
         self._device = device
-        self._lines = lines
+        self._queue = queue
         self._is_due = False
+        self._awaited: SimulatedEvent | None = None
         self._is_closed = False
 
     def wake(self) -> None:
-        if not self._is_due and not self._is_closed:
+        is_waiting = self._awaited is not None and not self._awaited.done
+        if not (self._is_due or self._is_closed or is_waiting):
             self._is_due = True
             self._device.time.call_after(self._device.delay(2e-4), self._run, f"{self._device.name}/submit")
 
@@ -225,10 +232,17 @@ class SimulatedSubmitter:
 
     def _run(self) -> None:
         self._is_due = False
-        if self._is_closed or self._device.is_dead:
+        if self._is_closed or self._device.is_dead or self._queue.is_empty:
             return
-        if any(line.help() for line in self._lines):
+        self._device.is_submitting = True
+        self._awaited = self._queue.help()  # type: ignore[assignment]
+        self._device.is_submitting = False
+        if self._awaited is None:
             self.wake()
+        elif self._awaited.done:
+            raise Violation("stall", f"{self._device.name}: the submitting thread waits for what has come")
+        else:
+            self._awaited.follow(self)
 
 
 class LatePath:
@@ -238,6 +252,8 @@ class LatePath:
         self._inner = TorchPath(layout, host)
         self._layout = layout
         self._device = device
+        # Drawn apart: of a source that all of the device draws from, one draw more would make another world.
+        self._slice_blocks = device.time.stream(f"{device.name}/slices").choice(_SLICES)
 
     def copy(self, copy: BlockCopy) -> None:
         faults, direction = self._device.faults, copy.direction
@@ -250,6 +266,9 @@ class LatePath:
             copy.stream.put(lambda: self._run(copy, fails))
         if fails:
             raise TransferError("injected fault")
+
+    def slice_bytes(self, direction: Direction) -> int:
+        return self._slice_blocks * self._layout.piece_bytes
 
     def close(self) -> None:
         self._inner.close()
@@ -278,8 +297,8 @@ def seams() -> Iterator[None]:
     def make_peer_lane(*_: object, **__: object) -> SimulatedLane:
         return SimulatedLane(_current[-1], _current[-1].compute)  # only asked how far the model has come
 
-    def make_submitter(lines: Sequence[Any], _: torch.device) -> SimulatedSubmitter:
-        return SimulatedSubmitter(_current[-1], lines)
+    def make_submitter(queue: SubmissionQueue, _: torch.device) -> SimulatedSubmitter:
+        return SimulatedSubmitter(_current[-1], queue)
 
     def num_ready_blocks(pool: HostPool) -> int:
         limit = _ready_blocks.get(id(pool))

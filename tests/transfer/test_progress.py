@@ -10,11 +10,10 @@ import torch
 from kv_connector.config import Config, PathName
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
-from kv_connector.transfer.submission import submissions
 from kv_connector.types import CopyJob, StepPlan
 from kv_connector.worker import WorkerHalf
 from tests.copies import LOAD, POISON, SAVE, ids, job
-from tests.engines import ManualLane, ends, make_engine
+from tests.engines import ManualLane, cut, ends, make_engine
 
 
 def test_a_load_is_pending_by_layer_groups_until_they_have_arrived(lanes: list[ManualLane]) -> None:
@@ -62,14 +61,12 @@ class SeenPath:
         self.path.close()
 
 
-def test_long_copies_of_whole_blocks_tell_how_far_they_are(
-    lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_copies_of_whole_blocks_tell_how_far_they_are(lanes: list[ManualLane]) -> None:
     engine, layout, _ = make_engine()
     seen = SeenPath(engine._queues[SAVE].paths[0])
     for queue in engine._queues.values():
         queue.paths = (seen,)
-    monkeypatch.setattr(submissions, "SLICE_BYTES", 3 * layout.piece_bytes + 1)
+    cut(engine, 3)
     load, save = lanes
     before = [region.view.clone() for region in layout.regions]
     engine.submit_save([job(1, SAVE, [0, 1, 2, 3], [7, 1, 0, 5]), job(2, SAVE, [4, 5, 6], [6, 2, 4])])
@@ -88,8 +85,8 @@ def test_long_copies_of_whole_blocks_tell_how_far_they_are(
     load.marks[-1].done = True
     guarded = CopyJob(3, LOAD, ids(0, 1, 2, 3, 4, 5, 6), ids(7, 1, 0, 5, 6, 2, 4), "r", num_guarded=2)
     engine.submit_background_load([guarded], after)
-    assert seen.host_ids[3:] == [[0, 1, 5], [6, 7], [2], [4]], "the guarded last, and only they behind the mark"
-    assert [event for event, _ in load.waits] == [after, after]
+    assert seen.host_ids[3:] == [[0, 1, 5], [6, 7], [2, 4]], "the guarded last, and only they behind the mark"
+    assert [event for event, _ in load.waits] == [after]
     assert engine.pending_bytes(LOAD) == 7 * layout.piece_bytes
     assert ends(engine.drain()) == [(3, True)]
     for region, old in zip(layout.regions, before, strict=True):
@@ -124,11 +121,9 @@ def test_an_operator_sees_what_is_still_to_come_on_all_ranks(lanes: list[ManualL
 
 
 @pytest.mark.parametrize("name", list(PathName))
-def test_slices_are_copied_like_the_whole(
-    name: PathName, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_are_copied_like_the_whole(name: PathName, device: torch.device) -> None:
     engine, layout, pool = make_engine(device, copy_path=name)
-    monkeypatch.setattr(submissions, "SLICE_BYTES", 2 * layout.piece_bytes)
+    cut(engine, 2)
     before = [region.view.cpu().clone() for region in layout.regions]
     engine.submit_save([job(1, SAVE, list(range(13)), list(range(12, -1, -1)))])
     engine.drain()

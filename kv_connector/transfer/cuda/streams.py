@@ -1,7 +1,10 @@
 """A lane is one direction's CUDA stream with its events; on the CPU it is a lane where everything is already done.
 
-Streams are named where they are known: asking torch for the current one takes some 10 us, eight times a chunk. Two
-threads may use a lane: what is current belongs to each of them, and events go around among both.
+Streams are named where they are known: asking torch for the current one takes some 10 us, eight times a chunk. Several
+threads may use a lane: what is current belongs to each of them, and events of `mark` go around among them all. Those
+that a thread waits for on the host (`Lane.position`, `Lane.end`) do not: it would wait for what somebody else has
+recorded meanwhile. It waits for these asleep, without Python's lock; for other events CUDA keeps a core busy, for as
+long as copies run.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ class Events(Protocol):
         """An event at the position of `stream`, the current one by default."""
 
     def recycle(self, events: list[Event]) -> None:
-        """Take events back for reuse; their waits have been enqueued: streams keep the position that they had then."""
+        """Take events of `mark` back for reuse; their waits have been enqueued: streams keep the position that they had
+        then. No thread may wait for one on the host, now or later."""
 
 
 class Lane(Events, Protocol):
@@ -83,10 +87,11 @@ class Lane(Events, Protocol):
         The current stream stays what it is on each device."""
 
     def position(self) -> Event | None:
-        """What the current stream holds now, to be given to `follow` once; None on the CPU."""
+        """Behind what the current stream holds now: an event that is never recorded again, so that threads may wait for
+        it on the host, at any time. None on the CPU."""
 
-    def follow(self, position: Event | None) -> None:
-        """What the lane's stream does from now on comes behind what `position` has returned."""
+    def end(self) -> Event:
+        """As `position`, behind what the lane's stream holds now."""
 
     def wait_idle(self) -> None:
         """Block the host until the lane's stream has done all that it holds; spoils no capture. Raises TransferError
@@ -161,8 +166,9 @@ class HostLane:
         """See `Lane.position`."""
         return None
 
-    def follow(self, position: Event | None) -> None:
-        """See `Lane.follow`."""
+    def end(self) -> Event:
+        """See `Lane.end`."""
+        return HostEvent()
 
     def wait_idle(self) -> None:
         """Nothing to wait for."""
@@ -220,18 +226,22 @@ class CudaLane(CudaEvents):
 
     def position(self) -> Event | None:
         """See `Lane.position`."""
-        return self.mark()
+        return self._mark_once(self.current())
 
-    def follow(self, position: Event | None) -> None:
-        """See `Lane.follow`."""
-        if position is not None:
-            position.wait(self.stream)
-            self._free.append(position)
+    def end(self) -> Event:
+        """See `Lane.end`."""
+        return self._mark_once(self.stream)
 
     def wait_idle(self) -> None:
         """See `Lane.wait_idle`."""
         with on_device(index_of(self._device)) as driver:
             check(driver.cuStreamSynchronize(ctypes.c_void_p(self.handle)), "cuStreamSynchronize")
+
+    def _mark_once(self, stream: Any) -> Event:
+        event: Any = torch.cuda.Event(enable_timing=self._timing, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        marked: Event = event
+        return marked
 
 
 class _DriverStream:

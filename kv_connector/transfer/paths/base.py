@@ -11,6 +11,12 @@ from ...types import Direction
 
 Int64s = NDArray[np.int64]
 
+SLICE_BYTES = 64 << 20
+"""Of a slice, where a copy is many small ones for the driver: 1.2 ms of the link. Two of them under way keep the link
+busy, and are as many copies, 8192 of 16 KiB, as the driver takes in without making the thread wait."""
+LONG_SLICE_BYTES = 512 << 20
+"""Of a slice, 10 ms of the link, where each begins with something that the link waits for, and is few copies."""
+
 
 class BlockCopy(NamedTuple):
     """These consecutive regions of device block `device_ids[i]`, to or from host block `host_ids[i]`.
@@ -43,6 +49,9 @@ class CopyPath(Protocol):
         streams of its own joins them to the copy's also where it raised. Only pieces are written, never padding. Raises
         TransferError, or what torch raises.
         """
+
+    def slice_bytes(self, direction: Direction) -> int:
+        """Of the slices that a long copy of whole blocks is best cut into, each of which `copy` is called for."""
 
     def close(self) -> None:
         """Release buffers. Idempotent. No copy may be under way."""

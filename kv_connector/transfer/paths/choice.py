@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ...config import Config, PathName
+from ...types import Direction
 from ..costs.curves import BUILT_IN, LinkCosts
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
-from .base import BlockCopy, CopyPath
+from .base import LONG_SLICE_BYTES, BlockCopy, CopyPath
 from .runs import RunsPath
 from .torch import TorchPath
 
@@ -19,6 +20,7 @@ class AutoPath:
         from .direct import DirectPath
         from .staged import StagedPath, min_staging_memory
 
+        self._layout = layout
         self._host = host
         self._costs = costs
         self._runs = RunsPath(layout, host)
@@ -32,12 +34,7 @@ class AutoPath:
         """See `CopyPath.copy`."""
         pieces = self._runs.piece_bytes(copy.regions)
         row_bytes, num_rows = sum(pieces), len(copy.device_ids)
-        # Only DMA reaches memory that is not page-locked; a pitched row moves like a segment of its length.
-        segment_bytes, name = row_bytes // len(pieces), PathName.RUNS
-        if self._runs.is_pitched(copy.regions):
-            segment_bytes = row_bytes
-        if self._host.is_pinned:
-            name = self._costs.choose(copy.direction, segment_bytes, row_bytes, num_rows, copy.urgent)
+        name = self._choose(copy.direction, copy.regions, num_rows, copy.urgent)
         plan = None
         if len(pieces) == 1 and not (copy.urgent and name is PathName.DIRECT):
             # Of several pieces no two blocks are adjacent on both sides, whatever their ids.
@@ -49,10 +46,26 @@ class AutoPath:
         else:
             self._paths.get(name, self._runs).copy(copy)
 
+    def slice_bytes(self, direction: Direction) -> int:
+        """See `CopyPath.slice_bytes`: of the path that long ones take."""
+        num_rows = max(1, LONG_SLICE_BYTES // self._layout.piece_bytes)
+        name = self._choose(direction, range(len(self._layout.regions)), num_rows)
+        return self._paths.get(name, self._runs).slice_bytes(direction)
+
     def close(self) -> None:
         """See `CopyPath.close`."""
         for path in self._paths.values():
             path.close()
+
+    def _choose(self, direction: Direction, regions: range, num_rows: int, urgent: bool = False) -> PathName:
+        """Where no two blocks are neighbours."""
+        if not self._host.is_pinned:
+            return PathName.RUNS  # only DMA reaches memory that is not page-locked
+        pieces = self._runs.piece_bytes(regions)
+        row_bytes = sum(pieces)
+        # A pitched row moves like a segment of its length.
+        segment_bytes = row_bytes if self._runs.is_pitched(regions) else row_bytes // len(pieces)
+        return self._costs.choose(direction, segment_bytes, row_bytes, num_rows, urgent)
 
 
 def make_fallback(layout: CacheLayout, host: HostPool) -> CopyPath:

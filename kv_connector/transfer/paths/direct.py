@@ -11,7 +11,7 @@ from ..cuda.allocations import device_tensor
 from ..cuda.uploads import IdUploads, RegionTables
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
-from .base import BlockCopy
+from .base import LONG_SLICE_BYTES, BlockCopy
 
 
 class DirectPath:
@@ -49,6 +49,10 @@ class DirectPath:
             )
         finally:
             uploads.used(copy.stream)
+
+    def slice_bytes(self, direction: Direction) -> int:
+        """See `CopyPath.slice_bytes`: one kernel each, in front of which its ids are sent."""
+        return LONG_SLICE_BYTES
 
     def close(self) -> None:
         """See `CopyPath.close`."""

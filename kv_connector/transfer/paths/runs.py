@@ -20,7 +20,7 @@ from ..cuda.driver import Copier
 from ..cuda.pitched import MOST_PITCH, Pitch, PitchedCopier, copy_pitched, pitched_copies
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
-from .base import BlockCopy, Int64s
+from .base import SLICE_BYTES, BlockCopy, Int64s
 
 logger = logging.getLogger("kv_connector.transfer")
 
@@ -92,6 +92,10 @@ class RunsPath:
         """See `CopyPath.copy`."""
         if not self.is_pitched(copy.regions) or not self._copy_pitched(copy):
             self.submit(copy, self.plan(copy))
+
+    def slice_bytes(self, direction: Direction) -> int:
+        """See `CopyPath.slice_bytes`."""
+        return SLICE_BYTES
 
     def is_pitched(self, regions: range) -> bool:
         """Whether all of a block's pieces in these regions are one copy for a copy engine."""

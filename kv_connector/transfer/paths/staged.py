@@ -30,7 +30,7 @@ from ..cuda.streams import Event, Priority, make_lane, make_stream
 from ..cuda.uploads import IdUploads, RegionTables, UploadedIds
 from ..memory.host_pool import HostPool
 from ..memory.layout import PIECE_ALIGN, CacheLayout
-from .base import BlockCopy, Int64s
+from .base import LONG_SLICE_BYTES, BlockCopy, Int64s
 from .runs import merge_runs
 
 NUM_BUFFERS = 3
@@ -167,6 +167,11 @@ class StagedPath:
         finally:
             ring.join(copy.stream)
             uploads.used(copy.stream)
+
+    def slice_bytes(self, direction: Direction) -> int:
+        """See `CopyPath.slice_bytes`: the ring runs empty between two copies, until the next one's first chunk is
+        packed, which beside a busy model begins where one of its kernels ends."""
+        return LONG_SLICE_BYTES
 
     def close(self) -> None:
         """See `CopyPath.close`."""

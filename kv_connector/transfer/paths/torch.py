@@ -8,7 +8,7 @@ from ...errors import TransferError
 from ...types import Direction
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout, Region
-from .base import BlockCopy
+from .base import SLICE_BYTES, BlockCopy
 
 
 class TorchPath:
@@ -28,6 +28,10 @@ class TorchPath:
                 device_view.index_copy_(0, device_index, host_view.index_select(0, host_index))
             else:
                 host_view.index_copy_(0, host_index, device_view.index_select(0, device_index))
+
+    def slice_bytes(self, direction: Direction) -> int:
+        """See `CopyPath.slice_bytes`."""
+        return SLICE_BYTES
 
     def close(self) -> None:
         """Drop the views."""

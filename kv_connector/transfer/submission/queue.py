@@ -3,17 +3,34 @@
     model-runner thread  -- submit_save: position, put --> queue --> parts in turn --> driver
                          -- submit_load: position, first group -------------------------^
                                                              ^
-    submitting thread    -- help, help, ... -----------------+
+    submitting thread    -- help, wait, help, wait, ... -----+       each queue has its own
 
 Submitting is what takes long: microseconds for each chunk, milliseconds for a gigabyte. So the model-runner thread, the
 one that launches the model, leaves copies in a queue and goes on. A queue hands them to the driver part by part, first
 in first out, but for the loads that a step waits for, which go to the front; its lock says who does so now, and owns
-the direction's stream, the paths' side of it and what a submission is filled with. Loads go before saves.
+the direction's stream, the paths' side of it and what a submission is filled with. Neither direction waits for the
+other: they have a link and copy engines each, and loads go first where both want multiprocessors (`Priority`).
 
-The thread only helps. Whoever needs a copy submitted, because the model waits for it or a fence does, submits it: it
-waits for one part at most that the thread is at, and whatever the thread does, nobody waits in vain. Python's lock can
-keep the thread from running for long; so once a step the model-runner thread submits a part of what has made no
-progress since the last step, which keeps up with the link.
+The thread paces. What the driver has taken in and the device has not begun fills the driver's queues, in which the
+model's kernels wait too; when they are full the driver keeps everybody waiting, with a lock of its own: 7 to 10 ms
+without a kernel of the model's whenever a save began (H200, vLLM 0.25.1). So before the thread submits a part, the
+device has reached what the part comes behind, and has ended all but the last part in front of it: two at most are under
+way, the one that is copied and the one that comes next, which is what keeps the link busy.
+
+    asleep       the queue is empty; `wake` ends it
+    submitting   a part, with the lock
+    waiting      on the host, for an event that the device has not reached; without a lock, and without Python's
+
+When it has waited, anything may have happened: somebody else has submitted the part, the submission has ended, another
+one is in front. So it asks anew what is next, and remembers nothing but the event, which nobody records again
+(`Lane.position`, `Lane.end`). The device needs no thread of ours for what it holds, so the event comes; or the device
+is lost, and waiting for the event says so. `close` waits for that as well.
+
+The thread only helps, and nobody waits for it. Whoever needs a copy submitted, because a step waits for it or a fence
+does, submits it, and what is in front of it, at once and without pacing: it waits for one part at most that the thread
+is at, and for no event. Neither does the thread pace what a step waits for. Python's lock can keep the thread from
+running for long; so once a step the model-runner thread submits a part, where the thread has made no progress since the
+last step and the device has nothing left to do for this queue: otherwise the link is busy anyway.
 """
 
 from __future__ import annotations
@@ -22,17 +39,21 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
 
 from ..cuda.allocations import index_of
 from ..cuda.driver import prepare_thread
-from ..cuda.streams import HostEvent, Lane
+from ..cuda.streams import Event, HostEvent, Lane
 from ..paths.base import BlockCopy, CopyPath
-from .submissions import BlockPairs, Submission
+from .submissions import Part, Submission
 
 logger = logging.getLogger("kv_connector.transfer")
+
+MOST_UNDER_WAY = 2
+"""Parts of a queue that the device has not ended, where the thread submits: see above."""
 
 
 class SubmissionQueue:
@@ -48,7 +69,13 @@ class SubmissionQueue:
         self._next = threading.Lock()  # of whoever needs a copy submitted, from before it waits for the other
         self._lock = threading.Lock()
         self._waiting: deque[Submission] = deque()
+        self._ends: deque[Event] = deque(maxlen=MOST_UNDER_WAY)  # of the parts that were submitted last
         self._seen: tuple[Submission, int] | None = None  # at the front a step ago, with so many parts submitted
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is submitted."""
+        return not self._waiting
 
     def put(self, submission: Submission) -> None:
         """Take it in, behind the others."""
@@ -64,10 +91,14 @@ class SubmissionQueue:
         """Submit the next part of the first in the queue; False where there is none. A copy that fails is over, and
         nothing is raised."""
         with self._next, self._lock:
-            return self._advance_first()
+            if not self._waiting:
+                return False
+            self._advance(self._waiting[0])
+            return True
 
-    def help(self) -> bool:
-        """As `advance`, behind all who wait for their turn: for a thread that only helps.
+    def help(self) -> Event | None:
+        """Submit the next part if the device is ready for it, behind all who wait for their turn: for a thread that
+        only helps. Else, what it has to wait for, with no lock, before it asks again.
 
         A lock goes to whoever comes first, which is the thread that has just let go of it, back for the next part: a
         step's load waited until a gigabyte was submitted, 2 ms for pieces of 16 KiB and 6 for such of 4 (H200,
@@ -76,7 +107,13 @@ class SubmissionQueue:
         with self._next:
             pass
         with self._lock:
-            return self._advance_first()
+            if not self._waiting:
+                return None
+            front = self._waiting[0]
+            event = None if front.is_awaited else self._still_to_come(MOST_UNDER_WAY - 1)
+            if event is None:
+                self._advance(front)
+            return event
 
     def finish(self, submission: Submission) -> None:
         """Submit it, and what is in front of it: it has an `end` on return."""
@@ -84,65 +121,75 @@ class SubmissionQueue:
             pass
 
     def catch_up(self) -> None:
-        """Submit a part of what is at the front as it was at the last call. Once a step."""
-        try:
-            front = self._waiting[0]
-        except IndexError:  # asking first whether there is one would let another thread end it
+        """Submit a part of what is at the front as it was at the last call, if the device has nothing else of this
+        queue to do and is ready for it. Once a step; waits at most for a part that the thread begins this moment."""
+        if self._lock.locked():  # by the thread, which gets on
             self._seen = None
             return
-        seen = front, len(front.events)
-        if seen == self._seen:
-            self.advance()
-        self._seen = seen
+        with self._lock:
+            if self._progress() == self._seen is not None and self._still_to_come(0) is None:
+                self._advance(self._waiting[0])
+            self._seen = self._progress()
 
-    def _advance_first(self) -> bool:
-        if not self._waiting:
-            return False
-        self._advance(self._waiting[0])
-        return True
+    def _progress(self) -> tuple[Submission, int] | None:
+        """The caller has the lock; None where nothing is queued."""
+        return (self._waiting[0], len(self._waiting[0].events)) if self._waiting else None
+
+    def _still_to_come(self, num_beside: int) -> Event | None:
+        """What the device has to reach before there are at most so many parts beside the next one, and it may begin
+        with that; None where it has. The caller has the lock, and something is queued."""
+        ends = islice(self._ends, max(0, len(self._ends) - num_beside))
+        try:
+            events = self._waiting[0].next_part().after, *ends
+            return next((event for event in events if event is not None and not event.query()), None)
+        except RuntimeError:  # the device is lost: who submits finds out, and ends what is queued
+            return None
 
     def _advance(self, submission: Submission) -> None:
         """The caller has the lock, and this is the first in the queue."""
         try:
             with self.lane.on_device():
-                self.lane.follow(submission.position)
-                submission.position = None
-                self._submit_part(submission)
+                self._submit_part(submission, submission.next_part())
         except Exception as error:  # noqa: BLE001 - as below; a thread must not end by it, nor the model's.
             _log_failure(submission, "its stream", error)
             self._give_up(submission)
         if submission.end is not None:
             self._waiting.popleft()
 
-    def _submit_part(self, submission: Submission) -> None:
+    def _submit_part(self, submission: Submission, part: Part) -> None:
+        if part.after is not None:
+            part.after.wait(self.lane.stream)
         if submission.start is None:
             submission.start = self.lane.mark(self.lane.stream)
-        regions, pairs = next(submission.parts)
-        while not self._copy(submission, self.paths[submission.num_paths_failed], regions, pairs):
+        while not self._copy(submission, self.paths[submission.num_paths_failed], part):
             submission.num_paths_failed += 1
             if submission.num_paths_failed == len(self.paths):
                 self._give_up(submission)
                 return
-        submission.add_part(len(pairs) * self._bytes_of(regions), self.lane.mark(self.lane.stream))
+        submission.add_part(len(part.pairs) * self._bytes_of(part.regions), self._mark_end())
         if submission.is_whole:
             submission.end = submission.events[-1]
+
+    def _mark_end(self) -> Event:
+        self._ends.append(self.lane.end())
+        return self._ends[-1]
 
     def _give_up(self, submission: Submission) -> None:
         """It has failed, and ends with what was enqueued for it."""
         submission.ok = False
         try:
-            submission.end = self.lane.mark(self.lane.stream)
+            submission.end = self._mark_end()
         except RuntimeError:  # the device is lost: nothing runs there any more
             submission.end = HostEvent()
 
-    def _copy(self, submission: Submission, path: CopyPath, regions: range, pairs: BlockPairs) -> bool:
+    def _copy(self, submission: Submission, path: CopyPath, part: Part) -> bool:
         is_first_of_many = not submission.events and len(submission.groups) > 1
+        regions, pairs, _ = part
+        copy = BlockCopy(
+            submission.direction, regions, pairs.device_ids, pairs.host_ids, self.lane.stream, is_first_of_many
+        )
         try:
-            for device_ids, host_ids, after in pairs.in_order():
-                if after is not None:
-                    after.wait(self.lane.stream)
-                stream = self.lane.stream
-                path.copy(BlockCopy(submission.direction, regions, device_ids, host_ids, stream, is_first_of_many))
+            path.copy(copy)
         except Exception as error:  # noqa: BLE001 - the seam to paths and driver: whatever they raise is a miss, not a crash.
             _log_failure(submission, type(path).__name__, error)
             return False
@@ -150,36 +197,36 @@ class SubmissionQueue:
 
 
 class Submitter(Protocol):
-    """Whoever empties queues."""
+    """Whoever empties a queue."""
 
     def wake(self) -> None:
-        """There is something in a queue. Called by the model-runner thread; never blocks."""
+        """There is something in the queue. Called by the model-runner thread; never blocks."""
 
     def close(self) -> None:
-        """Leave the queues alone from now on. Idempotent."""
+        """Leave the queue alone from now on. Idempotent."""
 
 
 class SubmittingNow:
-    """Empties queues at once, on the calling thread: for the CPU, where submitting is copying."""
+    """Empties a queue at once, on the calling thread: for the CPU, where submitting is copying."""
 
-    def __init__(self, queues: Sequence[SubmissionQueue]) -> None:
-        """In the order of `queues`."""
-        self._queues = queues
+    def __init__(self, queue: SubmissionQueue) -> None:
+        self._queue = queue
 
     def wake(self) -> None:
-        """See `Submitter.wake`; every queue is empty on return."""
-        _empty(self._queues)
+        """See `Submitter.wake`; the queue is empty on return."""
+        while self._queue.advance():
+            pass
 
     def close(self) -> None:
         """See `Submitter.close`."""
 
 
 class SubmittingThread:
-    """Empties queues on a daemon thread of its own, which sleeps while they are empty."""
+    """Empties a queue as fast as the device gets on, on a daemon thread of its own, which sleeps while it is empty."""
 
-    def __init__(self, queues: Sequence[SubmissionQueue], device: torch.device) -> None:
-        """What is in the first of `queues` goes first, part by part."""
-        self._queues = queues
+    def __init__(self, queue: SubmissionQueue, device: torch.device) -> None:
+        """`device` is that of the queue's copies."""
+        self._queue = queue
         self._device = device
         self._wake = threading.Event()
         self._is_closed = False
@@ -191,7 +238,7 @@ class SubmittingThread:
         self._wake.set()
 
     def close(self) -> None:
-        """See `Submitter.close`. Waits for the part that it is at."""
+        """See `Submitter.close`. Waits for the part that it is at, or for the device to reach what it waits for."""
         self._is_closed = True
         self._wake.set()
         if threading.current_thread() is not self._thread:  # else the garbage collector has called from there
@@ -203,21 +250,25 @@ class SubmittingThread:
             while not self._is_closed:
                 self._wake.wait()
                 self._wake.clear()
-                _empty(self._queues, lambda: self._is_closed)
-            for queue in self._queues:  # paths may go with this thread, and with them what copies use
-                queue.lane.wait_idle()
+                while not (self._is_closed or self._queue.is_empty):
+                    self._help()
+            self._queue.lane.wait_idle()  # paths may go with this thread, and with them what copies use
         except Exception as error:  # noqa: BLE001 - a thread's top: the model-runner thread submits what it leaves.
             logger.warning("copies are submitted by the model-runner thread from now on: %s", error)
 
+    def _help(self) -> None:
+        event = self._queue.help()
+        if event is None:
+            return
+        try:
+            event.synchronize()
+        except RuntimeError:  # the device is lost, and with it what is queued
+            self._queue.advance()
 
-def make_submitter(queues: Sequence[SubmissionQueue], device: torch.device) -> Submitter:
-    """For queues of copies to and from `device`, the more urgent first."""
-    return SubmittingThread(queues, device) if device.type == "cuda" else SubmittingNow(queues)
 
-
-def _empty(queues: Sequence[SubmissionQueue], is_over: Callable[[], bool] = lambda: False) -> None:
-    while not is_over() and any(queue.help() for queue in queues):
-        pass
+def make_submitter(queue: SubmissionQueue, device: torch.device) -> Submitter:
+    """For a queue of copies to or from `device`."""
+    return SubmittingThread(queue, device) if device.type == "cuda" else SubmittingNow(queue)
 
 
 def _log_failure(submission: Submission, where: str, error: Exception) -> None:

@@ -15,10 +15,6 @@ from ..paths.base import Int64s
 
 logger = logging.getLogger("kv_connector.transfer")
 
-SLICE_BYTES = 512 << 20
-"""Copies of whole blocks that are longer have an event after each such part, 10 ms of the link, that says how far they
-are. A part is submitted as a copy of its own, so short ones would keep the link waiting."""
-
 
 class Completion(NamedTuple):
     """The end of a job. `bytes` were copied, paddings left out; none count where the job failed.
@@ -35,50 +31,50 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockPairs:
-    """Device and host block ids of a copy, read-only: paths may keep what they derived from them for the next group.
-
-    The last `num_guarded` pairs are copied behind `after`.
-    """
+    """Device and host block ids of a copy, read-only: paths may keep what they derived from them for the next group."""
 
     device_ids: Int64s
     host_ids: Int64s
-    num_guarded: int = 0
-    after: Event | None = None
 
     def __len__(self) -> int:
         """How many pairs there are."""
         return len(self.device_ids)
 
-    def slices(self, block_bytes: int) -> Iterator[BlockPairs]:
-        """Parts of `SLICE_BYTES`, of blocks of so many: the guarded last, and in host order, so that neighbours stay
-        together. What needs no cut stays as it is."""
-        most = max(1, SLICE_BYTES // block_bytes)
+    def slices(self, most: int) -> Iterator[BlockPairs]:
+        """Parts of at most so many pairs, in host order, so that neighbours stay together. What needs no cut stays as
+        it is."""
         if len(self) <= most:
-            yield self  # the very arrays, as below
+            if len(self):
+                yield self
             return
-        free = len(self) - self.num_guarded
-        parts = np.argsort(self.host_ids[:free], kind="stable"), np.argsort(self.host_ids[free:], kind="stable") + free
-        order = np.concatenate(parts)
+        order = np.argsort(self.host_ids, kind="stable")
         device_ids, host_ids = self.device_ids[order], self.host_ids[order]
         for ids in (device_ids, host_ids):
             ids.setflags(write=False)
         for start in range(0, len(self), most):
-            part = slice(start, min(start + most, len(self)))
-            yield BlockPairs(device_ids[part], host_ids[part], max(0, part.stop - max(start, free)), self.after)
-
-    def in_order(self) -> Iterator[tuple[Int64s, Int64s, Event | None]]:
-        """What is not empty of the two parts."""
-        free = len(self.device_ids) - self.num_guarded
-        if not self.num_guarded:
-            yield self.device_ids, self.host_ids, None  # the very arrays: paths know them again from group to group
-            return
-        if free:
-            yield self.device_ids[:free], self.host_ids[:free], None
-        yield self.device_ids[free:], self.host_ids[free:], self.after
+            yield BlockPairs(device_ids[start : start + most], host_ids[start : start + most])
 
 
-Part = tuple[range, BlockPairs]
-"""What gets an event of its own: these regions of these blocks."""
+class Part(NamedTuple):
+    """What is copied in one go and gets an event of its own: these regions of these blocks, behind `after`."""
+
+    regions: range
+    pairs: BlockPairs
+    after: Event | None
+
+
+def layer_parts(groups: Sequence[range], pairs: BlockPairs, position: Event | None) -> Iterator[Part]:
+    """A part for each group of layers; all of them come behind `position`, since the first does."""
+    return (Part(group, pairs, None if number else position) for number, group in enumerate(groups))
+
+
+def block_parts(regions: range, pairs: BlockPairs, most: int, num_guarded: int, after: Event | None) -> Iterator[Part]:
+    """Parts of whole blocks, at most so many in each: the last `num_guarded` pairs come last, behind `after`, and the
+    others behind nothing."""
+    free = len(pairs) - num_guarded
+    for start, stop, behind in ((0, free, None), (free, len(pairs), after)):
+        for part in BlockPairs(pairs.device_ids[start:stop], pairs.host_ids[start:stop]).slices(most):
+            yield Part(regions, part, behind)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,15 +85,17 @@ class Submission:
 
     Its queue brings it as far as submitted (`SubmissionQueue`, which alone writes to what is marked so), on whichever
     thread; the engine looks at it on the model-runner thread. `events[i]` follows part i, which is group i where there
-    are several, and has `part_bytes[i]` bytes; `end` follows everything that was enqueued. Of `num_bytes` in all.
+    are several, and has `part_bytes[i]` bytes; `end` follows everything that was enqueued. Of `num_bytes` in all. A
+    step waits for one that `is_awaited`.
     """
 
     direction: Direction
     jobs: Sequence[CopyJob]
     groups: tuple[range, ...]
     num_bytes: int
-    parts: Iterator[Part]  # queue: those not enqueued yet
-    position: Event | None = None  # queue: of the stream that all of it comes behind, until it has begun
+    parts: Iterator[Part]  # queue: those behind `upcoming`
+    is_awaited: bool = False
+    upcoming: Part | None = None  # queue: see `next_part`
     start: Event | None = None  # queue
     events: list[Event] = field(default_factory=list)  # queue
     part_bytes: list[int] = field(default_factory=list)  # queue
@@ -106,8 +104,15 @@ class Submission:
     ok: bool = True  # queue, until it is submitted
     num_arrived: int = 0  # leading parts that are known to have completed
 
+    def next_part(self) -> Part:
+        """The first that is not enqueued yet; there is one until it `is_whole`. For the queue."""
+        if self.upcoming is None:
+            self.upcoming = next(self.parts)
+        return self.upcoming
+
     def add_part(self, num_bytes: int, event: Event) -> None:
-        """A part was enqueued, with `event` behind it."""
+        """The next part was enqueued, with `event` behind it. For the queue."""
+        self.upcoming = None
         self.part_bytes.append(num_bytes)
         self.events.append(event)
 

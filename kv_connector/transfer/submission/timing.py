@@ -80,4 +80,4 @@ class LoadTraces:
 
     def _recycle(self, trace: LoadTrace) -> None:
         waits = [event for pair in trace.waits.values() for event in pair]
-        self._lane.recycle([trace.start, *trace.groups, *waits] if not self._lane.is_synchronous else [])
+        self._lane.recycle([trace.start, *waits] if not self._lane.is_synchronous else [])

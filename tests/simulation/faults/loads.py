@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, Patch, tested
+from .mutant import Mutant, Patch, simulated, tested
 from .scheduler import WORLDS
+
+_LATER_WORLDS = simulated(60, seed=61)
 
 _CHOICE = "kv_connector/scheduler/loads/choice.py"
 _LOOKUP = "kv_connector/index/lookup.py"
@@ -29,7 +31,7 @@ LOADS: tuple[Mutant, ...] = (
         "computed-behind-hit",
         "what was computed behind a failed load is hit",
         (Patch(_LEASES, "behind.update(*(ids[first:] for ids in tables))", "pass"),),
-        WORLDS,
+        _LATER_WORLDS,
     ),
     Mutant(
         "ended-behind-hit",
@@ -91,7 +93,7 @@ LOADS: tuple[Mutant, ...] = (
         "guard-forgotten",
         "a background load does not wait for steps that still use its blocks",
         (Patch(_LEASES, "num_guarded = sum(device_id in used for device_id in device_ids)", "num_guarded = 0"),),
-        WORLDS,
+        _LATER_WORLDS,
     ),
     Mutant(
         "guarded-not-last",

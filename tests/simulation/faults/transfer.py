@@ -11,15 +11,20 @@ _WRITES = "kv_connector/transfer/paths/peer_writes.py"
 _RUNS = "kv_connector/transfer/paths/runs.py"
 _STAGED = "kv_connector/transfer/paths/staged.py"
 _ENGINE = "kv_connector/transfer/engine.py"
+_QUEUE = "kv_connector/transfer/submission/queue.py"
+_TIMING = "kv_connector/transfer/submission/timing.py"
 _DRIVER = "kv_connector/transfer/cuda/driver.py"
 _TESTS = "tests/transfer/test_engine.py"
 _OWNERS = "tests/transfer/test_owners.py"
+_TEST_QUEUE = "tests/transfer/submission/test_queue.py"
+_PACING = "tests/transfer/submission/test_pacing.py"
+_TEST_STREAMS = "tests/transfer/cuda/test_streams.py"
 
 TRANSFER: tuple[Mutant, ...] = (
     Mutant(
         "save-unordered",
         "a save does not wait for the forward pass that computes its blocks",
-        (Patch("kv_connector/transfer/submission/queue.py", "self.lane.follow(submission.position)", "pass"),),
+        (Patch(_ENGINE, "position = self._queues[Direction.SAVE].lane.position()", "position = None"),),
         WORLDS,
     ),
     Mutant(
@@ -27,9 +32,9 @@ TRANSFER: tuple[Mutant, ...] = (
         "guarded blocks are filled at once",
         (
             Patch(
-                "kv_connector/transfer/submission/queue.py",
-                "                if after is not None:\n",
-                "                if False:\n",
+                _ENGINE,
+                "BlockPairs(device_ids[own], host_ids[own]), job.num_guarded, after)",
+                "BlockPairs(device_ids[own], host_ids[own]), 0, after)",
             ),
         ),
         tested("tests/transfer/test_progress.py", "tests/transfer/submission/test_queue.py"),
@@ -107,7 +112,7 @@ TRANSFER: tuple[Mutant, ...] = (
     Mutant(
         "lock-out-of-turn",
         "a step's load waits until the submitting thread has submitted all that is queued",
-        (Patch("kv_connector/transfer/submission/queue.py", "        with self._next:\n", "        if True:\n"),),
+        (Patch(_QUEUE, "        with self._next:\n", "        if True:\n"),),
         tested("tests/transfer/submission/test_queue.py"),
     ),
     Mutant(
@@ -115,7 +120,7 @@ TRANSFER: tuple[Mutant, ...] = (
         "a signal's handler that raises while a step waits for its turn leaves the queue to nobody",
         (
             Patch(
-                "kv_connector/transfer/submission/queue.py",
+                _QUEUE,
                 "        with self._next, self._lock:\n            self._waiting.appendleft(submission)\n"
                 "            self._advance(submission)\n",
                 "        with self._next:\n            self._lock.acquire()\n"
@@ -198,8 +203,8 @@ TRANSFER: tuple[Mutant, ...] = (
         (
             Patch(
                 _ENGINE,
-                "weakref.finalize(self, _end_copies, self._submitter, tuple(self._queues.values()))",
-                "weakref.finalize(self, self._submitter.close)",
+                "weakref.finalize(self, _end_copies, tuple(self._submitters.values()), tuple(self._queues.values()))",
+                "weakref.finalize(self, self._submitters[Direction.SAVE].close)",
             ),
         ),
         tested(f"{_TESTS}::test_an_engine_that_is_dropped_ends_its_copies_before_their_memory_goes"),
@@ -209,7 +214,7 @@ TRANSFER: tuple[Mutant, ...] = (
         "traced waits are those of whichever device is current",
         (
             Patch(
-                "kv_connector/transfer/submission/timing.py",
+                _TIMING,
                 "before = self._lane.mark(stream)",
                 "before = self._lane.mark()",
             ),
@@ -251,8 +256,8 @@ TRANSFER: tuple[Mutant, ...] = (
         "a job that has failed ends while what was enqueued for it still runs",
         (
             Patch(
-                "kv_connector/transfer/submission/queue.py",
-                "            submission.end = self.lane.mark(self.lane.stream)\n        except",
+                _QUEUE,
+                "            submission.end = self._mark_end()\n        except",
                 "            submission.end = HostEvent()\n        except",
             ),
         ),
@@ -269,5 +274,133 @@ TRANSFER: tuple[Mutant, ...] = (
             ),
         ),
         tested(f"{_TESTS}::test_each_layer_waits_for_its_group_and_only_that"),
+    ),
+    Mutant(
+        "waits-with-the-lock",
+        "the submitting thread waits for the device with the lock that everybody needs",
+        (
+            Patch(
+                _QUEUE,
+                "            if event is None:\n                self._advance(front)\n            return event\n",
+                "            if event is not None:\n                event.synchronize()\n"
+                "            self._advance(front)\n            return None\n",
+            ),
+        ),
+        WORLDS,
+    ),
+    Mutant(
+        "goes-on-as-before",
+        "a thread that has waited submits what was next before it did",
+        (
+            Patch(
+                _QUEUE,
+                "            front = self._waiting[0]\n            event",
+                '            front = vars(self).pop("kept", self._waiting[0])\n            event',
+            ),
+            Patch(
+                _QUEUE,
+                "                self._advance(front)\n            return event\n",
+                "                self._advance(front)\n            else:\n                self.kept = front\n"
+                "            return event\n",
+            ),
+        ),
+        WORLDS,
+    ),
+    Mutant(
+        "needed-and-paced",
+        "what a fence needs is submitted no faster than the device gets on",
+        (
+            Patch(
+                _QUEUE,
+                "            if not self._waiting:\n                return False\n",
+                "            if not self._waiting or self._still_to_come(MOST_UNDER_WAY - 1) is not None:\n"
+                "                return False\n",
+            ),
+        ),
+        WORLDS,
+    ),
+    Mutant(
+        "awaited-and-paced",
+        "the thread waits for the device with what a step waits for",
+        (
+            Patch(
+                _QUEUE,
+                "None if front.is_awaited else self._still_to_come(MOST_UNDER_WAY - 1)",
+                "self._still_to_come(MOST_UNDER_WAY - 1)",
+            ),
+        ),
+        tested(_PACING),
+    ),
+    Mutant(
+        "one-too-many-under-way",
+        "the thread submits a part while the device has two",
+        (Patch(_QUEUE, "self._still_to_come(MOST_UNDER_WAY - 1)", "self._still_to_come(MOST_UNDER_WAY)"),),
+        tested(_PACING),
+    ),
+    Mutant(
+        "before-the-device-may-begin",
+        "copies fill the driver's queues behind what the device has not reached",
+        (Patch(_QUEUE, "events = self._waiting[0].next_part().after, *ends", "events = (*ends,)"),),
+        tested(_PACING),
+    ),
+    Mutant(
+        "thread-lost-with-the-device",
+        "a thread that waits for a lost device ends, and what is queued does not",
+        (
+            Patch(
+                _QUEUE,
+                "        except RuntimeError:  # the device is lost, and with it what is queued\n",
+                "        except TypeError:\n",
+            ),
+        ),
+        tested(_PACING),
+    ),
+    Mutant(
+        "caught-up-while-busy",
+        "a step submits what the device would only put behind what it has",
+        (Patch(_QUEUE, " and self._still_to_come(0) is None:", ":"),),
+        tested(_TEST_QUEUE),
+    ),
+    Mutant(
+        "caught-up-with-the-thread",
+        "a step waits for the part that the thread submits, though it needs none",
+        (Patch(_QUEUE, "if self._lock.locked():", "if False:"),),
+        tested(_TEST_QUEUE),
+    ),
+    Mutant(
+        "awaited-and-recycled",
+        "an event that a thread waits for is recorded again by somebody else",
+        (Patch(_ENGINE, "lane.recycle([start])", "lane.recycle([start, *events])"),),
+        tested(_TESTS, "tests/transfer/test_progress.py"),
+    ),
+    Mutant(
+        "traced-and-recycled",
+        "an event of a traced load that a thread waits for is recorded again by somebody else",
+        (Patch(_TIMING, "[trace.start, *waits]", "[trace.start, *trace.groups, *waits]"),),
+        tested(_TESTS),
+    ),
+    Mutant(
+        "position-recycled",
+        "the position that a thread waits for is recorded again by somebody else",
+        (Patch(_STREAMS, "return self._mark_once(self.current())", "return self.mark(self.current())"),),
+        tested(_TEST_STREAMS),
+    ),
+    Mutant(
+        "waits-busily",
+        "a thread that waits for the device keeps a core busy",
+        (Patch(_STREAMS, ", blocking=True)", ")"),),
+        tested(_TEST_STREAMS),
+    ),
+    Mutant(
+        "packed-in-short-slices",
+        "long copies that are packed stand still after every 64 MiB",
+        (
+            Patch(
+                "kv_connector/transfer/paths/choice.py",
+                "        return self._paths.get(name, self._runs).slice_bytes(direction)\n",
+                "        return self._runs.slice_bytes(direction)\n",
+            ),
+        ),
+        tested("tests/transfer/paths/test_paths.py"),
     ),
 )

@@ -23,7 +23,7 @@ from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths import runs as runs_module
 from kv_connector.transfer.paths import staged as staging
-from kv_connector.transfer.paths.base import BlockCopy
+from kv_connector.transfer.paths.base import LONG_SLICE_BYTES, SLICE_BYTES, BlockCopy
 from kv_connector.transfer.paths.choice import AutoPath, make_path
 from kv_connector.transfer.paths.direct import DirectPath
 from kv_connector.transfer.paths.runs import RunsPath, merge_runs
@@ -191,6 +191,20 @@ def test_long_pieces_that_lie_evenly_apart_need_no_packing(monkeypatch: pytest.M
     monkeypatch.setattr(path._runs, "_pitched", pitched)
     check_copy(path, layout, pool, SAVE, range(4), PAIRS[3])
     assert pitched.count == len(PAIRS[3])
+
+
+def test_copies_that_are_packed_are_cut_into_longer_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two of them the ring runs empty. Directions differ, and memory that is pageable is never packed."""
+    for module in (runs_module, staging):
+        monkeypatch.setattr(module, "driver_copier", lambda: copy_now)
+    layout = filled(bf16_apart, torch.device("cpu"))
+    pool = make_pool(layout)
+    slow_pieces = replace(BUILT_IN.save, dma=Curve((1 << 7, 1 << 9), (1.0, 50.0), 0.0))
+    costs = replace(BUILT_IN, load=replace(BUILT_IN.load, dma=Curve((1 << 7,), (50.0,), 0.0)), save=slow_pieces)
+    path = AutoPath(layout, pool, min_staging_memory(layout), costs)
+    assert (path.slice_bytes(LOAD), path.slice_bytes(SAVE)) == (SLICE_BYTES, LONG_SLICE_BYTES)
+    monkeypatch.setattr(type(pool), "is_pinned", False)
+    assert path.slice_bytes(SAVE) == SLICE_BYTES
 
 
 def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:

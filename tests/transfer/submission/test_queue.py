@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,12 +24,20 @@ from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.transfer.submission import queue as queue_module
-from kv_connector.transfer.submission import submissions
 from kv_connector.transfer.submission.queue import SubmissionQueue, SubmittingThread
-from kv_connector.transfer.submission.submissions import BlockPairs, Submission
+from kv_connector.transfer.submission.submissions import BlockPairs, Part, Submission
 from kv_connector.types import CopyJob, Direction
 from tests.copies import LOAD, NUM_DEVICE, NUM_HOST, SAVE, bf16_apart, filled, ids, job, make_pool
-from tests.engines import LateSubmitter, ManualLane, ends, make_engine, submit_all
+from tests.engines import (
+    LateSubmitter,
+    ManualEvent,
+    ManualLane,
+    cut,
+    ends,
+    make_engine,
+    never_submits,
+    submit_all,
+)
 
 LAYERS = ("0", "1", "2")
 
@@ -64,20 +72,31 @@ def watch(engine: TransferEngine) -> WatchedPath:
     return watched
 
 
-class QueuesMachine(RuleBasedStateMachine):
-    """An engine whose submitting thread runs when the rules say so, a part at a time; no two jobs share a block."""
+class PositionsLane(ManualLane):
+    """And the model runs when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[ManualLane] = []
+        self.positions: list[ManualEvent] = []
+
+    def position(self) -> ManualEvent:
+        self.positions.append(ManualEvent(self))
+        return self.positions[-1]
+
+
+class QueuesMachine(RuleBasedStateMachine):
+    """An engine whose submitting threads run when the rules say so, a part at a time; no two jobs share a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[PositionsLane] = []
         with (
             patch.object(engine_module, "make_lane", self._make_lane),
             patch.object(engine_module, "make_submitter", lambda *_: LateSubmitter()),
         ):
             self.engine, self.layout, self.pool = make_engine()
         self.path = watch(self.engine)
-        self.slices = patch.object(submissions, "SLICE_BYTES", self.layout.piece_bytes)  # a block each
-        self.slices.start()
+        cut(self.engine, 1)
         self.jobs: dict[int, CopyJob] = {}  # that have not ended
         self.all_failed: set[int] = set()  # as the path knows
         self.told: set[int] = set()  # sync loads that failed, as submitting and waiting told
@@ -86,15 +105,14 @@ class QueuesMachine(RuleBasedStateMachine):
         self.free_host = set(range(NUM_HOST))
         self.value = 0
 
-    def _make_lane(self, *_: object, **__: object) -> ManualLane:
-        self.made.append(ManualLane())
+    def _make_lane(self, *_: object, **__: object) -> PositionsLane:
+        self.made.append(PositionsLane())
         return self.made[-1]
 
     def teardown(self) -> None:
         self._end(self.engine.drain())
         assert not self.jobs, "every job ends"
         assert not self.engine._in_flight
-        self.slices.stop()
 
     def _job(self, direction: Direction, count: int, request_id: str | None = None) -> CopyJob:
         count = min(count, len(self.free_device), len(self.free_host))
@@ -122,9 +140,13 @@ class QueuesMachine(RuleBasedStateMachine):
     def save(self, count: int) -> None:
         self.engine.submit_save([self._job(SAVE, count)])
 
-    @rule(counts=st.lists(st.integers(1, 3), max_size=3))
-    def load_in_background(self, counts: list[int]) -> None:
-        self.engine.submit_background_load([self._job(LOAD, count) for count in counts], self.engine.mark())
+    @rule(counts=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), max_size=3))
+    def load_in_background(self, counts: list[tuple[int, int]]) -> None:
+        jobs = [self._job(LOAD, count) for count, _ in counts]
+        guarded = [min(job.num_blocks, count) for job, (_, count) in zip(jobs, counts, strict=True)]
+        jobs = [replace(job, num_guarded=count) for job, count in zip(jobs, guarded, strict=True)]
+        self.jobs.update({job.job_id: job for job in jobs})
+        self.engine.submit_background_load(jobs, self.engine.mark())
 
     @rule(counts=st.lists(st.integers(1, 4), min_size=1, max_size=2))
     def load(self, counts: list[int]) -> None:
@@ -137,8 +159,21 @@ class QueuesMachine(RuleBasedStateMachine):
             assert len(self.path.urgent) == calls + 1, "the first group at once, and nothing else"
 
     @rule(direction=st.sampled_from(Direction))
-    def thread_submits(self, direction: Direction) -> None:
+    def somebody_submits(self, direction: Direction) -> None:
         self.engine._queues[direction].advance()
+
+    @rule(direction=st.sampled_from(Direction))
+    def thread_helps(self, direction: Direction) -> None:
+        queue, lane = self.engine._queues[direction], self.engine._queues[direction].lane
+        front = queue._waiting[0] if queue._waiting else None
+        before = self._in_line(direction)
+        event = queue.help()
+        if event is not None:
+            assert not event.done, "a thread waits for what is still to come alone"
+            assert self._in_line(direction) == before
+        elif front is not None:
+            assert self._in_line(direction) < before
+            assert front.is_awaited or sum(not end.done for end in lane.ends) <= 2
 
     @rule()
     def fail_next(self) -> None:
@@ -187,14 +222,29 @@ class QueuesMachine(RuleBasedStateMachine):
     @rule()
     def two_steps_without_the_thread(self) -> None:
         before = {way: self._in_line(way) for way in Direction}
+        idle = {way: self._is_idle(way) for way in Direction}
         for _ in range(2):
             self.engine.catch_up()
         for way in Direction:
-            assert not before[way] or self._in_line(way) < before[way], "a part was submitted"
+            assert (self._in_line(way) < before[way]) == idle[way], "where the device has nothing else to do"
+
+    def _is_idle(self, direction: Direction) -> bool:
+        """And could begin with a part."""
+        queue = self.engine._queues[direction]
+        if not queue._waiting or any(not end.done for end in queue.lane.ends):
+            return False
+        after = queue._waiting[0].next_part().after
+        return after is None or after.done
 
     def _in_line(self, direction: Direction) -> int:
         waiting = self.engine._queues[direction]._waiting
         return sum(s.num_bytes - sum(s.part_bytes) for s in waiting)
+
+    @rule()
+    def model_runs(self) -> None:
+        for lane in self.made:
+            for event in lane.positions:
+                event.done = True
 
     @precondition(lambda self: any(not event.done for lane in self.made for event in lane.marks))
     @rule(data=st.data())
@@ -244,8 +294,9 @@ def test_the_thread_submits_what_nobody_waits_for(device: torch.device, threaded
         watched.called.clear()
         submit([job(number, way, [3 + number], [7])])
         assert watched.called.wait(30)
-    assert ends(engine.drain()) == [(0, True), (1, True)]
+        assert ends(engine.drain()) == [(number, True)]
     assert watched.threads == ["kv-connector-submit"] * 2
+    assert len({id(submitter) for submitter in engine._submitters.values()}) == 2
     for region in layout.regions:
         assert torch.equal(region.view[3], region.view[4])
     engine.close()
@@ -258,7 +309,7 @@ def test_bytes_are_right_whoever_submits_them(
     name: PathName, device: torch.device, threaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout, pool = make_engine(device, copy_path=name)
-    monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
+    cut(engine, 1)
     device_ids, host_ids = ids(*range(NUM_DEVICE)), ids(*range(NUM_DEVICE))[::-1].copy()
     first, rest = slice(0, NUM_DEVICE // 2), slice(NUM_DEVICE // 2, NUM_DEVICE)
     for number in range(0, 150, 3):
@@ -302,25 +353,46 @@ def test_without_its_thread_an_engine_submits_itself(
     pool.close()
 
 
-def test_a_thread_that_gets_on_is_left_alone(lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, layout, _ = make_engine()
-    engine._submitter = LateSubmitter()
+def test_a_thread_that_gets_on_is_left_alone(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    never_submits(engine)
     watched = watch(engine)
-    monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
+    cut(engine, 1)
     engine.submit_save([job(1, SAVE, list(range(6)), list(range(6)))])
     counts = []
     for _ in range(3):
         engine.catch_up()
         engine._queues[SAVE].advance()
+        lanes[1].marks[-1].done = True
         counts.append(len(watched.urgent))
     engine.catch_up()
     engine.catch_up()
     assert [*counts, len(watched.urgent)] == [1, 2, 3, 4]
+    for _ in range(3):
+        engine.catch_up()
+    assert len(watched.urgent) == 4, "the device is busy with a part"
+    lanes[1].marks[-1].done = True
+    engine.catch_up()
+    assert len(watched.urgent) == 5, "a thread that does not come for a step is not waited for another one"
+
+
+def test_a_step_leaves_a_queue_to_the_thread_that_submits(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    never_submits(engine)
+    watched = watch(engine)
+    engine.submit_save([job(1, SAVE, [0], [0])])
+    engine.catch_up()
+    with engine._queues[SAVE]._lock:
+        step = threading.Thread(target=engine.catch_up, daemon=True)
+        step.start()
+        step.join(30)
+        assert not step.is_alive()
+    assert watched.urgent == []
 
 
 def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None:
     engine, layout, _ = make_engine()
-    engine._submitter = LateSubmitter()
+    never_submits(engine)
     watched = watch(engine)
     engine.submit_background_load([job(1, LOAD, [0], [0])], engine.mark())
     engine.submit_load([job(2, LOAD, list(range(1, 9)), list(range(1, 9)))])
@@ -335,23 +407,59 @@ def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None
     assert watched.urgent == [True, False, False]
 
 
+class Turn:
+    """A lock that says when somebody has to wait for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+class UnfairLock(Turn):
+    """A lock that one thread gets only when the other has to wait elsewhere, as the last to come may."""
+
+    def __init__(self, late: threading.Thread, until: threading.Event) -> None:
+        super().__init__()
+        self.late = late
+        self.until = until
+        self.late_comes = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is self.late:
+            self.late_comes.set()
+            assert self.until.wait(30)
+        super().__enter__()
+
+
 def test_a_step_s_load_waits_for_one_part_of_what_the_thread_submits(
     threaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread is at the first of many parts; when it has submitted that one, it is the step's turn."""
-    engine, layout, pool = make_engine()
-    monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
+    engine, _, pool = make_engine()
+    cut(engine, 1)
     watched = watch(engine)
     blocks = list(range(2, 12))
     step = threading.Thread(target=lambda: engine.submit_load([job(2, LOAD, [0], [0])]))
-    is_next = engine._queues[LOAD]._next.locked
+    turn = Turn()
+    lock = UnfairLock(step, turn.is_waited_for)
+    queue = engine._queues[LOAD]
+    monkeypatch.setattr(queue, "_next", turn)
+    monkeypatch.setattr(queue, "_lock", lock)
 
     def copy_once_the_step_waits(copy: BlockCopy) -> None:
         if not watched.urgent:
             step.start()
-            end = time.monotonic() + 30
-            while not is_next():
-                assert time.monotonic() < end
+            assert lock.late_comes.wait(30)
+        elif len(watched.urgent) == len(blocks) - 1:
+            turn.is_waited_for.set()  # the last of all: the step has waited for each of them
         WatchedPath.copy(watched, copy)
 
     monkeypatch.setattr(watched, "copy", copy_once_the_step_waits)
@@ -385,7 +493,7 @@ def test_a_signal_s_handler_that_raises_leaves_the_queue_to_others(threads_run_u
 
     def submission(block: int) -> Submission:
         pairs = BlockPairs(ids(block), ids(block))
-        return Submission(LOAD, (), (regions,), layout.piece_bytes, iter([(regions, pairs)]))
+        return Submission(LOAD, (), (regions,), layout.piece_bytes, iter([Part(regions, pairs, None)]))
 
     def interrupt_the_step(copy: BlockCopy) -> None:
         at_a_part.set()
@@ -419,7 +527,7 @@ def test_a_signal_s_handler_that_raises_leaves_the_queue_to_others(threads_run_u
 
 def test_a_load_that_fails_behind_its_first_group_is_told_when_a_layer_needs_it(lanes: list[ManualLane]) -> None:
     engine, _, _ = make_engine(fail_on=1)
-    engine._submitter = LateSubmitter()
+    never_submits(engine)
     blocks = list(range(8))
     assert engine.submit_load([job(1, LOAD, blocks, blocks)]) == frozenset()
     assert engine.wait_layer("0") == frozenset()
@@ -433,18 +541,18 @@ def test_a_load_that_fails_behind_its_first_group_is_told_when_a_layer_needs_it(
 def test_whatever_raises_fails_the_job_and_no_thread(
     is_lost: bool, lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, layout, _ = make_engine()
-    engine._submitter = LateSubmitter()
-    monkeypatch.setattr(submissions, "SLICE_BYTES", layout.piece_bytes)
+    engine, _, _ = make_engine()
+    never_submits(engine)
+    cut(engine, 1)
     engine.submit_save([job(1, SAVE, [0, 1], [0, 1])])
     assert engine._queues[SAVE].advance()
 
     def refuse(*_: object) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(lanes[1], "follow", refuse)
+    monkeypatch.setattr(lanes[1], "on_device", refuse)
     if is_lost:
-        monkeypatch.setattr(lanes[1], "mark", refuse)
+        monkeypatch.setattr(lanes[1], "end", refuse)
     assert engine._queues[SAVE].advance()
     if not is_lost:
         assert engine.poll() == [], "the first slice may be under way"
