@@ -51,6 +51,13 @@ STEPS = {
     ),
     "write_back_later_to_before": ("`write_back`: the steps after those", "write_back", "later", "before a burst"),
     "a_hundred_waiting_requests_to_one": ("100 requests wait for one load", "riders", "100 waiting", "1 waiting"),
+    "computed_block_of_two_groups_to_one": (
+        "a block of a prompt that is computed and saved, of two block groups",
+        "groups, computed",
+        "two",
+        "one",
+    ),
+    "hit_block_of_two_groups_to_one": ("the same, of a prompt that is hit", "groups, hit", "two", "one"),
     "storage_keys_to_one_sha256_a_block": (
         "storage keys of a prompt",
         "storage keys",
@@ -66,6 +73,7 @@ _AGAINST = {
     "room": "with room",
     "before a burst": "before it",
     "1 waiting": "one waits",
+    "one": "of one group",
     "one sha256 a block": "one SHA-256 a block",
     "vllm": "vLLM's block pool",
     "flat_pool": "a model of vLLM's block pool",

@@ -49,7 +49,8 @@ class Request(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """Hash of every full block among those tokens, in order; it grows as tokens are generated."""
+        """Hash of every full block among those tokens, in order; it grows as tokens are generated. Where block groups
+        have blocks of different sizes, every block of a group ends where one of these does."""
 
     # A request may have `kv_transfer_params`, a mapping or None, which names another engine: see docs/peers.md.
 
@@ -92,11 +93,27 @@ class ScheduledRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class StateBlock:
+    """Once a step has run, this device block of a block group holds the recurrent state behind a request's first
+    `num_tokens` tokens, which fill whole blocks of that group."""
+
+    request_id: str
+    group: int
+    block_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What the engine's scheduler decided for one step. A preempted request has lost its device blocks."""
+    """What the engine's scheduler decided for one step. A preempted request has lost its device blocks.
+
+    `states`: of groups whose block table does not tell (`index.BlockGroup.states_are_told`), those of live requests
+    that later ones may begin with.
+    """
 
     scheduled: Sequence[ScheduledRequest] = ()
     preempted_req_ids: Collection[str] = ()
+    states: Sequence[StateBlock] = ()
 
 
 class KVConnectorScheduler(ABC):

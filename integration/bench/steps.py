@@ -7,6 +7,7 @@ Each case is a ratio in one run. Both sides take turns, step by step, in an orde
     write_back      the 64 quiet steps after a burst of 12 prompts, and those after them, against those before it
     riders          100 requests that wait for one load of their prefix while 64 decode, against one
     reset           of a full host with blocks in use, and of one that tells routers of each block; the longer of two
+    block groups    a prompt that is computed and saved, and that is hit, with two groups against one; by block
     storage keys    of one prompt, against one SHA-256 a block
     index           insert, evict and match of a cached block, against vLLM's flat pool (or its model: `flat_pool.py`)
 """
@@ -30,7 +31,7 @@ from integration.bench import index
 from integration.report import Report, hardware
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.config import Config
-from kv_connector.index import Event, adopt_hashes
+from kv_connector.index import BlockGroup, Event, adopt_hashes
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import BlockHash, StepPlan, StepReport
 
@@ -106,12 +107,19 @@ class Side:
     """A scheduler half with its requests, stepped by hand."""
 
     def __init__(
-        self, capacity: int, device: Device | None = None, publishes_events: bool = False, **settings: Any
+        self,
+        capacity: int,
+        device: Device | None = None,
+        publishes_events: bool = False,
+        groups: Sequence[BlockGroup] = (BlockGroup(),),
+        **settings: Any,
     ) -> None:
         given = {"host_memory": 1 << 30, "write_policy": "write_through", "load_choice": "sync", **settings}
-        self.half = SchedulerHalf(Config.from_mapping(given), BLOCK_SIZE, publishes_events=publishes_events)
+        config = Config.from_mapping(given)
+        self.half = SchedulerHalf(config, BLOCK_SIZE, publishes_events=publishes_events, groups=groups)
         self.half.bind_block_pool(device or Device())
         self.capacity = capacity
+        self.num_groups = len(groups)
         self.half.update_connector_output([self._report(0)])
         self.running: list[Prompt] = []
 
@@ -127,7 +135,8 @@ class Side:
     def admit(self, prompt: Prompt) -> int:
         """Returns the tokens that are loaded."""
         num_tokens, _ = self.half.get_num_new_matched_tokens(prompt, 0)
-        self.half.update_state_after_alloc(prompt, [prompt.block_ids], 0, num_tokens or 0)
+        tables = [prompt.block_ids] * self.num_groups
+        self.half.update_state_after_alloc(prompt, tables, 0, num_tokens or 0)
         self.running.append(prompt)
         return num_tokens or 0
 
@@ -299,6 +308,28 @@ def riders(report: Report, options: argparse.Namespace) -> None:
     report.claim("a_hundred_waiting_requests_to_one", ratio, 2, "x", "lower")
 
 
+def block_groups(report: Report, options: argparse.Namespace) -> None:
+    """Two groups of full attention, of which each has its own copy of every block of a prompt."""
+    sides = {"one": Side(8 * options.prompt_blocks), "two": Side(8 * options.prompt_blocks, groups=(BlockGroup(),) * 2)}
+    prompts: dict[str, list[BlockHash]] = {}
+
+    def timed(name: str, is_new: bool) -> float:
+        side = sides[name]
+        if is_new:
+            prompts[name] = make_hashes(options.prompt_blocks)
+        prompt = Prompt(f"{next(_device_ids)}", prompts[name])
+        start = time.thread_time_ns()
+        side.start([prompt])
+        side.half.request_finished(prompt)
+        side.running.clear()
+        return (time.thread_time_ns() - start) / options.prompt_blocks / side.num_groups
+
+    for case, is_new in (("computed", True), ("hit", False)):
+        calls = {name: lambda name=name, is_new=is_new: timed(name, is_new) for name in sides}
+        medians = record(report, f"groups, {case}", take_turns(calls, options.steps), "ns")
+        report.claim(f"{case}_block_of_two_groups_to_one", medians["two"] / medians["one"], 1.6, "x", "lower")
+
+
 def storage_keys(report: Report, options: argparse.Namespace) -> None:
     """What a look-up or a fetch of a whole prompt needs."""
     hashes, (root,) = make_hashes(options.prompt_blocks), make_hashes(1)
@@ -338,7 +369,7 @@ def cached_block(report: Report, options: argparse.Namespace) -> None:
         report.claim(f"{operation}_to_flat_pool", ratio, goal, "x", "lower")
 
 
-CASES = (full_host, no_room, write_back, riders, storage_keys, cached_block)
+CASES = (full_host, no_room, write_back, riders, block_groups, storage_keys, cached_block)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

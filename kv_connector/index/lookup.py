@@ -1,14 +1,21 @@
 """What of a request can be loaded: the longest prefix whose bytes every block group still has on a tier.
 
 Layers that share a block table are a group. One of full attention needs every block of the prefix; one with a sliding
-window needs the last few, and the engine gives it no block at all for the others. Blocks of different groups are
-different copies, so each has a key of its own: the block's hash, and behind it the group where that is not the first.
+window needs the last few, and the engine gives it no block at all for the others; one with a recurrent state needs the
+last one, which holds the state at its end. Blocks of different groups are different copies, so each has a key of its
+own: the block's hash, and behind it the group where that is not the first.
+
+Groups may have blocks of different sizes. The engine hashes every so many tokens, no more than the smallest block has:
+a block has the hash at its end, which covers all in front of it. Prefixes are counted in hashes, and a hit ends where
+blocks of every group do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import overload
 
 from ..types import BlockHash
@@ -19,10 +26,20 @@ from .tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """Layers that share a block table. `window_blocks`: blocks that a prefix's last ones must hold for the window to
-    be whole; None for full attention."""
+    """Layers that share a block table, whose blocks have `hashes_per_block` hashes each.
+
+    `window_blocks`: of its blocks those that must be there at the end of a prefix for the window to be whole, 1 for a
+    recurrent state; None for full attention. `states_are_told`: a state is where the engine says (`base.StateBlock`),
+    since its block table is not in the order of tokens.
+    """
 
     window_blocks: int | None = None
+    hashes_per_block: int = 1
+    states_are_told: bool = False
+
+    def first_needed(self, end: int) -> int:
+        """Of a prefix of `end` blocks of this group, the first that must be there."""
+        return 0 if self.window_blocks is None else max(0, end - self.window_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +63,26 @@ def split_key(key: BlockHash) -> tuple[BlockHash, int]:
 class GroupKeys(Sequence[BlockHash]):
     """Names of a group's copies of blocks. A slice is a list: nobody pays for the names of a prefix's other blocks."""
 
-    __slots__ = ("_group", "_hashes")
+    __slots__ = ("_hashes", "_per_block", "_suffix")
 
-    def __init__(self, hashes: Sequence[BlockHash], group: int) -> None:
+    def __init__(self, hashes: Sequence[BlockHash], group: int, hashes_per_block: int = 1) -> None:
         self._hashes = hashes
-        self._group = group
+        self._suffix = group_key(BlockHash(b""), group)
+        self._per_block = hashes_per_block
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        return len(self._hashes) // self._per_block
 
     @overload
     def __getitem__(self, index: int) -> BlockHash: ...
     @overload
     def __getitem__(self, index: slice) -> list[BlockHash]: ...
     def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
+        hashes, size, suffix = self._hashes, self._per_block, self._suffix
+        blocks = range(size - 1, len(self) * size, size)  # where they end
         if isinstance(index, slice):
-            return [group_key(block_hash, self._group) for block_hash in self._hashes[index]]
-        return group_key(self._hashes[index], self._group)
+            return [BlockHash(hashes[end] + suffix) for end in blocks[index]]
+        return BlockHash(hashes[blocks[index]] + suffix)
 
 
 class GroupedTree:
@@ -71,6 +91,8 @@ class GroupedTree:
     def __init__(self, tree: PrefixTree, groups: Sequence[BlockGroup]) -> None:
         self.tree = tree
         self.groups = tuple(groups)
+        self.hashes_per_hit = math.lcm(*(group.hashes_per_block for group in groups))
+        """A hit has a multiple of so many hashes: blocks of every group end there."""
 
     @property
     def has_windows(self) -> bool:
@@ -78,33 +100,44 @@ class GroupedTree:
         return any(group.window_blocks is not None for group in self.groups)
 
     def keys(self, hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:
-        """Names of the group's copies of these blocks, made as they are looked at."""
-        return GroupKeys(hashes, group) if group else hashes
+        """Names of the group's copies of the blocks of a prefix, made as they are looked at."""
+        per_block = self.groups[group].hashes_per_block
+        return GroupKeys(hashes, group, per_block) if group or per_block > 1 else hashes
 
     def insert(self, hashes: Sequence[BlockHash], group: int, now: float, first: int = 0) -> list[int]:
-        """The group's nodes of `hashes[first:]`, made where they are not known."""
+        """The group's nodes of a prefix from its block `first` on, made where they are not known."""
+        keys = self.keys(hashes, group)
         if self.groups[group].window_blocks is None:
-            return self.tree.insert_path(self.keys(hashes, group), now, first)
-        return [self.tree.insert_path((key,), now)[0] for key in self.keys(hashes[first:], group)]
+            return self.tree.insert_path(keys, now, first)
+        return self.tree.insert_apart(keys[first:], now)
 
-    def find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
-        """The group's nodes of these blocks, those that are known."""
-        return [node for key in self.keys(hashes, group) if (node := self.tree.get(key)) is not None]
+    def find(self, keys: Sequence[BlockHash]) -> list[int]:
+        """The nodes of these names, those that are known."""
+        return [node for key in keys if (node := self.tree.get(key)) is not None]
 
-    def known(self, hashes: Sequence[BlockHash], num_hit_blocks: int) -> list[int]:
-        """Nodes that a request makes use of: its known prefix, and of windows what lies in front of its hit's end."""
-        nodes: list[int] = []
+    def known(self, hashes: Sequence[BlockHash], num_hit_hashes: int) -> list[list[int]]:
+        """Nodes that a request makes use of, by group: its known prefix, and of windows what lies in front of its hit's
+        end."""
+        nodes = []
         for index, group in enumerate(self.groups):
+            keys = self.keys(hashes, index)
             if group.window_blocks is None:
-                nodes += self.tree.match(self.keys(hashes, index))
+                nodes.append(self.tree.match(keys))
             else:
-                tail = hashes[max(0, num_hit_blocks - group.window_blocks) : num_hit_blocks]
-                nodes += self.find(tail, index)
+                end = num_hit_hashes // group.hashes_per_block
+                nodes.append(self.find(keys[group.first_needed(end) : end]))
         return nodes
+
+    def touch_known(self, hashes: Sequence[BlockHash], num_hit_hashes: int, now: float) -> list[list[int]]:
+        """Mark what `known` returns as used."""
+        known = self.known(hashes, num_hit_hashes)
+        self.tree.touch(chain.from_iterable(known), now)
+        return known
 
 
 class Lookup:
-    """Searches one tier; changes nothing."""
+    """Searches one tier; changes nothing. Positions in a prefix, and lengths, count its hashes: those of a hit are
+    multiples of `GroupedTree.hashes_per_hit`."""
 
     def __init__(self, grouped: GroupedTree, tier: CacheTier, drop_last_block: bool = False) -> None:
         """`drop_last_block` leaves the hit's last block to be computed: a draft layer's last row depends on the token
@@ -112,51 +145,64 @@ class Lookup:
         self._grouped = grouped
         self._tier = tier
         self._drop_last_block = drop_last_block
-        self._windows = [(g, w) for g, group in enumerate(grouped.groups) if (w := group.window_blocks) is not None]
+        self._windows = [g for g, group in enumerate(grouped.groups) if group.window_blocks is not None]
 
     def find(self, hashes: Sequence[BlockHash], first: int, stop: int) -> int:
-        """How many blocks from `first` on, in front of `stop`, can be loaded."""
+        """How much from `first` on, in front of `stop`, can be loaded."""
         tree, grouped = self._grouped.tree, self._grouped
+        if first % grouped.hashes_per_hit:
+            return 0
         end = min(stop, len(hashes))
         for index, group in enumerate(grouped.groups):
             if group.window_blocks is None:
-                path = tree.match(grouped.keys(hashes[first:end], index))
-                end = min(end, first + self._tier.resident_prefix(path))
-        end = self._fit_windows(hashes, first, max(end, first))
+                size = group.hashes_per_block
+                path = tree.match(grouped.keys(hashes, index)[first // size : end // size])
+                end = min(end, first + size * self._tier.resident_prefix(path))
+        end = self._fit(hashes, first, max(end, first))
         if self._drop_last_block:
-            end = self._fit_windows(hashes, first, max(end - 1, first))
+            end = self._fit(hashes, first, max(end - 1, first))
         return end - first
 
-    def hit(self, hashes: Sequence[BlockHash], first: int, num_blocks: int) -> Hit:
-        """The copies that a hit of `num_blocks`, no more than `find` says, is made of."""
-        end = first + num_blocks
-        indices = []
-        nodes = []
-        for index, group in enumerate(self._grouped.groups):
-            if group.window_blocks is None:
-                start = first
-                nodes.append(self._grouped.tree.match(self._grouped.keys(hashes[start:end], index)))
-            else:
-                start = max(first, end - group.window_blocks)
-                nodes.append(self._grouped.find(hashes[start:end], index))
-            indices.append(range(start, end))
+    def hit(self, hashes: Sequence[BlockHash], first: int, length: int) -> Hit:
+        """The copies that a hit of `length`, no more than `find` says, is made of."""
+        indices, nodes = [], []
+        for index, blocks in enumerate(self._needed(first, length)):
+            keys = self._grouped.keys(hashes, index)[blocks.start : blocks.stop]
+            is_path = self._grouped.groups[index].window_blocks is None
+            nodes.append(self._grouped.tree.match(keys) if is_path else self._grouped.find(keys))
+            indices.append(blocks)
         return Hit(tuple(indices), tuple(nodes))
 
-    def _fit_windows(self, hashes: Sequence[BlockHash], first: int, end: int) -> int:
-        """The largest end at which every window is whole."""
-        fitted = end
+    def num_copies(self, first: int, length: int) -> int:
+        """How many copies a hit is made of."""
+        return sum(map(len, self._needed(first, length)))
+
+    def _needed(self, first: int, length: int) -> list[range]:
+        """Of each group the blocks that a hit is made of."""
+        needed = []
+        for group in self._grouped.groups:
+            end = (first + length) // group.hashes_per_block
+            needed.append(range(max(first // group.hashes_per_block, group.first_needed(end)), end))
+        return needed
+
+    def _fit(self, hashes: Sequence[BlockHash], first: int, end: int) -> int:
+        """The largest end at which every group has whole blocks, and every window is whole."""
         while True:
-            for group, window in self._windows:
-                fitted = self._fit_window(group, window, hashes, first, fitted)
+            fitted = end - end % self._grouped.hashes_per_hit
+            for group in self._windows:
+                fitted = self._fit_window(group, hashes, first, fitted)
             if fitted == end:
                 return end
             end = fitted
 
-    def _fit_window(self, group: int, window: int, hashes: Sequence[BlockHash], first: int, end: int) -> int:
-        index = end - 1
-        while index >= max(first, end - window):
-            node = self._grouped.tree.get(group_key(hashes[index], group))
+    def _fit_window(self, index: int, hashes: Sequence[BlockHash], first: int, end: int) -> int:
+        group, keys = self._grouped.groups[index], self._grouped.keys(hashes, index)
+        size = group.hashes_per_block
+        stop = end // size
+        block = stop - 1
+        while block >= max(first // size, group.first_needed(stop)):
+            node = self._grouped.tree.get(keys[block])
             if node is None or self._tier.node_state(node) is not BlockState.RESIDENT:
-                end = index
-            index -= 1
-        return end
+                stop = block
+            block -= 1
+        return min(end, stop * size)

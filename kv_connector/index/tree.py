@@ -143,6 +143,13 @@ class PrefixTree:
             parent = node
         return nodes
 
+    def insert_apart(self, hashes: Sequence[BlockHash], now: float) -> list[int]:
+        """As `insert_path`, of blocks that follow nothing."""
+        missing = [block_hash for block_hash in dict.fromkeys(hashes) if block_hash not in self._index]
+        if missing:
+            self._add(ROOT, missing, now, is_path=False)
+        return [self._index[block_hash] for block_hash in hashes]
+
     def visits_behind(self, parent: int) -> float:
         """Of a new child: who goes on where nobody did comes back, and is who has visited the parent; who turns off
         from others is new."""
@@ -266,8 +273,9 @@ class PrefixTree:
                 left = keeps[node] = keeps[node] - 1
         self._num_remembered -= len(free) - num_free
 
-    def _add(self, parent: int, hashes: Sequence[BlockHash], now: float) -> list[int]:
-        """Nodes of blocks that are not known and follow one another, the first of them `parent`."""
+    def _add(self, parent: int, hashes: Sequence[BlockHash], now: float, is_path: bool = True) -> list[int]:
+        """Nodes of blocks that are not known and follow one another, the first of them `parent`, or all of them that
+        where they are no path."""
         index, known, keeps = self._index, self._hash, self._keeps
         parents, depths, used, hits, asked = self.parent, self.depth, self.used, self.hits, self.asked
         if len(self._free) < len(hashes):
@@ -276,11 +284,10 @@ class PrefixTree:
         nodes = self._free[split:]
         del self._free[split:]
         nodes.reverse()
-        depth = depths[parent]
+        depth = depths[parent] + 1
         visits = self.visits_behind(parent)
         visits_of, visited, num_visits, time = self.visits, self.visited, self.num_visits, self.time
         for node, block_hash in zip(nodes, hashes, strict=True):
-            depth += 1
             depths[node] = depth
             parents[node] = parent
             used[node] = now
@@ -291,7 +298,9 @@ class PrefixTree:
             known[node] = block_hash
             index[block_hash] = node
             keeps[parent] += 1
-            parent = node
+            if is_path:
+                parent = node
+                depth += 1
         self._num_remembered += len(nodes)
         assert len(index) + len(self._free) == len(known) - 1, "a block has two parents"
         return nodes

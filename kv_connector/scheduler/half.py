@@ -13,7 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..base import DeviceBlocks, KVConnectorScheduler, Request, SchedulerOutput
+from ..base import (
+    DeviceBlocks,
+    KVConnectorScheduler,
+    Request,
+    ScheduledRequest,
+    SchedulerOutput,
+    StateBlock,
+)
 from ..config import Config
 from ..events import BlockRemoved, CacheEvent, EventLog
 from ..index import (
@@ -154,8 +161,7 @@ class SchedulerHalf(KVConnectorScheduler):
         if self._requests.is_silently_preempted(request.request_id, block_ids, num_local_tokens):
             self._preempt(request.request_id)
         state = self._requests.admit(request, block_ids, first + count)
-        known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
-        self.tree.touch(known, now)
+        known = self._grouped.touch_known(request.block_hashes, state.num_hit_hashes, now)
         num_loadable = self._num_loadable(request, num_local_tokens)
         num_brought = max(0, count - num_loadable)
         num_loaded = count - num_brought
@@ -222,8 +228,7 @@ class SchedulerHalf(KVConnectorScheduler):
         if state is not None:
             self._leases.leave(request.request_id)
             self._saves.note_changed()
-            known = self._grouped.known(request.block_hashes, state.num_hit_blocks)
-            self.tree.touch(known, self._shared.clock())
+            self._grouped.touch_known(request.block_hashes, state.num_hit_hashes, self._shared.clock())
         params = self._companions.finished(request)
         if state is not None and not len(self._requests) and self._unpins_when_idle:
             self._fence.unpin()
@@ -295,7 +300,7 @@ class SchedulerHalf(KVConnectorScheduler):
     # Decisions.
 
     def _num_loadable(self, request: Request, num_computed_tokens: int) -> int:
-        """Blocks that can be loaded right behind the computed tokens; at least one token is left to compute."""
+        """Block hashes that can be loaded right behind the computed tokens; at least one token is left to compute."""
         size = self._shared.block_size
         if num_computed_tokens % size:
             return 0
@@ -309,16 +314,16 @@ class SchedulerHalf(KVConnectorScheduler):
         return max(0, self._companions.num_blocks(request) - known)
 
     def _choose(self, request: Request, num_computed_tokens: int, num_blocks: int) -> LoadMode:
-        size = self._shared.block_size
+        size, first = self._shared.block_size, num_computed_tokens // self._shared.block_size
         first_blocks: list[int] = []
         if self._loads.any_in_background:
-            hit = self._lookup.hit(request.block_hashes, num_computed_tokens // size, 1)
+            hit = self._lookup.hit(request.block_hashes, first, self._grouped.hashes_per_hit)
             first_blocks = self.host.blocks_of(hit.nodes[0])
-        num_hit = num_blocks * size
+        num_hit, num_copies = num_blocks * size, self._lookup.num_copies(first, num_blocks)
         num_new = request.num_tokens - num_computed_tokens - num_hit
         others = len(self._requests) > (request.request_id in self._requests)
         may_wait = not self._ledger.has_failed(request.request_id) and self._has_room_to_wait(request)
-        return self._loads.choose(request.request_id, num_blocks, num_hit, num_new, others, first_blocks, may_wait)
+        return self._loads.choose(request.request_id, num_copies, num_hit, num_new, others, first_blocks, may_wait)
 
     def _has_room_to_wait(self, request: Request) -> bool:
         """Whether all that wait for loads, and this one, could begin anew at once.
@@ -326,11 +331,10 @@ class SchedulerHalf(KVConnectorScheduler):
         A request whose load has failed begins anew, and vLLM lets nobody behind it run until it has its blocks: those
         hold theirs. vLLM keeps them free for it, but for those that windows had left behind.
         """
-        groups, size = self._grouped.groups, self._shared.block_size
         if not self._grouped.has_windows:
             return True
-        num_needed = len(groups) * num_blocks_of(request, size) + self._requests.num_missing(size)
-        return num_needed <= self._pool.num_available
+        num_needed = sum(num_blocks_of(request, size) for size in self._shared.group_sizes)
+        return num_needed + self._requests.num_missing(self._shared.group_sizes) <= self._pool.num_available
 
     def _admit_with_companions(self, state: RequestState, first: int, num_loaded: int, num_brought: int) -> None:
         start = first + num_loaded
@@ -369,20 +373,26 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def _plan_scheduled(self, output: SchedulerOutput, now: float) -> int:
         """What the step saves and writes to; returns how many tokens it computes."""
-        size, num_tokens = self._shared.block_size, 0
+        num_tokens, sizes = 0, self._shared.group_sizes
         written: list[int] = []
+        told: dict[str, list[StateBlock]] = {}
+        for block in output.states:
+            told.setdefault(block.request_id, []).append(block)
         for item in output.scheduled:
             state = self._requests[item.request_id]
             num_tokens += item.num_scheduled_tokens
             for table, ids in zip(state.tables, item.new_block_ids, strict=False):
                 table.block_ids.extend(ids)
-            first = first_written(item.num_computed_tokens, state.request.num_tokens, size)
-            for table in state.tables:
-                written += table.block_ids[first:]
+            first = first_written(item.num_computed_tokens, state.request.num_tokens)
+            for size, table in zip(sizes, state.tables, strict=False):
+                written += table.block_ids[first // size :]
             if not self._watchdog.hangs:
-                self._saves.plan(state, item, now)
+                self._saves.plan(state, item, told.pop(item.request_id, ()), now)
             self._companions.scheduled(item, state.tables)
         if not self._watchdog.hangs:
+            for request_id, states in told.items():
+                so_far = ScheduledRequest(request_id, max(block.num_tokens for block in states), 0)
+                self._saves.plan(self._requests[request_id], so_far, states, now)
             self._saves.plan_before_reuse()
         self._steps.planned(self._step, written)
         return num_tokens

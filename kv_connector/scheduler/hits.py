@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..base import Request
 from ..index import BlockState, ReuseModel
@@ -16,7 +18,7 @@ class HitCounter:
 
     def __init__(self, shared: Shared, reuse: ReuseModel) -> None:
         self._reuse = reuse
-        self._tree = shared.grouped.tree
+        self._grouped = shared.grouped
         self._host = shared.host
         self._metrics = shared.metrics
         self._block_size = shared.block_size
@@ -24,20 +26,19 @@ class HitCounter:
     def count(
         self,
         request: Request,
-        known: Sequence[int],
+        known: Sequence[Sequence[int]],
         num_local_tokens: int,
         num_external_tokens: int,
         num_remote: int,
         num_recomputed: int,
     ) -> None:
-        """A request was admitted for the first time. `known` are the nodes it makes use of; of its external tokens
-        those of the last `num_remote` blocks come from another engine; `num_recomputed` blocks could have been loaded.
+        """A request was admitted for the first time. `known` are the nodes it makes use of, by group; of its external
+        tokens those of the last `num_remote` blocks come from another engine; `num_recomputed` blocks could have been
+        loaded.
         """
         metrics, size = self._metrics, self._block_size
-        nodes = np.array(known, np.intc)
-        # Nodes of windows are at depth 0 wherever they are: the host is of use for them where it is for anything.
-        depths = np.frombuffer(self._tree.depth, np.intc)[nodes]
-        is_of_use = (depths >= num_local_tokens // size) | (depths == 0) & (num_external_tokens > 0)
+        nodes = np.array(list(chain.from_iterable(known)), np.intc)
+        is_of_use = self._is_of_use(known, num_local_tokens, num_external_tokens)
         self._reuse.asked(nodes, is_of_use, len(request.block_hashes))
         metrics.requests += 1
         metrics.queries_tokens += request.num_tokens
@@ -45,7 +46,23 @@ class HitCounter:
         metrics.host_hit_tokens += num_external_tokens - num_remote * size
         metrics.peer_hit_tokens += num_remote * size
         metrics.recomputed_tokens += num_recomputed * size
-        for node in self._tree.match(request.block_hashes[(num_local_tokens + num_external_tokens) // size :]):
+        size *= self._grouped.groups[0].hashes_per_block
+        keys = self._grouped.keys(request.block_hashes, 0)
+        for node in self._grouped.tree.match(keys[(num_local_tokens + num_external_tokens) // size :]):
             if self._host.node_state(node) is not BlockState.SWAPPING_TO_HOST:
                 break
             metrics.missed_pending_tokens += size
+
+    def _is_of_use(
+        self, known: Sequence[Sequence[int]], num_local_tokens: int, num_external_tokens: int
+    ) -> NDArray[np.bool_]:
+        """For each node whether the host is of use for it: behind what the device holds, and for windows wherever it is
+        for anything."""
+        is_of_use = []
+        for group, nodes in zip(self._grouped.groups, known, strict=True):
+            if group.window_blocks is None:
+                first = num_local_tokens // (self._block_size * group.hashes_per_block)
+                is_of_use.append(np.arange(len(nodes)) >= first)
+            else:
+                is_of_use.append(np.full(len(nodes), num_external_tokens > 0))
+        return np.concatenate(is_of_use)

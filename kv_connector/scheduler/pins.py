@@ -36,7 +36,7 @@ class PinnedPrefixes:
         if not self._num_pins[name]:
             del self._num_pins[name]
         for group in range(len(self._grouped.groups)):
-            self._host.unpin(self._grouped.find(block_hashes, group))
+            self._host.unpin(self._grouped.find(self._grouped.keys(block_hashes, group)))
 
 
 def _name(block_hashes: Sequence[BlockHash]) -> tuple[int, BlockHash]:

@@ -26,20 +26,20 @@ class RequestState:
     admission: int = 0  # number of the latest
     is_counted: bool = False  # its hits and tokens are in the statistics
     tables: list[BlockTable] = field(default_factory=list)  # by block group
-    num_hit_blocks: int = 0  # leading blocks that were valid, or are loaded, when it was admitted
+    num_hit_hashes: int = 0  # of leading blocks that were valid, or are loaded, when it was admitted
     load: LoadLease | None = None  # to be planned
     is_newly_admitted: bool = False  # since the last step was planned
     awaits_load: bool = False  # it is admitted once more when what it waits for is there
     awaits_both: bool = False  # a load, and what a companion brings behind it
     is_stale: bool = False  # what its blocks hold was computed before a reset: nothing of it is saved
     first_unreachable: int = sys.maxsize
-    """A block that is not saved in some block group, and nothing behind it is in any, but for what an operator has
-    pinned: nobody could reach it."""
+    """The first hash of a block that is not saved in some block group. Nothing behind is in any, but for what an
+    operator has pinned: nobody could reach it."""
 
-    def num_missing(self, block_size: int) -> int:
-        """Device blocks that it would take over those that it holds, if it began anew."""
-        num_blocks = num_blocks_of(self.request, block_size)
-        return sum(num_blocks - len(table.block_ids) + table.block_ids.count(NO_BLOCK) for table in self.tables)
+    def num_missing(self, block_sizes: Sequence[int]) -> int:
+        """Device blocks that it would take over those that it holds, if it began anew; sizes in tokens, by group."""
+        tables = zip(block_sizes, (table.block_ids for table in self.tables), strict=False)
+        return sum(num_blocks_of(self.request, size) - len(ids) + ids.count(NO_BLOCK) for size, ids in tables)
 
     @property
     def num_unsaved(self) -> int:
@@ -48,7 +48,7 @@ class RequestState:
 
 
 def num_blocks_of(request: Request, block_size: int) -> int:
-    """Device blocks that it takes of each group, with drafts, if it is computed from its first token on."""
+    """Device blocks that it takes of a group, with drafts, if it is computed from its first token on."""
     return -(-request.num_tokens // block_size) + _NUM_DRAFTED
 
 
@@ -83,10 +83,10 @@ class RequestTable:
         lost = ((request_id, tables) for request_id, tables in self._leases.dropped_since(wanted) if request_id in self)
         return [i for i, tables in (*held, *lost) if any(not wanted.isdisjoint(ids) for ids in tables)]
 
-    def num_missing(self, block_size: int) -> int:
+    def num_missing(self, block_sizes: Sequence[int]) -> int:
         """Device blocks that requests which wait for a load would take over those that they hold, if they began anew:
         those that their windows have left behind, and what they have not reached."""
-        return sum(state.num_missing(block_size) for state in self if state.awaits_load)
+        return sum(state.num_missing(block_sizes) for state in self if state.awaits_load)
 
     def lose(self, block_ids: Sequence[int]) -> None:
         """Loads were to fill these blocks and have not: see `LoadLeases.lose`. Who has them computes them anew, and the
@@ -99,7 +99,7 @@ class RequestTable:
                     table.next_block = 0
                     table.unsaved.clear()
 
-    def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_hit_blocks: int) -> RequestState:
+    def admit(self, request: Request, block_ids: Sequence[Sequence[int]], num_hit_hashes: int) -> RequestState:
         """The request has these device blocks, by group, whatever it had before."""
         state = self._states.setdefault(request.request_id, RequestState(request))
         assert state.load is None, f"request {request.request_id} is admitted twice without a step in between"
@@ -108,7 +108,7 @@ class RequestTable:
         # Who has not lost its blocks comes with the same ones once more: what they hold is as old as it was.
         state.is_stale &= bool(state.tables) and _go_on(state.tables, block_ids)
         state.tables = [BlockTable(list(ids)) for ids in block_ids]
-        state.num_hit_blocks = num_hit_blocks
+        state.num_hit_hashes = num_hit_hashes
         state.first_unreachable = sys.maxsize
         state.is_newly_admitted = True
         self._admitted.append(state)

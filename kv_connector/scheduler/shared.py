@@ -54,7 +54,8 @@ class DevicePool:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The parts that planners share. `clock` gives seconds that never go back, `block_size` is in tokens."""
+    """The parts that planners share. `clock` gives seconds that never go back; `block_size` is the tokens of a block
+    hash, which are those of a block where all groups have blocks of one size."""
 
     grouped: GroupedTree
     host: CacheTier
@@ -64,3 +65,8 @@ class Shared:
     events: EventLog
     clock: Callable[[], float]
     block_size: int
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block, by group."""
+        return tuple(self.block_size * group.hashes_per_block for group in self.grouped.groups)

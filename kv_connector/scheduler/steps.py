@@ -38,10 +38,10 @@ class InFlightSteps:
         return frozenset().union(*self._used.values())
 
 
-def first_written(num_computed_tokens: int, num_tokens: int, block_size: int) -> int:
-    """Index of the first block that a step may write to for a request.
+def first_written(num_computed_tokens: int, num_tokens: int) -> int:
+    """The first token whose rows a step may write for a request.
 
     An engine that plans ahead counts tokens as computed that are not: drafts of steps in flight may be rejected, and
     the step then writes further in front. What it writes lies behind the tokens that are known, but for the last one.
     """
-    return min(num_computed_tokens, max(num_tokens - 1, 0)) // block_size
+    return min(num_computed_tokens, max(num_tokens - 1, 0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,13 +13,16 @@ from kv_connector.types import BlockHash, Tier
 HASHES = [BlockHash(bytes([index]) * 32) for index in range(12)]
 
 
-def host_with(windows: list[int | None], held: list[set[int]]) -> tuple[GroupedTree, CacheTier]:
+def host_with(groups: list[BlockGroup], held: list[set[int]]) -> tuple[GroupedTree, CacheTier]:
     """A host that holds these blocks, by group."""
-    grouped = GroupedTree(PrefixTree(), [BlockGroup(window) for window in windows])
+    grouped = GroupedTree(PrefixTree(), groups)
     tier = CacheTier(grouped.tree, Tier.HOST, 64)
-    for group, blocks in enumerate(held[: len(windows)]):
+    for group, blocks in enumerate(held[: len(groups)]):
         for index in sorted(blocks):
-            node = grouped.insert(HASHES[: index + 1], group, 0.0, first=index)[0]
+            if index >= len(HASHES) // groups[group].hashes_per_block:
+                continue
+            hashes = HASHES[: (index + 1) * groups[group].hashes_per_block]
+            node = grouped.insert(hashes, group, 0.0, first=index)[0]
             block_ids = tier.allocate(1)
             assert block_ids is not None
             tier.attach(block_ids, [node], Event.SWAP_OUT)
@@ -34,32 +39,49 @@ def mostly_held(draw: st.DrawFn) -> list[set[int]]:
 
 
 @given(
-    windows=st.lists(st.one_of(st.none(), st.integers(1, 4)), min_size=1, max_size=3),
+    groups=st.lists(
+        st.builds(BlockGroup, st.one_of(st.none(), st.integers(1, 4)), st.sampled_from([1, 1, 2, 3])),
+        min_size=1,
+        max_size=3,
+    ),
     held=st.one_of(mostly_held(), st.lists(st.sets(st.integers(0, 11)), min_size=3, max_size=3)),
-    first=st.integers(0, 4),
+    first=st.integers(0, 6),
     stop=st.integers(0, 12),
 )
 def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
-    windows: list[int | None], held: list[set[int]], first: int, stop: int
+    groups: list[BlockGroup], held: list[set[int]], first: int, stop: int
 ) -> None:
-    windows = sorted(windows, key=lambda window: window is not None)
-    grouped, tier = host_with(windows, held)
+    groups = sorted(groups, key=lambda group: group.window_blocks is not None)
+    grouped, tier = host_with(groups, held)
+    hit_size = math.lcm(*(group.hashes_per_block for group in groups))
 
-    def serves(end: int) -> bool:
-        starts = [first if window is None else max(first, end - window) for window in windows]
-        return all(set(range(start, end)) <= held[group] for group, start in enumerate(starts))
+    def needed(end: int) -> list[range]:
+        """Of each group the blocks that a hit up to there is made of."""
+        blocks = []
+        for group in groups:
+            size, window = group.hashes_per_block, group.window_blocks
+            start = first // size if window is None else max(first // size, end // size - window)
+            blocks.append(range(start, end // size))
+        return blocks
 
     def longest(most: int) -> int:
-        """Blocks of the longest prefix of up to so many that every group holds what it needs of."""
-        return max(num_blocks for num_blocks in range(most + 1) if serves(first + num_blocks))
+        """The longest prefix of up to so many hashes that every group holds what it needs of."""
+        ends = range(first, first + most + 1) if first % hit_size == 0 else ()
+        served = [end for end in ends if all(set(b) <= held[g] for g, b in enumerate(needed(end)))]
+        return max((end - first for end in served if end % hit_size == 0), default=0)
 
     expected = longest(max(0, stop - first))
-    for drops, num_blocks in ((False, expected), (True, longest(max(0, expected - 1)))):
+    for drops, length in ((False, expected), (True, longest(max(0, expected - 1)))):
         lookup = Lookup(grouped, tier, drop_last_block=drops)
-        assert lookup.find(HASHES, first, stop) == num_blocks
-        hit = lookup.hit(HASHES, first, num_blocks)
+        assert lookup.find(HASHES, first, stop) == length
+        if first % hit_size:
+            continue
+        hit = lookup.hit(HASHES, first, length)
+        assert list(hit.indices) == needed(first + length)
+        assert lookup.num_copies(first, length) == sum(map(len, hit.nodes))
         for group, (indices, nodes) in enumerate(zip(hit.indices, hit.nodes, strict=True)):
-            assert [grouped.tree.hash_of(node) for node in nodes] == [group_key(HASHES[i], group) for i in indices]
+            ends = [(index + 1) * groups[group].hashes_per_block - 1 for index in indices]
+            assert [grouped.tree.hash_of(node) for node in nodes] == [group_key(HASHES[i], group) for i in ends]
     grouped.tree.check()
     tier.check()
 
@@ -67,13 +89,13 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
 def test_a_hit_that_ends_earlier_for_one_window_is_whole_for_the_others() -> None:
     """Full attention has six blocks. The window of one has its block for prefixes of two and of six, and the window of
     two has its blocks for prefixes of up to four: cut to four for the second, the hit is not whole for the first."""
-    grouped, tier = host_with([None, 1, 2], [{0, 1, 2, 3, 4, 5}, {1, 5}, {0, 1, 2, 3}])
+    grouped, tier = host_with([BlockGroup(), BlockGroup(1), BlockGroup(2)], [{0, 1, 2, 3, 4, 5}, {1, 5}, {0, 1, 2, 3}])
     assert Lookup(grouped, tier).find(HASHES, 0, 6) == 2
 
 
 def test_what_is_left_without_the_last_block_is_whole_for_every_window() -> None:
     """A window of one has the blocks that end prefixes of one and of four: three blocks are no hit."""
-    grouped, tier = host_with([None, 1], [{0, 1, 2, 3}, {0, 3}])
+    grouped, tier = host_with([BlockGroup(), BlockGroup(1)], [{0, 1, 2, 3}, {0, 3}])
     assert Lookup(grouped, tier).find(HASHES, 0, 4) == 4
     assert Lookup(grouped, tier, drop_last_block=True).find(HASHES, 0, 4) == 1
 

@@ -52,7 +52,7 @@ def test_where_drafts_may_be_rejected_the_block_of_the_last_known_token_is_guard
 
 def test_a_step_may_write_the_block_of_the_last_known_token_and_none_in_front_of_it() -> None:
     """Whose tokens are counted as computed, all of them and drafts, computes the last one of them at least."""
-    assert [first_written(num_computed_tokens, 8, 4) for num_computed_tokens in (0, 3, 4, 7, 8, 12)] == [
+    assert [first_written(num_computed_tokens, 8) // 4 for num_computed_tokens in (0, 3, 4, 7, 8, 12)] == [
         0,
         0,
         1,
@@ -60,8 +60,8 @@ def test_a_step_may_write_the_block_of_the_last_known_token_and_none_in_front_of
         1,
         1,
     ]
-    assert first_written(12, 9, 4) == 2
-    assert first_written(0, 0, 4) == 0
+    assert first_written(12, 9) // 4 == 2
+    assert first_written(0, 0) == 0
 
 
 def test_a_step_is_in_flight_until_every_rank_has_reported_the_next() -> None:
@@ -147,6 +147,30 @@ def test_blocks_of_every_group_that_a_step_writes_are_guarded() -> None:
     (job,) = half.build_connector_meta(SchedulerOutput()).background_loads
     assert job.device_ids.tolist() == [30, 31, 11]
     assert job.num_guarded == 1
+
+
+def test_blocks_that_a_step_writes_are_guarded_whatever_tokens_they_have() -> None:
+    """Blocks of 4 and of 8 tokens: a request goes on behind its first 8, and ends; a load in the background is given
+    the block of each group that the step still writes, and one of each that it does not."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through", "load_choice": "async"})
+    groups = (BlockGroup(), BlockGroup(hashes_per_block=2))
+    half = SchedulerHalf(config, 4, groups=groups, fails_by_block=False)
+    half.bind_block_pool(ForeignBlocks())
+    reported(half, 0)
+    warm = Asked("warm", list(range(17)))
+    half.update_state_after_alloc(warm, [[40, 41, 42, 43, 44], [50, 51, 52]], 0, 0)
+    report(half, run(half, warm))
+    half.request_finished(warm)
+    writes = Asked("writes", list(range(100, 111)))
+    half.update_state_after_alloc(writes, [[0, 1, 2], [10, 11]], 8, 0)
+    run(half, writes, computed=8)
+    half.request_finished(writes)
+    hit = Asked("hit", list(range(17)))
+    assert half.get_num_new_matched_tokens(hit, 0) == (16, True)
+    half.update_state_after_alloc(hit, [[1, 2, 30, 31, 32], [11, 10, 33]], 0, 16)
+    (job,) = half.build_connector_meta(SchedulerOutput()).background_loads
+    assert sorted(job.device_ids.tolist()[: -job.num_guarded]) == [1, 10, 30, 31]
+    assert sorted(job.device_ids.tolist()[-job.num_guarded :]) == [2, 11]
 
 
 def test_a_block_that_has_left_its_window_by_drafts_in_flight_is_not_saved() -> None:

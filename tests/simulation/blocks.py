@@ -1,10 +1,18 @@
-"""The device blocks of an engine's requests, after vLLM's `KVCacheManager`: tables, prefix hits, deferred frees."""
+"""The device blocks of an engine's requests, after vLLM's `KVCacheManager`: tables, prefix hits, deferred frees.
+
+A recurrent group has, as in vLLM's mode "align", one state a step: that behind the step's last token, in the block of
+its table where that token belongs, and none in the blocks that the step passes. Steps end where blocks do, until the
+prompt ends, so that states lie there for others to begin with.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
+from kv_connector.base import StateBlock
+from kv_connector.index import group_key
 from kv_connector.types import BlockHash
 
 from .config import EngineConfig
@@ -22,48 +30,68 @@ class RequestBlocks:
     def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
         self._config = config
         self._pool = pool
+        self._groups = config.groups
+        self._sizes = config.block_sizes
+        self._hit_tokens = math.lcm(*self._sizes)
         self.num_planned = 0
         self.num_processed = 0
         self._deferred: deque[tuple[int, list[int]]] = deque()
+        self._states: list[tuple[SimulatedRequest, StateBlock]] = []  # that got names since the last step was planned
+        self._new_states: set[int] = set()  # those of the step that is being planned, which it will write
+
+    def step_begins(self) -> None:
+        """A step is planned."""
+        self._new_states.clear()
 
     def processed(self) -> None:
         """A step that computes something is over."""
         self.num_processed += 1
         self._drain()
 
+    def take_states(self) -> list[StateBlock]:
+        """Those that others may begin with from now on, as far as they are still there."""
+        states, self._states = self._states, []
+        return [state for request, state in states if self._pool.names[state.block_id] == self._key(request, state)]
+
+    def split(self, request: SimulatedRequest, start: int, count: int) -> int:
+        """How many of these tokens a step may compute so that states lie where blocks end; possibly none."""
+        end, prefill_end = start + count, max(request.num_prompt_tokens, request.num_tokens - 1)
+        if not self._config.is_recurrent or start >= prefill_end:
+            return count
+        size = max(s for s, group in zip(self._sizes, self._config.layer_groups, strict=True) if group.is_recurrent)
+        if end < prefill_end:
+            aligned = end // size * size
+            if aligned > start or size <= self._config.max_step_tokens:
+                end = aligned
+        next_end = (start // size + 1) * size if start % size else 0
+        stops = [stop for stop in (next_end, (request.num_tokens - 1) // size * size) if start < stop < end]
+        return max(min(stops, default=end) - start, 0)
+
     def find_hit(self, request: SimulatedRequest) -> tuple[list[list[int]], int]:
         """The longest prefix that every group has, at least one token less than all; its blocks, by group."""
         hashes: Sequence[BlockHash] = request.block_hashes[: (request.num_tokens - 1) // self._config.block_size]
         if request.is_private:
             hashes = []
-        end = len(hashes)
-        windows = self._config.window_blocks
+        end = len(hashes) * self._config.block_size
         found: list[list[int | None]] = []
-        for group, window in enumerate(windows):
-            blocks: list[int | None] = []
-            for block_hash in hashes[:end]:
-                block = self._pool.find(block_hash, group)
-                if block is None and window is None:
-                    break
-                blocks.append(block)
-            end = min(end, len(blocks))
+        for index, group in enumerate(self._groups):
+            names = hashes[group.hashes_per_block - 1 :: group.hashes_per_block]
+            blocks = [self._pool.find(name, index) for name in names]
+            if group.window_blocks is None and None in blocks:
+                end = min(end, blocks.index(None) * self._sizes[index])
             found.append(blocks)
-        for _ in range(end + 1):
-            fitted = end
-            for group, window in enumerate(windows):
-                if window is not None:
-                    missing = [i for i in range(max(0, fitted - window), fitted) if found[group][i] is None]
-                    while missing:
-                        fitted = missing[-1]
-                        missing = [i for i in range(max(0, fitted - window), fitted) if found[group][i] is None]
-            if fitted == end:
-                break
-            end = fitted
+        end -= end % self._hit_tokens
+        while not all(None not in blocks for blocks in self._needed(found, end)):
+            end -= self._hit_tokens
         hit = []
-        for group, window in enumerate(windows):
-            first = 0 if window is None else max(0, end - window)
-            hit.append([NULL_BLOCK] * first + [block for block in found[group][first:end] if block is not None])
-        return hit, end * self._config.block_size
+        for index, blocks in enumerate(self._needed(found, end)):
+            held = [block for block in blocks if block is not None]
+            hit.append([NULL_BLOCK] * (end // self._sizes[index] - len(held)) + held)
+        return hit, end
+
+    def _needed(self, found: list[list[int | None]], end: int) -> list[list[int | None]]:
+        ends = [end // size for size in self._sizes]
+        return [found[g][group.first_needed(ends[g]) : ends[g]] for g, group in enumerate(self._groups)]
 
     def admit(
         self,
@@ -77,7 +105,6 @@ class RequestBlocks:
         reserved: int,
     ) -> list[list[int]] | None:
         """As `allocate_slots` for a waiting request: all of it must fit."""
-        size = self._config.block_size
         total = (request.num_computed_tokens or num_local) + num_external
         fresh = hit is not None
         tables = hit if hit is not None else request.tables
@@ -88,9 +115,11 @@ class RequestBlocks:
             skipped = self._num_skipped(group, total) if fresh else 0
             kept.append([NULL_BLOCK if i < skipped else block for i, block in enumerate(table)])
             num_idle += sum(self._pool.refs[block] == 0 for block in kept[-1] if block) if fresh else 0
-            need += max(0, -(-whole // size) - max(len(table), skipped))
+            need += sum(self._lacks(group, max(len(table), skipped), whole))
         if need + num_idle > self._pool.num_free - reserved:
             return None
+        if not self._new_states.isdisjoint(block for table in kept for block in table):
+            return None  # a step cannot begin with a state that it writes
         if fresh:
             for table in kept:
                 self._pool.touch(table)
@@ -98,10 +127,12 @@ class RequestBlocks:
             request.num_named = [len(table) for table in kept]
         new = []
         for group, table in enumerate(request.tables):
-            target = -(-(total + count + ahead) // size)
             skipped = self._num_skipped(group, total) if fresh else 0
+            target = -(-(total + count + ahead) // self._sizes[group])
             nulls = max(0, min(skipped, target) - len(table))
-            blocks = [NULL_BLOCK] * nulls + self._pool.allocate(max(0, target - len(table) - nulls))
+            blocks = [NULL_BLOCK] * nulls
+            for is_held in self._lacks(group, len(table) + nulls, total + count + ahead):
+                blocks += self._pool.allocate(1) if is_held else [NULL_BLOCK]
             table += blocks
             new.append(blocks)
         if not is_async:
@@ -111,38 +142,47 @@ class RequestBlocks:
     def allocate(self, request: SimulatedRequest, count: int, ahead: int) -> list[list[int]] | None:
         """As `allocate_slots` for a running request; None where there is no room."""
         self._drop_skipped(request)
-        target = -(-(request.num_computed_tokens + count + ahead) // self._config.block_size)
-        needs = [max(0, target - len(table)) for table in request.tables]
-        if sum(needs) > self._pool.num_free:
+        total = request.num_computed_tokens + count + ahead
+        lacks = [self._lacks(group, len(table), total) for group, table in enumerate(request.tables)]
+        if sum(map(sum, lacks)) > self._pool.num_free:
             return None
-        new = [self._pool.allocate(need) for need in needs]
+        new = [[self._pool.allocate(1)[0] if is_held else NULL_BLOCK for is_held in lack] for lack in lacks]
         for table, blocks in zip(request.tables, new, strict=True):
             table += blocks
         self.name(request, min(request.num_computed_tokens + count, request.num_tokens))
         return new
 
+    def _lacks(self, group: int, length: int, num_tokens: int) -> list[bool]:
+        """What a table of this length lacks for so many tokens: for each place whether a block is needed there."""
+        lack = [True] * max(0, -(-num_tokens // self._sizes[group]) - length)
+        return [False] * (len(lack) - 1) + lack[-1:] if self._config.layer_groups[group].is_recurrent else lack
+
     def _drop_skipped(self, request: SimulatedRequest) -> None:
         """Blocks that slid out of the window of every step that is not processed."""
         for group, table in enumerate(request.tables):
             skipped = self._num_skipped(group, max(0, request.num_computed_tokens - request.num_in_flight))
-            freed = []
-            for index in range(min(skipped, len(table)) - 1, -1, -1):
-                if table[index] == NULL_BLOCK:
-                    break
-                freed.append(table[index])
+            held = [index for index in range(min(skipped, len(table)) - 1, -1, -1) if table[index] != NULL_BLOCK]
+            self._pool.free([table[index] for index in held])
+            for index in held:
                 table[index] = NULL_BLOCK
-            self._pool.free(freed)
 
     def name(self, request: SimulatedRequest, num_tokens: int) -> None:
         """Its blocks that are full by so many tokens can be matched."""
-        full = min(num_tokens // self._config.block_size, len(request.block_hashes))
+        num_tokens = min(num_tokens, len(request.block_hashes) * self._config.block_size)
         if request.is_private:
             return
         for group, table in enumerate(request.tables):
-            for index in range(request.num_named[group], full):
-                if table[index] != NULL_BLOCK:
-                    self._pool.name(table[index], request.block_hashes[index], group)
-            request.num_named[group] = max(full, request.num_named[group])
+            size = self._sizes[group]
+            for index in range(request.num_named[group], num_tokens // size):
+                if table[index] == NULL_BLOCK:
+                    continue
+                block_hash = request.block_hashes[(index + 1) * self._groups[group].hashes_per_block - 1]
+                self._pool.name(table[index], block_hash, group)
+                if self._config.layer_groups[group].is_recurrent:
+                    state = StateBlock(request.request_id, group, table[index], (index + 1) * size)
+                    self._states.append((request, state))
+                    self._new_states.add(table[index])
+            request.num_named[group] = max(num_tokens // size, request.num_named[group])
 
     def can_free(self, request: SimulatedRequest) -> bool:
         """Whether its blocks would return at once."""
@@ -153,16 +193,22 @@ class RequestBlocks:
         blocks = [block for table in request.tables for block in reversed(table) if block != NULL_BLOCK]
         request.tables = []
         request.num_named = []
+        self._states = [(other, state) for other, state in self._states if other is not request]
         if self.can_free(request):
             self._pool.free(blocks)
         elif blocks:
             self._deferred.append((self.num_planned, blocks))
+
+    def _key(self, request: SimulatedRequest, state: StateBlock) -> BlockHash | None:
+        """The name that the block of a state has as long as it holds it."""
+        index = state.num_tokens // self._config.block_size - 1
+        return group_key(request.block_hashes[index], state.group) if index < len(request.block_hashes) else None
 
     def _drain(self) -> None:
         while self._deferred and self._deferred[0][0] <= self.num_processed:
             self._pool.free(self._deferred.popleft()[1])
 
     def _num_skipped(self, group: int, num_tokens: int) -> int:
-        """Leading blocks that lie in front of the window of the next token."""
-        window = self._config.windows[group]
-        return 0 if window is None else max(0, num_tokens - window + 1) // self._config.block_size
+        """Leading blocks that lie in front of the window of the next token; of a state that is the token before it."""
+        window = 2 if self._config.layer_groups[group].is_recurrent else self._config.layer_groups[group].window
+        return 0 if window is None else max(0, num_tokens - window + 1) // self._sizes[group]

@@ -24,6 +24,33 @@ _SECRET = "known to all of a world"
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share a block table. `window`: tokens that they see, None for all. Blocks of recurrent layers hold
+    one state each, those of others a row for each token."""
+
+    window: int | None = None
+    hashes_per_block: int = 1
+    is_recurrent: bool = False
+
+
+_RECURRENT = LayerGroup(is_recurrent=True)
+MIXED_GROUPS = (
+    (LayerGroup(), LayerGroup(hashes_per_block=2)),
+    (LayerGroup(hashes_per_block=3), LayerGroup(hashes_per_block=2)),
+    (LayerGroup(hashes_per_block=2), LayerGroup(window=5)),
+    (LayerGroup(), LayerGroup(window=9, hashes_per_block=2)),
+    (LayerGroup(), _RECURRENT),
+    (LayerGroup(), _RECURRENT, _RECURRENT),
+    (LayerGroup(), LayerGroup(hashes_per_block=2, is_recurrent=True)),
+    (LayerGroup(hashes_per_block=2), LayerGroup(window=3), LayerGroup(hashes_per_block=2, is_recurrent=True)),
+    (_RECURRENT,),
+)
+"""Of models whose layers are of several kinds."""
+STATE_BLOCKS = 4
+"""That a request has at most of a recurrent group at any time."""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Choices that engines really make, and how fast the parts of this one are."""
 
@@ -33,9 +60,9 @@ class EngineConfig:
     num_ranks: int = 1
     pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
     reports_apart: bool = False  # ranks' reports of a step are taken in one by one, else together
-    windows: tuple[int | None, ...] = (None,)  # of each block group, in tokens
+    layer_groups: tuple[LayerGroup, ...] = (LayerGroup(),)
     num_layers: int = 2  # of each group
-    block_size: int = 4
+    block_size: int = 4  # tokens of a block hash
     num_device_blocks: int = 64  # the null block among them
     num_host_blocks: int = 64
     max_step_tokens: int = 32
@@ -84,13 +111,23 @@ class EngineConfig:
         return self.role is not None and self.role is not PeerRole.PRODUCER
 
     @property
-    def window_blocks(self) -> tuple[int | None, ...]:
-        """Blocks that a prefix's last ones must hold, by group."""
-        return tuple(None if w is None else -(-(w - 1) // self.block_size) for w in self.windows)
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block, by group."""
+        return tuple(self.block_size * group.hashes_per_block for group in self.layer_groups)
+
+    @property
+    def is_recurrent(self) -> bool:
+        return any(group.is_recurrent for group in self.layer_groups)
 
     @property
     def groups(self) -> tuple[BlockGroup, ...]:
-        return tuple(BlockGroup(window) for window in self.window_blocks)
+        """As the connector knows them."""
+        groups = []
+        for group, size in zip(self.layer_groups, self.block_sizes, strict=True):
+            window = None if group.window is None else -(-(group.window - 1) // size)
+            window = 1 if group.is_recurrent else window
+            groups.append(BlockGroup(window, group.hashes_per_block, states_are_told=group.is_recurrent))
+        return tuple(groups)
 
     def connector(self) -> Config:
         """The connector's settings."""
@@ -151,7 +188,7 @@ def draw_world(rng: random.Random) -> list[EngineConfig]:
                 port=port and 7000 + port * index,
                 deadline_ms=rng.choice([200, 1000, 3000]),
                 answer_ms=rng.choice([300, 2000]),
-                windows=(None,),
+                layer_groups=(LayerGroup(),),
             )
         drawn.append(config)
         like = like or (config if config.role or config.prefetch else None)
@@ -168,6 +205,32 @@ def draw_remembered(rng: random.Random, drawn: Sequence[EngineConfig]) -> list[E
 def draw_policies(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
     """Some engines have the policy that was added last, which is the default. `rng` is one of its own."""
     return [replace(c, write_policy=WritePolicy.ADAPTIVE) if rng.random() < 0.35 else c for c in configs]
+
+
+def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
+    """Some engines that share nothing with others have layers of several kinds. `rng` is one of its own."""
+    is_alone = [config.role is None and config.prefetch is None for config in configs]
+    drawn = [alone and rng.random() < 0.5 for alone in is_alone]
+    return [
+        with_groups(c, rng.choice(MIXED_GROUPS)) if is_mixed else c for is_mixed, c in zip(drawn, configs, strict=True)
+    ]
+
+
+def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:
+    """The same engine with another model, and as much more memory as that takes."""
+    config = replace(
+        config,
+        layer_groups=groups,
+        num_device_blocks=config.num_device_blocks
+        * max(1, sum(not group.is_recurrent for group in groups))
+        // len(config.layer_groups)
+        + STATE_BLOCKS * sum(group.is_recurrent for group in groups),
+        num_host_blocks=config.num_host_blocks * len(groups) // len(config.layer_groups),
+    )
+    if not config.is_recurrent:
+        return config
+    # What a rejected draft has done to a state is another mechanism of the engine's, and not modelled.
+    return replace(config, num_drafts=0, fails_by_request=True, truncates=False)
 
 
 def draw_group_blocks(rng: random.Random) -> list[int]:
@@ -193,7 +256,7 @@ def _with_storage(rng: random.Random, config: EngineConfig) -> EngineConfig:
         backup=rng.choice(list(Backup)),
         fetch_ms=rng.choice([0, 20, 200]),
         max_backup_blocks=rng.choice([1, 8, 4096]),
-        windows=(None,),
+        layer_groups=(LayerGroup(),),
     )
 
 
@@ -202,11 +265,11 @@ def draw(rng: random.Random, like: EngineConfig | None = None) -> EngineConfig:
     asynchronous = rng.random() < 0.6
     num_ranks = rng.choice([1, 1, 1, 2, 2, 3, 4])
     block_size = rng.choice([2, 4, 4])
-    windows: tuple[int | None, ...] = (None,)
+    groups: tuple[LayerGroup, ...] = (LayerGroup(),)
     if rng.random() < 0.25:
-        windows = (None, rng.choice([3, 5, 8, 12]))
+        groups = (LayerGroup(), LayerGroup(window=rng.choice([3, 5, 8, 12])))
     if like is not None:
-        num_ranks, block_size, windows = like.num_ranks, like.block_size, like.windows
+        num_ranks, block_size, groups = like.num_ranks, like.block_size, like.layer_groups
     pipeline = asynchronous and num_ranks > 1 and rng.random() < 0.4
     rate = rng.choice([0, 0, 0, 1 << 20, 8 << 20])
     return EngineConfig(
@@ -216,11 +279,11 @@ def draw(rng: random.Random, like: EngineConfig | None = None) -> EngineConfig:
         num_ranks=num_ranks,
         pipeline=pipeline,
         reports_apart=num_ranks > 1 and rng.random() < 0.5,
-        windows=windows,
+        layer_groups=groups,
         num_layers=rng.choice([1, 2, 2]) if like is None else like.num_layers,
         block_size=block_size,
-        num_device_blocks=rng.choice([16, 24, 32, 48, 96]) * len(windows) * 4 // block_size,
-        num_host_blocks=rng.choice([6, 24, 80, 200, 400]) * len(windows),
+        num_device_blocks=rng.choice([16, 24, 32, 48, 96]) * len(groups) * 4 // block_size,
+        num_host_blocks=rng.choice([6, 24, 80, 200, 400]) * len(groups),
         max_step_tokens=rng.choice([8, 16, 48, 200]),
         max_running=rng.choice([1, 2, 4, 8]),
         defers_frees=rng.random() < 0.5,

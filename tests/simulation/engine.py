@@ -18,7 +18,7 @@ from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import PeerAction
 
 from .checks import JobBook, Violation
-from .config import EngineConfig
+from .config import STATE_BLOCKS, EngineConfig
 from .device import SimulatedEvent
 from .model import Oracle
 from .pool import BlockPool, ConnectorView
@@ -58,7 +58,7 @@ class Engine:
         self.is_dead = False
         self.is_asleep = False
         self.met = world.met
-        self.shape = shape_of(config.num_ranks, config.windows, config.num_layers)
+        self.shape = shape_of(config)
         name, layout = f"simulated, weights {world.epochs[index]}", f"rows of {config.num_layers} layers"
         self.identity = CacheIdentity(name, "uint8", layout, config.block_size, tp_size=config.num_ranks)
         self.engine_id = f"engine{index}.{incarnation}"
@@ -73,6 +73,8 @@ class Engine:
             tree=PrefixTree() if config.most_remembered is None else ForgetfulTree(config.most_remembered),
             clock=world.time.now,
             groups=config.groups,
+            fails_by_block=not config.is_recurrent,
+            unpins_when_idle=not config.is_recurrent,
             identity=self.identity,
             engine_id=self.engine_id,
         )
@@ -184,7 +186,9 @@ class Engine:
 
     def most_tokens(self) -> int:
         """Of a request that surely fits."""
-        blocks = (self.config.num_device_blocks - 1) // len(self.config.windows)
+        num_recurrent = sum(self.shape.recurrent)
+        blocks = self.config.num_device_blocks - 1 - STATE_BLOCKS * num_recurrent
+        blocks //= max(1, len(self.shape.recurrent) - num_recurrent)
         return blocks * self.config.block_size - 3 * self.config.num_drafts - 2
 
     def _finished(self, request: SimulatedRequest) -> None:

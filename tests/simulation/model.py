@@ -4,6 +4,7 @@
     h_(l+1)[p]                      mix(h_l[p] + sum over the rows q that p attends to of row[q] * C[q])
     token behind p                  mix(sum over ranks of the last h[p])
 
+A recurrent layer keeps the sum itself, as a state of many words of which each depends on it, in place of rows.
 C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the rank and the
 `epoch` of the weights: after an update of the weights no row of before fits any more. Layers of a windowed group attend
 to the last `window` positions only. `Oracle` computes the same without any cache.
@@ -50,10 +51,12 @@ _POSITIONS: Words = np.arange(MOST_TOKENS, dtype=np.uint64) * np.uint64(_B)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """`layer_groups[l]` is the block group of layer l; `windows[g]` the tokens that a group's layers see, or None."""
+    """`layer_groups[l]` is the block group of layer l; `windows[g]` the tokens that a group's layers see, or None;
+    `recurrent[g]` whether they keep states."""
 
     layer_groups: tuple[int, ...] = (0, 0)
     windows: tuple[int | None, ...] = (None,)
+    recurrent: tuple[bool, ...] = (False,)
     num_ranks: int = 1
 
     @property
@@ -64,6 +67,9 @@ class ModelShape:
     def tensors(self) -> tuple[int, ...]:
         """Of each layer the cache tensor it lies in: the i-th layers of all groups share one, as in vLLM."""
         return tuple(self.layer_groups[:index].count(group) for index, group in enumerate(self.layer_groups))
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.recurrent[self.layer_groups[layer]]
 
     def window(self, layer: int) -> int | None:
         return self.windows[self.layer_groups[layer]]
@@ -95,6 +101,20 @@ def attend(h: Words, rows: Words, first: int, start: int, window: int | None) ->
         lows = np.arange(start, start + len(h)) - window - first  # the last position that is not attended to
         behind = behind - np.where(lows >= 0, sums[np.maximum(lows, 0)], np.uint64(0))
     return mix(h + behind)
+
+
+def go_on(h: Words, rows: Words, start: int, state: Words) -> tuple[Words, Words]:
+    """h of the next layer at `start` and behind, and the state behind them. `state`: the one in front of them."""
+    salts = COEFFICIENTS[: len(state)]
+    words = state - salts  # which are equal, but for one that is wrong
+    before = words[0] + (words - words[0]).sum(dtype=np.uint64)
+    sums = before + np.cumsum(rows * COEFFICIENTS[start : start + len(rows)], dtype=np.uint64)
+    return mix(h + sums), sums[-1] + salts
+
+
+def first_state(num_words: int) -> Words:
+    """In front of the first token."""
+    return COEFFICIENTS[:num_words].copy()
 
 
 def first_row(start: int, window: int | None) -> int:

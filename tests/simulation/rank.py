@@ -19,6 +19,7 @@ from kv_connector.worker import WorkerHalf
 from . import model
 from .checks import JobBook, Violation
 from .device import Device, SimulatedEvent, Stream, on, path_maker
+from .pool import NULL_BLOCK
 from .requests import Item, RankResult, Step
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Rank:
         self.device.on_copy = lambda copy: self.book.copied(index, copy)
         self.shape = engine.shape
         num_tensors = max(self.shape.tensors) + 1
-        words = (num_tensors, config.num_device_blocks, config.block_size)
+        words = (num_tensors, config.num_device_blocks, max(config.block_sizes))
         self.kv = np.full(words, 0xAAAAAAAAAAAAAAAA, dtype=np.uint64)
         self._rows = self.kv.reshape(num_tensors, -1)
         self._inbox: deque[Step] = deque()
@@ -119,6 +120,7 @@ class Rank:
     def _execute(self, step: Step) -> None:
         """A step, in the order of calls that `kv_connector.base` states."""
         config, worker, plan = self.engine.config, self.worker, step.plan
+        self._copy_states(step)
         if config.binds_first:
             worker.bind_connector_metadata(plan)
             worker.handle_preemptions(plan)
@@ -170,12 +172,13 @@ class Rank:
 
         for layer in range(num_layers):
             pending.append(lambda layer=layer: self._write(step, layer))
-            if not config.full_graphs:
+            has_hooks = not config.full_graphs and not self.shape.is_recurrent(layer)
+            if has_hooks:
                 if config.splits_layers or step.plan.loads:
                     flush()
                 self.worker.wait_for_layer_load(f"layers.{layer}")
             pending.append(lambda layer=layer: self._read(step, layer))
-            if not config.full_graphs:
+            if has_hooks:
                 if config.splits_layers or step.plan.peer:
                     flush()
                 self.worker.save_kv_layer(f"layers.{layer}")
@@ -194,6 +197,17 @@ class Rank:
             if item.sampled_before is not None:
                 item.sampled_before[self.index].wait(compute)
 
+    def _copy_states(self, step: Step) -> None:
+        """As vLLM does in front of all that a connector is asked for, each request's state comes to where the step will
+        go on with it."""
+        recurrent = [group for group, is_recurrent in enumerate(self.shape.recurrent) if is_recurrent]
+        for source, target in (item.states[group] for item in step.items for group in recurrent):
+            if source not in (NULL_BLOCK, target):
+                self.device.compute.put(lambda source=source, target=target: self._copy_state(source, target))
+
+    def _copy_state(self, source: int, target: int) -> None:
+        self.kv[:, target] = self.kv[:, source]
+
     def _write(self, step: Step, layer: int) -> None:
         group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
         for item in step.items:
@@ -204,7 +218,8 @@ class Rank:
             h = item.h[self.index]
             assert h is not None
             written = item.rows[self.index] = model.rows_of(h, layer)
-            rows[item.slots[group][item.start : item.end]] = written
+            if not self.shape.is_recurrent(layer):
+                rows[item.slots[group][item.start : item.end]] = written
 
     def _read(self, step: Step, layer: int) -> None:
         group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
@@ -212,9 +227,21 @@ class Rank:
         for item in step.items:
             h = item.h[self.index]
             assert h is not None
+            if self.shape.is_recurrent(layer):
+                item.h[self.index] = self._go_on(item, layer, h)
+                continue
             first = model.first_row(item.start, window)
             read = rows[item.slots[group][first : item.end]]
             item.h[self.index] = model.attend(h, read, first, item.start, window)
+
+    def _go_on(self, item: Item, layer: int, h: model.Words) -> model.Words:
+        """A recurrent layer: the state in the step's block goes on with what the step computes."""
+        state = self.kv[self.shape.tensors[layer], item.states[self.shape.layer_groups[layer]][1]]
+        rows = item.rows[self.index]
+        assert rows is not None and item.start == item.num_computed, "no drafts are modelled of such layers"
+        before = state if item.start else model.first_state(len(state))
+        h, state[:] = model.go_on(h, rows, item.start, before)
+        return h
 
     def _finish(self, step: Step) -> None:
         step.stages[self.index].come()
@@ -234,9 +261,9 @@ class Rank:
             rows[item.slots[group][item.start : item.end]] = item.rows[self.index]
 
     def _check_write(self, step: Step, item: Item) -> None:
-        size = self.engine.config.block_size
-        for table in item.tables:
-            for block in table[item.start // size : -(-item.end // size)]:
+        for group, size in enumerate(self.engine.config.block_sizes):
+            written = item.tables[group][item.start // size : -(-item.end // size)]
+            for block in item.states[group][1:] if self.shape.recurrent[group] else written:
                 if not 0 < block < self.engine.config.num_device_blocks:
                     name = item.request.request_id
                     raise Violation("engine", f"step {step.number} writes to block {block} of {name}")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kv_connector.index import BlockHasher
 from kv_connector.types import BlockHash, StepPlan, StepReport
 
+from .config import EngineConfig
 from .device import SimulatedEvent
 from .model import ModelShape, Oracle, Words, token_of
 
@@ -114,7 +115,7 @@ class DeviceSequence:
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """One request's share of a step. `table_slots[g]` are the slots of its rows in group g's cache tensors."""
+    """One request's share of a step. `slots[g]` are the slots of its rows in group g's cache tensors."""
 
     request: SimulatedRequest
     device: DeviceSequence
@@ -125,6 +126,7 @@ class Item:
     known_rejected: int
     tables: list[list[int]]
     slots: list[NDArray[np.int64]]
+    states: list[tuple[int, int]]  # by group: the blocks of the state before and of the one behind; 0: none
     sampled_before: list[SimulatedEvent] | None = None  # by rank: of the step that it needs the token of
     start: int = -1
     inputs: list[int] = field(default_factory=list)
@@ -220,13 +222,19 @@ class Step:
         return all(result is not None for result in self.results)
 
 
-def slots_of(table: Sequence[int], block_size: int, num_tokens: int) -> NDArray[np.int64]:
-    """The slot of each position's row; what lies in no block points nowhere."""
+def slots_of(table: Sequence[int], block_size: int, num_tokens: int, block_words: int) -> NDArray[np.int64]:
+    """The slot of each position's row in tensors with so many words a block; what lies in no block points nowhere."""
     blocks = np.array(table[: -(-num_tokens // block_size)], dtype=np.int64)
-    slots = blocks[:, None] * block_size + np.arange(block_size)
+    slots = blocks[:, None] * block_words + np.arange(block_size)
     return np.where(blocks[:, None] > 0, slots, np.int64(1 << 40)).ravel()
 
 
-def shape_of(num_ranks: int, windows: tuple[int | None, ...], num_layers: int) -> ModelShape:
-    """`num_layers` layers for each block group, in turn."""
-    return ModelShape(tuple(range(len(windows))) * num_layers, windows, num_ranks)
+def shape_of(config: EngineConfig) -> ModelShape:
+    """The layers of each block group, in turn."""
+    groups = config.layer_groups
+    return ModelShape(
+        tuple(range(len(groups))) * config.num_layers,
+        tuple(group.window for group in groups),
+        tuple(group.is_recurrent for group in groups),
+        config.num_ranks,
+    )

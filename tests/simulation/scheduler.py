@@ -105,6 +105,7 @@ class SchedulerModel:
     def schedule(self) -> tuple[StepPlan, list[Item]]:
         """What the next step computes, and the connector's plan for it."""
         self.step += 1
+        self.blocks.step_begins()
         budget, items = self.config.max_step_tokens, {}
         new_blocks: dict[SimulatedRequest, list[list[int]]] = {}
         budget, has_preempted = self._schedule_running(budget, items, new_blocks)
@@ -120,7 +121,9 @@ class SchedulerModel:
             for request, item in items.items()
         ]
         preempted, self._preempted = self._preempted, set()
-        plan = self.half.build_connector_meta(SchedulerOutput(scheduled, preempted))
+        states = self.blocks.take_states()
+        self.met["states told"] += len(states)
+        plan = self.half.build_connector_meta(SchedulerOutput(scheduled, preempted, states))
         for request, item in items.items():
             self._advance(request, item)
         if items:
@@ -138,6 +141,7 @@ class SchedulerModel:
             most = request.num_prompt_tokens + request.max_tokens
             is_sure_to_end = placeholders > 0 and computed + 2 - placeholders >= most
             count = min(request.num_tokens + request.num_drafts + placeholders - computed, budget)
+            count = self.blocks.split(request, computed, count)
             if is_sure_to_end or count <= 0:
                 index += 1
                 continue
@@ -203,6 +207,9 @@ class SchedulerModel:
             count = 0 if is_async else min(request.num_tokens - computed, budget)
             if not is_async and count <= 0:
                 raise Violation("check", f"{request.request_id}: {computed} of {request.num_tokens} tokens are cached")
+            count = self.blocks.split(request, computed, count)
+            if not is_async and not count:
+                break
             reserved = self._reserved() if is_async else 0
             ahead = 0 if is_async else self.config.num_drafts
             if self.blocks.admit(request, count, ahead, hit, num_local, num_external, is_async, reserved) is None:
@@ -256,10 +263,15 @@ class SchedulerModel:
         request.num_drafts = 0
         ranks = self.config.num_ranks
         tables = [list(table) for table in request.tables]
-        slots = [slots_of(table, self.config.block_size, computed + count) for table in tables]
+        sizes, words = self.config.block_sizes, max(self.config.block_sizes)
+        slots = [slots_of(table, size, computed + count, words) for size, table in zip(sizes, tables, strict=True)]
+        states = [
+            (table[(computed - 1) // size] if computed else NULL_BLOCK, table[(computed + count - 1) // size])
+            for size, table in zip(sizes, tables, strict=True)
+        ]
         samples = computed + count >= request.num_tokens + request.num_placeholders
         known = request.num_rejected
-        item = Item(request, device, computed, count, num_drafts, samples, known, tables, slots)
+        item = Item(request, device, computed, count, num_drafts, samples, known, tables, slots, states)
         item.h, item.rows = [None] * ranks, [None] * ranks
         return item
 
@@ -403,13 +415,14 @@ class SchedulerModel:
         """
         self.met["load of the step failed"] += 1
         affected = set()
-        size = self.config.block_size
+        sizes = self.config.block_sizes
         for request in [*self.holding, *self.running]:
-            first = min((t.index(b) for t in request.tables for b in invalid.intersection(t)), default=None)
+            tables = list(zip(sizes, request.tables, strict=False))
+            first = min((size * t.index(b) for size, t in tables for b in invalid.intersection(t)), default=None)
             if first is None:
                 continue
             if request.status is Status.LOADING:
-                num_valid = min(request.num_computed_tokens, first * size)  # other ranks may have lost more before
+                num_valid = min(request.num_computed_tokens, first)  # other ranks may have lost more before
                 self._fail_receiving(request, num_valid if len(request.tables) == 1 else 0)
                 continue
             affected.add(request)
@@ -421,10 +434,10 @@ class SchedulerModel:
                 request.num_computed_tokens = 0
                 self.waiting.appendleft(request)
                 continue
-            is_alone = all(self.pool.refs[b] - self.pool.pins[b] == 1 for t in request.tables for b in t[first:] if b)
+            is_alone = all(self.pool.refs[b] - self.pool.pins[b] == 1 for s, t in tables for b in t[first // s :] if b)
             if self.config.truncates and is_alone and len(request.tables) == 1 and not self.config.asynchronous:
                 self.met["truncated behind a failed load"] += 1
-                request.num_computed_tokens = first * size
+                request.num_computed_tokens = first
                 self._place(request)
             else:
                 self.running.remove(request)
@@ -445,11 +458,10 @@ class SchedulerModel:
 
     def _reserved(self) -> int:
         """Blocks that prefills under way will still take."""
-        size = self.config.block_size
         return sum(
             max(0, -(-(request.num_tokens + self.config.num_drafts) // size) - len(table))
             for request in self._prefilling
-            for table in request.tables
+            for size, table in zip(self.config.block_sizes, request.tables, strict=False)
         )
 
     def _preempt(self, request: SimulatedRequest, drops_stale: bool) -> None:

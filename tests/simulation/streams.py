@@ -27,6 +27,8 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig], actions: Sequence[
 
     for _ in range(rng.randint(1, 8)):
         engine, document = rng.randrange(len(configs)), rng.randrange(4)
+        if configs[engine].is_recurrent:
+            continue  # a state has gone on with what was under way at the session's end
         time = actions[rng.randrange(len(actions) // 2 + 1)].time
         seconds = rng.choice([2e-3, 1e-2, 3e-2])
         inputs = [(seconds, rng.randint(1, 9), rng.randint(1, 6)) for _ in range(rng.randint(2, 5))]

@@ -61,6 +61,7 @@ class World:
         self._digest = hashlib.sha256()
         self.configs = configs.draw_remembered(random.Random(f"{seed}/most_remembered"), configs.draw_world(rng))
         self.configs = configs.draw_policies(random.Random(f"{seed}/policies"), self.configs)
+        self.configs = configs.draw_groups(random.Random(f"{seed}/groups"), self.configs)
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))
@@ -161,7 +162,9 @@ class World:
         met["engines with ranks"] += config.num_ranks > 1
         met["engines that remember little"] += config.most_remembered is not None
         met["engines with pipelines"] += config.pipeline
-        met["engines with windows"] += len(config.windows) > 1
+        met["engines with windows"] += any(group.window is not None for group in config.layer_groups)
+        met["engines with blocks of several sizes"] += len(set(config.block_sizes)) > 1
+        met["engines with recurrent layers"] += config.is_recurrent
         met[f"engines with {config.write_policy.value}"] += 1
         if config.role is not None:
             met[f"engines that are {config.role.value}"] += 1

@@ -53,13 +53,13 @@ class LoadLeases:
         request: Request,
         tables: Sequence[BlockTable],
         first: int,
-        num_blocks: int,
+        num_hashes: int,
         mode: LoadMode,
         may_announce: bool = True,
     ) -> LoadLease:
-        """Lease what a hit of `num_blocks` blocks from `first` on is made of. `may_announce`: the request waits for
-        nothing else, so that it may continue when this load is about to end."""
-        hit = self._lookup.hit(request.block_hashes, first, num_blocks)
+        """Lease what a hit of `num_hashes` block hashes from `first` on is made of. `may_announce`: the request waits
+        for nothing else, so that it may continue when this load is about to end."""
+        hit = self._lookup.hit(request.block_hashes, first, num_hashes)
         lease, host = LoadLease(mode), self._shared.host
         for table, indices, nodes in zip(tables, hit.indices, hit.nodes, strict=True):
             host_ids = host.blocks_of(nodes)
@@ -125,10 +125,11 @@ class LoadLeases:
         """
         lost = set(block_ids)
         behind = set(lost)
+        sizes = [group.hashes_per_block for group in self._shared.grouped.groups]
         for tables in (*live, *(tables for _, tables in self.dropped_since(lost))):
-            first = min((ids.index(block_id) for ids in tables for block_id in lost.intersection(ids)), default=None)
-            if first is not None:
-                behind.update(*(ids[first:] for ids in tables))
+            found = (n * ids.index(block) for n, ids in zip(sizes, tables, strict=False) for block in lost & set(ids))
+            if (first := min(found, default=None)) is not None:
+                behind.update(*(ids[first // n :] for n, ids in zip(sizes, tables, strict=False)))
         self._shared.pool.forget(behind - {NO_BLOCK})
 
     def end(self, ended: EndedJob) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
-from ...base import ScheduledRequest
+from ...base import ScheduledRequest, StateBlock
 from ...events import BlockStored
 from ...index import BlockState, Event, ReuseModel, SavePolicy
-from ...index.lookup import group_key
 from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
 from ..ledger import EndedJob
 from ..requests import RequestState
@@ -35,18 +34,20 @@ class _Progress:
     state: RequestState
     paths: Sequence[Sequence[BlockHash]]
     num_computed_tokens: int  # before the step, as the engine counts them
-    full: int  # blocks
+    num_hashes: int
     now: float
 
 
 @dataclass(slots=True)
 class _Taken:
-    """Host blocks for some blocks of a group, copies of nothing yet. `shown` were shown to the policy."""
+    """Host blocks for some blocks of a group, copies of nothing yet. `shown` were shown to the policy; `device_ids` by
+    block."""
 
     group: int
     keys: Sequence[BlockHash]
-    shown: range
+    shown: Sequence[int]
     saved: list[int]
+    device_ids: Mapping[int, int] | Sequence[int]
     host_ids: list[int]
 
 
@@ -78,10 +79,10 @@ class SavePlanner:
         self._is_in_storage = is_in_storage
         self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
-        windows = enumerate(group.window_blocks for group in grouped.groups)
-        self._windows = {group: window for group, window in windows if window is not None}
-        self._full_groups = [group for group in range(len(grouped.groups)) if group not in self._windows]
-        self._num_groups = len(grouped.groups)
+        windows = [group.window_blocks is not None for group in grouped.groups]
+        self._full_groups = [group for group, is_window in enumerate(windows) if not is_window]
+        self._windows = [g for g, group in enumerate(grouped.groups) if windows[g] and not group.states_are_told]
+        self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
         self._device_ids: list[int] = []  # that the step being planned saves
         self._host_ids: list[int] = []  # where it saves them
         self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
@@ -89,43 +90,45 @@ class SavePlanner:
         self._most_taken = 0  # in a recent step
         self._num_ahead = 0  # device blocks next in line that were looked at and have not been taken since
 
-    def note_admitted(self, num_blocks: int, num_hit_blocks: int) -> None:
-        """A request was admitted that will take so many blocks of each group, and has some that the device holds.
+    def note_admitted(self, num_hashes: int, num_hit_hashes: int) -> None:
+        """A request was admitted that will take blocks of so many hashes, and has some that the device holds.
 
         It takes them step by step where it computes and all at once where it loads: they are counted as a whole.
         """
-        self._num_admitted += self._num_groups * num_blocks
-        self._num_ahead -= self._num_groups * num_hit_blocks  # they may have been among those next in line
+        self._num_admitted += self._num_blocks(num_hashes)
+        self._num_ahead -= self._num_blocks(num_hit_hashes)  # they may have been among those next in line
 
     def note_changed(self) -> None:
         """Device blocks were freed: there may be something to save before reuse."""
         self.may_save_before_reuse = self._policy.saves_before_reuse
 
-    def plan(self, state: RequestState, item: ScheduledRequest, now: float) -> None:
-        """The step saves what the policy wants of blocks that are, or will be after it, full and valid on the device.
+    def plan(self, state: RequestState, item: ScheduledRequest, told: Sequence[StateBlock], now: float) -> None:
+        """The step saves what the policy wants of blocks that are, or will be after it, full and valid on the device,
+        among them those that the engine has `told` of.
 
         A hit needs the blocks of every group: room is found for all of them before any is saved, so that what one of
         them declines is given back of the others.
         """
         self._budget.fill(now)
         size, hashes = self._shared.block_size, state.request.block_hashes
-        num_tokens = item.num_computed_tokens + item.num_scheduled_tokens
-        self._num_begun += self._num_groups * (-(-num_tokens // size) - -(-item.num_computed_tokens // size))
-        full = min(num_tokens // size, len(hashes))
-        if state.is_stale or not any(full > table.next_block or table.unsaved for table in state.tables):
+        num_before, num_tokens = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
+        self._num_begun += self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
+        num_hashes = min(num_tokens // size, len(hashes))
+        in_order = (*self._windows, *self._full_groups) if state.tables else ()
+        groups = [group for group in in_order if self._has_new(state, group, num_hashes)]
+        if state.is_stale or not (groups or (told and state.tables)):
             return
         paths = [self._grouped.keys(hashes, group) for group in self._full_groups]
-        groups = list(self._windows)  # first: what they cannot save in a step is lost, and the others' blocks wait
-        if self._host.has_room_behind(paths, now):  # with no room at all those are looked at when there is some
-            groups += self._full_groups
-            self._look_for_holes(state, full)
-        progress = _Progress(state, paths, item.num_computed_tokens, full, now)
-        taken: list[_Taken] = []
+        progress = _Progress(state, paths, num_before, num_hashes, now)
+        if has_room := self._host.has_room_behind(paths, now):
+            self._look_for_holes(state, num_hashes)
+        # First states and windows: what they cannot save in a step is lost, and the others' blocks wait.
+        taken = self._take_told(progress, told)
         for group in groups:
-            table = state.tables[group]
-            if full > table.next_block or table.unsaved:
-                take = self._take_window if group in self._windows else self._take_full
-                taken += take(progress, group)
+            if group in self._windows:
+                taken += self._take_window(progress, group)
+            elif has_room:  # with no room at all those are looked at when there is some
+                taken += self._take_full(progress, group)
         for part in taken:
             self._save(state, part, now)
 
@@ -197,17 +200,29 @@ class SavePlanner:
         self._num_ahead = max(self._policy.lookahead, 2 * self._most_taken)
         return self._num_ahead
 
-    def _look_for_holes(self, state: RequestState, full: int) -> None:
+    def _num_blocks(self, num_hashes: int) -> int:
+        """That a prefix of so many hashes takes, of all groups."""
+        return sum(-(-num_hashes // size) for size in self._hashes_per_block)
+
+    def _has_new(self, state: RequestState, group: int, num_hashes: int) -> bool:
+        """Whether blocks of the group wait, or have not been shown to the policy."""
+        table = state.tables[group]
+        return num_hashes // self._hashes_per_block[group] > table.next_block or bool(table.unsaved)
+
+    def _look_for_holes(self, state: RequestState, num_hashes: int) -> None:
         """Nobody can reach what comes behind a block that has gone from the host since it was saved."""
         for group in self._full_groups:
-            table = state.tables[group]
+            table, full = state.tables[group], num_hashes // self._hashes_per_block[group]
             first = table.unsaved[0] if table.unsaved else min(table.next_block, full)
             if self._is_cut_off(state, group, first):
-                state.first_unreachable = min(state.first_unreachable, first - 1)
+                self._lose_from(state, group, first - 1)
+
+    def _lose_from(self, state: RequestState, group: int, first: int) -> None:
+        state.first_unreachable = min(state.first_unreachable, first * self._hashes_per_block[group])
 
     def _take_full(self, progress: _Progress, group: int) -> list[_Taken]:
         """Of a group of full attention, what the policy wants, as far as there is room for it."""
-        state, full = progress.state, progress.full
+        state, full = progress.state, progress.num_hashes // self._hashes_per_block[group]
         table, keys = state.tables[group], self._grouped.keys(state.request.block_hashes, group)
         most = self._budget.num_blocks
         if not most and full <= table.next_block:
@@ -216,8 +231,8 @@ class SavePlanner:
         table.next_block = max(table.next_block, full)
         saved, host_ids = self._take_waiting(progress, group, keys, most) if table.unsaved else ([], [])
         new, most = self._wanted(keys[first:full], first), most - len(saved)
-        if full > state.first_unreachable:
-            new = self._reachable(state, keys, new)
+        if progress.num_hashes > state.first_unreachable:
+            new = self._reachable(state, group, keys, new)
             if not saved and not new:
                 return []
         num_deferred = len(new[most:])
@@ -226,20 +241,19 @@ class SavePlanner:
             room = self._room(progress, keys, new[:num_looked_at])
             saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
             if len(room) < num_looked_at and self._has_room(progress):  # but not for these
-                new = self._declined(state, keys, new)
+                new = self._declined(state, group, keys, new)
         self._metrics.deferred_saves_blocks += min(num_deferred, len(new))
         table.unsaved += new
         self._budget.spend(len(host_ids))
-        return [_Taken(group, keys, range(first, full), saved, host_ids)]
+        return [_Taken(group, keys, range(first, full), saved, table.block_ids, host_ids)]
 
     def _take_waiting(
         self, progress: _Progress, group: int, keys: Sequence[BlockHash], most: int
     ) -> tuple[list[int], list[int]]:
         """Up to `most` blocks that waited and are still wanted, as far as there is room, and host blocks for them."""
-        state, full = progress.state, progress.full
+        state, full = progress.state, progress.num_hashes // self._hashes_per_block[group]
         table = state.tables[group]
-        if table.unsaved[-1] >= state.first_unreachable:
-            table.unsaved = deque(self._reachable(state, keys, table.unsaved))
+        table.unsaved = deque(self._reachable(state, group, keys, table.unsaved))
         saved: list[int] = []
         host_ids: list[int] = []
         while num_looked_at := min(most - len(saved), _WAITING_AT_ONCE):
@@ -253,7 +267,7 @@ class SavePlanner:
             host_ids += room
             table.unsaved.extendleft(reversed(wanted[len(room) :]))
             if len(room) < len(wanted) and self._has_room(progress):  # but not for these
-                table.unsaved = deque(self._declined(state, keys, table.unsaved))
+                table.unsaved = deque(self._declined(state, group, keys, table.unsaved))
             if len(room) < num_looked_at:
                 break
         return saved, host_ids
@@ -263,20 +277,26 @@ class SavePlanner:
         comes back from it."""
         if not first or self._is_in_storage or not self._policy.wants(hits=0, pinned=False):
             return False
-        node = self._tree.get(group_key(state.request.block_hashes[first - 1], group))
+        node = self._tree.get(self._grouped.keys(state.request.block_hashes, group)[first - 1])
         return node is None or self._host.node_state(node) is BlockState.ABSENT
 
-    def _declined(self, state: RequestState, keys: Sequence[BlockHash], indices: Sequence[int]) -> list[int]:
+    def _declined(
+        self, state: RequestState, group: int, keys: Sequence[BlockHash], indices: Sequence[int]
+    ) -> list[int]:
         """The first of these blocks is worth less than what would go for it, so nobody could reach the others: see
         `_reachable`."""
-        state.first_unreachable = min(state.first_unreachable, indices[0])
-        return self._reachable(state, keys, indices)
+        self._lose_from(state, group, indices[0])
+        return self._reachable(state, group, keys, indices)
 
-    def _reachable(self, state: RequestState, keys: Sequence[BlockHash], indices: Sequence[int]) -> list[int]:
+    def _reachable(
+        self, state: RequestState, group: int, keys: Sequence[BlockHash], indices: Sequence[int]
+    ) -> list[int]:
         """Of these blocks, which are in order, those that somebody could reach on the host, and what an operator has
         pinned right behind them; the others are declined, and counted."""
-        indices = list(indices)
-        num_kept = bisect_left(indices, state.first_unreachable)
+        indices, stop = list(indices), state.first_unreachable // self._hashes_per_block[group]
+        if not indices or indices[-1] < stop:
+            return indices
+        num_kept = bisect_left(indices, stop)
         num_kept += self._num_pinned(keys, indices[num_kept:])
         self._metrics.declined_saves_blocks += len(indices) - num_kept
         return indices[:num_kept]
@@ -301,50 +321,65 @@ class SavePlanner:
 
     def _take_window(self, progress: _Progress, group: int) -> list[_Taken]:
         """Blocks slide out of the window and are gone: what finds no room or budget in this step is not saved later."""
-        state, full = progress.state, progress.full
-        table, keys = state.tables[group], self._grouped.keys(state.request.block_hashes, group)
+        table, size = progress.state.tables[group], self._hashes_per_block[group]
+        full = progress.num_hashes // size
         # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
         # them, it may have given to others in this very step.
-        num_left = (progress.num_computed_tokens - 1) // self._shared.block_size - self._windows[group] + 1
-        shown = range(max(table.next_block, num_left), full)
+        num_left = (progress.num_computed_tokens - 1) // (size * self._shared.block_size) + 1
+        first = max(table.next_block, self._grouped.groups[group].first_needed(num_left))
         table.next_block = max(table.next_block, full)
-        wanted = [index for index in shown if table.block_ids[index] != NO_BLOCK and self._is_wanted(keys[index])]
-        wanted = self._reachable(state, keys, wanted)
+        ids = table.block_ids
+        return self._take_held(progress, group, {i: ids[i] for i in range(first, full) if ids[i] != NO_BLOCK})
+
+    def _take_told(self, progress: _Progress, told: Sequence[StateBlock]) -> list[_Taken]:
+        """Of recurrent states: the engine goes on with them, and what is not saved in this step is not saved later."""
+        held: dict[int, dict[int, int]] = {}
+        for block in sorted(told, key=lambda block: block.num_tokens):
+            size = self._shared.block_size * self._hashes_per_block[block.group]
+            held.setdefault(block.group, {})[block.num_tokens // size - 1] = block.block_id
+        return [part for group, blocks in held.items() for part in self._take_held(progress, group, blocks)]
+
+    def _take_held(self, progress: _Progress, group: int, held: Mapping[int, int]) -> list[_Taken]:
+        """What the policy wants of these blocks, which are in order."""
+        state = progress.state
+        keys = self._grouped.keys(state.request.block_hashes, group)
+        wanted = self._reachable(state, group, keys, [index for index in held if self._is_wanted(keys[index])])
         most = min(len(wanted), self._budget.num_blocks)
         host_ids = self._host.allocate_behind(most, progress.paths, progress.now) if most else []
         self._budget.spend(len(host_ids))
         # The window's end is what a later prefix needs, so its blocks go first where there is no room for all.
         saved = wanted[len(wanted) - len(host_ids) :]
         self._metrics.dropped_saves_blocks += len(wanted) - len(saved)
-        return [_Taken(group, keys, shown, saved, host_ids)]
+        return [_Taken(group, keys, list(held), saved, held, host_ids)]
 
     def _save(self, state: RequestState, taken: _Taken, now: float) -> None:
         """Make host blocks the copies of what they were taken for, but for what another group has declined since."""
-        saved = taken.saved
-        if saved and saved[-1] >= state.first_unreachable:
-            saved = self._reachable(state, taken.keys, saved)
-            self._host.release(taken.host_ids[len(saved) :])
-        host_ids, block_ids = taken.host_ids[: len(saved)], state.tables[taken.group].block_ids
+        saved = self._reachable(state, taken.group, taken.keys, taken.saved)
+        self._host.release(taken.host_ids[len(saved) :])
+        host_ids = taken.host_ids[: len(saved)]
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
-        if taken.group in self._windows:
-            held = [index for index in taken.shown if block_ids[index] != NO_BLOCK]
-            found = {index: self._tree.insert_path((taken.keys[index],), now)[0] for index in held}
-            targets, nodes = [found[index] for index in saved], list(found.values())
-        else:
+        if taken.group in self._full_groups:
             targets, nodes = self._nodes(taken, saved, now)
+        else:
+            nodes = self._tree.insert_apart([taken.keys[index] for index in taken.shown], now)
+            node_of = dict(zip(taken.shown, nodes, strict=True))
+            targets = [node_of[index] for index in saved]
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
-        self._device_ids += [block_ids[index] for index in saved]
+        self._device_ids += [taken.device_ids[index] for index in saved]
         self._host_ids += host_ids
         num_pinned = self._num_pinned(taken.keys, saved)
-        num_hit = max(0, bisect_left(saved, state.num_hit_blocks) - num_pinned)
+        num_hit_blocks = state.num_hit_hashes // self._hashes_per_block[taken.group]
+        num_hit = max(0, bisect_left(saved, num_hit_blocks) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned
         self._metrics.saves_on_hit_blocks += num_hit
         self._metrics.saves_on_compute_blocks += len(saved) - num_pinned - num_hit
 
     def _nodes(self, taken: _Taken, saved: Sequence[int], now: float) -> tuple[list[int], list[int]]:
         """Of full attention, the nodes of what is saved, and those that are new: every block has one from now on."""
-        keys, first, full = taken.keys, taken.shown.start, taken.shown.stop
+        keys, shown = taken.keys, taken.shown
+        assert isinstance(shown, range)
+        first, full = shown.start, shown.stop
         start = first + len(self._tree.match(keys[first:full]))
         nodes = self._tree.insert_path(keys, now, start, full)
         known = [self._find_or_insert(keys, index, now) for index in saved if index < start]

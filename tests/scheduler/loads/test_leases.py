@@ -122,6 +122,17 @@ def test_what_was_computed_behind_a_failed_load_is_forgotten_in_every_group() ->
     assert blocks.forgotten == {2, 3, 4, 7, 8}
 
 
+def test_what_lies_behind_a_failed_load_is_told_by_tokens_where_groups_have_other_blocks() -> None:
+    """Blocks of 4 and of 8 tokens: one of 4 is lost, from token 12 on."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "load_choice": "sync"})
+    half = SchedulerHalf(config, 4, groups=(BlockGroup(), BlockGroup(hashes_per_block=2)))
+    blocks = ForeignBlocks()
+    half.bind_block_pool(blocks)
+    half.update_state_after_alloc(Asked("a", list(range(24))), [[1, 2, 3, 4, 5, 6], [11, 12, 13]], 0, 0)
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=10, lost_blocks=(4,))])
+    assert blocks.forgotten == {4, 5, 6, 12, 13}
+
+
 @pytest.mark.parametrize("had", [[50, 51, 52], [0, 1, 50, 54]])
 def test_who_had_a_block_before_its_load_was_planned_has_lost_nothing(had: list[int]) -> None:
     """Its blocks were free when they were given to whoever loads; the engine would end for it. What it had of another

@@ -6,6 +6,7 @@ whatever notices it.
 
 from .groups import GROUPS
 from .identity import IDENTITY
+from .layer_groups import LAYER_GROUPS
 from .loads import LOADS
 from .macs import MACS
 from .mutant import Mutant
@@ -27,6 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *STORAGE,
     *MACS,
     *GROUPS,
+    *LAYER_GROUPS,
     *REUSE,
     *IDENTITY,
     *TRANSFER,

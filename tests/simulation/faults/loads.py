@@ -30,7 +30,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "computed-behind-hit",
         "what was computed behind a failed load is hit",
-        (Patch(_LEASES, "behind.update(*(ids[first:] for ids in tables))", "pass"),),
+        (Patch(_LEASES, "behind.update(*(ids[first // n :] for n, ids in zip(sizes, tables, strict=False)))", "pass"),),
         _LATER_WORLDS,
     ),
     Mutant(
@@ -80,13 +80,19 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "no-room-to-begin-anew",
         "loads run in the background that leave no room for one that fails and left its window behind",
-        (Patch(_HALF, "return num_needed <= self._pool.num_available", "return True"),),
+        (
+            Patch(
+                _HALF,
+                "return num_needed + self._requests.num_missing(self._shared.group_sizes) <= self._pool.num_available",
+                "return True",
+            ),
+        ),
         tested(f"{_GONE}::test_a_load_waits_only_where_all_that_wait_could_begin_anew"),
     ),
     Mutant(
         "waiting-not-counted",
         "requests that wait for loads are kept no room to begin anew",
-        (Patch(_HALF, " + self._requests.num_missing(size)\n", "\n"),),
+        (Patch(_HALF, " + self._requests.num_missing(self._shared.group_sizes)", ""),),
         tested(f"{_GONE}::test_a_load_waits_only_where_all_that_wait_could_begin_anew"),
     ),
     Mutant(
@@ -181,7 +187,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "window-of-the-dropped-block",
         "where the last block is left to be computed, the window in front of it need not be there",
-        (Patch(_LOOKUP, "end = self._fit_windows(hashes, first, max(end - 1, first))", "end = max(end - 1, first)"),),
+        (Patch(_LOOKUP, "end = self._fit(hashes, first, max(end - 1, first))", "end = max(end - 1, first)"),),
         tested("tests/index/test_lookup.py"),
     ),
     Mutant(

@@ -123,7 +123,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "                new = self._declined(state, keys, new)\n",
+                "                new = self._declined(state, group, keys, new)\n",
                 "                pass\n",
             ),
         ),
@@ -135,7 +135,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "                table.unsaved = deque(self._declined(state, keys, table.unsaved))\n",
+                "                table.unsaved = deque(self._declined(state, group, keys, table.unsaved))\n",
                 "                pass\n",
             ),
         ),
@@ -144,7 +144,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "saved-behind-a-hole",
         "blocks are saved that nobody can reach on the host, as what was in front of them has gone",
-        (Patch(_PLANNER, "            self._look_for_holes(state, full)\n", ""),),
+        (Patch(_PLANNER, "            self._look_for_holes(state, num_hashes)\n", "            pass\n"),),
         tested(f"{_DECLINED}::test_nothing_is_saved_behind_what_has_gone_from_the_host"),
     ),
     Mutant(
@@ -168,13 +168,17 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "saved-behind-what-another-group-declines",
         "one group's blocks are saved that no look-up can reach, as another group declines its own in the same step",
-        (Patch(_PLANNER, "if saved and saved[-1] >= state.first_unreachable:", "if not state:"),),
+        (
+            Patch(
+                _PLANNER, "saved = self._reachable(state, taken.group, taken.keys, taken.saved)", "saved = taken.saved"
+            ),
+        ),
         tested(f"{_DECLINED}::test_what_one_group_declines_is_given_back_of_the_other"),
     ),
     Mutant(
         "declined-and-kept",
         "room that was made for blocks which another group has declined since is lost",
-        (Patch(_PLANNER, "            self._host.release(taken.host_ids[len(saved) :])\n", ""),),
+        (Patch(_PLANNER, "        self._host.release(taken.host_ids[len(saved) :])\n", ""),),
         tested(f"{_DECLINED}::test_what_one_group_declines_is_given_back_of_the_other"),
     ),
     Mutant(
@@ -187,8 +191,10 @@ REUSE: tuple[Mutant, ...] = (
         "window-saved-behind-a-hole",
         "blocks of a window are saved that no look-up can reach, as those of full attention in front have gone",
         (
-            Patch(_PLANNER, "        wanted = self._reachable(state, keys, wanted)\n", ""),
-            Patch(_PLANNER, "if saved and saved[-1] >= state.first_unreachable:", "if not state:"),
+            Patch(_PLANNER, "wanted = self._reachable(state, group, keys, [i", "wanted = list([i"),
+            Patch(
+                _PLANNER, "saved = self._reachable(state, taken.group, taken.keys, taken.saved)", "saved = taken.saved"
+            ),
         ),
         tested(f"{_DECLINED}::test_nothing_is_saved_of_one_group_behind_a_hole_of_another"),
     ),
@@ -198,7 +204,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "            new = self._reachable(state, keys, new)\n            if not",
+                "            new = self._reachable(state, group, keys, new)\n            if not",
                 "            new = new[: self._num_pinned(keys, new)]\n            if not",
             ),
         ),

@@ -49,7 +49,13 @@ SAVES: tuple[Mutant, ...] = (
     Mutant(
         "groups-not-counted",
         "under write_back a step of many block groups takes blocks that were not looked at",
-        (Patch(_PLANNER, "self._num_groups = len(grouped.groups)", "self._num_groups = 1"),),
+        (
+            Patch(
+                _PLANNER,
+                "return sum(-(-num_hashes // size) for size in self._hashes_per_block)",
+                "return -(-num_hashes // self._hashes_per_block[0])",
+            ),
+        ),
         tested("tests/scheduler/test_step_cost.py::test_no_step_takes_blocks_that_were_not_looked_at"),
     ),
     Mutant(
@@ -70,7 +76,7 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "self._num_ahead -= self._num_groups * num_hit_blocks",
+                "self._num_ahead -= self._num_blocks(num_hit_hashes)",
                 "self._num_ahead -= 0",
             ),
         ),
@@ -131,8 +137,8 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/scheduler/saves/planner.py",
-                "range(max(table.next_block, num_left), full)",
-                "range(table.next_block, full)",
+                "first = max(table.next_block, self._grouped.groups[group].first_needed(num_left))",
+                "first = table.next_block",
             ),
         ),
         tested("tests/scheduler/test_steps.py::test_a_block_that_has_left_its_window_by_drafts_in_flight_is_not_saved"),

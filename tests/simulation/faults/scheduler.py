@@ -22,8 +22,8 @@ SCHEDULER: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/scheduler/steps.py",
-                "return min(num_computed_tokens, max(num_tokens - 1, 0)) // block_size",
-                "return num_computed_tokens // block_size",
+                "return min(num_computed_tokens, max(num_tokens - 1, 0))",
+                "return num_computed_tokens",
             ),
         ),
         tested(f"{_STEPS}::test_where_drafts_may_be_rejected_the_block_of_the_last_known_token_is_guarded"),
@@ -225,8 +225,8 @@ SCHEDULER: tuple[Mutant, ...] = (
         (
             Patch(
                 _HALF,
-                "            for table in state.tables:\n                written",
-                "            for table in state.tables[:1]:\n                written",
+                "for size, table in zip(sizes, state.tables, strict=False):\n                written",
+                "for size, table in zip(sizes, state.tables[:1], strict=False):\n                written",
             ),
         ),
         tested(f"{_STEPS}::test_blocks_of_every_group_that_a_step_writes_are_guarded"),

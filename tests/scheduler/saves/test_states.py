@@ -1,0 +1,120 @@
+"""Recurrent states: saved where the engine says that they are, found at the ends of blocks, loaded with the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_connector.base import ScheduledRequest, SchedulerOutput, StateBlock
+from kv_connector.config import Config
+from kv_connector.index import BlockGroup
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import NO_BLOCK, StepPlan, StepReport
+from tests.scheduler.test_half import Asked, ForeignBlocks, report
+
+PROMPT = list(range(17))
+GROUPS = (BlockGroup(), BlockGroup(window_blocks=1, hashes_per_block=2, states_are_told=True))
+"""Blocks of 4 tokens, and states behind every 8."""
+
+
+def make_hybrid(
+    num_host_blocks: int = 64, groups: tuple[BlockGroup, ...] = GROUPS, **settings: object
+) -> SchedulerHalf:
+    config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through", **settings})
+    half = SchedulerHalf(config, 4, groups=groups, fails_by_block=False)
+    half.bind_block_pool(ForeignBlocks())
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=num_host_blocks)])
+    return half
+
+
+def step(half: SchedulerHalf, request: Asked, computed: int, scheduled: int, *states: StateBlock) -> StepPlan:
+    item = ScheduledRequest(request.request_id, computed, scheduled, ())
+    return half.build_connector_meta(SchedulerOutput([item] if scheduled else [], (), states))
+
+
+def admit(half: SchedulerHalf, request: Asked) -> None:
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4], [NO_BLOCK, 11, 12]], 0, 0)
+
+
+def saved(plan: StepPlan) -> list[int]:
+    """Device blocks that the plan saves."""
+    return sorted(device_id for job in plan.saves for device_id in job.device_ids.tolist())
+
+
+def test_a_state_is_saved_from_where_the_engine_says_and_loaded_to_the_end_of_the_hit() -> None:
+    half, request = make_hybrid(), Asked("a", PROMPT)
+    admit(half, request)
+    plan = step(half, request, 0, 16, StateBlock("a", 1, 11, 16))
+    assert saved(plan) == [0, 1, 2, 3, 11]
+    report(half, plan)
+    half.request_finished(request)
+    again = Asked("again", PROMPT)
+    assert half.get_num_new_matched_tokens(again, 0) == (16, True)
+    half.update_state_after_alloc(again, [[20, 21, 22, 23], [NO_BLOCK, 31]], 0, 16)
+    (load,) = half.build_connector_meta(SchedulerOutput()).background_loads
+    assert load.device_ids.tolist() == [20, 21, 22, 23, 31]
+    (save,) = plan.saves
+    assert load.host_ids.tolist()[-1] == save.host_ids[save.device_ids.tolist().index(11)]
+    half.check()
+
+
+def test_a_prefix_without_its_state_is_no_hit() -> None:
+    """The engine passed token 8 without a state there, so that only 16 of 17 tokens can be loaded, or none."""
+    half, request = make_hybrid(), Asked("a", PROMPT)
+    admit(half, request)
+    report(half, step(half, request, 0, 16, StateBlock("a", 1, 11, 16)))
+    half.request_finished(request)
+    shorter = Asked("shorter", PROMPT[:16])
+    assert half.get_num_new_matched_tokens(shorter, 0) == (0, False)
+    other = Asked("other", [*PROMPT[:8], *range(100, 110)])
+    assert half.get_num_new_matched_tokens(other, 0) == (0, False)
+    assert half.get_num_new_matched_tokens(Asked("longer", [*PROMPT, 17, 18, 19]), 8) == (8, True)
+
+
+def test_a_state_that_is_told_late_is_saved_without_a_step_of_its_request() -> None:
+    half, request = make_hybrid(), Asked("a", PROMPT)
+    admit(half, request)
+    report(half, step(half, request, 0, 16))
+    assert saved(step(half, request, 0, 0, StateBlock("a", 1, 11, 16))) == [11]
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_state_of_before_a_reset_is_not_saved(is_reset: bool) -> None:
+    half, request = make_hybrid(), Asked("a", PROMPT)
+    admit(half, request)
+    step(half, request, 0, 16)
+    if is_reset:
+        half.reset_cache()
+    assert saved(step(half, request, 16, 1, StateBlock("a", 1, 11, 16))) == ([] if is_reset else [11])
+
+
+def test_where_there_is_room_for_some_the_state_is_saved_first() -> None:
+    """The blocks that it lacks wait for room; the state cannot."""
+    half, request = make_hybrid(num_host_blocks=3), Asked("a", PROMPT)
+    admit(half, request)
+    assert saved(step(half, request, 0, 16, StateBlock("a", 1, 11, 16))) == [0, 1, 11]
+
+
+def test_a_state_is_saved_once() -> None:
+    half = make_hybrid()
+    for name, first in (("a", 0), ("b", 40)):
+        request = Asked(name, PROMPT)
+        tables = [[first + index for index in range(5)], [NO_BLOCK, first + 11, first + 12]]
+        half.update_state_after_alloc(request, tables, 0, 0)
+        plan = step(half, request, 0, 16, StateBlock(name, 1, first + 11, 16))
+        assert len(saved(plan)) == (5 if name == "a" else 0)
+
+
+def test_nothing_is_saved_behind_a_hole_in_a_group_with_other_blocks() -> None:
+    """Of blocks of 8 tokens the second has gone from the host: those of 4 tokens in front of token 8 are reached."""
+    groups = (BlockGroup(), BlockGroup(hashes_per_block=2))
+    half = make_hybrid(num_host_blocks=12, groups=groups)
+    tokens = list(range(33))
+    request = Asked("a", tokens)
+    half.update_state_after_alloc(request, [list(range(9)), [10, 11, 12, 13, 14]], 0, 0)
+    report(half, step(half, request, 0, 16))
+    key = half._grouped.keys(request.block_hashes, 1)[1]
+    node = half.tree.get(key)
+    assert node is not None
+    half.host.discard(half.host.blocks_of([node]))
+    assert saved(step(half, request, 16, 16)) == []
+    assert half._requests["a"].first_unreachable == 2, "the hashes of the block that has gone begin there"

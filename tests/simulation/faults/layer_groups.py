@@ -1,0 +1,123 @@
+"""Faults of models whose layers are of several kinds: blocks of several sizes, recurrent states."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, tested
+
+_LOOKUP = "kv_connector/index/lookup.py"
+_LEASES = "kv_connector/scheduler/loads/leases.py"
+_PLANNER = "kv_connector/scheduler/saves/planner.py"
+_HALF = "kv_connector/scheduler/half.py"
+_WORLDS = tested("tests/simulation/test_layer_groups.py::test_layers_of_several_kinds_break_no_promise")
+_HITS = "tests/index/test_lookup.py::test_a_hit_is_the_longest_prefix_that_every_group_can_serve"
+_SAVES = "tests/scheduler/saves/test_states.py"
+
+LAYER_GROUPS: tuple[Mutant, ...] = (
+    Mutant(
+        "state-one-block-off",
+        "a state is saved under the name of the block in front of its own",
+        (
+            Patch(
+                _PLANNER,
+                "[block.num_tokens // size - 1] = block.block_id",
+                "[max(0, block.num_tokens // size - 2)] = block.block_id",
+            ),
+        ),
+        _WORLDS,
+    ),
+    Mutant(
+        "state-of-another",
+        "what a table has at a state's place is saved in place of the block that the engine tells",
+        (Patch(_PLANNER, "if windows[g] and not group.states_are_told]", "if windows[g]]"),),
+        _WORLDS,
+    ),
+    Mutant(
+        "group-not-loaded",
+        "of a hit the blocks of the last group are not loaded",
+        (
+            Patch(
+                _LEASES,
+                "zip(device_ids, host_ids, strict=True) if pair[0] != NO_BLOCK]",
+                "zip(device_ids, host_ids, strict=True) if pair[0] != NO_BLOCK and table is tables[0]]",
+            ),
+        ),
+        _WORLDS,
+    ),
+    Mutant(
+        "named-by-the-first-hash",
+        "a block has the hash at its beginning, which does not cover what it holds",
+        (Patch(_LOOKUP, "range(size - 1, len(self) * size, size)", "range(0, len(self) * size, size)"),),
+        _WORLDS,
+    ),
+    Mutant(
+        "ends-within-a-block",
+        "a hit may end within a block of a group",
+        (Patch(_LOOKUP, "fitted = end - end % self._grouped.hashes_per_hit", "fitted = end"),),
+        tested(_HITS),
+    ),
+    Mutant(
+        "begins-within-a-block",
+        "a hit may begin within a block of a group",
+        (Patch(_LOOKUP, "if first % grouped.hashes_per_hit:", "if False:"),),
+        tested(_HITS),
+    ),
+    Mutant(
+        "copies-of-one-group",
+        "how long a load takes is told from the blocks of one group",
+        (
+            Patch(
+                _LOOKUP,
+                "return sum(map(len, self._needed(first, length)))",
+                "return len(self._needed(first, length)[0])",
+            ),
+        ),
+        tested(_HITS),
+    ),
+    Mutant(
+        "behind-in-blocks-of-another",
+        "what lies behind a failed load is looked for at the same places of all tables, whatever blocks they have",
+        (Patch(_LEASES, "behind.update(*(ids[first // n :]", "behind.update(*(ids[first :]"),),
+        tested("tests/scheduler/loads/test_leases.py"),
+    ),
+    Mutant(
+        "written-in-blocks-of-another",
+        "what a step may write to is looked for at the same places of all tables, whatever blocks they have",
+        (
+            Patch(
+                _HALF, "written += table.block_ids[first // size :]", "written += table.block_ids[first // sizes[0] :]"
+            ),
+        ),
+        tested("tests/scheduler/test_steps.py"),
+    ),
+    Mutant(
+        "unreachable-in-blocks-of-another",
+        "what nobody can reach of a group is told by blocks of another",
+        (
+            Patch(
+                _PLANNER,
+                "min(state.first_unreachable, first * self._hashes_per_block[group])",
+                "min(state.first_unreachable, first)",
+            ),
+        ),
+        tested(_SAVES),
+    ),
+    Mutant(
+        "states-behind-the-rest",
+        "where there is no room for all, full attention has what a state needs, which cannot wait",
+        (
+            Patch(_PLANNER, "        taken = self._take_told(progress, told)\n", "        taken: list[_Taken] = []\n"),
+            Patch(
+                _PLANNER,
+                "        for part in taken:\n",
+                "        taken += self._take_told(progress, told)\n        for part in taken:\n",
+            ),
+        ),
+        tested(_SAVES),
+    ),
+    Mutant(
+        "unscheduled-states-forgotten",
+        "states of requests that the step does not compute are not saved",
+        (Patch(_HALF, "for request_id, states in told.items():", "for request_id, states in ():"),),
+        tested(_SAVES),
+    ),
+)

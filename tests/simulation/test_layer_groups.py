@@ -1,0 +1,81 @@
+"""Worlds made for models whose layers are of several kinds: blocks of several sizes, windows, recurrent states. Engines
+are alone, short of device memory, and asked for the same documents again and again, so that every group is loaded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from kv_connector.config import LoadChoice, WritePolicy
+from tests.simulation import config as drawn
+from tests.simulation import workload
+from tests.simulation.config import EngineConfig
+from tests.simulation.workload import Action
+from tests.simulation.world import Outcome, simulate
+
+NUM_WORLDS = 54
+KINDS = {"arrive": 40, "abort": 2, "again": 1, "fail": 3, "freeze": 1, "reset": 0.5, "weights": 0.5, "trap": 6}
+POLICIES = [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]
+
+
+def draw_engines(rng: random.Random) -> list[EngineConfig]:
+    """One, whose host holds more than its device."""
+    config = drawn.draw(rng)
+    return [
+        replace(
+            config,
+            layer_groups=(drawn.LayerGroup(),),
+            num_device_blocks=rng.choice([14, 20]),
+            num_host_blocks=rng.choice([24, 100, 200]),
+            write_policy=rng.choice(POLICIES),
+            load_choice=rng.choice([LoadChoice.ASYNC, LoadChoice.SYNC]),
+            max_step_tokens=rng.choice([8, 16]),
+            save_bandwidth=0,
+            host_ready_seconds=0.0,
+            stalls=0.0,
+        )
+    ]
+
+
+def draw_actions(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Action]:
+    time, actions = 0.0, []
+    for number in range(100):
+        time += rng.expovariate(1 / rng.choice([0.01, 0.1]))
+        kind = rng.choices(list(KINDS), list(KINDS.values()))[0] if number > 10 else "arrive"
+        what = workload._choices(rng, kind, configs, 0, 8, number)
+        actions.append(Action(number, time, kind, 0, what))
+    return actions
+
+
+def run(seed: int) -> Outcome:
+    """A world of each kind of model in turn."""
+    groups = drawn.MIXED_GROUPS[seed % len(drawn.MIXED_GROUPS)]
+    with (
+        patch.object(drawn, "draw_world", draw_engines),
+        patch.object(drawn, "draw_policies", lambda rng, configs: configs),
+        patch.object(drawn, "draw_remembered", lambda rng, configs: configs),
+        patch.object(drawn, "draw_groups", lambda rng, configs: [drawn.with_groups(c, groups) for c in configs]),
+        patch.object(workload, "draw", draw_actions),
+    ):
+        return simulate(seed)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return [run(seed) for seed in range(NUM_WORLDS)]
+
+
+def test_layers_of_several_kinds_break_no_promise(outcomes: list[Outcome]) -> None:
+    assert [(outcome.seed, str(outcome.violation)) for outcome in outcomes if outcome.violation is not None] == []
+
+
+def test_models_of_every_kind_are_loaded(outcomes: list[Outcome]) -> None:
+    for kind in range(len(drawn.MIXED_GROUPS)):
+        met = sum((outcome.met for outcome in outcomes[kind :: len(drawn.MIXED_GROUPS)]), Counter[str]())
+        assert met["host_hit_tokens"] > 50, drawn.MIXED_GROUPS[kind]
