@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.platforms import current_platform
 
+from ...config import Config, PeerRoute
 from ...errors import KVConnectorError
 from .identity import read_backend, read_identity
 from .specs import read_config, read_shape
@@ -22,7 +23,7 @@ from .stats import PromMetrics, TieredStats
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.forward_context import ForwardContext
@@ -69,6 +70,13 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             from .worker import WorkerRole
 
             self._worker_role = WorkerRole(config, shape, identity, read_backend(vllm_config))
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Asked by vLLM 0.33 and newer. A cache that has slept lies at the same addresses, which is all that copies
+        use, in other memory, which a NIC that has registered it does not see."""
+        peer = Config.from_mapping(kv_transfer_config.kv_connector_extra_config or {}).peer
+        return peer is None or peer.kind != "nixl" or peer.route is PeerRoute.STAGED
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
