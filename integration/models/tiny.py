@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 VOCABULARY = 512
+_TIED = {"windows": 0.3, "two_sizes": 0.3, "conv": 4.0}
+"""Gains of embeddings that are the head as well; Gemma scales its own itself."""
 _GAINS = {"embed": 11.0, "lm_head": 4.0, "q_proj": 1.8, "k_proj": 1.8, "kv_": 1.8, "v_proj": 2.0, "o_proj": 2.0}
 
 _SHAPE: dict[str, Any] = {
@@ -77,19 +79,143 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "scoring_func": "softmax",
     },
-    "recurrent": _SHAPE
+    # Mamba2 (Granite 4): states in blocks of 64 tokens, attention in blocks of 128.
+    "mamba": _SHAPE
     | {
-        "architectures": ["MambaForCausalLM"],
-        "model_type": "mamba",
-        "state_size": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 32,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "tie_word_embeddings": False,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 128,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 0.125,
+    },
+    # Mamba2 (Nemotron-H): two block groups of states, of two layers and of one.
+    "states_apart": _SHAPE
+    | {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 6,
+        "hybrid_override_pattern": "M-M*M*",
+        "layer_norm_epsilon": 1e-5,
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 32,
         "conv_kernel": 4,
         "expand": 2,
-        "intermediate_size": 256,
-        "time_step_rank": 8,
+        "chunk_size": 32,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "mamba_hidden_act": "silu",
+        "mamba_proj_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "residual_in_fp32": False,
+    },
+    # Mamba2 alone: its states are the only block group.
+    "states_only": _SHAPE
+    | {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "state_size": 32,
+        "conv_kernel": 4,
+        "expand": 2,
+        "num_heads": 8,
+        "head_dim": 32,
+        "n_groups": 1,
+        "chunk_size": 32,
         "use_bias": False,
         "use_conv_bias": True,
-        "layer_norm_epsilon": 1e-5,
         "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5,
+        "rms_norm": True,
+        "tie_word_embeddings": False,
+    },
+    # A gated delta net (Qwen3-Next), whose kernels for the CPU know bfloat16 and heads of 128.
+    "delta": _SHAPE
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": False,
+    },
+    # Short convolutions (LFM2): a state of two rows.
+    "conv": _SHAPE
+    | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "conv_L_cache": 3,
+        "conv_dim": 128,
+        "conv_dim_out": 128,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "block_dim": 128,
+        "block_ff_dim": 256,
+        "block_auto_adjust_ff_dim": False,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    # Windows in blocks of 64 tokens, full attention with larger heads in blocks of 32 (Gemma 4).
+    "two_sizes": _SHAPE
+    | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 96,
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": False,
+        "use_double_wide_mlp": False,
+        "attention_k_eq_v": False,
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 10000.0} for name in ("full_attention", "sliding_attention")
+        },
     },
 }
 
@@ -112,9 +238,10 @@ def write_weights(name: str, folder: Path) -> Path:
     target = write(name, folder)
     if (target / "model.safetensors").exists():
         return target
-    # Gemma scales its embedding itself, and uses it as its head.
-    gains = _GAINS | ({"embed": 0.3} if name == "windows" else {})
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
+    gains = _GAINS | {"embed": _TIED.get(name, _GAINS["embed"])}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

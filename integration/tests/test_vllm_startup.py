@@ -15,8 +15,11 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, running, transfer_config, vllm_version
-from kv_connector.engines.vllm.specs import read_shape, refuse_unsupported, to_block_group
+from kv_connector.engines.vllm import TieredKVConnector
+from kv_connector.engines.vllm.groups import TELLS_STATES, read_groups, to_block_group
+from kv_connector.engines.vllm.specs import read_shape, refuse_unsupported
 from kv_connector.errors import ConfigError
+from kv_connector.index import BlockGroup
 
 
 def refusal(folder: Path, model: str = "dense", **options: Any) -> str:
@@ -60,28 +63,111 @@ def test_ways_of_being_parallel_that_are_not_served(name: str) -> None:
         refuse_unsupported(config)
 
 
+COMMON = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
+def spec_of(name: str, **options: Any) -> Any:
+    spec_class = getattr(kv_cache_interface, name, None)
+    if spec_class is None:
+        pytest.skip("this vLLM does not have it")
+    return spec_class(**options)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("RSWASpec", {"rswa_window": 64}, "drops blocks from the middle of a request"),
-        ("SinkFullAttentionSpec", {"sink_len": 32}, "only full attention"),
         ("HiddenStateCacheSpec", {}, "holds hidden states"),
-        ("SlidingWindowMLASpec", {"sliding_window": 64}, "only full attention"),
-        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, "only full attention"),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, "where in a chunk it ends"),
     ],
 )
 def test_kinds_of_attention_that_are_not_served(name: str, options: dict[str, Any], words: str) -> None:
     """Alone and beside plain attention in one group; some of them are derived from what is served."""
-    spec_class = getattr(kv_cache_interface, name, None)
-    if spec_class is None:
-        pytest.skip("this vLLM does not have it")
-    common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    spec, plain = spec_class(**common, **options), kv_cache_interface.FullAttentionSpec(**common)
-    assert to_block_group(KVCacheGroupSpec(["a"], plain)).window_blocks is None
+    spec, plain = spec_of(name, **COMMON, **options), kv_cache_interface.FullAttentionSpec(**COMMON)
+    assert to_block_group(KVCacheGroupSpec(["a"], plain), BLOCK_SIZE).window_blocks is None
     both = UniformTypeKVCacheSpecs(block_size=BLOCK_SIZE, kv_cache_specs={"a": plain, "b": spec})
     for group in (KVCacheGroupSpec(["b"], spec), KVCacheGroupSpec(["a", "b"], both)):
         with pytest.raises(ConfigError, match=f"{name} is not supported: .*{words}"):
-            to_block_group(group)
+            to_block_group(group, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("FullAttentionSpec", {}, BlockGroup()),
+        ("MLAAttentionSpec", {}, BlockGroup()),
+        ("SinkFullAttentionSpec", {"sink_len": 32}, BlockGroup()),
+        ("SlidingWindowSpec", {"sliding_window": 65}, BlockGroup(2)),
+        ("SlidingWindowMLASpec", {"sliding_window": 66}, BlockGroup(3)),
+    ],
+)
+def test_kinds_of_attention_that_are_served(name: str, options: dict[str, Any], expected: BlockGroup) -> None:
+    group = KVCacheGroupSpec(["a"], spec_of(name, **COMMON, **options))
+    assert to_block_group(group, BLOCK_SIZE) == expected
+    smaller = to_block_group(group, BLOCK_SIZE // 4)
+    assert (smaller.window_blocks, smaller.hashes_per_block) == (expected.window_blocks, 4)
+    with pytest.raises(ConfigError, match="make --block-size a multiple"):
+        to_block_group(group, BLOCK_SIZE - 1)
+
+
+def test_recurrent_states_are_served_where_vllm_says_which_block_holds_which() -> None:
+    def group(mode: str) -> KVCacheGroupSpec:
+        options = {"block_size": 64, "shapes": ((3, 8),), "dtypes": (torch.float32,), "mamba_cache_mode": mode}
+        return KVCacheGroupSpec(["a"], spec_of("MambaSpec", **options))
+
+    if not TELLS_STATES:
+        with pytest.raises(ConfigError, match=r"MambaSpec is not supported: .*vLLM 0.32 and newer do"):
+            to_block_group(group("align"), 32)
+        return
+    assert to_block_group(group("align"), 32) == BlockGroup(1, 2, states_are_told=True)
+    with pytest.raises(ConfigError, match="mamba_cache_mode=none vLLM itself caches no prefixes"):
+        to_block_group(group("none"), 32)
+
+
+def config_of(*specs: Any, hash_block_size: int | None = None) -> Any:
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+    return SimpleNamespace(kv_cache_groups=groups, hash_block_size=hash_block_size)
+
+
+def test_groups_are_read_in_our_order_with_blocks_of_their_own_size() -> None:
+    window = spec_of("SlidingWindowSpec", **COMMON | {"block_size": 64}, sliding_window=100)
+    full = spec_of("FullAttentionSpec", **COMMON)
+    size, served = read_groups(config_of(window, full, hash_block_size=16), SimpleNamespace())
+    assert size == 16
+    assert [(entry.group_id, entry.group) for entry in served] == [(1, BlockGroup(None, 2)), (0, BlockGroup(2, 4))]
+    with pytest.raises(ConfigError, match=r"\[32, 64\] tokens in one model are served with vLLM 0.32"):
+        read_groups(config_of(window, full), SimpleNamespace())
+    with pytest.raises(ConfigError, match=r"\[16, 32\] tokens in one model are served with vLLM 0.32"):
+        read_groups(config_of(full, full), SimpleNamespace(hash_block_size=16))
+
+
+def test_what_vllm_does_without_behind_its_own_hits_is_left_out() -> None:
+    """Rings of rows that are still to be compressed are empty where a hit ends."""
+    full, ring = spec_of("FullAttentionSpec", **COMMON), spec_of("CircularBufferSpec", **COMMON | {"block_size": 8})
+    size, served = read_groups(config_of(ring, full, hash_block_size=BLOCK_SIZE), SimpleNamespace())
+    assert [(entry.group_id, entry.group) for entry in served] == [(1, BlockGroup())]
+    longer = spec_of("CircularBufferSpec", **COMMON | {"block_size": 48})
+    with pytest.raises(ConfigError, match=r"'layer 0': blocks of 48 tokens.*multiples of 32"):
+        read_groups(config_of(longer, full, hash_block_size=size), SimpleNamespace())
+    with pytest.raises(ConfigError, match="vLLM caches no prefixes of this model"):
+        read_groups(config_of(ring, hash_block_size=8), SimpleNamespace())
+
+
+@pytest.mark.skipif(not TELLS_STATES, reason="older versions are asked in another way")
+@pytest.mark.parametrize(("is_hybrid", "block_major", "layout"), [(0, 1, "BLNHC"), (0, 0, None), (1, 1, None)])
+def test_layers_are_wanted_side_by_side_but_not_where_kernels_may_split_blocks(
+    monkeypatch: pytest.MonkeyPatch, is_hybrid: int, block_major: int, layout: str | None
+) -> None:
+    """Beside recurrent states vLLM makes attention's blocks as large as those, and some backends split them: it refuses
+    to start then where a block is not one run of bytes in each layer."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    settings = SimpleNamespace(
+        kv_connector_extra_config={"host_memory": 1 << 20, "block_major": bool(block_major)}, kv_role="kv_both"
+    )
+    config: Any = SimpleNamespace(kv_transfer_config=settings, model_config=SimpleNamespace(is_hybrid=bool(is_hybrid)))
+    assert TieredKVConnector.get_required_kvcache_layout(config) == layout
 
 
 def test_an_engine_without_a_kv_cache_is_told_to_leave_the_connector_out() -> None:

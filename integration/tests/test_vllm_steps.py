@@ -1,4 +1,4 @@
-"""vLLM's words in ours: block tables."""
+"""vLLM's words in ours: block tables, and which block holds which recurrent state."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
-from kv_connector.engines.vllm.steps import to_step, to_tables
-from kv_connector.types import NO_BLOCK
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+from kv_connector.engines.vllm.blocks import PoolBlocks
+from kv_connector.engines.vllm.scheduler import SchedulerRole
+from kv_connector.engines.vllm.steps import to_step, to_tables, told_states
+from kv_connector.index import BlockGroup
+from kv_connector.types import NO_BLOCK, BlockHash
 
 NO_NEW = {"scheduled_new_reqs": [], "preempted_req_ids": None}
 
@@ -43,3 +48,40 @@ def test_a_step_tells_of_blocks_once() -> None:
     assert step_of("a", ([3, 4], [5, 6]), {"a": [[5], [3]]}, resumed=True) == [[6], [4]]
     assert step_of("a", ([3, 4], [5, 6]), {"a": [[], []]}, resumed=True) == [[5, 6], [3, 4]]
     assert step_of("a", None, {}) == []
+
+
+@pytest.fixture
+def is_told() -> Any:
+    """Whether an offered state is kept, for each of those that are ours: block 7 has the state behind 128 tokens of
+    request a, in group 1, whose blocks have two hashes of 32 tokens."""
+    hashes = [BlockHash(bytes([i]) * 32) for i in range(6)]
+    blocks = [SimpleNamespace(block_hash=None) for _ in range(10)]
+    blocks[7].block_hash = make_block_hash_with_group_id(hashes[3], 1)
+    groups = (BlockGroup(None, 2), BlockGroup(1, 2, states_are_told=True))
+    role: Any = SchedulerRole.__new__(SchedulerRole)
+    role.shape = SimpleNamespace(block_size=32, groups=groups, group_ids=(0, 1))
+    role._blocks = PoolBlocks(SimpleNamespace(blocks=blocks, reset_prefix_cache=None), {0: 0, 1: 1}, lambda: False)
+    role._live = {"a": SimpleNamespace(block_hashes=hashes)}
+
+    def tell(request_id: str = "a", group_id: int = 1, block_id: int = 7, num_tokens: int = 128, **step: Any) -> Any:
+        offers = SimpleNamespace(boundary_state_offloads={request_id: [(group_id, block_id, num_tokens)]})
+        output: Any = SimpleNamespace(
+            kv_connector_block_state=offers, preempted_req_ids=step.get("preempted"), num_scheduled_tokens={}
+        )
+        return [role._is_kept(state, output) for state in told_states(output, (0, 1))]
+
+    return tell
+
+
+@pytest.mark.parametrize("wrong", ["another block", "another length", "another group", "no request", "preempted"])
+def test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept(is_told: Any, wrong: str) -> None:
+    """What the engine tells is looked at against what it has cached under that name, and who asked for it."""
+    assert is_told() == [True]
+    changed = {
+        "another block": is_told(block_id=8),
+        "another length": [kept for more in (-64, -1, 1, 64, 640) for kept in is_told(num_tokens=128 + more)],
+        "another group": is_told(group_id=0),
+        "no request": is_told(request_id="b"),
+        "preempted": is_told(preempted={"a"}),
+    }
+    assert not any(changed[wrong])

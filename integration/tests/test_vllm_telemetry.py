@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 from vllm.distributed import kv_events
 
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
+from kv_connector.engines.vllm.groups import TELLS_STATES
 
 
 def test_prometheus_counts_what_we_count(tmp_path: Path) -> None:
@@ -62,6 +63,9 @@ def contents(events: list[Any], medium: str) -> dict[tuple[Any, Any], tuple[Any,
             known.setdefault((block_hash, event.group_idx), (chain, keys, event.lora_name, *kind))
             parent = block_hash
     return known
+
+
+needs_states = pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer")
 
 
 @contextmanager
@@ -120,7 +124,15 @@ def test_a_reset_that_vllm_refused_for_the_device_says_nothing_of_the_device(
         assert len(host_blocks(events)) == engine.stats()["host_cached_blocks"]
 
 
-@pytest.mark.parametrize(("model", "policy"), [("dense", "write_through"), ("windows", "write_back")])
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        ("dense", "write_through"),
+        ("windows", "write_back"),
+        pytest.param("two_sizes", "write_back", marks=needs_states),
+        pytest.param("conv", "write_through", marks=needs_states),
+    ],
+)
 def test_routers_learn_the_same_of_a_block_on_the_host_as_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, policy: str
 ) -> None:

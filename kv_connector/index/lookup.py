@@ -140,12 +140,14 @@ class Lookup:
     multiples of `GroupedTree.hashes_per_hit`."""
 
     def __init__(self, grouped: GroupedTree, tier: CacheTier, drop_last_block: bool = False) -> None:
-        """`drop_last_block` leaves the hit's last block to be computed: a draft layer's last row depends on the token
-        behind it, which the block's hash does not cover."""
+        """`drop_last_block` leaves the last block to be computed of what full attention has: a draft layer's last row
+        depends on the token behind it, which the block's hash does not cover. Engines keep recurrent states, of which
+        there may be one alone, where a hit ends then."""
         self._grouped = grouped
         self._tier = tier
         self._drop_last_block = drop_last_block
         self._windows = [g for g, group in enumerate(grouped.groups) if group.window_blocks is not None]
+        self._has_full_attention = len(self._windows) < len(grouped.groups)
 
     def find(self, hashes: Sequence[BlockHash], first: int, stop: int) -> int:
         """How much from `first` on, in front of `stop`, can be loaded."""
@@ -158,10 +160,9 @@ class Lookup:
                 size = group.hashes_per_block
                 path = tree.match(grouped.keys(hashes, index)[first // size : end // size])
                 end = min(end, first + size * self._tier.resident_prefix(path))
-        end = self._fit(hashes, first, max(end, first))
         if self._drop_last_block:
-            end = self._fit(hashes, first, max(end - 1, first))
-        return end - first
+            end = (end if self._has_full_attention else self._fit(hashes, first, max(end, first))) - 1
+        return self._fit(hashes, first, max(end, first)) - first
 
     def hit(self, hashes: Sequence[BlockHash], first: int, length: int) -> Hit:
         """The copies that a hit of `length`, no more than `find` says, is made of."""

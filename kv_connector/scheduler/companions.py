@@ -37,6 +37,8 @@ class Companions:
                 raise ConfigError(
                     f"{name} with {len(shared.grouped.groups)} block groups is not supported: leave it out"
                 )
+            if part is not None and shared.grouped.groups[0].states_are_told:
+                raise ConfigError(f"{name} with recurrent layers is not supported: leave it out")
         if config.storage is not None and shared.grouped.groups[0].window_blocks is not None:
             raise ConfigError(
                 "storage with a sliding window is not supported: leave it out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, make_block_hash_with_group_id
 
 from ...index import group_key
 from ...types import BlockHash
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class PoolBlocks:
-    """See `base.DeviceBlocks`. `groups` maps vLLM's group numbers to ours; `is_held` says whether any request may hold
-    blocks.
+    """See `base.DeviceBlocks`. `groups` maps vLLM's group numbers to ours, where we keep the group; `is_held` says
+    whether any request may hold blocks.
 
     A reset of the device cache is refused where a block is in use, and vLLM asks no connector before it counts: pins
     would make it fail that nobody can wait for, and `reset_running_requests=True` raises then. So this pool's
@@ -44,12 +44,16 @@ class PoolBlocks:
         block, tail = queue.fake_free_list_head.next_free_block, queue.fake_free_list_tail
         cached = []
         while block is not None and block is not tail and limit > 0:
-            if block.block_hash is not None:
-                group = self._groups[get_group_id(block.block_hash)]
+            group = self._groups.get(get_group_id(block.block_hash)) if block.block_hash is not None else None
+            if group is not None:
                 cached.append((block.block_id, group_key(BlockHash(get_block_hash(block.block_hash)), group)))
             block = block.next_free_block
             limit -= 1
         return cached
+
+    def is_cached_as(self, block_id: int, block_hash: BlockHash, group_id: int) -> bool:
+        """Whether vLLM has cached this block of its group under this hash, and under no other since."""
+        return bool(self._pool.blocks[block_id].block_hash == make_block_hash_with_group_id(block_hash, group_id))
 
     @property
     def num_available(self) -> int:

@@ -80,9 +80,12 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """A preference: vLLM drops it, with a warning, where an attention backend does not offer it."""
-        is_wanted = KNOWS_BLOCK_MAJOR and not current_platform.is_cpu() and read_config(vllm_config).block_major
-        return "BLNHC" if is_wanted else None
+        """A preference: vLLM drops it, with a warning, where an attention backend does not offer it. Beside recurrent
+        states attention has blocks that some backends split for their kernels, and vLLM does not start where a block's
+        layers are neighbours then."""
+        if not KNOWS_BLOCK_MAJOR or current_platform.is_cpu() or vllm_config.model_config.is_hybrid:
+            return None
+        return "BLNHC" if read_config(vllm_config).block_major else None
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:

@@ -48,27 +48,39 @@ class EventFeed:
 
     def __init__(self, shape: EngineShape) -> None:
         self._shape = shape
-        self._most = 2 * shape.num_blocks
-        self._contents: OrderedDict[BlockHash, _Content] = OrderedDict()  # least recently noted first
-        self._noted: dict[str, tuple[int, int]] = {}  # by request: blocks, and multimodal items that ended in them
+        self._sizes = sorted(set(shape.block_sizes))
+        self._most = 2 * shape.num_blocks * len(self._sizes)
+        # By hash and tokens of a block, least recently noted first.
+        self._contents: OrderedDict[tuple[BlockHash, int], _Content] = OrderedDict()
+        # By request and tokens of a block: blocks, and multimodal items that ended in them.
+        self._noted: dict[str, dict[int, tuple[int, int]]] = {}
 
     def note(self, request: Request) -> None:
         """The request may have blocks that were not there at the last call."""
-        index, item = self._noted.get(request.request_id, (0, 0))
-        hashes, size = request.block_hashes, self._shape.block_size
-        if index >= len(hashes):
-            return
+        noted = self._noted.setdefault(request.request_id, {})
+        for size in self._sizes:
+            noted[size] = self._note(request, size, *noted.get(size, (0, 0)))
+        while len(self._contents) > self._most:
+            self._contents.popitem(last=False)
+
+    def _note(self, request: Request, size: int, index: int, item: int) -> tuple[int, int]:
+        """Note blocks of `size` tokens from the block `index` on; returns what `_noted` has of them."""
+        per_block = size // self._shape.block_size
+        stop = len(request.block_hashes) // per_block
+        if index >= stop:
+            return index, item
+        ends = request.block_hashes[(index + 1) * per_block - 1 : stop * per_block : per_block]
+        parent = request.block_hashes[index * per_block - 1] if index else None
         lora = request.lora_request
         adapter = (lora.adapter_id, lora.name) if lora else None
-        for i in range(index, len(hashes)):
+        for i, block_hash in enumerate(ends, index):
             start = i * size
             keys, item = generate_block_hash_extra_keys(request, start, start + size, item)
             tokens = array("q", request.all_token_ids[start : start + size])
-            self._contents[hashes[i]] = _Content(hashes[i - 1] if i else None, tokens, adapter, keys)
-            self._contents.move_to_end(hashes[i])
-        self._noted[request.request_id] = len(hashes), item
-        while len(self._contents) > self._most:
-            self._contents.popitem(last=False)
+            self._contents[block_hash, size] = _Content(parent, tokens, adapter, keys)
+            self._contents.move_to_end((block_hash, size))
+            parent = block_hash
+        return stop, item
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -80,7 +92,7 @@ class EventFeed:
         for event in events:
             if isinstance(event, BlockStored):
                 for group, hashes in _by_group(event.block_hashes):
-                    yield from (self._stored(group, run) for run in self._runs(hashes))
+                    yield from (self._stored(group, run) for run in self._runs(group, hashes))
             elif isinstance(event, BlockRemoved):
                 for group, hashes in _by_group(event.block_hashes):
                     yield kv_events.BlockRemoved(
@@ -91,12 +103,15 @@ class EventFeed:
             else:
                 yield kv_events.AllBlocksCleared()
 
-    def _runs(self, hashes: Iterable[BlockHash]) -> Iterator[list[BlockHash]]:
+    def _content(self, group: int, block_hash: BlockHash) -> _Content | None:
+        return self._contents.get((block_hash, self._shape.block_sizes[group]))
+
+    def _runs(self, group: int, hashes: Iterable[BlockHash]) -> Iterator[list[BlockHash]]:
         """Cut into chains: one event names the parent of its first block only. Blocks nobody knows are a chain."""
         run: list[BlockHash] = []
         for block_hash in hashes:
-            content = self._contents.get(block_hash)
-            last = self._contents.get(run[-1]) if run else None
+            content = self._content(group, block_hash)
+            last = self._content(group, run[-1]) if run else None
             continues = content.parent == run[-1] and content.adapter == last.adapter if content and last else False
             if run and not continues and (content is not None or last is not None):
                 yield run
@@ -106,14 +121,15 @@ class EventFeed:
             yield run
 
     def _stored(self, group: int, hashes: Sequence[BlockHash]) -> kv_events.BlockStored:
-        known = [self._contents[block_hash] for block_hash in hashes if block_hash in self._contents]
+        found = [self._content(group, block_hash) for block_hash in hashes]
+        known = [content for content in found if content is not None]
         first = known[0] if known else None
         parent, adapter = (first.parent, first.adapter) if first is not None else (None, None)
         return kv_events.BlockStored(
             block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
             parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None,
             token_ids=[token for content in known for token in content.tokens],
-            block_size=self._shape.block_size,
+            block_size=self._shape.block_sizes[group],
             lora_id=adapter[0] if adapter else None,
             medium=MEDIUM_HOST,
             lora_name=adapter[1] if adapter else None,

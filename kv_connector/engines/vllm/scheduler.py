@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from ...base import StateBlock
 from ...build import build_scheduler
 from ...config import Config
 from ...errors import ConfigError, KVConnectorError
@@ -17,13 +18,21 @@ from .events import EventFeed
 from .identity import Adapters
 from .specs import EngineShape
 from .stats import StatsFeed, TieredStats
-from .steps import TELLS_FAILED_REQUESTS, PlanMetadata, ReadyMetadata, ReportMetadata, to_step, to_tables
+from .steps import (
+    TELLS_FAILED_REQUESTS,
+    PlanMetadata,
+    ReadyMetadata,
+    ReportMetadata,
+    to_step,
+    to_tables,
+    told_states,
+)
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput as VllmOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -48,13 +57,14 @@ class SchedulerRole:
             adapter_of=Adapters(),
             engine_id=shape.engine_id,
             publishes_events=shape.publishes_events,
-            # Block ids do not say which group lost them: with several groups vLLM ends the engine over any.
-            fails_by_block=len(shape.groups) == 1 or not TELLS_FAILED_REQUESTS,
+            # Block ids do not say which group lost them: with several groups vLLM ends the engine over any. And a
+            # recurrent state is read before a step asks for its loads, so it is not loaded in that step.
+            fails_by_block=not TELLS_FAILED_REQUESTS or (len(shape.groups) == 1 and not shape.has_states),
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
         self._live: dict[str, Request] = {}  # that were admitted
         self._farther_tokens = 0, 0  # of the request admitted last: those of other engines, and of storage
-        self._has_blocks = False
+        self._blocks: PoolBlocks | None = None
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
         self._feed = StatsFeed()
         self._events = EventFeed(shape) if shape.publishes_events else None
@@ -68,9 +78,9 @@ class SchedulerRole:
         )
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        self._has_blocks = True
         groups = {v: ours for ours, v in enumerate(self.shape.group_ids)}
-        self.half.bind_block_pool(PoolBlocks(pool, groups, lambda: any(map(_may_hold_blocks, self._live.values()))))
+        self._blocks = PoolBlocks(pool, groups, lambda: any(map(_may_hold_blocks, self._live.values())))
+        self.half.bind_block_pool(self._blocks)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, object]) -> None:
         """By rank; under MultiConnector it may be another connector's."""
@@ -78,7 +88,7 @@ class SchedulerRole:
         self.half.update_connector_output(ready)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if not self._has_blocks:
+        if self._blocks is None:
             raise ConfigError(
                 "vLLM gave no access to its blocks: MultiConnector before 0.25 keeps them from its children; "
                 "use a newer vLLM, or TieredKVConnector alone"
@@ -109,12 +119,26 @@ class SchedulerRole:
         sources = {"p2p": peer, "disk": storage, "host": num_external_tokens - peer - storage}
         return {source: count for source, count in sources.items() if count}
 
-    def build_connector_meta(self, output: SchedulerOutput) -> PlanMetadata:
+    def build_connector_meta(self, output: VllmOutput) -> PlanMetadata:
         told, self._told = self._told, {}
         if self._events is not None:
             for request_id in output.num_scheduled_tokens:
                 self._events.note(self._live[request_id])
-        return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids, told)))
+        states = [state for state in told_states(output, self.shape.group_ids) if self._is_kept(state, output)]
+        return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids, told, states)))
+
+    def _is_kept(self, state: StateBlock, output: VllmOutput) -> bool:
+        """Whether a state is one of a whole block, of a request that goes on, and is still cached as that."""
+        request = self._live.get(state.request_id)
+        if request is None or self._blocks is None or state.request_id in (output.preempted_req_ids or ()):
+            return False
+        num_hashes, rest = divmod(state.num_tokens, self.shape.block_size)
+        if rest or num_hashes % self.shape.groups[state.group].hashes_per_block:
+            return False
+        if not 0 < num_hashes <= len(request.block_hashes):
+            return False
+        block_hash, group_id = request.block_hashes[num_hashes - 1], self.shape.group_ids[state.group]
+        return self._blocks.is_cached_as(state.block_id, block_hash, group_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Raises KVConnectorError where a request would continue with bytes that never came. When a load fails vLLM

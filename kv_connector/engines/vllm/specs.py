@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
 from ...config import Config, PeerRole
 from ...errors import ConfigError
 from ...index import BlockGroup
+from .groups import read_groups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-_SERVED = ("FullAttentionSpec", "MLAAttentionSpec", "TQFullAttentionSpec", "SlidingWindowSpec")
-"""Specs by their exact class: one derived from these may keep its blocks in another way."""
-_REFUSED = {
-    "MambaSpec": "the state of a recurrent layer exists at one token only, and a prefix of it cannot be cut to blocks",
-    "RSWASpec": "it drops blocks from the middle of a request",
-    "HiddenStateCacheSpec": "it holds hidden states, which are another connector's to take",
-}
-"""What is known of some others."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
     """What the halves need to know of the engine.
 
+    `block_size`: tokens of a block hash; a block of group g has `groups[g].hashes_per_block` of them.
     `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
     `recomputes_ahead`: it plans a step before it knows how the last one ended, and is to compute what was not loaded.
@@ -51,6 +43,16 @@ class EngineShape:
     drop_last_block: bool
     unpins_when_idle: bool
     engine_id: str
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer is recurrent."""
+        return any(group.states_are_told for group in self.groups)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block, by our groups."""
+        return tuple(self.block_size * group.hashes_per_block for group in self.groups)
 
 
 def read_config(vllm_config: VllmConfig) -> Config:
@@ -88,9 +90,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
             "start it without --kv-transfer-config"
         )
     refuse_unsupported(vllm_config)
-    groups = [(index, to_block_group(group)) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
-    block_size = _block_size(kv_cache_config)
-    groups.sort(key=lambda entry: entry[1].window_blocks is not None)
+    block_size, served = read_groups(kv_cache_config, vllm_config.cache_config)
     speculative = vllm_config.speculative_config
     return EngineShape(
         block_size=block_size,
@@ -98,9 +98,9 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         layer_names=tuple(t.shared_by[0] for t in kv_cache_config.kv_cache_tensors if getattr(t, "shared_by", ())),
         world_size=parallel.world_size,
         rank=parallel.rank,
-        groups=tuple(group for _, group in groups),
-        group_ids=tuple(index for index, _ in groups),
-        group_kinds=tuple(_event_kind(kv_cache_config.kv_cache_groups[index].kv_cache_spec) for index, _ in groups),
+        groups=tuple(entry.group for entry in served),
+        group_ids=tuple(entry.group_id for entry in served),
+        group_kinds=tuple(entry.event_kind for entry in served),
         publishes_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
         recomputes_ahead=bool(vllm_config.scheduler_config.async_scheduling)
         and getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
@@ -119,12 +119,6 @@ def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
     return is_new and "sha256" in str(vllm_config.cache_config.prefix_caching_hash_algo)
 
 
-def layer_specs(spec: Any) -> Iterable[Any]:
-    """The layers' own specs: a group of one type with different sizes wraps one for each layer."""
-    wrapped = getattr(spec, "kv_cache_specs", None)
-    return wrapped.values() if wrapped is not None else (spec,)
-
-
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise ConfigError, with the reason and the fix, for what no engine may be started with."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
@@ -139,55 +133,6 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported: loads and saves of several "
             "stages have not been shown to agree; set it to 1 and use tensor_parallel_size"
         )
-
-
-def _block_size(kv_cache_config: KVCacheConfig) -> int:
-    sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
-    if len(sizes) > 1:
-        raise ConfigError(
-            f"block sizes {sizes} in one model are not supported: layers with states of different sizes get them; "
-            "use --disable-hybrid-kv-cache-manager where the model allows it"
-        )
-    finer = getattr(kv_cache_config, "hash_block_size", None)
-    if finer is not None and finer != sizes[0]:
-        raise ConfigError(f"hash_block_size={finer} is not supported with block_size={sizes[0]}: make them equal")
-    return int(sizes[0])
-
-
-def to_block_group(group: Any) -> BlockGroup:
-    """Our words for a group of vLLM's. Raises ConfigError, with the reason, for one that is not served."""
-    specs = list(layer_specs(group.kv_cache_spec))
-    layer = group.layer_names[0] if group.layer_names else "?"
-    for spec in specs:
-        reason = _refusal(group, spec)
-        if reason:
-            raise ConfigError(f"layer {layer!r}: {type(spec).__name__} is not supported: {reason}")
-    if isinstance(specs[0], kv_cache_interface.SlidingWindowSpec):
-        kept = max(spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) for spec in specs)
-        return BlockGroup(window_blocks=-(-kept // specs[0].block_size))
-    return BlockGroup()
-
-
-def _refusal(group: Any, spec: Any) -> str:
-    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-        return "its blocks are not in the device's pool"
-    if not getattr(spec, "prefix_cacheable", True):
-        return "vLLM itself does not cache prefixes of it"
-    if getattr(spec, "prefix_replay_tokens", 0):
-        return "it computes the end of every hit again"
-    if not any(type(spec) is getattr(kv_cache_interface, name, None) for name in _SERVED):
-        return _REFUSED.get(type(spec).__name__, "only full attention, MLA and sliding windows of plain attention are")
-    return ""
-
-
-def _event_kind(spec: Any) -> Mapping[str, Any]:
-    """Fields of vLLM's `BlockStored` by which routers tell groups apart, where this version has them."""
-    if not hasattr(kv_cache_interface, "get_kv_cache_spec_kind"):
-        return {}
-    return {
-        "kv_cache_spec_kind": kv_cache_interface.get_kv_cache_spec_kind(spec).value,
-        "kv_cache_spec_sliding_window": kv_cache_interface.get_kv_cache_spec_sliding_window(spec),
-    }
 
 
 def _drops_last_block(speculative: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from ...base import ScheduledRequest, SchedulerOutput
+from ...base import ScheduledRequest, SchedulerOutput, StateBlock
 from ...types import NO_BLOCK, StepPlan, StepReport
 
 if TYPE_CHECKING:
@@ -55,8 +55,22 @@ def to_tables(block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[NO_BLOCK if block_id == NULL_BLOCK else block_id for block_id in ids] for ids in block_ids]
 
 
+def told_states(output: VllmOutput, group_ids: Sequence[int]) -> Iterator[StateBlock]:
+    """Which device blocks hold which recurrent states once the step has run, as this vLLM says; see `TELLS_STATES`."""
+    block_state = getattr(output, "kv_connector_block_state", None)
+    if block_state is None:
+        return
+    for request_id, offers in block_state.boundary_state_offloads.items():
+        for group_id, block_id, num_tokens in offers:
+            if group_id in group_ids:
+                yield StateBlock(request_id, group_ids.index(group_id), block_id, num_tokens)
+
+
 def to_step(
-    output: VllmOutput, group_ids: Sequence[int], told: Mapping[str, Sequence[Sequence[int]]]
+    output: VllmOutput,
+    group_ids: Sequence[int],
+    told: Mapping[str, Sequence[Sequence[int]]],
+    states: Sequence[StateBlock] = (),
 ) -> SchedulerOutput:
     """What the step computes. `told`: block tables of requests that were admitted since the last step, by our groups.
 
@@ -82,4 +96,4 @@ def to_step(
         elif new_ids is not None:
             tables = to_tables([new_ids[g] for g in group_ids])
         scheduled.append(ScheduledRequest(request_id, num_computed, counts[request_id], tables))
-    return SchedulerOutput(scheduled, getattr(output, "preempted_req_ids", None) or ())
+    return SchedulerOutput(scheduled, getattr(output, "preempted_req_ids", None) or (), states)

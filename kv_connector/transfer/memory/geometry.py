@@ -70,6 +70,35 @@ def block_dim(layer: str, tensor: torch.Tensor, num_blocks: int, given: int | No
     )
 
 
+def join_overlaid(pieces: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[tuple[str, torch.Tensor]], list[int]]:
+    """Make one of (layer, uint8 view) pairs that lie over each other in every block; and say where each pair went.
+
+    Block groups overlay their layers so: a block belongs to one group at a time, and its bytes are those of all. What
+    is joined goes under the name, and in the place, of the layer that was registered first. Raises LayoutError where
+    bytes of one block are those of another.
+    """
+    order = sorted(range(len(pieces)), key=lambda i: (pieces[i][1].stride(0), pieces[i][1].data_ptr()))
+    clusters: list[list[int]] = []
+    ends: list[int] = []
+    for i in order:
+        view = pieces[i][1]
+        end = view.data_ptr() + view.shape[1]
+        if clusters and _is_over(view, pieces[clusters[-1][0]][1], ends[-1]):
+            clusters[-1].append(i)
+            ends[-1] = max(ends[-1], end)
+        else:
+            clusters.append([i])
+            ends.append(end)
+    joined: list[tuple[str, torch.Tensor]] = []
+    went = [0] * len(pieces)
+    for cluster, end in sorted(zip(clusters, ends, strict=True), key=lambda entry: min(entry[0])):
+        for i in cluster:
+            went[i] = len(joined)
+        name = pieces[min(cluster)][0]
+        joined.append((name, _union(name, pieces[cluster[0]][1], end)))
+    return joined, went
+
+
 def check_apart(pieces: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raise LayoutError where two of the (layer, uint8 view) pairs share a byte."""
     order = sorted(range(len(pieces)), key=lambda i: pieces[i][1].data_ptr())
@@ -109,6 +138,23 @@ def _coalesce(dims: list[tuple[int, int]], itemsize: int) -> tuple[int, list[tup
 def _shifts(dims: list[tuple[int, int]]) -> Iterator[int]:
     for index in product(*(range(size) for size, _ in dims)):
         yield sum(i * stride for i, (_, stride) in zip(index, dims, strict=True))
+
+
+def _is_over(view: torch.Tensor, first: torch.Tensor, end: int) -> bool:
+    """Whether a view begins in front of `end`, where what begins with `first` ends in block 0."""
+    return view.stride(0) == first.stride(0) and view.data_ptr() < end
+
+
+def _union(layer: str, first: torch.Tensor, end: int) -> torch.Tensor:
+    num_blocks, stride, piece = first.shape[0], first.stride(0), end - first.data_ptr()
+    if piece == first.shape[1]:
+        return first
+    if piece > stride and num_blocks > 1:
+        raise LayoutError(
+            f"layer {layer!r}: bytes of a block are those of the next one, with what lies over it: {piece} bytes, "
+            f"{stride} from block to block; register tensors whose blocks begin together"
+        )
+    return _view(first, int(first.storage_offset()), num_blocks, stride, piece)
 
 
 def _view(tensor: torch.Tensor, start: int, num_blocks: int, stride: int, piece: int) -> torch.Tensor:

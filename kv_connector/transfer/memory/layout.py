@@ -17,7 +17,7 @@ from itertools import accumulate, groupby
 import torch
 
 from ...errors import LayoutError
-from .geometry import arrangement_of, block_dim, byte_strides, check_apart, piece_views
+from .geometry import arrangement_of, block_dim, byte_strides, check_apart, join_overlaid, piece_views
 
 PIECE_ALIGN = 16
 """A piece's offset in its host block is a multiple of this, the widest load of a GPU thread."""
@@ -109,14 +109,15 @@ class CacheLayout:
 
         Tensors may have any dtype and strides. One dimension counts blocks: it has size `num_blocks`, or a multiple of
         it where the engine's kernels use smaller blocks; `block_dims` names that dimension by layer where sizes do not
-        tell. A tensor that is registered twice is copied once. Reads no bytes. Raises LayoutError.
+        tell. A tensor that is registered twice is copied once, and so are bytes that tensors of several block groups
+        share: see `join_overlaid`. Reads no bytes. Raises LayoutError.
         """
         if num_blocks < 1:
             raise LayoutError(f"num_blocks={num_blocks}: give the number of blocks of the engine's cache, at least 1")
         pieces: list[tuple[str, torch.Tensor]] = []
-        last_region: dict[str, int] = {}
-        seen: dict[object, int] = {}
-        arranged: list[str] = []
+        own: dict[str, list[int]] = {name: [] for name in kv_caches}
+        seen: dict[object, range] = {}
+        arranged: list[tuple[str, int]] = []  # of each tensor, and its first piece
         devices = set()
         for name, entry in kv_caches.items():
             for tensor in [entry] if isinstance(entry, torch.Tensor) else entry:
@@ -124,19 +125,23 @@ class CacheLayout:
                 if geometry not in seen:
                     dim = block_dim(name, tensor, num_blocks, None if block_dims is None else block_dims.get(name))
                     views = piece_views(name, tensor, num_blocks, dim)
+                    arranged.append((arrangement_of(tensor, dim, [view.shape[1] for view in views]), len(pieces)))
                     pieces.extend((name, view) for view in views)
-                    arranged.append(arrangement_of(tensor, dim, [view.shape[1] for view in views]))
-                    seen[geometry] = len(pieces) - 1
+                    seen[geometry] = range(len(pieces) - len(views), len(pieces))
                 devices.add(tensor.device)
-                last_region[name] = max(last_region.get(name, -1), seen[geometry])
-        missing = [name for name in kv_caches if name not in last_region]
+                own[name] += seen[geometry]
+        missing = [name for name in kv_caches if not own[name]]
         if missing or not pieces:
             raise LayoutError(f"no cache tensor was registered for {missing or 'any layer'}: pass them all")
         if len(devices) > 1:
             raise LayoutError(f"cache tensors lie on {sorted(map(str, devices))}: register one rank's tensors only")
-        check_apart(pieces)
-        runs = [(text, len(list(run))) for text, run in groupby(arranged)]
-        return cls(num_blocks, pieces, last_region, ", ".join(f"{count} x {text}" for text, count in runs))
+        regions, went = join_overlaid(pieces)
+        check_apart(regions)
+        last_region = {name: max(went[piece] for piece in own[name]) for name in kv_caches}
+        shifts = [pieces[piece][1].data_ptr() - regions[went[piece]][1].data_ptr() for _, piece in arranged]
+        texts = [f"{text} at {shift}" if shift else text for (text, _), shift in zip(arranged, shifts, strict=True)]
+        runs = [(text, len(list(run))) for text, run in groupby(texts)]
+        return cls(num_blocks, regions, last_region, ", ".join(f"{count} x {text}" for text, count in runs))
 
     def last_region(self, layer_name: str) -> int:
         """Index of the last region that the layer reads; an alias reads its owner's. -1 for an unknown layer."""

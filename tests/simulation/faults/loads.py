@@ -187,7 +187,19 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "window-of-the-dropped-block",
         "where the last block is left to be computed, the window in front of it need not be there",
-        (Patch(_LOOKUP, "end = self._fit(hashes, first, max(end - 1, first))", "end = max(end - 1, first)"),),
+        (
+            Patch(
+                _LOOKUP,
+                "max(end, first))) - 1\n",
+                "max(end, first))) - 1\n            return max(end - first, 0)\n",
+            ),
+        ),
+        tested("tests/index/test_lookup.py"),
+    ),
+    Mutant(
+        "block-behind-the-state",
+        "with draft layers the block behind the state has to have a state too",
+        (Patch(_LOOKUP, "end if self._has_full_attention else ", ""),),
         tested("tests/index/test_lookup.py"),
     ),
     Mutant(

@@ -14,6 +14,8 @@ _ENGINE = "kv_connector/transfer/engine.py"
 _QUEUE = "kv_connector/transfer/submission/queue.py"
 _TIMING = "kv_connector/transfer/submission/timing.py"
 _DRIVER = "kv_connector/transfer/cuda/driver.py"
+_GEOMETRY = "kv_connector/transfer/memory/geometry.py"
+_LAYOUT = "tests/transfer/memory/test_layout.py"
 _TESTS = "tests/transfer/test_engine.py"
 _OWNERS = "tests/transfer/test_owners.py"
 _TEST_QUEUE = "tests/transfer/submission/test_queue.py"
@@ -21,6 +23,18 @@ _PACING = "tests/transfer/submission/test_pacing.py"
 _TEST_STREAMS = "tests/transfer/cuda/test_streams.py"
 
 TRANSFER: tuple[Mutant, ...] = (
+    Mutant(
+        "overlays-cut",
+        "of layers that overlay each other the bytes of the last one move",
+        (Patch(_GEOMETRY, "ends[-1] = max(ends[-1], end)", "ends[-1] = end"),),
+        tested(f"{_LAYOUT}::test_of_any_overlays_every_byte_is_copied_once"),
+    ),
+    Mutant(
+        "overlays-misread",
+        "where a layer lies over another one does not decide what the bytes mean",
+        (Patch("kv_connector/transfer/memory/layout.py", 'f"{text} at {shift}" if shift else text', "text"),),
+        tested(_LAYOUT),
+    ),
     Mutant(
         "save-unordered",
         "a save does not wait for the forward pass that computes its blocks",

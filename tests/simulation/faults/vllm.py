@@ -7,6 +7,7 @@ from .mutant import Mutant, Patch, tested
 _ENVIRONMENT = ".venv-vllm-0.32.0"
 _FOLDER = "kv_connector/engines/vllm"
 _TESTS = "integration/tests"
+_HYBRID = f"{_TESTS}/test_vllm_hybrid.py"
 
 
 def _mutant(name: str, title: str, patch: Patch, *tests: str) -> Mutant:
@@ -23,8 +24,47 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "windows-in-the-step",
         "a model of several groups loads in the step, where a failure ends the engine",
-        Patch(f"{_FOLDER}/scheduler.py", "len(shape.groups) == 1 or not TELLS_FAILED_REQUESTS", "True"),
+        Patch(f"{_FOLDER}/scheduler.py", "(len(shape.groups) == 1 and not shape.has_states)", "True"),
         f"{_TESTS}/test_vllm_engine.py::test_a_failed_load_is_a_miss_or_one_failed_request",
+    ),
+    _mutant(
+        "states-in-the-step",
+        "a recurrent state is loaded in the step, which has read it by then",
+        Patch(f"{_FOLDER}/scheduler.py", "len(shape.groups) == 1 and not shape.has_states", "len(shape.groups) == 1"),
+        f"{_HYBRID}::test_what_comes_from_the_host_answers_as_the_device_and_as_computing_do[states_only]",
+    ),
+    _mutant(
+        "states-unseen",
+        "the engine's word is enough for which block holds which state",
+        Patch(
+            f"{_FOLDER}/scheduler.py",
+            "return self._blocks.is_cached_as(state.block_id, block_hash, group_id)",
+            "return True",
+        ),
+        f"{_TESTS}/test_vllm_steps.py::test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept",
+    ),
+    _mutant(
+        "states-of-preempted",
+        "a state of a request that has lost its blocks in the step is saved",
+        Patch(f"{_FOLDER}/scheduler.py", "state.request_id in (output.preempted_req_ids or ())", "False"),
+        f"{_TESTS}/test_vllm_steps.py::test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept",
+    ),
+    _mutant(
+        "states-within-blocks",
+        "a state from the middle of a block is kept as that of its end",
+        Patch(
+            f"{_FOLDER}/scheduler.py",
+            "if rest or num_hashes % self.shape.groups[state.group].hashes_per_block:",
+            "if False:",
+        ),
+        f"{_TESTS}/test_vllm_steps.py::test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept",
+    ),
+    _mutant(
+        "hashes-for-blocks",
+        "routers are told that every group's blocks have the tokens of one hash",
+        Patch(f"{_FOLDER}/events.py", "block_size=self._shape.block_sizes[group]", "block_size=self._shape.block_size"),
+        f"{_TESTS}/test_vllm_telemetry.py"
+        "::test_routers_learn_the_same_of_a_block_on_the_host_as_on_the_device[two_sizes-write_back]",
     ),
     _mutant(
         "overlooked-continued",
@@ -84,11 +124,7 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "kinds-by-subclass",
         "kinds of attention that are not served pass as those that they derive from",
-        Patch(
-            f"{_FOLDER}/specs.py",
-            "type(spec) is getattr(kv_cache_interface, name, None)",
-            "isinstance(spec, getattr(kv_cache_interface, name, ()))",
-        ),
+        Patch(f"{_FOLDER}/groups.py", '"SinkFullAttentionManager")', '"SinkFullAttentionManager", "RSWAManager")'),
         f"{_TESTS}/test_vllm_startup.py::test_kinds_of_attention_that_are_not_served",
     ),
 )

@@ -200,12 +200,90 @@ def test_a_shared_tensor_is_copied_once_and_both_names_wait_for_it() -> None:
     assert [layout.last_region(name) for name in ("0", "1", "2", "3", "other")] == [0, 1, 0, 1, -1]
 
 
-def test_views_that_share_bytes_without_being_one_tensor_are_refused() -> None:
-    whole = torch.zeros(B, 2, N)
-    with pytest.raises(LayoutError, match="'a' and 'b' share bytes"):
-        CacheLayout.from_tensors({"a": whole, "b": whole[:, 0]}, B)
+PAGE = 512
+
+
+def hybrid(num_layers: int, states: dict[str, tuple[int, int]], kernel_blocks: int = 1) -> dict[str, torch.Tensor]:
+    """Cache tensors as vLLM has them for a model with recurrent states: one allocation in pages of `PAGE` bytes, B for
+    each slot. Attention fills the pages of its slots, in kernel blocks; `states` are slot and bytes of the others."""
+    memory = torch.arange(num_layers * B * PAGE, dtype=torch.int64).mul(37).to(torch.uint8).view(torch.int8)
+    pages = memory.view(num_layers, B, PAGE)
+    caches = {f"{i}.attn": pages[i].view(torch.bfloat16).view(B * kernel_blocks, 2, -1, D) for i in range(num_layers)}
+    return caches | {
+        name: pages[slot].as_strided((B, 1, 1, size), (PAGE, size, size, 1)) for name, (slot, size) in states.items()
+    }
+
+
+@pytest.mark.parametrize("kernel_blocks", [1, 2])
+def test_layers_that_overlay_each_other_are_one_region(kernel_blocks: int) -> None:
+    """A block belongs to one group at a time, and its bytes are those of all: attention's, states', padding between."""
+    caches = hybrid(3, {"3.state": (0, 400), "4.state": (2, 400), "5.state": (0, 130)}, kernel_blocks)
+    layout = CacheLayout.from_tensors(caches, B, dict.fromkeys(caches, 0))
+    assert [(region.layer, region.piece_bytes, region.block_stride) for region in layout.regions] == [
+        ("0.attn", PAGE, PAGE),
+        ("1.attn", PAGE, PAGE),
+        ("2.attn", PAGE, PAGE),
+    ]
+    assert [layout.last_region(name) for name in caches] == [0, 1, 2, 0, 2, 0]
+    assert [region.data_ptr - caches["0.attn"].data_ptr() for region in layout.regions] == [0, B * PAGE, 2 * B * PAGE]
+    backwards = dict(reversed(caches.items()))
+    layout = CacheLayout.from_tensors(backwards, B, dict.fromkeys(caches, 0))
+    assert [region.layer for region in layout.regions] == ["5.state", "4.state", "1.attn"]
+    assert [region.piece_bytes for region in layout.regions] == [PAGE] * 3
+
+
+def test_overlays_that_reach_over_each_other_are_one_region_from_the_first_byte_to_the_last() -> None:
+    """Keys and values apart in a block, and a state from the middle of the one to the middle of the other."""
+    whole = torch.zeros(B, PAGE, dtype=torch.uint8)
+    apart = whole.view(B, 2, PAGE // 2).transpose(0, 1)[:, :, :200]
+    caches = {"a": apart, "b": whole[:, 100:300], "c": whole[:, 500:]}
+    layout = CacheLayout.from_tensors(caches, B, {"a": 1, "b": 0, "c": 0})
+    found = [(region.layer, region.data_ptr - whole.data_ptr(), region.piece_bytes) for region in layout.regions]
+    assert found == [("a", 0, 456), ("c", 500, 12)]
+    assert [layout.last_region(name) for name in caches] == [0, 0, 1]
+    assert "200 at 100" in layout.arrangement, "where a state lies decides what its bytes mean"
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), min_size=1, max_size=8),
+    slots=st.integers(1, 3),
+    data=st.data(),
+)
+def test_of_any_overlays_every_byte_is_copied_once(
+    spans: list[tuple[int, int]], slots: int, data: st.DataObject
+) -> None:
+    num_blocks, page = 4, 60
+    memory = torch.zeros(slots, num_blocks, page, dtype=torch.uint8)
+    where = [data.draw(st.integers(0, slots - 1)) for _ in spans]
+    views = {
+        f"{i}": memory[slot][:, start : start + size]
+        for i, (slot, (start, size)) in enumerate(zip(where, spans, strict=True))
+    }
+    layout = CacheLayout.from_tensors(views, num_blocks, dict.fromkeys(views, 0))
+    for block in range(num_blocks):
+        expected = set().union(*(block_addresses(view, 0, num_blocks, block) for view in views.values()))
+        starts = [region.data_ptr + block * region.block_stride for region in layout.regions]
+        covered = [
+            start + byte
+            for start, region in zip(starts, layout.regions, strict=True)
+            for byte in range(region.piece_bytes)
+        ]
+        assert len(covered) == len(set(covered))
+        assert set(covered) == expected
+    for name, view in views.items():
+        region = layout.regions[layout.last_region(name)]
+        assert region.data_ptr <= view.data_ptr() < region.data_ptr + region.piece_bytes
+
+
+def test_views_that_share_bytes_of_other_blocks_are_refused() -> None:
+    memory = torch.zeros(1000, dtype=torch.uint8)
+    shifted = {"a": memory.as_strided((B, 12), (20, 1)), "b": memory.as_strided((B, 12), (20, 1), 11)}
+    with pytest.raises(LayoutError, match=r"'a'.*23 bytes, 20 from block to block"):
+        CacheLayout.from_tensors(shifted, B)
+    one_behind = {"a": memory.as_strided((B, 12), (20, 1)), "b": memory.as_strided((B, 12), (20, 1), 20)}
     with pytest.raises(LayoutError, match="share bytes"):
-        CacheLayout.from_tensors({"a": whole[:, 0, :9], "b": whole[:, 0, 8:]}, B)
+        CacheLayout.from_tensors(one_behind, B)
     strides = torch.zeros(1000, dtype=torch.uint8)
     apart = {"a": strides.as_strided((B, 4), (20, 1)), "b": strides.as_strided((B, 4), (24, 1), 4)}
     with pytest.raises(LayoutError, match="share bytes"):

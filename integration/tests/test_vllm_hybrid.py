@@ -1,0 +1,222 @@
+"""Real engines on models whose layers keep different things: recurrent states, and blocks of different sizes.
+
+Answers are compared with those of vLLM's own cache, and with computed ones, their log-probabilities to the last bit:
+where a state is kept vLLM ends a step, so that computing and hitting run the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.tests.vllm_engines import VllmEngine, prompts, running, schedule_ahead, transfer_config
+from kv_connector.engines.vllm.groups import TELLS_STATES
+from kv_connector.index import split_key
+
+pytestmark = pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer")
+
+MODELS = ("mamba", "states_apart", "states_only", "delta", "conv", "two_sizes")
+Answer = tuple[list[int], list[float]]
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "models"
+
+
+@pytest.fixture(autouse=True)
+def _mamba2_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 lets Mamba2 keep a state from the middle of a step, which its kernels for the CPU cannot."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
+
+
+def options(model: str, **settings: Any) -> dict[str, Any]:
+    config = transfer_config({"write_policy": "write_through"} | settings, kv_load_failure_policy="recompute")
+    own: dict[str, dict[str, Any]] = {"delta": {"dtype": "bfloat16"}, "states_only": {"enable_prefix_caching": True}}
+    return {"kv_transfer_config": config} | own.get(model, {})
+
+
+def ask(engine: VllmEngine, asked: Sequence[Sequence[int]], num_tokens: int = 6) -> list[Answer]:
+    """Greedy tokens, and the log-probability of each; one prompt after the other."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=0)
+    answers = []
+    for prompt in asked:
+        (output,) = engine.llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)
+        (answer,) = output.outputs
+        probabilities = [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+        answers.append((list(answer.token_ids), probabilities))
+    return answers
+
+
+def forget_device(engine: VllmEngine, overwrite: bool = True) -> None:
+    """vLLM forgets what it has cached, and other prompts are written over it."""
+    engine.drain()
+    assert engine.llm.reset_prefix_cache()
+    if overwrite:
+        engine.alone(prompts(3, 700, seed=9), 1)
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
+
+
+def zero_on_host(engine: VllmEngine, group: int) -> int:
+    """Put zeros into all that the host has of one of our block groups; returns how many blocks that was."""
+    host = engine.half.host
+    block_ids = list(host.pool.live_ids())
+    keys = zip(block_ids, host.hashes_of(block_ids), strict=True)
+    spoilt = [block_id for block_id, key in keys if split_key(key)[1] == group]
+    engine.llm.collective_rpc(_zero_host_blocks, args=(spoilt,))
+    return len(spoilt)
+
+
+def _zero_host_blocks(worker: Any, block_ids: list[int]) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    get_kv_transfer_group()._worker.half._host.tensor[block_ids] = 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_comes_from_the_host_answers_as_the_device_and_as_computing_do(folder: Path, model: str) -> None:
+    """And what is loaded decides the answer: zeros in the blocks of any one group change it."""
+    asked = [prompt[:577] for prompt in prompts(2, 600)]
+    with running(folder, model, num_blocks=60, **options(model)) as engine:
+        computed, from_device = ask(engine, asked), ask(engine, asked)
+        assert [tokens for tokens, _ in from_device] == [tokens for tokens, _ in computed]
+        assert from_device == computed or model == "two_sizes"
+        assert computed[0] != computed[1]
+        engine.drain()
+        saved, by_device = engine.cached_bytes(), engine.stats()["device_hit_tokens"]
+        forget_device(engine)
+        from_host = ask(engine, asked)
+        loaded, stats = engine.cached_bytes(), engine.stats()
+        assert from_host == from_device
+        assert stats["host_hit_tokens"] == by_device >= 2 * 512
+        assert stats["async_loads"] == 2
+        assert not stats.get("failed_load_jobs") and not stats.get("failed_save_jobs")
+        for group in range(len(engine.half._grouped.groups)):
+            forget_device(engine, overwrite=False)
+            assert zero_on_host(engine, group)
+            assert ask(engine, asked[:1]) != from_host[:1], f"the answer does not depend on group {group}"
+        engine.check_all_free()
+    same = saved.keys() & loaded.keys()
+    assert {key[-4:] for key in same} == {key[-4:] for key in saved}, "blocks of every group came back"
+    assert all(saved[key] == loaded[key] for key in same)
+
+
+@pytest.mark.parametrize("model", ["mamba", "two_sizes"])
+def test_hits_end_where_those_of_vllm_do(folder: Path, model: str) -> None:
+    """For prompts that end at a block's end, one token in front of it and one behind it, of every size of blocks."""
+    lengths = [end + more for end in (64, 128, 192, 256, 384) for more in (-1, 0, 1)]
+    asked = [prompt[:length] for prompt, length in zip(prompts(len(lengths), 400), lengths, strict=True)]
+    with running(folder, model, num_blocks=200, **options(model)) as engine:
+
+        def hits(source: str) -> tuple[list[Answer], list[int]]:
+            answers, counts = [], []
+            for prompt in asked:
+                before = engine.stats()[f"{source}_hit_tokens"]
+                answers += ask(engine, [prompt], 3)
+                counts.append(int(engine.stats()[f"{source}_hit_tokens"] - before))
+            return answers, counts
+
+        computed, _ = hits("device")
+        from_device, on_device = hits("device")
+        forget_device(engine)
+        from_host, on_host = hits("host")
+        engine.check_all_free()
+    assert max(on_device) == 384
+    assert all(theirs <= ours for theirs, ours in zip(on_device, on_host, strict=True))
+    assert [answer for answer, _ in from_host] == [answer for answer, _ in computed]
+    pairs = zip(from_host, from_device, on_host, on_device, strict=True)
+    assert all(ours == theirs for ours, theirs, at, end in pairs if at == end)
+
+
+@pytest.mark.parametrize(("model", "is_ahead"), [("states_apart", False), ("conv", True)])
+def test_chats_go_on_from_the_host(folder: Path, monkeypatch: pytest.MonkeyPatch, model: str, is_ahead: bool) -> None:
+    """Each turn is the last one, its answer and a new question; chats share a beginning, and the device has room for
+    one at a time. Prompts are computed in several steps."""
+    if is_ahead:
+        schedule_ahead(monkeypatch)
+    (shared,), tails = prompts(1, 200), prompts(12, 150, seed=3)
+
+    def chats(engine: VllmEngine, between: bool) -> list[list[int]]:
+        answers, texts = [], [[*shared, *tails[chat]] for chat in range(3)]
+        for turn in range(3):
+            for chat, text in enumerate(texts):
+                (answer,) = engine.alone([text], 20)
+                answers.append(answer)
+                text += [*answer, *tails[3 * (turn + 1) + chat]]
+            if between:
+                forget_device(engine, overwrite=False)
+        return answers
+
+    settings = options(model) | {"max_num_batched_tokens": 192}
+    with running(folder, model, num_blocks=60, **settings) as engine:
+        assert engine.core.batch_queue_size == (2 if is_ahead else 1)
+        answers = chats(engine, between=True)
+        stats = engine.stats()
+        forget_device(engine, overwrite=False)
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert chats(engine, between=False) == answers, "all of it is computed, or on the device"
+        engine.check_all_free()
+    assert stats["host_hit_tokens"] >= 3 * 320 + 3 * 448
+    assert stats["async_loads"] >= 6 and not stats.get("sync_loads")
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_many_at_once_are_preempted_and_come_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
+) -> None:
+    """Requests with a common beginning, on a device that cannot hold them as they grow."""
+    (shared,), tails = prompts(1, 260), prompts(6, 90, seed=5)
+    asked = [[*shared, *tail] for tail in tails]
+    with running(folder, "mamba", num_blocks=120, **options("mamba")) as engine:
+        expected = engine.generate(asked, 100)
+    if is_ahead:
+        schedule_ahead(monkeypatch)
+    with running(folder, "mamba", num_blocks=26, **options("mamba")) as engine:
+        rounds = [engine.generate(asked, 100) for _ in range(2)]
+        stats = engine.stats()
+        engine.check_all_free()
+    assert all(answers == expected for answers in rounds)
+    assert stats["async_loads"] > 0
+
+
+def test_a_reset_forgets_states_and_a_failed_load_is_computed(folder: Path) -> None:
+    asked = prompts(2)
+    with running(folder, "mamba", num_blocks=60, **options("mamba")) as engine:
+        expected = ask(engine, asked)
+        forget_device(engine)
+        engine.break_loads(True)
+        assert ask(engine, asked) == expected
+        engine.break_loads(False)
+        stats = engine.stats()
+        assert stats["failed_load_jobs"] == 2
+        forget_device(engine)
+        assert ask(engine, asked) == expected
+        engine.drain()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        before = engine.stats()["host_hit_tokens"]
+        assert ask(engine, asked) == expected
+        assert engine.stats()["host_hit_tokens"] == before
+        engine.check_all_free()
+
+
+def test_states_inside_of_blocks_are_left_to_the_device(folder: Path) -> None:
+    """Where vLLM hashes more often than a block ends, its own hits may end within one; those from the host do not."""
+    asked = [prompt[:420] for prompt in prompts(2)]
+    with running(folder, "states_apart", num_blocks=80, **options("states_apart"), prefix_match_unit=32) as engine:
+        assert engine.scheduler.connector._scheduler.shape.block_sizes == (64, 64, 64)
+        assert engine.scheduler.kv_cache_config.cache_hit_alignment_tokens == 32
+        computed = ask(engine, asked)
+        forget_device(engine)
+        assert ask(engine, asked) == computed
+        assert engine.stats()["host_hit_tokens"] == 2 * 384
+        engine.check_all_free()

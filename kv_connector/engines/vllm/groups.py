@@ -1,0 +1,176 @@
+"""vLLM's groups of KV cache in our words: which of them are kept, and what of their blocks a prefix needs.
+
+How the blocks of a group come and go is its manager's doing (vLLM's `single_type_kv_cache_manager`), so a group is
+known by that class, and specs that are derived from others are what their manager makes of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import single_type_kv_cache_manager as managers
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from ...errors import ConfigError
+from ...index import BlockGroup
+
+TELLS_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+"""Whether this vLLM says which device block holds which recurrent state: block tables do not."""
+
+_FULL = ("FullAttentionManager", "SinkFullAttentionManager")
+_WINDOW = "SlidingWindowManager"
+_STATE = "MambaManager"
+_REFUSED = {
+    "RSWAManager": "it drops blocks from the middle of a request",
+    "ChunkedLocalAttentionManager": "how many blocks a prefix needs depends on where in a chunk it ends; "
+    "--disable-hybrid-kv-cache-manager makes full attention of it",
+    "CrossAttentionManager": "its blocks belong to the encoder's input, which block hashes do not name",
+}
+"""What is known of some others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedGroup:
+    """A group of vLLM's that we keep: its number there, what it is here, and what this vLLM's events say of it."""
+
+    group_id: int
+    group: BlockGroup
+    event_kind: Mapping[str, Any]
+
+
+def read_groups(kv_cache_config: Any, cache_config: Any) -> tuple[int, list[ServedGroup]]:
+    """Tokens of a block hash, and the groups that are kept: full attention first, whose prefixes are the longest.
+
+    What vLLM itself caches no prefixes of is left out: it does without it behind every hit. Raises ConfigError, with
+    the reason, for a model with a group that is not served.
+    """
+    groups = list(enumerate(kv_cache_config.kv_cache_groups))
+    kept = [(index, group) for index, group in groups if not _is_left_out(group)]
+    if not kept:
+        raise ConfigError("vLLM caches no prefixes of this model: start it without --kv-transfer-config")
+    hash_block_size = getattr(kv_cache_config, "hash_block_size", None)
+    if hash_block_size is None:
+        hash_block_size = _only_size(kept, cache_config)
+    served = [
+        ServedGroup(index, to_block_group(group, hash_block_size), _event_kind(group.kv_cache_spec))
+        for index, group in kept
+    ]
+    _check_hits_end_alike(kv_cache_config, hash_block_size * math.lcm(*(s.group.hashes_per_block for s in served)))
+    served.sort(key=lambda entry: entry.group.window_blocks is not None)
+    return hash_block_size, served
+
+
+def to_block_group(group: Any, hash_block_size: int) -> BlockGroup:
+    """Our words for a group of vLLM's. Raises ConfigError, with the reason, for one that is not served."""
+    specs = list(layer_specs(group.kv_cache_spec))
+    layer = group.layer_names[0] if group.layer_names else "?"
+    for spec in specs:
+        reason = _refusal(group, spec)
+        if reason:
+            raise ConfigError(f"layer {layer!r}: {type(spec).__name__} is not supported: {reason}")
+    block_size = group.kv_cache_spec.block_size
+    if block_size % hash_block_size:
+        raise ConfigError(
+            f"layer {layer!r}: blocks of {block_size} tokens are not supported where vLLM hashes {hash_block_size}: "
+            "make --block-size a multiple"
+        )
+    hashes_per_block = block_size // hash_block_size
+    manager = _manager(specs[0])
+    if manager == _STATE:
+        return BlockGroup(1, hashes_per_block, states_are_told=True)
+    if manager == _WINDOW:
+        kept = max(spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) for spec in specs)
+        return BlockGroup(-(-kept // block_size), hashes_per_block)
+    return BlockGroup(None, hashes_per_block)
+
+
+def layer_specs(spec: Any) -> Iterable[Any]:
+    """The layers' own specs: a group of one type with different sizes wraps one for each layer."""
+    wrapped = getattr(spec, "kv_cache_specs", None)
+    return wrapped.values() if wrapped is not None else (spec,)
+
+
+def _only_size(groups: Iterable[tuple[int, Any]], cache_config: Any) -> int:
+    """Of versions that do not tell what they hash, and name larger blocks in ways of their own."""
+    sizes = {group.kv_cache_spec.block_size for _, group in groups}
+    finer = getattr(cache_config, "hash_block_size", None)
+    if finer is not None:
+        sizes.add(finer)
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"blocks or hashes of {sorted(sizes)} tokens in one model are served with vLLM 0.32 and newer; use that, "
+            "or --disable-hybrid-kv-cache-manager where the model allows it"
+        )
+    return int(sizes.pop())
+
+
+def _is_left_out(group: Any) -> bool:
+    """Whether vLLM does without the group behind its own hits, and so behind ours: rings of what is being compressed,
+    which are empty where a hit ends."""
+    in_device_pool = not getattr(group, "host_resident", False) and getattr(group, "enable_kv_transfer", True)
+    return in_device_pool and not getattr(group.kv_cache_spec, "prefix_cacheable", True)
+
+
+def _check_hits_end_alike(kv_cache_config: Any, hit_tokens: int) -> None:
+    """Groups that are left out count for where vLLM lets a hit end: at a multiple of every group's blocks."""
+    for group in kv_cache_config.kv_cache_groups:
+        size = group.kv_cache_spec.block_size
+        if hit_tokens % size:
+            raise ConfigError(
+                f"layer {group.layer_names[0]!r}: blocks of {size} tokens that vLLM caches no prefixes of are not "
+                f"supported beside hits that end at multiples of {hit_tokens}: start this model without "
+                "--kv-transfer-config"
+            )
+
+
+def _refusal(group: Any, spec: Any) -> str:
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        return "its blocks are not in the device's pool"
+    if not getattr(spec, "prefix_cacheable", True):
+        return "vLLM caches no prefixes of it, but of others in its group"
+    if getattr(spec, "prefix_replay_tokens", 0):
+        return "it computes the end of every hit again"
+    if isinstance(spec, getattr(kv_cache_interface, "HiddenStateCacheSpec", ())):
+        return "it holds hidden states, which are another connector's to take"
+    manager = _manager(spec)
+    if manager == _STATE:
+        return _state_refusal(spec)
+    if manager in _FULL or manager == _WINDOW:
+        return ""
+    return _REFUSED.get(manager, "only full attention, MLA, sliding windows and recurrent states are")
+
+
+def _state_refusal(spec: Any) -> str:
+    if not TELLS_STATES:
+        return "this vLLM does not say which block holds which state; vLLM 0.32 and newer do"
+    if spec.mamba_cache_mode != "align":
+        return (
+            f"with mamba_cache_mode={spec.mamba_cache_mode} vLLM itself caches no prefixes of it; use "
+            "--enable-prefix-caching --mamba-cache-mode align"
+        )
+    return ""
+
+
+def _manager(spec: Any) -> str:
+    """Name of the class that keeps the blocks of a group of this spec."""
+    if hasattr(managers, "spec_manager_map"):
+        manager = managers.spec_manager_map.get(type(spec))
+    else:
+        from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+        manager = KVCacheSpecRegistry.get_manager_class(spec)
+    return manager.__name__ if manager is not None else ""
+
+
+def _event_kind(spec: Any) -> Mapping[str, Any]:
+    """Fields of vLLM's `BlockStored` by which routers tell groups apart, where this version has them."""
+    if not hasattr(kv_cache_interface, "get_kv_cache_spec_kind"):
+        return {}
+    return {
+        "kv_cache_spec_kind": kv_cache_interface.get_kv_cache_spec_kind(spec).value,
+        "kv_cache_spec_sliding_window": kv_cache_interface.get_kv_cache_spec_sliding_window(spec),
+    }
