@@ -147,9 +147,10 @@ class KVConnectorScheduler(ABC):
 
         A block that the engine does not hold is `NO_BLOCK`. The first `num_local_tokens` are on the device; the blocks
         behind them receive `num_external_tokens`, which must be what `get_num_new_matched_tokens` answered just before,
-        or less (whole blocks). Called for every admission, also of a request that was preempted, and with 0 external
-        tokens; after an asynchronous load once more, when the request is scheduled; and without a look-up, with the
-        blocks that it has kept in front, for a request that was at its end and goes on with more input.
+        or less: whole blocks where every group is of full attention, else none. Called for every admission, also of a
+        request that was preempted, and with 0 external tokens; after an asynchronous load once more, when the request
+        is scheduled; and without a look-up, with the blocks that it has kept in front, for a request that was at its
+        end and goes on with more input.
         """
 
     @abstractmethod

@@ -333,8 +333,9 @@ class SchedulerHalf(KVConnectorScheduler):
         """
         if not self._grouped.has_windows:
             return True
-        num_needed = sum(num_blocks_of(request, size) for size in self._shared.group_sizes)
-        return num_needed + self._requests.num_missing(self._shared.group_sizes) <= self._pool.num_available
+        groups, size = self._grouped.groups, self._shared.block_size
+        num_needed = sum(num_blocks_of(request, groups, size)) + self._requests.num_missing(groups, size)
+        return num_needed <= self._pool.num_available
 
     def _admit_with_companions(self, state: RequestState, first: int, num_loaded: int, num_brought: int) -> None:
         start = first + num_loaded
@@ -377,7 +378,8 @@ class SchedulerHalf(KVConnectorScheduler):
         written: list[int] = []
         told: dict[str, list[StateBlock]] = {}
         for block in output.states:
-            told.setdefault(block.request_id, []).append(block)
+            if block.request_id in self._requests:
+                told.setdefault(block.request_id, []).append(block)
         for item in output.scheduled:
             state = self._requests[item.request_id]
             num_tokens += item.num_scheduled_tokens

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ..base import Request
+from ..index import BlockGroup
 from ..metrics import CacheMetrics
 from ..types import NO_BLOCK
 from .loads.leases import LoadLease, LoadLeases
@@ -16,6 +17,9 @@ from .tables import BlockTable
 
 _NUM_DRAFTED = 2
 """Blocks, of each group, for the tokens that an engine drafts beyond those that it knows."""
+_MOST_STATES = 8
+"""Of a recurrent group at once: that which a request goes on with and the one before it, one from within a step, and
+one for each token that is drafted."""
 
 
 @dataclass(slots=True)
@@ -36,10 +40,11 @@ class RequestState:
     """The first hash of a block that is not saved in some block group. Nothing behind is in any, but for what an
     operator has pinned: nobody could reach it."""
 
-    def num_missing(self, block_sizes: Sequence[int]) -> int:
-        """Device blocks that it would take over those that it holds, if it began anew; sizes in tokens, by group."""
-        tables = zip(block_sizes, (table.block_ids for table in self.tables), strict=False)
-        return sum(num_blocks_of(self.request, size) - len(ids) + ids.count(NO_BLOCK) for size, ids in tables)
+    def num_missing(self, groups: Sequence[BlockGroup], block_size: int) -> int:
+        """Device blocks that it would take over those that it holds, if it began anew; see `num_blocks_of`."""
+        held = (len(table.block_ids) - table.block_ids.count(NO_BLOCK) for table in self.tables)
+        needed = num_blocks_of(self.request, groups, block_size)
+        return sum(max(0, need - has) for need, has in zip(needed, held, strict=False))
 
     @property
     def num_unsaved(self) -> int:
@@ -47,9 +52,13 @@ class RequestState:
         return sum(len(table.unsaved) for table in self.tables)
 
 
-def num_blocks_of(request: Request, block_size: int) -> int:
-    """Device blocks that it takes of a group, with drafts, if it is computed from its first token on."""
-    return -(-request.num_tokens // block_size) + _NUM_DRAFTED
+def num_blocks_of(request: Request, groups: Sequence[BlockGroup], block_size: int) -> list[int]:
+    """Device blocks that it takes of each group, with drafts, if it is computed from its first token on. `block_size`:
+    tokens of a block hash."""
+    sizes = (block_size * group.hashes_per_block for group in groups)
+    needed = [-(-request.num_tokens // size) + _NUM_DRAFTED for size in sizes]
+    pairs = zip(groups, needed, strict=True)
+    return [min(need, _MOST_STATES) if group.states_are_told else need for group, need in pairs]
 
 
 class RequestTable:
@@ -83,10 +92,10 @@ class RequestTable:
         lost = ((request_id, tables) for request_id, tables in self._leases.dropped_since(wanted) if request_id in self)
         return [i for i, tables in (*held, *lost) if any(not wanted.isdisjoint(ids) for ids in tables)]
 
-    def num_missing(self, block_sizes: Sequence[int]) -> int:
+    def num_missing(self, groups: Sequence[BlockGroup], block_size: int) -> int:
         """Device blocks that requests which wait for a load would take over those that they hold, if they began anew:
         those that their windows have left behind, and what they have not reached."""
-        return sum(state.num_missing(block_sizes) for state in self if state.awaits_load)
+        return sum(state.num_missing(groups, block_size) for state in self if state.awaits_load)
 
     def lose(self, block_ids: Sequence[int]) -> None:
         """Loads were to fill these blocks and have not: see `LoadLeases.lose`. Who has them computes them anew, and the

@@ -114,7 +114,8 @@ class TransferEngine:
 
     def mark(self) -> Event:
         """The current stream's position, for background loads that need not wait for what is enqueued behind it."""
-        return self._queues[Direction.LOAD].lane.mark()
+        lane = self._queues[Direction.LOAD].lane
+        return lane.position() or lane.mark()  # a thread waits for it on the host, where there is one
 
     def submit_background_load(self, jobs: Sequence[CopyJob], after: Event) -> frozenset[int]:
         """Queue loads, one behind the other; whoever needs the blocks waits for `poll` to return the job, or

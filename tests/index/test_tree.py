@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_connector.index import CacheTier, PrefixTree
+from kv_connector.index import ROOT, CacheTier, PrefixTree
 from kv_connector.types import BlockHash, Tier
 from tests.index.chains import path, store
 
@@ -66,3 +66,15 @@ def test_a_limit_that_falls_far_is_reached_over_many_calls() -> None:
         seen.append(before - len(tree))
         tree.check()
     assert max(seen) < 200
+
+
+def test_blocks_that_follow_nothing_are_all_children_of_the_root() -> None:
+    tree = PrefixTree()
+    hashes = [BlockHash(bytes((number,)) * 32) for number in range(4)]
+    known = tree.insert_path(hashes[1:2], 0.0)
+    nodes = tree.insert_apart(hashes, 1.0)
+    tree.settle(nodes)
+    assert nodes[1:2] == known
+    assert [tree.hash_of(node) for node in nodes] == hashes
+    assert [(tree.parent[node], tree.depth[node]) for node in nodes] == [(ROOT, tree.depth[known[0]])] * 4
+    tree.check()

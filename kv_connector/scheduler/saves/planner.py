@@ -332,11 +332,13 @@ class SavePlanner:
         return self._take_held(progress, group, {i: ids[i] for i in range(first, full) if ids[i] != NO_BLOCK})
 
     def _take_told(self, progress: _Progress, told: Sequence[StateBlock]) -> list[_Taken]:
-        """Of recurrent states: the engine goes on with them, and what is not saved in this step is not saved later."""
+        """Of recurrent states: the engine goes on with them, and what is not saved in this step is not saved later, nor
+        what has no name: a state within a block, or behind tokens that are not hashed yet."""
         held: dict[int, dict[int, int]] = {}
         for block in sorted(told, key=lambda block: block.num_tokens):
-            size = self._shared.block_size * self._hashes_per_block[block.group]
-            held.setdefault(block.group, {})[block.num_tokens // size - 1] = block.block_id
+            index, within = divmod(block.num_tokens, self._shared.block_size * self._hashes_per_block[block.group])
+            if not within and index * self._hashes_per_block[block.group] <= progress.num_hashes:
+                held.setdefault(block.group, {})[index - 1] = block.block_id
         return [part for group, blocks in held.items() for part in self._take_held(progress, group, blocks)]
 
     def _take_held(self, progress: _Progress, group: int, held: Mapping[int, int]) -> list[_Taken]:

@@ -117,9 +117,9 @@ def test_what_was_computed_behind_a_failed_load_is_forgotten_in_every_group() ->
     blocks = ForeignBlocks()
     half.bind_block_pool(blocks)
     request = Asked("a", list(range(16)))
-    half.update_state_after_alloc(request, [[1, 2, 3, 4], [NO_BLOCK, NO_BLOCK, 7, 8]], 0, 0)
+    half.update_state_after_alloc(request, [[1, 2, 3, 4], [NO_BLOCK, 6, 7, 8]], 0, 0)
     half.update_connector_output([StepReport(0, 0, num_host_blocks=10, lost_blocks=(3, 2))])
-    assert blocks.forgotten == {2, 3, 4, 7, 8}
+    assert blocks.forgotten == {2, 3, 4, 6, 7, 8}
 
 
 def test_what_lies_behind_a_failed_load_is_told_by_tokens_where_groups_have_other_blocks() -> None:
@@ -250,7 +250,7 @@ def test_nothing_is_kept_of_who_has_shared_a_load_that_has_ended() -> None:
         return sum(type(kept) is list for kept in gc.get_objects())
 
     num_before = num_lists(10)
-    assert num_lists(50) == num_before
+    assert num_lists(50) <= num_before
 
 
 def failed(half: SchedulerHalf) -> Asked:

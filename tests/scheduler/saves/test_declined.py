@@ -119,8 +119,10 @@ def test_nothing_is_saved_behind_what_has_gone_from_the_host(stores: bool, tmp_p
     admit(half, other, first_block=50)
     report(half, step(half, other, 0, 8))
     half.request_finished(other)
+    num_evicted = half.host.num_evicted
     assert bool(step(half, long, 8, 8).saves) is stores
     assert half.metrics.declined_saves_blocks == (0 if stores else 2)
+    assert stores or half.host.num_evicted == num_evicted, "nothing goes for what is declined"
     half.check()
 
 

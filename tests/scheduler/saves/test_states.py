@@ -118,3 +118,49 @@ def test_nothing_is_saved_behind_a_hole_in_a_group_with_other_blocks() -> None:
     half.host.discard(half.host.blocks_of([node]))
     assert saved(step(half, request, 16, 16)) == []
     assert half._requests["a"].first_unreachable == 2, "the hashes of the block that has gone begin there"
+
+
+def test_a_state_of_a_request_that_has_lost_its_blocks_is_not_saved() -> None:
+    half, request = make_hybrid(), Asked("a", list(range(17)))
+    half.update_state_after_alloc(request, [[0, 1, 2, 3, 4], [-1, 11, 12]], 0, 0)
+    step(half, request, 0, 16)
+    plan = half.build_connector_meta(SchedulerOutput((), {"a"}, (StateBlock("a", 1, 11, 16),)))
+    assert plan.saves == ()
+
+
+def test_a_block_of_which_a_part_is_unreachable_is_not_saved() -> None:
+    """Of blocks of 4 tokens the fourth has gone: one of 8 tokens that ends with it could not be reached."""
+    half = make_hybrid(num_host_blocks=20, groups=(BlockGroup(), BlockGroup(hashes_per_block=2)))
+    request = Asked("a", list(range(33)))
+    half.update_state_after_alloc(request, [list(range(9)), [10, 11, 12, 13, 14]], 0, 0)
+    report(half, step(half, request, 0, 12))
+    node = half.tree.get(request.block_hashes[2])
+    assert node is not None
+    half.host.discard(half.host.blocks_of([node]))
+    assert [job.device_ids.tolist() for job in step(half, request, 12, 4).saves] == []
+
+
+@pytest.mark.parametrize("num_tokens", [12, 24])
+def test_what_has_no_name_is_not_saved_as_something_else(num_tokens: int) -> None:
+    """A state within a block of 8 tokens, and one behind tokens that have no hash yet."""
+    half, request = make_hybrid(), Asked("a", PROMPT)
+    admit(half, request)
+    assert saved(step(half, request, 0, 16, StateBlock("a", 1, 11, num_tokens))) == [0, 1, 2, 3]
+
+
+def test_a_state_of_nobody_is_not_saved() -> None:
+    assert saved(step(make_hybrid(), Asked("a", PROMPT), 0, 0, StateBlock("a", 1, 11, 16))) == []
+
+
+def test_a_hit_waits_for_its_load_where_the_device_has_room_for_its_states() -> None:
+    """160 tokens take 41 blocks of full attention, and no more than some states, whatever lies in their tables."""
+    groups = (BlockGroup(), *(BlockGroup(window_blocks=1, states_are_told=True) for _ in range(3)))
+    half, blocks = make_hybrid(groups=groups), ForeignBlocks()
+    blocks.num_available = 80
+    half._pool._blocks = blocks
+    tokens, states = list(range(161)), [NO_BLOCK] * 39
+    request = Asked("a", tokens)
+    half.update_state_after_alloc(request, [list(range(41)), *([*states, 50 + g, 60 + g] for g in range(3))], 0, 0)
+    report(half, step(half, request, 0, 160, *(StateBlock("a", g + 1, 50 + g, 160) for g in range(3))))
+    half.request_finished(request)
+    assert half.get_num_new_matched_tokens(Asked("again", tokens), 0) == (160, True)

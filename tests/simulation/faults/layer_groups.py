@@ -19,8 +19,8 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "[block.num_tokens // size - 1] = block.block_id",
-                "[max(0, block.num_tokens // size - 2)] = block.block_id",
+                "[index - 1] = block.block_id",
+                "[max(0, index - 2)] = block.block_id",
             ),
         ),
         _WORLDS,
@@ -119,5 +119,23 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         "states of requests that the step does not compute are not saved",
         (Patch(_HALF, "for request_id, states in told.items():", "for request_id, states in ():"),),
         tested(_SAVES),
+    ),
+    Mutant(
+        "states-counted-as-blocks",
+        "a request is thought to hold a state for each block of its prompt, so that hits are computed anew",
+        (
+            Patch(
+                "kv_connector/scheduler/requests.py",
+                "min(need, _MOST_STATES) if group.states_are_told else need",
+                "need",
+            ),
+        ),
+        tested(f"{_SAVES}::test_a_hit_waits_for_its_load_where_the_device_has_room_for_its_states"),
+    ),
+    Mutant(
+        "unnamed-state",
+        "a state within a block is saved as that in front of the block",
+        (Patch(_PLANNER, "if not within and index", "if index"),),
+        tested(f"{_SAVES}::test_what_has_no_name_is_not_saved_as_something_else"),
     ),
 )

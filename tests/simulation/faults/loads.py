@@ -83,7 +83,7 @@ LOADS: tuple[Mutant, ...] = (
         (
             Patch(
                 _HALF,
-                "return num_needed + self._requests.num_missing(self._shared.group_sizes) <= self._pool.num_available",
+                "return num_needed <= self._pool.num_available",
                 "return True",
             ),
         ),
@@ -92,7 +92,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "waiting-not-counted",
         "requests that wait for loads are kept no room to begin anew",
-        (Patch(_HALF, " + self._requests.num_missing(self._shared.group_sizes)", ""),),
+        (Patch(_HALF, " + self._requests.num_missing(groups, size)", ""),),
         tested(f"{_GONE}::test_a_load_waits_only_where_all_that_wait_could_begin_anew"),
     ),
     Mutant(

@@ -21,7 +21,7 @@ class RecordedEvent:
     """Of torch's, as far as a lane uses them."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        self.blocking = blocking
+        self.timing, self.blocking = enable_timing, blocking
         self.streams: list[object] = []
 
     def record(self, stream: object) -> None:
@@ -40,6 +40,7 @@ def test_what_threads_wait_for_on_the_host_is_recorded_once_and_waited_for_aslee
     lane.recycle([first])
     events = [lane.position(), lane.end()]
     assert [event.streams for event in events] == [[model], [own]]  # type: ignore[attr-defined]
+    assert all(event.timing for event in events), "ends are those of completions"  # type: ignore[attr-defined]
     assert all(event.blocking for event in events)  # type: ignore[attr-defined]
     assert lane.mark(own) is first, "those of marks go around"
     assert not first.blocking  # type: ignore[attr-defined]

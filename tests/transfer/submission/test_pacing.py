@@ -18,7 +18,7 @@ from kv_connector.transfer.submission import queue as queue_module
 from kv_connector.transfer.submission.queue import SubmittingThread
 from kv_connector.types import CopyJob
 from tests.copies import LOAD, SAVE, ids, job
-from tests.engines import cut, ends, make_engine
+from tests.engines import cut, ends, make_engine, never_submits
 
 SECONDS = 30
 """After which what should have come does not."""
@@ -318,3 +318,15 @@ def test_a_lost_device_ends_what_a_thread_waits_with(device: Device) -> None:
     assert ends(engine.poll()) == [(1, False), (2, False)]
     assert path.num_copies == 0
     assert not any(thread.name == "kv-connector-submit" for thread in threading.enumerate())
+
+
+def test_a_step_on_a_lost_device_ends_what_is_queued_and_raises_nothing(device: Device) -> None:
+    engine, _ = engine_on(device)
+    for submitter in engine._submitters.values():
+        submitter.close()
+    never_submits(engine)
+    engine.submit_save([job(1, SAVE, BLOCKS, BLOCKS)])
+    engine.catch_up()
+    device.is_lost = True
+    engine.catch_up()
+    assert ends(engine.poll()) == [(1, False)]
