@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from .config import PeerRoute
 from .errors import ConfigError, KVConnectorError
-from .index import RankIdentity
+from .index import RankIdentity, describe_groups
 from .values import shortened, shown
 
 if TYPE_CHECKING:
     from .config import Config, PeerConfig, StorageConfig
-    from .index import CacheIdentity
+    from .index import BlockGroup, CacheIdentity
     from .peer.base import PeerIdentity, PeerPool, PeerTransport
     from .peer.protocol.jobs import PeerJobs
     from .peer.wire.peer_info import PeerInfo
@@ -46,19 +46,21 @@ def build_worker(
     identity: CacheIdentity | None = None,
     engine_id: str = "",
     backend: str = "",
+    groups: Sequence[BlockGroup] = (),
     **options: Any,
 ) -> WorkerHalf:
     """The worker half of one rank; `options` as for `WorkerHalf`. Imports torch.
 
     `identity` and `engine_id` are those of the scheduler half: storage keeps the identity beside the blocks, and other
-    engines are told both, and `backend`, what computes attention on this rank. Raises KVConnectorError for a rank that
+    engines are told both, and `backend`, what computes attention on this rank. `groups` are the scheduler half's: what
+    is stored of a model with several of them is of no use to one with others. Raises KVConnectorError for a rank that
     is none of `world_size`.
     """
     from .worker import WorkerHalf
 
     _check_argument("world_size", world_size, 1)
     _check_argument("rank", rank, 0, world_size - 1)
-    own = RankIdentity(identity, rank, world_size, backend)
+    own = RankIdentity(identity, rank, world_size, backend, groups=describe_groups(groups))
     if config.storage is not None:
         options["open_storage"] = partial(_open_storage, config.storage, own)
     if config.peer is not None:

@@ -73,7 +73,7 @@ class CopyJob:
 
 
 class StorageAction(Enum):
-    """What a storage job does: count the leading keys that exist, read blocks into host memory, or write them."""
+    """What a storage job does: ask which keys exist, read blocks into host memory, or write them."""
 
     LOOK_UP = "look_up"
     FETCH = "fetch"
@@ -87,7 +87,9 @@ class StorageJob:
     `keys` are 32 bytes each, one behind the other; `host_ids`, int64 of shape (num_blocks,), pair with those whose
     places are not in `skipped`, and a look-up has none. Storage may keep blocks in groups of `group_blocks` (see
     `StepReport`), neighbours of one prefix from a multiple of that on: then the keys are those of whole groups, one
-    behind the other, of which only the last may be shorter. A fetch skips the members of a group that are not wanted.
+    behind the other, of which only the last may be shorter. A fetch skips the members of a group that are not wanted,
+    and a look-up is of one prefix, whose leading blocks count. Where they are kept `singly`, because they are of
+    windows or states, which come and go one by one, each is a group of its own, and a look-up asks for each.
     """
 
     job_id: int
@@ -95,6 +97,7 @@ class StorageJob:
     keys: bytes
     host_ids: NDArray[np.int64]
     skipped: tuple[int, ...] = ()
+    singly: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -211,9 +214,10 @@ class StepReport:
 
     `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `block_bytes` are those of
     one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
-    belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, how many
-    leading keys exist here, and `missing`, for fetches and backups in `done`, the places in `host_ids` of blocks that
-    were not moved here. `group_blocks` is a power of two: so many blocks of a prefix this rank's storage keeps as one.
+    belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, a number
+    whose bit i says that its key i exists here, and all in front of it unless they are kept `singly`. `missing` has,
+    for fetches and backups in `done`, the places in `host_ids` of blocks that were not moved here. `group_blocks` is a
+    power of two: so many blocks of a prefix this rank's storage keeps as one.
     `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have changed, and
     `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if nowhere; where
     `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were to fill and have not, as

@@ -48,7 +48,8 @@ class CacheIdentity:
 class RankIdentity:
     """Of the bytes that one rank keeps of each block.
 
-    backend: what computes attention there, and writes the cache. arrangement: see `CacheLayout.arrangement`.
+    backend: what computes attention there, and writes the cache. arrangement: see `CacheLayout.arrangement`. groups: of
+    a model with several block groups which there are, as `describe_groups` says; left out of the rest where it is "".
     """
 
     cache: CacheIdentity | None
@@ -56,11 +57,14 @@ class RankIdentity:
     world_size: int
     backend: str = ""
     arrangement: str = ""
+    groups: str = ""
 
     def parts(self) -> dict[str, str]:
         """Every field by its name, as text."""
         common = asdict(self.cache) if self.cache is not None else {}
         own = {"rank": f"{self.rank} of {self.world_size}", "backend": self.backend, "arrangement": self.arrangement}
+        if self.groups:
+            own["groups"] = self.groups
         return {name: str(value) for name, value in (common | own).items()}
 
     def shown(self) -> str:

@@ -13,7 +13,7 @@ blocks of every group do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import overload
@@ -40,6 +40,17 @@ class BlockGroup:
     def first_needed(self, end: int) -> int:
         """Of a prefix of `end` blocks of this group, the first that must be there."""
         return 0 if self.window_blocks is None else max(0, end - self.window_blocks)
+
+    def describe(self) -> str:
+        """In words, of which other groups have others."""
+        kind = "full" if self.window_blocks is None else f"window {self.window_blocks}"
+        return f"{'state' if self.states_are_told else kind} of {self.hashes_per_block}"
+
+
+def describe_groups(groups: Sequence[BlockGroup]) -> str:
+    """What differs between models of other groups; "" for full attention alone."""
+    is_plain = tuple(groups) in ((), (BlockGroup(),))
+    return "" if is_plain else ", ".join(group.describe() for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +99,79 @@ class GroupKeys(Sequence[BlockHash]):
 class GroupedTree:
     """The tree as groups see it. Nodes of windows have no parent: the blocks of a window come and go one by one."""
 
-    def __init__(self, tree: PrefixTree, groups: Sequence[BlockGroup]) -> None:
+    def __init__(self, tree: PrefixTree, groups: Sequence[BlockGroup], drop_last_block: bool = False) -> None:
+        """`drop_last_block` leaves a hit's last block to be computed: a draft layer's last row depends on the token
+        behind it, which the block's hash does not cover."""
         self.tree = tree
         self.groups = tuple(groups)
+        self._drop_last_block = drop_last_block
         self.hashes_per_hit = math.lcm(*(group.hashes_per_block for group in groups))
         """A hit has a multiple of so many hashes: blocks of every group end there."""
+        self.windows = tuple(g for g, group in enumerate(self.groups) if group.window_blocks is not None)
+        """Groups that keep only the newest blocks of a prefix."""
 
     @property
     def has_windows(self) -> bool:
         """Whether some group keeps only the newest blocks of a prefix."""
-        return any(group.window_blocks is not None for group in self.groups)
+        return len(self.windows) > 0
 
     def keys(self, hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:
         """Names of the group's copies of the blocks of a prefix, made as they are looked at."""
         per_block = self.groups[group].hashes_per_block
         return GroupKeys(hashes, group, per_block) if group or per_block > 1 else hashes
 
-    def insert(self, hashes: Sequence[BlockHash], group: int, now: float, first: int = 0) -> list[int]:
-        """The group's nodes of a prefix from its block `first` on, made where they are not known."""
+    def insert(
+        self, hashes: Sequence[BlockHash], group: int, now: float, blocks: Sequence[int] | None = None
+    ) -> list[int]:
+        """The group's nodes of these blocks of a prefix, of all by default, made where they are not known. Blocks of
+        full attention are a range."""
         keys = self.keys(hashes, group)
-        if self.groups[group].window_blocks is None:
-            return self.tree.insert_path(keys, now, first)
-        return self.tree.insert_apart(keys[first:], now)
+        blocks = range(len(keys)) if blocks is None else blocks
+        if isinstance(blocks, range) and self.groups[group].window_blocks is None:
+            return self.tree.insert_path(keys, now, blocks.start, blocks.stop)
+        return self.tree.insert_apart([keys[block] for block in blocks], now)
 
     def find(self, keys: Sequence[BlockHash]) -> list[int]:
         """The nodes of these names, those that are known."""
         return [node for key in keys if (node := self.tree.get(key)) is not None]
+
+    def needed(self, first: int, end: int) -> list[range]:
+        """Of each group the blocks that a hit from hash `first` to `end` is made of."""
+        needed = []
+        for group in self.groups:
+            stop = end // group.hashes_per_block
+            needed.append(range(max(first // group.hashes_per_block, group.first_needed(stop)), stop))
+        return needed
+
+    def hit_end(self, first: int, end: int, has: Callable[[int, int], bool]) -> int:
+        """As `whole_end`, where a hit ends: where the last block is left to be computed, in front of that, which is the
+        last in front of `end` that full attention has. Engines keep recurrent states, of which there may be one alone,
+        where a hit ends then."""
+        if self._drop_last_block:
+            end = (end if len(self.windows) < len(self.groups) else self.whole_end(first, end, has)) - 1
+        return self.whole_end(first, max(end, first), has)
+
+    def whole_end(self, first: int, end: int, has: Callable[[int, int], bool]) -> int:
+        """The largest end of a hit from hash `first` on, no more than `end`, at which blocks of every group end and
+        every window is whole. `has(group, block)` says whether a block of a window is there."""
+        while True:
+            fitted = end - end % self.hashes_per_hit
+            for group in self.windows:
+                fitted = self._whole_window(group, first, fitted, has)
+            if fitted == end:
+                return end
+            end = fitted
+
+    def _whole_window(self, index: int, first: int, end: int, has: Callable[[int, int], bool]) -> int:
+        group = self.groups[index]
+        size = group.hashes_per_block
+        stop = end // size
+        block = stop - 1
+        while block >= max(first // size, group.first_needed(stop)):
+            if not has(index, block):
+                stop = block
+            block -= 1
+        return min(end, stop * size)
 
     def known(self, hashes: Sequence[BlockHash], num_hit_hashes: int) -> list[list[int]]:
         """Nodes that a request makes use of, by group: its known prefix, and of windows what lies in front of its hit's
@@ -139,15 +197,9 @@ class Lookup:
     """Searches one tier; changes nothing. Positions in a prefix, and lengths, count its hashes: those of a hit are
     multiples of `GroupedTree.hashes_per_hit`."""
 
-    def __init__(self, grouped: GroupedTree, tier: CacheTier, drop_last_block: bool = False) -> None:
-        """`drop_last_block` leaves the last block to be computed of what full attention has: a draft layer's last row
-        depends on the token behind it, which the block's hash does not cover. Engines keep recurrent states, of which
-        there may be one alone, where a hit ends then."""
+    def __init__(self, grouped: GroupedTree, tier: CacheTier) -> None:
         self._grouped = grouped
         self._tier = tier
-        self._drop_last_block = drop_last_block
-        self._windows = [g for g, group in enumerate(grouped.groups) if group.window_blocks is not None]
-        self._has_full_attention = len(self._windows) < len(grouped.groups)
 
     def find(self, hashes: Sequence[BlockHash], first: int, stop: int) -> int:
         """How much from `first` on, in front of `stop`, can be loaded."""
@@ -160,14 +212,18 @@ class Lookup:
                 size = group.hashes_per_block
                 path = tree.match(grouped.keys(hashes, index)[first // size : end // size])
                 end = min(end, first + size * self._tier.resident_prefix(path))
-        if self._drop_last_block:
-            end = (end if self._has_full_attention else self._fit(hashes, first, max(end, first))) - 1
-        return self._fit(hashes, first, max(end, first)) - first
+        keys = {group: grouped.keys(hashes, group) for group in grouped.windows}
+
+        def is_resident(group: int, block: int) -> bool:
+            node = tree.get(keys[group][block])
+            return node is not None and self._tier.node_state(node) is BlockState.RESIDENT
+
+        return grouped.hit_end(first, max(end, first), is_resident) - first
 
     def hit(self, hashes: Sequence[BlockHash], first: int, length: int) -> Hit:
         """The copies that a hit of `length`, no more than `find` says, is made of."""
         indices, nodes = [], []
-        for index, blocks in enumerate(self._needed(first, length)):
+        for index, blocks in enumerate(self._grouped.needed(first, first + length)):
             keys = self._grouped.keys(hashes, index)[blocks.start : blocks.stop]
             is_path = self._grouped.groups[index].window_blocks is None
             nodes.append(self._grouped.tree.match(keys) if is_path else self._grouped.find(keys))
@@ -176,34 +232,4 @@ class Lookup:
 
     def num_copies(self, first: int, length: int) -> int:
         """How many copies a hit is made of."""
-        return sum(map(len, self._needed(first, length)))
-
-    def _needed(self, first: int, length: int) -> list[range]:
-        """Of each group the blocks that a hit is made of."""
-        needed = []
-        for group in self._grouped.groups:
-            end = (first + length) // group.hashes_per_block
-            needed.append(range(max(first // group.hashes_per_block, group.first_needed(end)), end))
-        return needed
-
-    def _fit(self, hashes: Sequence[BlockHash], first: int, end: int) -> int:
-        """The largest end at which every group has whole blocks, and every window is whole."""
-        while True:
-            fitted = end - end % self._grouped.hashes_per_hit
-            for group in self._windows:
-                fitted = self._fit_window(group, hashes, first, fitted)
-            if fitted == end:
-                return end
-            end = fitted
-
-    def _fit_window(self, index: int, hashes: Sequence[BlockHash], first: int, end: int) -> int:
-        group, keys = self._grouped.groups[index], self._grouped.keys(hashes, index)
-        size = group.hashes_per_block
-        stop = end // size
-        block = stop - 1
-        while block >= max(first // size, group.first_needed(stop)):
-            node = self._grouped.tree.get(keys[block])
-            if node is None or self._tier.node_state(node) is not BlockState.RESIDENT:
-                stop = block
-            block -= 1
-        return min(end, stop * size)
+        return sum(map(len, self._grouped.needed(first, first + length)))

@@ -32,20 +32,15 @@ class Companions:
         engine_id: str,
         world_size: int,
     ) -> None:
-        for name, part in (("storage", config.storage), ("peer", config.peer)):
-            if part is not None and len(shared.grouped.groups) > 1:
-                raise ConfigError(
-                    f"{name} with {len(shared.grouped.groups)} block groups is not supported: leave it out"
-                )
-            if part is not None and shared.grouped.groups[0].states_are_told:
-                raise ConfigError(f"{name} with recurrent layers is not supported: leave it out")
-        if config.storage is not None and shared.grouped.groups[0].window_blocks is not None:
-            raise ConfigError(
-                "storage with a sliding window is not supported: leave it out"
-            )  # it goes by whole prefixes
-        self._companions: list[
-            Companion
-        ] = []  # what another engine brings is not looked up in storage: peers are first
+        groups = shared.grouped.groups
+        if config.peer is not None and len(groups) > 1:
+            raise ConfigError(f"peer with {len(groups)} block groups is not supported: leave it out")
+        if config.peer is not None and groups[0].hashes_per_block > 1:
+            raise ConfigError(f"peer with {groups[0].hashes_per_block} hashes a block is not supported: leave it out")
+        if config.peer is not None and groups[0].states_are_told:
+            raise ConfigError("peer with recurrent layers is not supported: leave it out")
+        # What another engine brings is not looked up in storage: peers are first.
+        self._companions: list[Companion] = []
         if config.peer is not None:
             self._companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size))
         if config.storage is not None:

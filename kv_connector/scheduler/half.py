@@ -59,7 +59,7 @@ from .watchdog import CopyWatchdog
 class SchedulerHalf(KVConnectorScheduler):
     """See `KVConnectorScheduler` for the calls.
 
-    `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `Lookup`.
+    `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `GroupedTree`.
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
     `fails_by_block`: see `LoadPlanner`. `publishes_events`: somebody reads `take_events`. An engine that keeps its own
     device blocks in our index passes its `tree`, so that one tree knows every tier. `clock` gives seconds that never go
@@ -86,7 +86,7 @@ class SchedulerHalf(KVConnectorScheduler):
         adapter_of: Callable[[Request], str] = no_adapter,
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
-        self._grouped = GroupedTree(self.tree, groups)
+        self._grouped = GroupedTree(self.tree, groups, drop_last_block)
         self.reuse = ReuseModel(self.tree)
         # Of blocks in windows nothing is learned: they follow no parent, and what was evicted is not seen to be missed.
         order = Recency() if self._grouped.has_windows else self.reuse
@@ -99,7 +99,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._shared = shared = Shared(
             self._grouped, self.host, self._pool, self._ledger, self.metrics, self._events, clock, block_size
         )
-        self._lookup = Lookup(self._grouped, self.host, drop_last_block)
+        self._lookup = Lookup(self._grouped, self.host)
         self._loads = LoadPlanner(config, self.metrics, clock, fails_by_block)
         self._leases = LoadLeases(shared, self._lookup, self._loads)
         self._steps = InFlightSteps()

@@ -20,8 +20,9 @@ Job = CopyJob | StorageJob | PeerJob
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that every rank has reported. `ok`: it is done on all of them. `found`: of a look-up, the least that any
-    rank has. `missing`: of a storage job that is done, the places in it of blocks that some rank has not moved."""
+    """A job that every rank has reported. `ok`: it is done on all of them. `found`: of a look-up, a bit for each key,
+    set where every rank has it. `missing`: of a storage job that is done, the places in it of blocks that some rank has
+    not moved."""
 
     job: Job
     ok: bool
@@ -135,7 +136,7 @@ class JobLedger:
         entry.waiting_for.discard(rank)
         entry.failed |= not ok
         if found is not None:
-            entry.found = found if entry.found is None else min(entry.found, found)
+            entry.found = found if entry.found is None else entry.found & found
         if not entry.waiting_for:
             self._end(entry)
 

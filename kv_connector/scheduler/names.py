@@ -2,6 +2,9 @@
 
     name = root of the engine's identity  XOR  digest of the adapter, if the block was computed with one  XOR  hash
 
+Keys of block groups but the first are the hash and a byte: such a key is hashed first (`index.adopt_hashes`), so that
+no two groups' blocks have one name, and those of the first are named as in a model that has no other.
+
 The engine's own hash tells adapters apart by their names alone, which says nothing of what was trained since. So a name
 takes in the adapter's fingerprint. Who names a block for a request asks the request; for a block of the host all that
 is known is its hash, so `BlockNames` remembers which hashes are those of adapters, for as long as the tree knows them.
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..base import Request
-from ..index import PrefixTree, adopt_hash, adopt_hashes
+from ..index import GroupedTree, adopt_hash, adopt_hashes, group_key, split_key
 from ..types import BlockHash
 
 _LEAST = 1 << 12
@@ -53,11 +56,11 @@ class _Noted:
 
 
 class BlockNames:
-    """Names blocks by their hashes alone. `tree` says which hashes may still be asked for."""
+    """Names blocks by their keys alone. `grouped` says which hashes may still be asked for."""
 
-    def __init__(self, roots: Roots, tree: PrefixTree) -> None:
+    def __init__(self, roots: Roots, grouped: GroupedTree) -> None:
         self._roots = roots
-        self._tree = tree
+        self._grouped = grouped
         self._salt = BlockHash(bytes(32))  # until a reset
         self._live: dict[str, _Noted] = {}
         self._root_of: dict[BlockHash, BlockHash] = {}  # of blocks that adapters have computed
@@ -79,15 +82,15 @@ class BlockNames:
             self._note(noted)
             self._forget_lost()
 
-    def of(self, hashes: Sequence[BlockHash]) -> bytes:
-        """32 bytes for each."""
+    def of(self, keys: Sequence[BlockHash]) -> bytes:
+        """32 bytes for each; a key is the hash of a block, or `index.group_key` of it."""
         for noted in self._live.values():
             self._note(noted)
         if not self._root_of:
-            return adopt_hashes(adopt_hash(self._roots.root, self._salt), hashes)
-        roots = [self._root_of.get(block_hash, self._roots.root) for block_hash in hashes]
-        parts = zip(roots, hashes, strict=True)
-        return b"".join(adopt_hash(adopt_hash(root, self._salt), block_hash) for root, block_hash in parts)
+            return adopt_hashes(adopt_hash(self._roots.root, self._salt), keys)
+        roots = [self._root_of.get(split_key(key)[0], self._roots.root) for key in keys]
+        parts = zip(roots, keys, strict=True)
+        return b"".join(adopt_hash(adopt_hash(root, self._salt), key) for root, key in parts)
 
     def reset(self) -> None:
         """Names of before are none of after."""
@@ -106,8 +109,13 @@ class BlockNames:
         """What the tree has forgotten has no copy, and gets none before a request with it is noted anew."""
         if len(self._root_of) <= self._most:
             return
-        self._root_of = {known: root for known, root in self._root_of.items() if self._tree.get(known) is not None}
+        self._root_of = {known: root for known, root in self._root_of.items() if self._is_known(known)}
         for noted in self._live.values():
             noted.num_blocks = 0
             self._note(noted)
         self._most = max(_LEAST, 2 * len(self._root_of))
+
+    def _is_known(self, block_hash: BlockHash) -> bool:
+        """Of any group: where blocks have many hashes, a hash may be that of one group's blocks alone."""
+        groups = range(len(self._grouped.groups))
+        return any(self._grouped.tree.get(group_key(block_hash, group)) is not None for group in groups)

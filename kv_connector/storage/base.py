@@ -77,10 +77,22 @@ class GroupedStorage(Storage, Protocol):
     The keys of a call begin with a group and go on group by group; only the last may have fewer blocks, and it is then
     another group than the whole one. A look-up is of one prefix, and finds whole groups and at its end, where there is
     one, the longest shorter group. In a read an empty buffer stands for a block of a group that is not wanted.
+
+    Blocks of sliding windows and of recurrent states come and go one by one, so they are kept `singly`: each is a group
+    of its own, whatever `group_blocks` is, and `which` finds it.
     """
 
     group_blocks: int
     """A power of two; with 1 every block is found by itself."""
+
+    def which(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Which of these blocks are stored that are kept singly. A promise of nothing, as that of `exists`."""
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
+        """See `Storage.read`."""
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
+        """See `Storage.write`."""
 
 
 class ThreadedStorage(ABC):
@@ -117,19 +129,23 @@ class ThreadedStorage(ABC):
         """See `Storage.exists`."""
         return self._run(self._looking, lambda: self.find(list(keys)), 0)
 
-    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
-        """See `Storage.read`."""
-        self._check(keys, buffers)
-        count = len(keys)
-        lost = {"failed_reads_blocks": count}
-        return self._run(self._reading, lambda: self.fill(list(keys), list(buffers)), [False] * count, **lost)
+    def which(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """See `GroupedStorage.which`."""
+        return self._run(self._looking, lambda: self.find_each(list(keys)), [False] * len(keys))
 
-    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
-        """See `Storage.write`."""
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
+        """See `GroupedStorage.read`."""
         self._check(keys, buffers)
         count = len(keys)
-        lost = {"failed_writes_blocks": count}
-        return self._run(self._writing, lambda: self.store(list(keys), list(buffers)), [False] * count, **lost)
+        lost, fill = {"failed_reads_blocks": count}, self.fill_singly if singly else self.fill
+        return self._run(self._reading, lambda: fill(list(keys), list(buffers)), [False] * count, **lost)
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
+        """See `GroupedStorage.write`."""
+        self._check(keys, buffers)
+        count = len(keys)
+        lost, store = {"failed_writes_blocks": count}, self.store_singly if singly else self.store
+        return self._run(self._writing, lambda: store(list(keys), list(buffers)), [False] * count, **lost)
 
     def remove(self, keys: Sequence[bytes]) -> Future[int]:
         """See `Storage.remove`."""
@@ -161,6 +177,21 @@ class ThreadedStorage(ABC):
     @abstractmethod
     def forget(self, keys: list[bytes]) -> int:
         """Remove blocks; on a writing thread."""
+
+    def find_each(self, keys: list[bytes]) -> list[bool]:
+        """Which blocks are stored; on the thread of look-ups. A `find` for each gap, where nobody knows better."""
+        there: list[bool] = []
+        while len(there) < len(keys):
+            there += [True] * self.find(keys[len(there) :]) + [False]
+        return there[: len(keys)]
+
+    def fill_singly(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
+        """Read blocks that are kept one by one, as all are unless a subclass has groups; on a reading thread."""
+        return self.fill(keys, buffers)
+
+    def store_singly(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
+        """Write blocks that are to be kept one by one; on a writing thread."""
+        return self.store(keys, buffers)
 
     def count(self, **amounts: int) -> None:
         """Add to the counters; from any thread."""

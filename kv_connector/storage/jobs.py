@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,8 @@ from .base import GroupedStorage
 
 @dataclass(frozen=True, slots=True)
 class EndedStorageJob:
-    """`ok`: it was carried out. `found`: of a look-up, how many leading keys exist. `missing`: of a fetch or a backup,
-    the places in its `host_ids` of blocks that were not moved all the same; where no block was, it was not carried
-    out."""
+    """`ok`: it was carried out. `found`: of a look-up, see `StepReport`. `missing`: of a fetch or a backup, the places
+    in its `host_ids` of blocks that were not moved all the same; where no block was, it was not carried out."""
 
     job_id: int
     ok: bool
@@ -43,13 +42,13 @@ class StorageJobs:
         keys = job.split_keys()
         future: Future[Any]
         if job.action is StorageAction.LOOK_UP:
-            future = self._storage.exists(keys)
+            future = self._storage.which(keys) if job.singly else self._storage.exists(keys)
         else:
             wanted = (memoryview(self._blocks[block_id]) for block_id in job.host_ids.tolist())
             skipped = frozenset(job.skipped)
             buffers = [_UNWANTED if place in skipped else next(wanted) for place in range(len(keys))]
-            is_fetch = job.action is StorageAction.FETCH
-            future = self._storage.read(keys, buffers) if is_fetch else self._storage.write(keys, buffers)
+            move = self._storage.read if job.action is StorageAction.FETCH else self._storage.write
+            future = move(keys, buffers, job.singly)
         self._running[job.job_id] = (job, future)
 
     def cancel(self, job_ids: Iterable[int]) -> None:
@@ -66,7 +65,8 @@ class StorageJobs:
             if future.cancelled():
                 ended.append(EndedStorageJob(job.job_id, False))
             elif job.action is StorageAction.LOOK_UP:
-                ended.append(EndedStorageJob(job.job_id, True, future.result()))
+                found = _bits(future.result()) if job.singly else (1 << future.result()) - 1
+                ended.append(EndedStorageJob(job.job_id, True, found))
             else:
                 skipped = frozenset(job.skipped)
                 moved = [is_moved for place, is_moved in enumerate(future.result()) if place not in skipped]
@@ -86,3 +86,8 @@ class StorageJobs:
     def close(self) -> None:
         """Wait for what is under way, then close the backend."""
         self._storage.close()
+
+
+def _bits(there: Sequence[bool]) -> int:
+    """Bit i is `there[i]`."""
+    return sum(1 << place for place, is_there in enumerate(there) if is_there)

@@ -90,6 +90,18 @@ def a_prefix_ends_at_the_first_that_is_missing(open_storage: Open) -> None:
         assert exists(storage, []) == 0
 
 
+def what_lies_behind_a_gap_is_found_from_there_on(open_storage: Open) -> None:
+    """So the connector finds blocks of sliding windows and recurrent states, which come and go one by one."""
+    with _opened(open_storage) as storage:
+        keys = [key_of(i) for i in range(9)]
+        there = [i not in (0, 3, 4, 8) for i in range(9)]
+        put(storage, [key for key, is_there in zip(keys, there, strict=True) if is_there])
+        found: list[bool] = []
+        while len(found) < len(keys):
+            found += [True] * exists(storage, keys[len(found) :]) + [False]
+        assert found[: len(keys)] == there
+
+
 def what_is_removed_is_gone_and_can_come_back(open_storage: Open) -> None:
     """`remove` tells how many there were."""
     with _opened(open_storage) as storage:
@@ -174,6 +186,7 @@ def many_threads_share_it(open_storage: Open) -> None:
 CHECKS: tuple[Callable[[Open], None], ...] = (
     what_is_written_is_read,
     a_prefix_ends_at_the_first_that_is_missing,
+    what_lies_behind_a_gap_is_found_from_there_on,
     what_is_removed_is_gone_and_can_come_back,
     empty_batches_are_nothing,
     one_key_twice_in_a_batch,

@@ -22,7 +22,7 @@ def host_with(groups: list[BlockGroup], held: list[set[int]]) -> tuple[GroupedTr
             if index >= len(HASHES) // groups[group].hashes_per_block:
                 continue
             hashes = HASHES[: (index + 1) * groups[group].hashes_per_block]
-            node = grouped.insert(hashes, group, 0.0, first=index)[0]
+            node = grouped.insert(hashes, group, 0.0, blocks=range(index, index + 1))[0]
             block_ids = tier.allocate(1)
             assert block_ids is not None
             tier.attach(block_ids, [node], Event.SWAP_OUT)
@@ -78,7 +78,7 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
             have = next(b for b in range(first // size, 13) if b not in held[g] or b >= stop // size)
             proven = max(0, size * have - first) if g == 0 else min(proven, max(0, size * have - first))
     for drops, length in ((False, expected), (True, longest(max(0, proven - 1)))):
-        lookup = Lookup(grouped, tier, drop_last_block=drops)
+        lookup = Lookup(GroupedTree(grouped.tree, groups, drop_last_block=drops), tier)
         assert lookup.find(HASHES, first, stop) == length
         if first % hit_size:
             continue
@@ -103,13 +103,13 @@ def test_what_is_left_without_the_last_block_is_whole_for_every_window() -> None
     """A window of one has the blocks that end prefixes of one and of four: three blocks are no hit."""
     grouped, tier = host_with([BlockGroup(), BlockGroup(1)], [{0, 1, 2, 3}, {0, 3}])
     assert Lookup(grouped, tier).find(HASHES, 0, 4) == 4
-    assert Lookup(grouped, tier, drop_last_block=True).find(HASHES, 0, 4) == 1
+    assert Lookup(GroupedTree(grouped.tree, grouped.groups, drop_last_block=True), tier).find(HASHES, 0, 4) == 1
 
 
 def test_the_only_state_is_hit_where_the_block_behind_it_is_left_to_draft_layers() -> None:
     """An engine with drafts keeps the state one block in front of where it would without them."""
     grouped, tier = host_with([BlockGroup(), BlockGroup(1, states_are_told=True)], [{0, 1, 2, 3}, {2}])
-    assert Lookup(grouped, tier, drop_last_block=True).find(HASHES, 0, 4) == 3
+    assert Lookup(GroupedTree(grouped.tree, grouped.groups, drop_last_block=True), tier).find(HASHES, 0, 4) == 3
 
 
 @given(group=st.integers(0, 9))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from kv_connector.base import Request
 from kv_connector.config import Config
-from kv_connector.index import PrefixTree
+from kv_connector.index import BlockGroup, GroupedTree, PrefixTree, group_key
 from kv_connector.scheduler import SchedulerHalf, names
 from kv_connector.scheduler.names import BlockNames, Roots
 from kv_connector.types import BlockHash, StepReport, StorageAction
@@ -66,8 +67,8 @@ def test_what_an_adapter_has_stored_is_found_by_the_same_alone(policy: str) -> N
     assert keys("trained", policy) == found["trained"], "the next start gives the same names"
 
 
-def names_of(tree: PrefixTree | None = None) -> BlockNames:
-    return BlockNames(Roots(ROOT, adapter_of), tree if tree is not None else PrefixTree())
+def names_of(tree: PrefixTree | None = None, groups: Sequence[BlockGroup] = (BlockGroup(),)) -> BlockNames:
+    return BlockNames(Roots(ROOT, adapter_of), GroupedTree(tree if tree is not None else PrefixTree(), groups))
 
 
 def test_a_hash_that_two_adapters_share_has_no_name_that_others_know() -> None:
@@ -109,7 +110,7 @@ def test_what_the_tree_forgets_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     """So that memory does not grow, and what may be asked for is still known."""
     monkeypatch.setattr(names, "_LEAST", 4)
     tree = PrefixTree()
-    named = BlockNames(Roots(ROOT, adapter_of), tree)
+    named = names_of(tree)
     named._most = 4
     live = Adapted("live", [900 + i for i in range(8)], adapter="trained")
     named.admitted(live)
@@ -126,3 +127,36 @@ def test_what_the_tree_forgets_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(named._root_of) < 16
     assert named.of(live.block_hashes) == expected
     assert named.of(kept.block_hashes) == expected_kept
+
+
+@pytest.mark.parametrize("adapter", ["", "trained"])
+def test_blocks_of_several_groups_have_names_of_their_own_and_the_first_keeps_its_names(adapter: str) -> None:
+    groups = (BlockGroup(), BlockGroup(window_blocks=1), BlockGroup(hashes_per_block=2))
+    request = Adapted("a", PROMPT[:16], adapter=adapter)
+    named, alone = names_of(groups=groups), names_of()
+    for each in (named, alone):
+        each.admitted(request)
+    hashes = request.block_hashes
+    text = named.of([group_key(block_hash, group) for group in range(3) for block_hash in hashes])
+    found = [text[i : i + 32] for i in range(0, len(text), 32)]
+    assert len(set(found)) == 12
+    assert b"".join(found[:4]) == alone.of(hashes)
+    others = names_of(groups=groups)
+    others.admitted(other := Adapted("a", PROMPT[:16], adapter="another"))
+    assert not set(found) & {others.of([group_key(h, group)]) for group in range(3) for h in other.block_hashes}
+
+
+def test_a_hash_that_only_one_group_has_a_block_of_is_remembered_as_its_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first group's blocks have two hashes each: it has none that ends in the first hash."""
+    monkeypatch.setattr(names, "_LEAST", 1)
+    tree, request = PrefixTree(), Adapted("a", PROMPT[:8], adapter="trained")
+    named = names_of(tree, (BlockGroup(hashes_per_block=2), BlockGroup(window_blocks=1)))
+    named._most = 1
+    key = group_key(request.block_hashes[0], 1)
+    tree.insert_path([key], 0.0)
+    named.admitted(request)
+    expected = named.of([key])
+    named.finished(request)
+    assert named.of([key]) == expected

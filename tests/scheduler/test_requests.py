@@ -23,7 +23,7 @@ def make_table() -> RequestTable:
     ledger = JobLedger(1, pool, host, clock)
     shared = Shared(grouped, host, pool, ledger, metrics, EventLog(False), clock, 4)
     planner = LoadPlanner(Config(), metrics, clock)
-    return RequestTable(LoadLeases(shared, Lookup(grouped, host, False), planner), InFlightSteps(), metrics)
+    return RequestTable(LoadLeases(shared, Lookup(grouped, host), planner), InFlightSteps(), metrics)
 
 
 def test_who_has_lost_its_blocks_since_its_admission_is_not_planned() -> None:

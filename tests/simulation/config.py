@@ -208,12 +208,15 @@ def draw_policies(rng: random.Random, configs: list[EngineConfig]) -> list[Engin
 
 
 def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
-    """Some engines that share nothing with others have layers of several kinds. `rng` is one of its own."""
-    is_alone = [config.role is None and config.prefetch is None for config in configs]
-    drawn = [alone and rng.random() < 0.5 for alone in is_alone]
-    return [
-        with_groups(c, rng.choice(MIXED_GROUPS)) if is_mixed else c for is_mixed, c in zip(drawn, configs, strict=True)
-    ]
+    """Some engines without peers have layers of several kinds; those that share storage mostly the same. `rng` is one
+    of its own."""
+    usual = rng.choice(MIXED_GROUPS) if rng.random() < 0.5 else None
+    drawn = []
+    for config in configs:
+        own = rng.choice(MIXED_GROUPS) if rng.random() < 0.5 else None
+        groups = usual if config.prefetch is not None and rng.random() < 0.9 else own
+        drawn.append(with_groups(config, groups) if groups is not None and config.role is None else config)
+    return drawn
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

@@ -360,8 +360,10 @@ class SimulatedStorage:
     def _spoil_what_is_read(self, storage: FilesystemStorage) -> None:
         read = storage.read
 
-        def read_and_spoil(keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
-            future = read(keys, buffers)
+        def read_and_spoil(
+            keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False
+        ) -> Future[list[bool]]:
+            future = read(keys, buffers, singly)
 
             def spoil() -> None:
                 if future.running() and self.storage is storage:

@@ -8,11 +8,11 @@ that have the same weights (`proxy.Proxy`).
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kv_connector.index import RankIdentity, describe_groups
 from kv_connector.storage.filesystem.folder import room_bytes
 
 from .checks import Violation
@@ -71,7 +71,8 @@ class Outside:
         if engine.config.prefetch is None:
             return None
         name = f"{engine.engine_id}/rank{rank}"
-        digest = hashlib.sha256(engine.identity.encode() + f"|rank {rank}".encode()).digest()
+        groups = describe_groups(engine.config.groups)
+        digest = RankIdentity(engine.identity, rank, engine.config.num_ranks, groups=groups).digest()
         where, secret = (self.disk, name, digest, self._folder_bytes), self.secrets[engine.index]
         storage: SimulatedStorage
         if self.group_blocks:

@@ -87,7 +87,12 @@ class World:
         for job in plan.storage:
             if job.action is StorageAction.FETCH:
                 self.met["fetches that skip blocks of a group"] += bool(job.skipped)
-            elif job.action is StorageAction.BACK_UP:
+                self.met["fetches of windows and states"] += job.singly
+            elif job.action is StorageAction.LOOK_UP:
+                self.met["look-ups of windows and states"] += job.singly
+            elif job.singly:
+                self.met["backups of windows and states"] += 1
+            else:
                 self.met["backups of a group where a request has ended"] += job.num_blocks % size > 0
         computed = [(item.request.number, item.num_computed, item.num_scheduled, item.tables) for item in items]
         jobs = [job.job_id for job in (*plan.loads, *plan.background_loads, *plan.saves, *plan.storage, *plan.peer)]
@@ -104,6 +109,7 @@ class World:
 
     def restart(self, engine: Engine) -> Engine:
         """An engine that was killed starts anew."""
+        self._count_stats(engine)
         self.outside.kill(engine)
         if engine.config.prefetch is not None:
             self.outside.mend_disk()
@@ -170,13 +176,15 @@ class World:
             met[f"engines that are {config.role.value}"] += 1
             met[f"worlds with {self.outside.carrier}"] += engine.index == 0
         met["engines with storage"] += config.prefetch is not None
+        several = len(config.layer_groups) > 1 or config.is_recurrent
+        met["engines with layers of several kinds in storage"] += config.prefetch is not None and several
         met["engines with groups in storage"] += config.prefetch is not None and bool(self.outside.group_blocks)
         has_secret = bool(self.outside.secrets[engine.index])
         met["engines with a secret of storage"] += config.prefetch is not None and has_secret
         met["engines with storage and peers"] += config.prefetch is not None and config.role is not None
 
     def _count_stats(self, engine: Engine) -> None:
-        """What the connector says that it has done, of engines that end in order."""
+        """What the connector says that it has done."""
         stats = engine.half.get_kv_connector_stats()
         for name in STATS:
             self.met[name] += int(stats[name])

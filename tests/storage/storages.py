@@ -88,7 +88,10 @@ class HeldStorage:
     def exists(self, keys: Sequence[bytes]) -> Future[int]:
         return self._end(lambda: next((i for i, k in enumerate(keys) if k not in self.blocks), len(keys)), 0, "exists")
 
-    def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> Future[list[bool]]:
+    def which(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        return self._end(lambda: [k in self.blocks for k in keys], [False] * len(keys), "exists")
+
+    def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
         for block in blocks:
             block[:] = b"\xdd" * len(block)  # whatever reads it before it is there reads nonsense
 
@@ -100,7 +103,7 @@ class HeldStorage:
 
         return self._end(fill, [False] * len(keys), "read")
 
-    def write(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> Future[list[bool]]:
+    def write(self, keys: Sequence[bytes], blocks: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
         def store() -> list[bool]:
             for block_key, block in zip(keys, blocks, strict=True):
                 self.blocks.setdefault(block_key, bytes(block))

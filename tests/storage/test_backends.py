@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kv_connector.storage import Storage
+from kv_connector.storage import Storage, ThreadedStorage
 from kv_connector.testing import storage_contract
 from tests.storage.storages import (
     BACKENDS,
@@ -17,6 +17,7 @@ from tests.storage.storages import (
     SECONDS,
     FaultyStorage,
     buffers,
+    content,
     exists,
     get,
     key,
@@ -38,6 +39,25 @@ def test_every_backend_keeps_the_contract(
     check: Callable[[Callable[[], Storage]], None], backend: str, tmp_path: Path
 ) -> None:
     check(lambda: BACKENDS[backend](tmp_path))
+
+
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"faulty"}))
+def test_blocks_that_come_and_go_one_by_one_are_found_one_by_one(backend: str, tmp_path: Path) -> None:
+    storage = BACKENDS[backend](tmp_path)
+    assert isinstance(storage, ThreadedStorage)
+    keys = [key(i) for i in range(9)]
+    there = [i not in (0, 3, 4, 8) for i in range(9)]
+    kept = [k for k, is_there in zip(keys, there, strict=True) if is_there]
+    blocks = buffers(9)
+    for k, block in zip(kept, blocks, strict=False):
+        block[:] = content(k)
+    assert storage.which(keys).result(SECONDS) == [False] * 9
+    assert storage.write(kept, blocks[:5], singly=True).result(SECONDS) == [True] * 5
+    assert storage.which(keys).result(SECONDS) == there
+    assert storage.read(keys, blocks, singly=True).result(SECONDS) == there
+    assert all(bytes(block) == content(k) for k, block, found in zip(keys, blocks, there, strict=True) if found)
+    storage.close()
+    assert storage.which(keys).result(SECONDS) == [False] * 9
 
 
 def test_what_is_written_and_read_is_counted(storage: Storage) -> None:

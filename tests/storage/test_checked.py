@@ -106,6 +106,22 @@ def test_the_documents_backend_keeps_the_contract(
     check(opened)
 
 
+@pytest.mark.parametrize(("there", "num_calls"), [("", 4), ("0123", 1), ("03", 3), ("123", 2), ("012", 1)])
+def test_what_is_kept_singly_is_found_with_the_calls_that_every_backend_has(
+    storage: CheckedStorage, inner: Odd, there: str, num_calls: int
+) -> None:
+    """Whatever is missing in front of it; a call for each gap, and one where there is none."""
+    keys = [key(i) for i in range(4)]
+    kept = [keys[int(i)] for i in there]
+    blocks = buffers(len(kept))
+    assert storage.write(kept, blocks, True).result(SECONDS) == [True] * len(kept)
+    asked: list[str] = []
+    inner.answer = lambda call, future, views: asked.append(call) or future
+    assert storage.which(keys).result(SECONDS) == [str(i) in there for i in range(4)]
+    assert asked == ["exists"] * num_calls
+    assert storage.read(kept, blocks, True).result(SECONDS) == [True] * len(kept)
+
+
 def test_an_engine_that_starts_again_finds_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the setting, as an engine opens it; another rank, or another model, finds nothing."""
     monkeypatch.setitem(sys.modules, "my_store", module := types.ModuleType("my_store"))

@@ -41,7 +41,10 @@ def test_a_fetch_of_groups_fills_the_host_blocks_of_those_that_are_wanted(missin
 
         group_blocks = 4
 
-        def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
+        def read(
+            self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False
+        ) -> Future[list[bool]]:
+            assert not singly
             assert len(keys) == 8, "whole groups"
             for place, (block_key, buffer) in enumerate(zip(keys, buffers, strict=True)):
                 assert len(buffer) == (0 if place in skipped else BLOCK)
@@ -62,3 +65,39 @@ def test_a_fetch_of_groups_fills_the_host_blocks_of_those_that_are_wanted(missin
     filled = {host_ids[i]: content(k) for i, k in enumerate(wanted) if i not in missing}
     assert all(host[i].tobytes() == filled.get(i, bytes(BLOCK)) for i in range(8))
     jobs.close()
+
+
+class Telling(MemoryStorage):
+    """Says of each call whether blocks were to be kept singly."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK, 64 * BLOCK)
+        self.told: list[tuple[str, bool]] = []
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
+        self.told.append(("read", singly))
+        return super().read(keys, buffers, singly)
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
+        self.told.append(("write", singly))
+        return super().write(keys, buffers, singly)
+
+
+@pytest.mark.parametrize("singly", [False, True])
+def test_a_look_up_says_what_exists_in_front_of_a_gap_or_singly_all_of_it(singly: bool) -> None:
+    storage, host = Telling(), np.zeros((5, BLOCK), np.uint8)
+    keys = [key(index) for index in range(5)]
+    jobs = StorageJobs(storage, host)
+    kept = keys[:2] + keys[3:4]
+    for number, (action, names, blocks) in enumerate(
+        [
+            (StorageAction.BACK_UP, kept, range(3)),
+            (StorageAction.FETCH, kept, range(3)),
+            (StorageAction.LOOK_UP, keys, ()),
+        ]
+    ):
+        jobs.begin(StorageJob(number, action, b"".join(names), np.array(blocks, np.int64), singly=singly))
+    storage.close()
+    found = {job.job_id: job.found for job in jobs.poll()}
+    assert found == {0: None, 1: None, 2: 0b01011 if singly else 0b00011}
+    assert storage.told == [("write", singly), ("read", singly)]

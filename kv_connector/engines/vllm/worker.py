@@ -41,6 +41,7 @@ class WorkerRole:
             shape.world_size,
             identity=identity,
             backend=backend,
+            groups=shape.groups,
             engine_id=shape.engine_id,
             fails_by_request=TELLS_FAILED_REQUESTS,
             retries_loads=True,

@@ -7,6 +7,7 @@
 Groups are written whole (`grouping.py`): what is on the host of one that is not whole yet stays there, and may be
 evicted, until the rest has come. Where a request ends within a group, as much as there is of it becomes a group. A
 block is written as often as groups are that have it: where prefixes branch, and where a request went on from an end.
+A block of a window or a state is a group of its own, and due as soon as any; it travels with its like.
 
 A group that waits or is written is leased, so the host cannot reuse it. The queue is bounded, also by a share of the
 host, so that storage which is slower than the model, or hangs, costs cached blocks and never keeps the host tier from
@@ -61,7 +62,8 @@ class BackupPlanner:
         self._ends: set[int] = set()  # those of them whose groups are to be written
         self._marked: set[int] = set()  # being saved, and where ended requests end or, at finish, their groups
         self._behind: dict[int, list[int]] = {}  # by a block on its way: ends that are due, but for it
-        self._waiting: deque[list[int]] = deque()  # groups, leased
+        # Groups, leased: those of full attention, and of windows and states, whose jobs take turns.
+        self._waiting: deque[tuple[bool, deque[list[int]]]] = deque([(False, deque()), (True, deque())])
         self._begun: dict[int, float] = {}  # jobs under way, the oldest first, and when they were begun
         self._num_blocks = 0  # that wait or are written
         self._may_look_ahead = False  # something changed since nothing was due
@@ -74,7 +76,7 @@ class BackupPlanner:
     @property
     def is_busy(self) -> bool:
         """Whether something waits for the next plan."""
-        return bool(self._waiting)
+        return any(waiting for _, waiting in self._waiting)
 
     def saved(self, host_ids: Sequence[int]) -> None:
         """Host blocks were filled by a save."""
@@ -97,8 +99,8 @@ class BackupPlanner:
         self._offer_behind(host_ids)
 
     def finished(self, host_ids: Sequence[int], last: Sequence[int]) -> None:
-        """A request that used these host blocks has ended. `last`, where there is one, holds the end of what of its
-        prefix is on the host, or on its way there."""
+        """A request that used these host blocks has ended. `last` holds, of each group of full attention that has any,
+        the end of what of its prefix is on the host, or on its way there."""
         is_due = self._when is not Backup.ON_EVICTION
         ends = [*self._grouping.ending_whole(host_ids), *last] if is_due else last
         self._marked.update(b for b in ends if self._host.state(b) is BlockState.SWAPPING_TO_HOST)
@@ -111,8 +113,11 @@ class BackupPlanner:
         if self._may_look_ahead and len(self._begun) < _JOBS:
             self._look_ahead()
         jobs = []
-        while self._waiting and len(self._begun) < _JOBS:
-            jobs += self._open(self._next_groups())
+        while self.is_busy and len(self._begun) < _JOBS:
+            self._waiting.rotate()
+            singly, waiting = self._waiting[0]
+            if waiting:
+                jobs += self._open(self._next_groups(waiting, 1 if singly else self._grouping.num_blocks), singly)
         return jobs
 
     def end(self, ended: EndedJob) -> None:
@@ -128,8 +133,9 @@ class BackupPlanner:
         self._ends.clear()
         self._marked.clear()
         self._behind.clear()
-        waiting = [block_id for group in self._waiting for block_id in group]
-        self._waiting.clear()
+        waiting = [block_id for _, groups in self._waiting for group in groups for block_id in group]
+        for _, groups in self._waiting:
+            groups.clear()
         self._num_blocks -= len(waiting)
         self._host.release(waiting)
 
@@ -175,7 +181,8 @@ class BackupPlanner:
         """These are written next."""
         host_ids = [block_id for group in groups for block_id in group]
         self._host.acquire(host_ids)
-        self._waiting.extend(groups)
+        for singly, waiting in self._waiting:
+            waiting.extend(group for group in groups if self._grouping.is_single(group[0]) is singly)
         self._num_blocks += len(host_ids)
 
     def _room(self) -> int:
@@ -198,17 +205,17 @@ class BackupPlanner:
                 break
             self._offer((end,))
 
-    def _next_groups(self) -> list[list[int]]:
-        """Groups of one job; none behind one that is shorter than the others."""
-        groups, num_blocks = [self._waiting.popleft()], 0
-        while self._waiting and len(groups[-1]) == self._grouping.num_blocks:
+    def _next_groups(self, waiting: deque[list[int]], whole: int) -> list[list[int]]:
+        """Groups of one job, of which a whole one has so many blocks; none behind one that is shorter."""
+        groups, num_blocks = [waiting.popleft()], 0
+        while waiting and len(groups[-1]) == whole:
             num_blocks += len(groups[-1])
-            if num_blocks + len(self._waiting[0]) > _JOB_BLOCKS:
+            if num_blocks + len(waiting[0]) > _JOB_BLOCKS:
                 break
-            groups.append(self._waiting.popleft())
+            groups.append(waiting.popleft())
         return groups
 
-    def _open(self, groups: list[list[int]]) -> list[StorageJob]:
+    def _open(self, groups: list[list[int]], singly: bool) -> list[StorageJob]:
         """One job; none where a reset has taken a block of each group."""
         live: list[int] = []
         for group in groups:
@@ -220,7 +227,8 @@ class BackupPlanner:
         if not live:
             return []
         keys = self._keys(self._host.hashes_of(live))
-        job = StorageJob(self._shared.ledger.next_id(), StorageAction.BACK_UP, keys, np.array(live, dtype=np.int64))
+        job_id, host_ids = self._shared.ledger.next_id(), np.array(live, dtype=np.int64)
+        job = StorageJob(job_id, StorageAction.BACK_UP, keys, host_ids, singly=singly)
         self._begun[job.job_id] = self._shared.clock()
         self._shared.ledger.open(job, self._owner)
         return [job]

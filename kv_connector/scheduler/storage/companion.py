@@ -11,7 +11,7 @@ from dataclasses import replace
 from ...base import Request, ScheduledRequest
 from ...config import StorageConfig
 from ...metrics import DOCUMENTATION, GAUGES
-from ...types import StepPlan, StepReport, StorageAction, StorageJob
+from ...types import BlockHash, StepPlan, StepReport, StorageAction, StorageJob
 from ..companion import Admission, Companion
 from ..ledger import EndedJob
 from ..loads.choice import LoadPlanner
@@ -32,8 +32,8 @@ class StorageCompanion(Companion):
     ) -> None:
         """`roots` are in every key: they stand for whatever the engine's own hashes leave out."""
         self._shared = shared
-        self._names = names = BlockNames(roots, shared.grouped.tree)
-        grouping = Grouping(shared.host, ranks)
+        self._names = names = BlockNames(roots, shared.grouped)
+        grouping = Grouping(shared.grouped, shared.host, ranks)
         self._backups = BackupPlanner(config, shared, grouping, self, names.of)
         self._prefetches = PrefetchPlanner(config, shared, grouping, loads, self, names.of, self._backups.fetched)
         self._counters: dict[int, dict[str, float]] = {}  # by rank
@@ -71,12 +71,23 @@ class StorageCompanion(Companion):
         self._names.finished(request)
         self._prefetches.withdrawn(request.request_id)
         if self._backups.follows_requests:
-            host = self._shared.host
-            nodes = self._shared.grouped.tree.match(request.block_hashes)
+            self._backups.finished(*self._held(request.block_hashes))
+
+    def _held(self, hashes: Sequence[BlockHash]) -> tuple[list[int], list[int]]:
+        """What the host has of a prefix, and of each group of full attention the last block that none is missing in
+        front of."""
+        grouped, host = self._shared.grouped, self._shared.host
+        held: list[int] = []
+        last: list[int] = []
+        for index, group in enumerate(grouped.groups):
+            keys = grouped.keys(hashes, index)
+            nodes = grouped.tree.match(keys) if group.window_blocks is None else grouped.find(keys)
             absent = host.absent(nodes)
-            held = set(range(len(nodes))).difference(absent)
+            block_ids = host.blocks_of(nodes)
             end = absent[0] if absent else len(nodes)
-            self._backups.finished(host.blocks_of(nodes[i] for i in sorted(held)), host.blocks_of(nodes[:end][-1:]))
+            last += block_ids[:end][-1:] if group.window_blocks is None else []
+            held += [block_ids[i] for i in sorted(set(range(len(nodes))).difference(absent))]
+        return held, last
 
     def saved(self, host_ids: Sequence[int]) -> None:
         """New blocks are on the host."""

@@ -5,29 +5,35 @@
 The first block of a group is at a multiple of the group size, so it follows from a block's place in its prefix which
 group it is in. A block *ends* the group of itself and all in front of it in its group: at the last place of a group
 that is a whole one, and elsewhere a shorter one, which is stored where a request has ended. With groups of one block
-every block ends its own.
+every block ends its own, and so does, whatever the size, a block of a window or a state: what is in front of it may be
+gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...index import CacheTier
+from ...index import CacheTier, GroupedTree, split_key
 from ..ranks import RankStates
 
 
 class Grouping:
     """The group size, which ranks report, and the groups of host blocks."""
 
-    def __init__(self, host: CacheTier, ranks: RankStates) -> None:
+    def __init__(self, grouped: GroupedTree, host: CacheTier, ranks: RankStates) -> None:
+        self._windows = grouped.windows
         self._host = host
         self._tree = host.tree
         self._ranks = ranks
 
     @property
     def num_blocks(self) -> int:
-        """In a whole group: a power of two. It is known once there are host blocks."""
+        """In a whole group of full attention: a power of two. It is known once there are host blocks."""
         return self._ranks.group_blocks
+
+    def is_single(self, block_id: int) -> bool:
+        """Whether the host block, which has a copy, is of a window or a state."""
+        return bool(self._windows) and self._is_of_window(self._host.nodes_of((block_id,))[0])
 
     def start(self, place: int) -> int:
         """Where the group begins that has the block at this place of a prefix."""
@@ -39,7 +45,11 @@ class Grouping:
         if size == 1:
             return list(block_ids)
         nodes = self._host.nodes_of(block_ids)
-        return [block_id for block_id, node in zip(block_ids, nodes, strict=True) if (depth[node] + 1) % size == 0]
+        return [
+            block_id
+            for block_id, node in zip(block_ids, nodes, strict=True)
+            if (depth[node] + 1) % size == 0 or self._is_of_window(node)
+        ]
 
     def ending_in(self, block_id: int) -> list[int]:
         """The host blocks of the group that this one ends, in order; none where one of them is not
@@ -48,8 +58,15 @@ class Grouping:
         if size == 1:
             return [block_id]
         (node,) = nodes = self._host.nodes_of((block_id,))
+        if self._host.blocks_of(nodes) != [block_id]:
+            return []
+        if self._is_of_window(node):
+            return [block_id]
         for _ in range(self._tree.depth[node] % size):
             node = self._tree.parent[node]
             nodes.append(node)
         host_ids = self._host.blocks_of(reversed(nodes))
-        return [] if self._host.absent(nodes) or host_ids[-1] != block_id else host_ids
+        return [] if self._host.absent(nodes) else host_ids
+
+    def _is_of_window(self, node: int) -> bool:
+        return bool(self._windows) and split_key(self._tree.hash_of(node))[1] in self._windows

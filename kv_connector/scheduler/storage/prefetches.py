@@ -1,16 +1,18 @@
 """What requests that have arrived may find in storage: looked up, and fetched before it is needed.
 
-    a request arrives --LOOK_UP--> every rank says how much of its prefix it has; the shortest counts
+    a request arrives --LOOK_UP--> every rank says what it has of its prefix; what all have counts (`search.py`)
                       --FETCH----> into host blocks that are matchable once they are filled, like any other hit
 
-Look-ups and fetches are of whole groups (`grouping.py`), but for the end of a prefix: a fetch names all blocks of a
-group and brings those that the host lacks. A request whose prefix is on its way for another one waits for those jobs,
-too. A job that nobody waits for any more is called off, and is done all the same where it had begun.
+Each job is of one block group. Look-ups and fetches of full attention are of whole objects (`grouping.py`), but for
+the end of a prefix: a fetch names all blocks of an object and brings those that the host lacks. A request whose prefix
+is on its way for another one waits for those jobs, too. A job that nobody waits for any more is called off, and is done
+all the same where it had begun.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -24,10 +26,10 @@ from ...index import Event
 from ...types import BlockHash, StorageAction, StorageJob, Tier
 from ..ledger import EndedJob, JobOwner
 from ..loads.choice import LoadPlanner
-from ..loads.rates import MOST_SKIPPED
 from ..shared import Shared
 from .grouping import Grouping
 from .reading import LOST_SECONDS, Reading
+from .search import Question, Search
 
 _FETCH_BLOCKS = 64
 """In one job: what has come can be loaded while the rest is on its way."""
@@ -42,19 +44,18 @@ class _Prefetch:
     """What storage has of a request that was seen and not admitted."""
 
     request: Request
-    first: int  # blocks that are looked up: from here, where a group begins
-    lacking: int  # the first that the host lacks
-    stop: int  # to here
+    stop: int  # of its hashes so many may be hit
+    search: Search
     deadline: float
-    jobs: dict[int, list[int]] = field(default_factory=dict)  # under way, and the blocks of the prefix they fetch
-    fetched: set[int] = field(default_factory=set)  # blocks of the prefix that have come
+    look_ups: dict[int, Question] = field(default_factory=dict)  # of the search, by job under way
+    jobs: dict[int, set[int]] = field(default_factory=dict)  # under way, and the hashes whose tokens they bring
+    fetched: set[int] = field(default_factory=set)  # hashes whose tokens have come
     coalesced: set[int] = field(default_factory=set)  # those of the jobs that fetch for others
-    is_planned: bool = False
     is_repeated: bool = False  # it is looked up for the second time, and last
 
     @property
     def is_done(self) -> bool:
-        return self.is_planned and not self.jobs
+        return not self.search.questions and not self.jobs
 
 
 class PrefetchPlanner:
@@ -77,6 +78,7 @@ class PrefetchPlanner:
     ) -> None:
         self._config = config
         self._shared = shared
+        self._grouped = shared.grouped
         self._tree = shared.grouped.tree
         self._host = shared.host
         self._grouping = grouping
@@ -90,27 +92,26 @@ class PrefetchPlanner:
         self._prefetches: dict[str, _Prefetch] = {}
         self._followers: dict[int, list[_Prefetch]] = {}  # by job under way
         self._job_of: dict[int, int] = {}  # fetch under way, by host block
-        self._fetches: list[StorageJob] = []  # to be planned
+        self._opened: list[StorageJob] = []  # to be planned
         self._cancelled: set[int] = set()  # jobs that nobody follows
         self._untold: list[int] = []  # those of them that are to be planned
         self._num_fetching = 0  # host blocks
         self._reading = Reading()
-        self._num_skipped = 0
 
     @property
     def is_busy(self) -> bool:
         """Whether something waits for the next plan."""
-        waits = any(not prefetch.is_planned for prefetch in self._prefetches.values())
-        return waits or bool(self._fetches or self._untold)
+        waits = any(prefetch.search.questions for prefetch in self._prefetches.values())
+        return waits or bool(self._opened or self._untold)
 
-    def arrived(self, request: Request, num_blocks: int) -> None:
-        """A request whose first `num_blocks` blocks may be hit. What the host does not hold is looked up, once."""
+    def arrived(self, request: Request, num_hashes: int) -> None:
+        """A request of which `num_hashes` hashes may be hit. What the host does not hold is looked up, once."""
         if request.request_id in self._prefetches:
             return
-        stop = min(num_blocks, len(request.block_hashes))
-        prefetch = _Prefetch(request, 0, 0, stop, self._clock() + self._config.timeout_ms / 1e3)
+        deadline = self._clock() + self._config.timeout_ms / 1e3
+        prefetch = _Prefetch(request, num_hashes, self._search(request, num_hashes), deadline)
         self._prefetches[request.request_id] = prefetch
-        self._begin(prefetch)
+        self._coalesce_begun(prefetch)
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether the request should wait for what is on its way from storage."""
@@ -122,8 +123,8 @@ class PrefetchPlanner:
             return False
         return self._config.prefetch is Prefetch.WAIT_COMPLETE or now < prefetch.deadline
 
-    def admitted(self, request_id: str, first: int, num_blocks: int) -> None:
-        """The request was admitted, with a hit on the host of `num_blocks` blocks from `first` on.
+    def admitted(self, request_id: str, first: int, num_hashes: int) -> None:
+        """The request was admitted, with a hit on the host of `num_hashes` hashes from `first` on.
 
         Under `best_effort` what is under way goes on, for those who come later; else the request has waited as long as
         it was to, and computes the rest.
@@ -131,7 +132,7 @@ class PrefetchPlanner:
         prefetch = self._prefetches.pop(request_id, None)
         if prefetch is None:
             return
-        num_fetched = len(prefetch.fetched.intersection(range(first, first + num_blocks)))
+        num_fetched = len(prefetch.fetched.intersection(range(first, first + num_hashes)))
         self._metrics.storage_hit_tokens += num_fetched * self._block_size
         if self._config.prefetch is not Prefetch.BEST_EFFORT:
             self._leave(prefetch)
@@ -146,9 +147,8 @@ class PrefetchPlanner:
         """Jobs that begin in this step."""
         for job_id in self._reading.lost(self._clock()):
             self._abandon(job_id)
-        jobs = [self._look_up(prefetch) for prefetch in self._prefetches.values() if not prefetch.is_planned]
-        jobs += self._fetches
-        self._fetches = []
+        jobs = [job for prefetch in self._prefetches.values() for job in self._look_up(prefetch)] + self._opened
+        self._opened = []
         self._reading.begun(jobs, self._clock())
         return jobs
 
@@ -168,14 +168,17 @@ class PrefetchPlanner:
         if job.action is StorageAction.FETCH:
             self._end_fetch(ended, job, was_cancelled)
         for prefetch in followers:
-            blocks = prefetch.jobs.pop(job.job_id)
-            if ok:
-                prefetch.fetched.update(blocks)
+            hashes = prefetch.jobs.pop(job.job_id)
+            question = prefetch.look_ups.pop(job.job_id, None)
+            if question is not None:
+                self._answered(prefetch, question, ended.found if ok else 0)
+            elif ok:
+                prefetch.fetched.update(hashes)
             elif job.job_id in prefetch.coalesced and not prefetch.is_repeated:
                 prefetch.is_repeated = True  # the fetch was another's, and perhaps it was that one's to call off
-                self._begin(prefetch)
-        if job.action is StorageAction.LOOK_UP and followers and ended.found:
-            self._found(followers[0], ended.found)
+                prefetch.look_ups.clear()
+                prefetch.search = self._search(prefetch.request, prefetch.stop)
+                self._coalesce_begun(prefetch)
 
     def reset(self) -> None:
         """Nothing of what is under way is wanted any more."""
@@ -183,26 +186,57 @@ class PrefetchPlanner:
             self._leave(prefetch)
         self._prefetches.clear()
 
-    def _begin(self, prefetch: _Prefetch) -> None:
-        """What the host does not hold is to be looked up, and what is on its way to it is waited for."""
-        path = self._tree.match(prefetch.request.block_hashes[: prefetch.stop])
-        absent = self._host.absent(path)
-        prefetch.lacking = absent[0] if absent else len(path)
-        prefetch.first = self._grouping.start(prefetch.lacking)
-        prefetch.is_planned = prefetch.lacking >= prefetch.stop or self._reading.hangs(self._clock())
-        self._coalesce(prefetch, 0, path)
+    def _search(self, request: Request, num_hashes: int) -> Search:
+        """What of the request is on the host, and what storage is to be asked."""
+        search = Search(self._grouped, self._host, self._grouping, request.block_hashes[:num_hashes])
+        if self._reading.hangs(self._clock()):
+            search.stop()
+        return search
 
-    def _look_up(self, prefetch: _Prefetch) -> StorageJob:
-        prefetch.is_planned = True
-        hashes = prefetch.request.block_hashes[prefetch.first : prefetch.stop]
-        job = self._open(StorageAction.LOOK_UP, self._keys(hashes), ())
-        self._follow(job.job_id, prefetch, [])
-        return job
+    def _coalesce_begun(self, prefetch: _Prefetch) -> None:
+        """What is on its way to the host is waited for."""
+        if not self._job_of:
+            return
+        search = prefetch.search
+        for group, blocks in enumerate(self._grouped.needed(0, search.host_end)):
+            keys = self._grouped.keys(search.hashes, group)
+            if group in search.first:
+                self._coalesce(prefetch, group, range(len(keys)), self._tree.match(keys))
+            else:
+                nodes = self._grouped.find(keys[blocks.start : blocks.stop])
+                self._coalesce(prefetch, group, blocks, nodes, range(search.host_end))
+
+    def _look_up(self, prefetch: _Prefetch) -> list[StorageJob]:
+        """What is to be asked now."""
+        jobs = []
+        for question in prefetch.search.take():
+            keys = self._grouped.keys(prefetch.search.hashes, question.group)
+            asked = keys[question.blocks.start : question.blocks.stop]
+            job = self._open(StorageAction.LOOK_UP, self._keys(asked), (), singly=self._is_single(question.group))
+            prefetch.look_ups[job.job_id] = question
+            self._follow(job.job_id, prefetch, set())
+            jobs.append(job)
+        return jobs
+
+    def _answered(self, prefetch: _Prefetch, question: Question, found: int) -> None:
+        if prefetch.search.answer(question, found):
+            self._found(prefetch)
+        else:
+            self._opened += self._look_up(prefetch)
+
+    def _is_single(self, group: int) -> bool:
+        return group in self._grouped.windows
 
     def _open(
-        self, action: StorageAction, keys: bytes, host_ids: Sequence[int], skipped: tuple[int, ...] = ()
+        self,
+        action: StorageAction,
+        keys: bytes,
+        host_ids: Sequence[int],
+        skipped: tuple[int, ...] = (),
+        singly: bool = False,
     ) -> StorageJob:
-        job = StorageJob(self._shared.ledger.next_id(), action, keys, np.array(host_ids, dtype=np.int64), skipped)
+        job_id, blocks = self._shared.ledger.next_id(), np.array(host_ids, dtype=np.int64)
+        job = StorageJob(job_id, action, keys, blocks, skipped, singly)
         self._shared.ledger.open(job, self._owner)
         return job
 
@@ -218,61 +252,72 @@ class PrefetchPlanner:
             del self._job_of[block_id]
         self._host.discard(host_ids)
 
-    def _found(self, prefetch: _Prefetch, num_found: int) -> None:
-        """Storage has so many of the blocks that were looked up: fetch them, but for those that are on their way."""
-        num_new = prefetch.first + num_found - prefetch.lacking
-        if num_new <= 0 or self._is_sooner_computed(num_new):
+    def _found(self, prefetch: _Prefetch) -> None:
+        """Fetch what storage has of the longest hit, but for what is on its way."""
+        search, now = prefetch.search, self._clock()
+        end = search.fit()
+        if end <= search.host_end:
             return
-        hashes, now = prefetch.request.block_hashes[: prefetch.first + num_found], self._clock()
+        num_lacking = search.num_lacking(end)
+        num_tokens = (search.hit_end(end) - search.host_end) * self._block_size
+        if num_lacking and self._reading.is_slower(num_lacking, self._loads.recompute_seconds(num_tokens)):
+            self._metrics.recomputed_storage_tokens += num_tokens
+            return
+        paths = [self._grouped.keys(search.hashes[:end], group) for group in search.first]
         capacity = self._host.pool.capacity
         most = capacity - capacity // _LEFT_SHARE - self._num_fetching
-        room = self._host.allocate_behind(max(0, min(num_new, most)), (hashes,), now)
-        nodes = self._tree.insert_path(hashes, now, prefetch.first)
-        self._tree.touch(nodes, now)
-        self._coalesce(prefetch, prefetch.first, nodes)
-        wanted = self._host.absent(nodes)[: len(room)]
-        self._host.release(room[len(wanted) :])
-        self._metrics.dropped_fetches_blocks += num_new - len(room)
-        taken = 0
-        for part in self._parts(wanted):
-            job = self._fetch(nodes, part, room[taken : taken + len(part)])
-            self._follow(job.job_id, prefetch, [prefetch.first + i for i in part])
-            taken += len(part)
-        self._tree.settle(nodes)
+        self._tree.touch(search.held_windows(end), now)
+        room = self._host.allocate_behind(max(0, min(num_lacking, most)), paths, now)
+        end = search.fit(len(room))  # room may have been made of what windows need
+        self._metrics.dropped_fetches_blocks += max(0, num_lacking - search.num_lacking(end))
+        self._host.release(self._fetch_all(prefetch, end, room) if end > search.host_end else room)
 
-    def _parts(self, wanted: Sequence[int]) -> list[list[int]]:
-        """Places of blocks, in order and counted from the beginning of a group, cut into jobs: no group is cut."""
+    def _fetch_all(self, prefetch: _Prefetch, end: int, room: list[int]) -> list[int]:
+        """Jobs for all that a hit up to `end` lacks, which there is room for; returns what is left of that."""
+        search, now = prefetch.search, self._clock()
+        inserted = []
+        for group, blocks in enumerate(search.needed(end)):
+            nodes = self._grouped.insert(search.hashes, group, now, blocks)
+            inserted += nodes
+            self._tree.touch(nodes, now)
+            size, singly = self._grouped.groups[group].hashes_per_block, self._is_single(group)
+            since = range(search.host_end, end) if singly else None
+            needed = nodes[: bisect_left(blocks, end // size)]
+            self._coalesce(prefetch, group, blocks, needed, since)
+            for part in self._parts(self._host.absent(needed), blocks, singly):
+                job = self._fetch(nodes, part, room[: len(part)], singly)
+                room = room[len(part) :]
+                brought = since or (hashes for i in part for hashes in _hashes(blocks[i], size))
+                self._follow(job.job_id, prefetch, set(brought))
+        self._tree.settle(inserted)
+        return room
+
+    def _parts(self, wanted: Sequence[int], blocks: Sequence[int], singly: bool) -> list[list[int]]:
+        """Indices of blocks, in order, cut into jobs: no object is cut."""
         parts: list[list[int]] = []
-        for _, group in groupby(wanted, self._grouping.start):
+        for _, group in groupby(wanted, lambda i: blocks[i] if singly else self._grouping.start(blocks[i])):
             places = list(group)
             if not parts or len(parts[-1]) + len(places) > _FETCH_BLOCKS:
                 parts.append([])
             parts[-1] += places
         return parts
 
-    def _is_sooner_computed(self, num_blocks: int) -> bool:
-        """Whether the model is estimated to be sooner than storage. What is not known yet is fetched."""
-        fetch = self._reading.rate.seconds(num_blocks)
-        compute = self._loads.recompute_seconds(num_blocks * self._block_size)
-        if fetch is None or compute is None or fetch <= compute or self._num_skipped >= MOST_SKIPPED:
-            self._num_skipped = 0
-            return False
-        self._num_skipped += 1
-        self._metrics.recomputed_storage_tokens += num_blocks * self._block_size
-        return True
-
-    def _fetch(self, nodes: list[int], wanted: list[int], host_ids: list[int]) -> StorageJob:
-        """Of the nodes, which begin with a group, those at these places are wanted; none of groups without any."""
+    def _fetch(self, nodes: list[int], wanted: list[int], host_ids: list[int], singly: bool) -> StorageJob:
+        """Of the nodes those at these places are wanted; none of objects without any. Those of full attention begin
+        with an object."""
         self._host.attach(host_ids, [nodes[i] for i in wanted], Event.FETCH)
-        size, is_wanted = self._grouping.num_blocks, frozenset(wanted)
-        starts = dict.fromkeys(map(self._grouping.start, wanted))
-        places = [i for start in starts for i in range(start, min(start + size, len(nodes)))]
+        places = wanted
+        if not singly:
+            size = self._grouping.num_blocks
+            starts = dict.fromkeys(map(self._grouping.start, wanted))
+            places = [i for start in starts for i in range(start, min(start + size, len(nodes)))]
+        is_wanted = frozenset(wanted)
         skipped = tuple(key for key, i in enumerate(places) if i not in is_wanted)
         keys = self._keys([self._tree.hash_of(nodes[i]) for i in places])
-        job = self._open(StorageAction.FETCH, keys, host_ids, skipped)
+        job = self._open(StorageAction.FETCH, keys, host_ids, skipped, singly)
         self._num_fetching += job.num_blocks
         self._job_of |= dict.fromkeys(host_ids, job.job_id)
-        self._fetches.append(job)
+        self._opened.append(job)
         return job
 
     def _end_fetch(self, ended: EndedJob, job: StorageJob, was_cancelled: bool) -> None:
@@ -293,22 +338,31 @@ class PrefetchPlanner:
         if filled:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
 
-    def _coalesce(self, prefetch: _Prefetch, first: int, nodes: Sequence[int]) -> None:
-        """Follow the fetches of these nodes, blocks of the prefix from `first` on, that are under way already."""
+    def _coalesce(
+        self,
+        prefetch: _Prefetch,
+        group: int,
+        blocks: Sequence[int],
+        nodes: Sequence[int],
+        since: range | None = None,
+    ) -> None:
+        """Follow the fetches of these nodes, which are blocks of the prefix, that are under way already. Each brings
+        its own tokens, or those that windows are whole for since others are."""
         if not self._job_of:
             return
-        for index, block_id in enumerate(self._host.blocks_of(nodes), first):
-            job_id = self._job_of.get(block_id)
+        size = self._grouped.groups[group].hashes_per_block
+        for block, host_id in zip(blocks, self._host.blocks_of(nodes), strict=False):
+            job_id = self._job_of.get(host_id)
             if job_id is None:
                 continue
             if job_id not in prefetch.jobs:
-                self._follow(job_id, prefetch, [])
+                self._follow(job_id, prefetch, set())
                 prefetch.coalesced.add(job_id)
                 self._want_again(job_id)
-            prefetch.jobs[job_id].append(index)
+            prefetch.jobs[job_id].update(_hashes(block, size) if since is None else since)
 
-    def _follow(self, job_id: int, prefetch: _Prefetch, blocks: list[int]) -> None:
-        prefetch.jobs[job_id] = blocks
+    def _follow(self, job_id: int, prefetch: _Prefetch, hashes: set[int]) -> None:
+        prefetch.jobs[job_id] = hashes
         self._followers.setdefault(job_id, []).append(prefetch)
 
     def _want_again(self, job_id: int) -> None:
@@ -326,4 +380,10 @@ class PrefetchPlanner:
                 self._cancelled.add(job_id)
                 self._untold.append(job_id)
         prefetch.jobs.clear()
+        prefetch.look_ups.clear()
         prefetch.coalesced.clear()
+
+
+def _hashes(block: int, size: int) -> range:
+    """Of a block of so many hashes."""
+    return range(block * size, (block + 1) * size)

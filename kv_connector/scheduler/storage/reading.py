@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from ...types import StorageAction, StorageJob
-from ..loads.rates import Rate
+from ..loads.rates import MOST_SKIPPED, Rate
 
 logger = logging.getLogger("kv_connector.scheduler")
 
@@ -30,6 +30,7 @@ class Reading:
         self._since = 0.0
         self._last = 0.0  # when a job ended, or the first was begun
         self._is_told = False  # of the silence that goes on
+        self._num_skipped = 0  # prefixes, one behind the other, that were sooner computed than fetched
 
     def begun(self, jobs: Sequence[StorageJob], now: float) -> None:
         """These jobs are planned."""
@@ -61,6 +62,14 @@ class Reading:
             self._is_told = True
             logger.warning("storage has not answered for %.0f s: no request waits for it until it does", STALL_SECONDS)
         return True
+
+    def is_slower(self, num_blocks: int, seconds: float | None) -> bool:
+        """Whether fetching so many blocks is estimated to take longer than this, which is what computing takes. What is
+        not known yet is fetched, and so is a prefix now and then, or nothing new would ever be known."""
+        fetch = self.rate.seconds(num_blocks)
+        is_slower = fetch is not None and seconds is not None and fetch > seconds and self._num_skipped < MOST_SKIPPED
+        self._num_skipped = self._num_skipped + 1 if is_slower else 0
+        return is_slower
 
     def forget(self, job_id: int) -> None:
         """The job is lost: its answer, if it ever comes, is one like any other."""

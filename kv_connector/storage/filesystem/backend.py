@@ -77,6 +77,14 @@ class FilesystemStorage(ThreadedStorage):
         self.folder.contents.catch_up()
         return self._count_known(keys)
 
+    def find_each(self, keys: list[bytes]) -> list[bool]:
+        """See `ThreadedStorage.find_each`."""
+        there = self._are_known(keys)
+        if not all(there):
+            self.folder.contents.catch_up()
+            there = self._are_known(keys)
+        return there
+
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.fill`."""
         batch = self._reader.plan(keys, buffers)
@@ -130,7 +138,10 @@ class FilesystemStorage(ThreadedStorage):
         return PackHeader(self._identity, self._block_bytes, tuple(keys), (self._blank,) * len(keys))
 
     def _count_known(self, keys: Sequence[bytes]) -> int:
-        return next((i for i, slot in enumerate(self.folder.catalog.slots(keys)) if slot is None), len(keys))
+        return [*self._are_known(keys), False].index(False)
+
+    def _are_known(self, keys: Sequence[bytes]) -> list[bool]:
+        return [slot is not None for slot in self.folder.catalog.slots(keys)]
 
     def _run_all(self, calls: Sequence[Callable[[], None]]) -> None:
         """On the threads of `io`, each of which takes the next call: that is half the work of a task for each."""

@@ -103,19 +103,46 @@ class ObjectStorage(ThreadedStorage):
         there = self._client.exist([self._groups.name(key) for key in behind])
         return num_whole * size + max((place for place, is_there in enumerate(there, 1) if is_there), default=0)
 
+    def find_each(self, keys: list[bytes]) -> list[bool]:
+        """See `ThreadedStorage.find_each`."""
+        names = [self._groups.name(key) for key in keys]
+        parts = (names[start : start + _MOST_NAMES] for start in range(0, len(names), _MOST_NAMES))
+        return [is_there for part in parts for is_there in self._client.exist(part)]
+
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.fill`."""
-        batches = self._batches(self._places(keys, buffers))
+        return self._fill(self._places(keys, buffers), len(keys))
+
+    def fill_singly(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
+        """See `ThreadedStorage.fill_singly`."""
+        return self._fill(self._places(keys, buffers, singly=True), len(keys))
+
+    def _fill(self, places: list[_Place], num_keys: int) -> list[bool]:
+        batches = self._batches(places)
         tasks = [self.io.submit(self._read_groups, batch) for batch in batches]
         wait(tasks)  # also where one of them raises: no buffer may be written to after this call
         good = {place for task in tasks for place in task.result()}
-        return [place in good for place in range(len(keys))]
+        return [place in good for place in range(num_keys)]
 
     def store(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
         """See `ThreadedStorage.store`. What comes behind a group that is missing is most likely missing as well, and
         is written without asking: a question may take as long as an answer."""
-        unique = list({place.group.name: place for place in self._places(keys, buffers)}.values())
-        new = unique[self._count_leading([place.group.name for place in unique], at_first=1) :]
+        unique = _by_name(self._places(keys, buffers))
+        num_there = self._count_leading(list(unique), at_first=1)
+        return self._store(keys, list(unique.values())[num_there:])
+
+    def store_singly(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
+        """See `ThreadedStorage.store_singly`. One that is missing says nothing of the others."""
+        unique = _by_name(self._places(keys, buffers, singly=True))
+        there = self.find_each([place.group.keys[0] for place in unique.values()])
+        return self._store(
+            keys,
+            [place for place, is_there in zip(unique.values(), there, strict=True) if not is_there],
+            singly=True,
+        )
+
+    def _store(self, keys: list[bytes], new: list[_Place], singly: bool = False) -> list[bool]:
+        """Write these groups; returns what `store` does."""
         tasks = [self._write_io.submit(self._write_groups, batch) for batch in self._batches(new)]
         wait(tasks)
         written = {group.name: len(group.keys) for task in tasks for group in task.result()}
@@ -127,7 +154,7 @@ class ObjectStorage(ThreadedStorage):
             failed_writes_blocks=num_new - num_written,
         )
         lost = {place.group.name for place in new} - written.keys()
-        return [group.name not in lost for group in self._groups.cut(keys) for _ in group.keys]
+        return [group.name not in lost for group in self._groups.cut(keys, singly) for _ in group.keys]
 
     def forget(self, keys: list[bytes]) -> int:
         """See `ThreadedStorage.forget`."""
@@ -162,10 +189,10 @@ class ObjectStorage(ThreadedStorage):
             start, count = start + count, min(2 * count, _MOST_NAMES)
         return len(names)
 
-    def _places(self, keys: list[bytes], buffers: list[memoryview]) -> list[_Place]:
+    def _places(self, keys: list[bytes], buffers: list[memoryview], singly: bool = False) -> list[_Place]:
         """The groups of a call of which a block is wanted."""
         places, first = [], 0
-        for group in self._groups.cut(keys):
+        for group in self._groups.cut(keys, singly):
             own = buffers[first : first + len(group.keys)]
             if any(own):
                 places.append(_Place(group, first, own))
@@ -275,6 +302,11 @@ class ObjectStorage(ThreadedStorage):
             yield memory
         finally:
             self._scratch.put(memory)
+
+
+def _by_name(places: list[_Place]) -> dict[str, _Place]:
+    """Each group once."""
+    return {place.group.name: place for place in places}
 
 
 _NO_ROOM = "the store has no room, or no engine has lent it memory"

@@ -5,7 +5,8 @@
 
 A group is one object, in the format of a pack (`packs.py`). It begins at a multiple of the group size, so whoever has a
 prefix knows its groups, and it is named by its last block's key alone: keys are chained, and the last one names all in
-front of it. So a group is looked up, read and written as one object, and nothing else is stored. The name has the
+front of it. So a group is looked up, read and written as one object, and nothing else is stored. A block of a sliding
+window or of recurrent states is a group of its own: what lies in front of it may be gone. The name has the
 format's version and the group size in it: what another version has stored is not found, and in time evicted.
 """
 
@@ -39,9 +40,10 @@ class Groups:
         """A power of two."""
         self._root = _VERSION + bytes((self.blocks_per_group,)) + identity
 
-    def cut(self, keys: Sequence[bytes]) -> list[Group]:
-        """The groups of these blocks, which begin with one; only the last of them may be shorter than the others."""
-        size = self.blocks_per_group
+    def cut(self, keys: Sequence[bytes], singly: bool = False) -> list[Group]:
+        """The groups of these blocks, which begin with one; only the last of them may be shorter than the others. Where
+        blocks are kept `singly`, each is one."""
+        size = 1 if singly else self.blocks_per_group
         return [self._group(keys[start : start + size]) for start in range(0, len(keys), size)]
 
     def name(self, last: bytes) -> str:

@@ -9,7 +9,7 @@ import pytest
 from kv_connector.config import Config
 from kv_connector.errors import ConfigError
 from kv_connector.events import BlockStored
-from kv_connector.index import BlockGroup, BlockPool
+from kv_connector.index import BlockPool
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import StepReport, StorageAction, StorageJob, Tier
 from tests.scheduler.test_half import Asked, ForeignBlocks, admit, run, save
@@ -64,7 +64,8 @@ def report(
     rank: int = 0,
     missing: tuple[int, ...] = (),
 ) -> None:
-    """Storage jobs have ended on a rank, but for blocks at these places in them."""
+    """Storage jobs have ended on a rank, but for blocks at these places in them; of look-ups so many leading keys were
+    found."""
     half.update_connector_output(
         [
             StepReport(
@@ -73,7 +74,7 @@ def report(
                 tuple(job.job_id for job in done),
                 tuple(job.job_id for job in failed),
                 num_host_blocks=half.host.pool.capacity,
-                found=tuple((job.job_id, found) for job in done) if found is not None else (),
+                found=tuple((job.job_id, (1 << found) - 1) for job in done) if found is not None else (),
                 missing=tuple((job.job_id, missing) for job in done if missing),
             )
         ]
@@ -163,7 +164,7 @@ def test_the_first_request_of_an_engine_finds_what_storage_has() -> None:
     half.bind_block_pool(ForeignBlocks())
     job = arrive(half, Asked("a", PROMPT))
     half.update_connector_output(
-        [StepReport(1, 0, (job.job_id,), num_host_blocks=100, found=((job.job_id, 10),))],
+        [StepReport(1, 0, (job.job_id,), num_host_blocks=100, found=((job.job_id, (1 << 10) - 1),))],
     )
     (fetch_job,) = step(half)
     assert fetch_job.num_blocks == 10
@@ -374,14 +375,6 @@ def test_a_preempted_request_may_look_again() -> None:
     assert plan.storage == ()
     half.update_connector_output([StepReport(plan.step, 0, (), tuple(job.job_id for job in plan.saves))])
     assert matched(half, request) is None, "it comes again, and storage may have it by now"
-
-
-def test_windows_are_refused() -> None:
-    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "x", "capacity": "8MiB"}})
-    with pytest.raises(ConfigError, match="storage with 2 block groups is not supported"):
-        SchedulerHalf(config, 4, groups=(BlockGroup(), BlockGroup(window_blocks=3)))
-    with pytest.raises(ConfigError, match="storage with a sliding window is not supported"):
-        SchedulerHalf(config, 4, groups=(BlockGroup(window_blocks=3),))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from .reuse import REUSE
 from .saves import SAVES
 from .scheduler import SCHEDULER
 from .storage import STORAGE
+from .storage_groups import STORAGE_GROUPS
 from .transfer import TRANSFER
 from .vllm import VLLM
 from .worker import WORKER
@@ -28,6 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *STORAGE,
     *MACS,
     *GROUPS,
+    *STORAGE_GROUPS,
     *LAYER_GROUPS,
     *REUSE,
     *IDENTITY,

@@ -7,6 +7,7 @@ from .mutant import Mutant, Patch, tested
 _OBJECTS = "kv_connector/storage/objects"
 _JOBS = "kv_connector/storage/jobs.py"
 _PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
+_SEARCH = "kv_connector/scheduler/storage/search.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
 
@@ -81,21 +82,21 @@ GROUPS: tuple[Mutant, ...] = (
         "a look-up begins where the host's blocks end, whatever group that is in",
         (
             Patch(
-                _PREFETCHES,
-                "prefetch.first = self._grouping.start(prefetch.lacking)",
-                "prefetch.first = prefetch.lacking",
+                _SEARCH,
+                "self.first = {group: grouping.start(num_held) for group, num_held in held.items()}",
+                "self.first = held",
             ),
         ),
         tested(f"{_PLANS}::test_a_look_up_begins_with_a_group_and_a_fetch_brings_what_the_host_lacks_of_it"),
     ),
     Mutant(
         "fetched-again",
-        "what storage has of a group counts as new, though the host has it",
+        "what storage has of a group counts as lacking, though the host has it",
         (
             Patch(
-                _PREFETCHES,
-                "num_new = prefetch.first + num_found - prefetch.lacking",
-                "num_new = num_found",
+                _SEARCH,
+                "[first + i for i in (*self._host.absent(path), *range(len(path), len(keys)))]",
+                "list(range(first, first + len(keys)))",
             ),
         ),
         tested(f"{_PLANS}::test_a_host_that_has_some_of_a_group_makes_room_for_the_rest_and_no_more"),
@@ -103,7 +104,7 @@ GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "fetches-cut-groups",
         "a group is fetched in two jobs, each of which names a part of it",
-        (Patch(_PREFETCHES, "groupby(wanted, self._grouping.start)", "groupby(wanted)"),),
+        (Patch(_PREFETCHES, "else self._grouping.start(blocks[i])", "else blocks[i]"),),
         tested(f"{_PLANS}::test_no_group_is_cut_in_two_by_the_jobs_of_a_fetch"),
     ),
     Mutant(
@@ -112,8 +113,8 @@ GROUPS: tuple[Mutant, ...] = (
         (
             Patch(
                 _BACKUPS,
-                "while self._waiting and len(groups[-1]) == self._grouping.num_blocks:",
-                "while self._waiting:",
+                "while waiting and len(groups[-1]) == whole:",
+                "while waiting:",
             ),
         ),
         tested(f"{_PLANS}::test_a_group_shorter_than_others_is_the_last_of_its_job"),
@@ -142,7 +143,7 @@ GROUPS: tuple[Mutant, ...] = (
         (
             Patch(
                 _GROUPING,
-                "return [] if self._host.absent(nodes) or host_ids[-1] != block_id else host_ids",
+                "return [] if self._host.absent(nodes) else host_ids",
                 "return host_ids",
             ),
         ),

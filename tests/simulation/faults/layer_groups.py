@@ -52,7 +52,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "ends-within-a-block",
         "a hit may end within a block of a group",
-        (Patch(_LOOKUP, "fitted = end - end % self._grouped.hashes_per_hit", "fitted = end"),),
+        (Patch(_LOOKUP, "fitted = end - end % self.hashes_per_hit", "fitted = end"),),
         tested(_HITS),
     ),
     Mutant(
@@ -67,8 +67,8 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         (
             Patch(
                 _LOOKUP,
-                "return sum(map(len, self._needed(first, length)))",
-                "return len(self._needed(first, length)[0])",
+                "return sum(map(len, self._grouped.needed(first, first + length)))",
+                "return len(self._grouped.needed(first, first + length)[0])",
             ),
         ),
         tested(_HITS),

@@ -190,8 +190,8 @@ LOADS: tuple[Mutant, ...] = (
         (
             Patch(
                 _LOOKUP,
-                "max(end, first))) - 1\n",
-                "max(end, first))) - 1\n            return max(end - first, 0)\n",
+                "self.whole_end(first, end, has)) - 1\n",
+                "self.whole_end(first, end, has)) - 1\n            return max(end, first)\n",
             ),
         ),
         tested("tests/index/test_lookup.py"),
@@ -199,7 +199,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "block-behind-the-state",
         "with draft layers the block behind the state has to have a state too",
-        (Patch(_LOOKUP, "end if self._has_full_attention else ", ""),),
+        (Patch(_LOOKUP, "end if len(self.windows) < len(self.groups) else ", ""),),
         tested("tests/index/test_lookup.py"),
     ),
     Mutant(

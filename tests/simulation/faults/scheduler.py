@@ -237,7 +237,7 @@ SCHEDULER: tuple[Mutant, ...] = (
         (
             Patch(
                 _LEDGER,
-                "entry.found = found if entry.found is None else min(entry.found, found)",
+                "entry.found = found if entry.found is None else entry.found & found",
                 "entry.found = found",
             ),
         ),
