@@ -23,7 +23,7 @@ from integration.report import Report, hardware
 from kv_connector.types import Direction
 
 DUPLEX_COPIES = 3
-"""Each way. One thread submits both ways, so that one of them begins later: of so many it is a fiftieth."""
+"""Each way. Each has a thread of its own, and one of them is told first: of so many copies that is little."""
 GOALS = {1 << 10: 0.85, 4 << 10: 0.94, 16 << 10: 0.97, 64 << 10: 0.97, 256 << 10: 0.97, 2 << 20: 0.97}
 """Of the link, by piece."""
 

@@ -171,7 +171,7 @@ class GroupedTree:
             if not has(index, block):
                 stop = block
             block -= 1
-        return min(end, stop * size)
+        return stop * size
 
     def known(self, hashes: Sequence[BlockHash], num_hit_hashes: int) -> list[list[int]]:
         """Nodes that a request makes use of, by group: its known prefix, and of windows what lies in front of its hit's
@@ -206,11 +206,12 @@ class Lookup:
         tree, grouped = self._grouped.tree, self._grouped
         if first % grouped.hashes_per_hit:
             return 0
-        end = min(stop, len(hashes))
+        end = most = min(stop, len(hashes))
         for index, group in enumerate(grouped.groups):
             if group.window_blocks is None:
                 size = group.hashes_per_block
-                path = tree.match(grouped.keys(hashes, index)[first // size : end // size])
+                last = min(-(-end // size), most // size)  # also the block that the end of another group lies in
+                path = tree.match(grouped.keys(hashes, index)[first // size : last])
                 end = min(end, first + size * self._tier.resident_prefix(path))
         keys = {group: grouped.keys(hashes, group) for group in grouped.windows}
 

@@ -2,7 +2,7 @@
 
     arrived -> is_awaited, num_blocks (any number of times) -> admitted -> scheduled, preempted, admitted -> finished
 
-The half tells every companion of every event, peers before storage, but for arrivals: the first that claims a request
+`Companions` tells each of every event, peers before storage, but for arrivals: the first that claims a request
 is the last that hears of it. One that has no use for an event says so in an empty method, and one that forgets it does
 not type-check.
 """
@@ -21,9 +21,10 @@ from .tables import BlockTable
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that was admitted, for the first time or again. Of its blocks those from `first` on are loaded from the
-    host, `num_loaded` of them, and behind these `num_brought` by companions, into `brought_ids`. `number` tells this
-    admission from others of the same request id. What `is_stale` was computed before a reset of the cache."""
+    """A request that was admitted, for the first time or again. Of its block hashes those from `first` on are loaded
+    from the host, `num_loaded` of them, and behind these `num_brought` by companions, into `brought_ids`. `number`
+    tells this admission from others of the same request id. What `is_stale` was computed before a reset of the
+    cache."""
 
     request: Request
     number: int

@@ -307,7 +307,7 @@ class SchedulerHalf(KVConnectorScheduler):
         return self._lookup.find(request.block_hashes, num_computed_tokens // size, (request.num_tokens - 1) // size)
 
     def _num_brought(self, request: Request, num_computed_tokens: int, num_loadable: int) -> int:
-        """Blocks behind those that can be loaded that a companion brings."""
+        """Block hashes behind those that can be loaded that a companion brings."""
         if num_computed_tokens % self._shared.block_size:
             return 0
         known = num_computed_tokens // self._shared.block_size + num_loadable

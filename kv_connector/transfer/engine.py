@@ -172,7 +172,7 @@ class TransferEngine:
 
     def catch_up(self) -> None:
         """Submit a part of each direction's copies that has made no progress since the last call, where the device has
-        nothing else to copy. Once a step; never blocks."""
+        nothing else to copy. Once a step; waits at most for a part that the thread begins this moment."""
         for queue in self._queues.values():
             queue.catch_up()
 

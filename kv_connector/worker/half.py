@@ -2,7 +2,7 @@
 
 It runs on the model-runner thread. Loads begin before the forward pass in layer groups, and the compute
 stream waits for a group in front of its first layer; saves follow it. Nothing here waits for the device: what has
-completed is found by polling when the step is reported. Most of the submitting is left to another thread, so a load
+completed is found by polling when the step is reported. Most of the submitting is left to threads of its own, so a load
 that fails while it is submitted is known by the end of the step, and not always before.
 """
 

@@ -106,6 +106,13 @@ def test_what_is_left_without_the_last_block_is_whole_for_every_window() -> None
     assert Lookup(GroupedTree(grouped.tree, grouped.groups, drop_last_block=True), tier).find(HASHES, 0, 4) == 1
 
 
+def test_what_is_left_to_draft_layers_is_one_hash_of_what_all_have() -> None:
+    """Of blocks of one hash three are there, and of blocks of two hashes two: without the last of three, two are hit."""
+    groups = [BlockGroup(), BlockGroup(hashes_per_block=2)]
+    grouped, tier = host_with(groups, [{0, 1, 2}, {0, 1}])
+    assert Lookup(GroupedTree(grouped.tree, groups, drop_last_block=True), tier).find(HASHES, 0, 4) == 2
+
+
 def test_the_only_state_is_hit_where_the_block_behind_it_is_left_to_draft_layers() -> None:
     """An engine with drafts keeps the state one block in front of where it would without them."""
     grouped, tier = host_with([BlockGroup(), BlockGroup(1, states_are_told=True)], [{0, 1, 2, 3}, {2}])

@@ -74,9 +74,9 @@ class LoadPlanner:
         first_blocks: Sequence[int],
         may_wait: bool = True,
     ) -> LoadMode:
-        """How this hit comes to the device. `first_blocks`: host blocks of its first block, by group. One that may not
-        wait, since it has waited in vain, is loaded in the step or computed: an engine may refuse blocks to a request
-        that waits for as long as others behind it hold theirs, and those may have waited in vain, too."""
+        """How this hit comes to the device. `first_blocks`: host blocks of the first group where the hit begins. One
+        that may not wait, since it has waited in vain, is loaded in the step or computed: an engine may refuse blocks
+        to a request that waits for as long as others behind it hold theirs, and those may have waited in vain, too."""
         load = self._reading.get(first_blocks[0]) if first_blocks else None
         if load is not None and self._is_overdue(load):
             load = None
