@@ -107,7 +107,7 @@ def test_what_is_left_without_the_last_block_is_whole_for_every_window() -> None
 
 
 def test_what_is_left_to_draft_layers_is_one_hash_of_what_all_have() -> None:
-    """Of blocks of one hash three are there, and of blocks of two hashes two: without the last of three, two are hit."""
+    """Of blocks of one hash three are there, and of blocks of two hashes two: without the last, two are hit."""
     groups = [BlockGroup(), BlockGroup(hashes_per_block=2)]
     grouped, tier = host_with(groups, [{0, 1, 2}, {0, 1}])
     assert Lookup(GroupedTree(grouped.tree, groups, drop_last_block=True), tier).find(HASHES, 0, 4) == 2
