@@ -220,3 +220,40 @@ def test_states_inside_of_blocks_are_left_to_the_device(folder: Path) -> None:
         assert ask(engine, asked) == computed
         assert engine.stats()["host_hit_tokens"] == 2 * 384
         engine.check_all_free()
+
+
+@pytest.mark.usefixtures("stable_hashes", "slow_machine")
+@pytest.mark.parametrize("model", ["mamba", "two_sizes"])
+def test_the_next_engine_answers_from_storage(folder: Path, tmp_path: Path, model: str) -> None:
+    """What comes back after a restart answers as the device did."""
+    storage = {"path": str(tmp_path / "store"), "capacity": "1GiB", "prefetch": "wait_complete"}
+    settings = options(model, storage=storage)
+    asked = [prompt[:577] for prompt in prompts(2, 600)]
+    with running(folder, model, num_blocks=60, **settings) as engine:
+        engine.wait_for_storage()
+        ask(engine, asked)
+        from_device = ask(engine, asked)
+        engine.check_all_free()
+        assert engine.stats()["backed_up_blocks"] > 0
+    with running(folder, model, num_blocks=60, **settings) as engine:
+        engine.wait_for_storage()
+        assert ask(engine, asked) == from_device
+        engine.check_all_free()
+        stats = engine.stats()
+    assert stats["storage_hit_tokens"] == stats["host_hit_tokens"] >= 2 * 512
+
+
+@pytest.mark.usefixtures("stable_hashes", "slow_machine")
+def test_states_of_another_type_are_not_found(folder: Path, tmp_path: Path) -> None:
+    """Both take two bytes an element: nothing but the identity tells them apart."""
+    storage = {"path": str(tmp_path / "store"), "capacity": "1GiB", "prefetch": "wait_complete"}
+    settings = options("mamba", storage=storage)
+    asked = [prompt[:577] for prompt in prompts(1, 600)]
+    hits = []
+    for dtype in ("float16", "bfloat16"):
+        with running(folder, "mamba", num_blocks=60, mamba_cache_dtype=dtype, **settings) as engine:
+            engine.wait_for_storage()
+            ask(engine, asked)
+            engine.check_all_free()
+            hits.append(engine.stats()["host_hit_tokens"])
+    assert hits == [0, 0]

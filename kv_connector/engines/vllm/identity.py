@@ -19,6 +19,7 @@ import vllm
 from ...errors import ConfigError
 from ...fingerprint import fingerprint_of
 from ...index import CacheIdentity
+from .groups import layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -58,7 +59,7 @@ def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block
     load = vllm_config.load_config
     return CacheIdentity(
         model=f"{model.model_weights or model.model}@{model.revision or ''}",
-        cache_dtype=f"{kv_cache.cache_dtype}/{model.dtype}",
+        cache_dtype=f"{kv_cache.cache_dtype}/{model.dtype}{_states(kv_cache_config)}",
         layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or ""),
         block_size=block_size,
         tp_size=parallel.tensor_parallel_size,
@@ -69,6 +70,13 @@ def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block
         weights=_weights(model, load),
         draft_weights=_weights(draft, getattr(speculative, "draft_load_config", None) or load) if draft else "",
     )
+
+
+def _states(kv_cache_config: KVCacheConfig) -> str:
+    """Element types and shapes of recurrent states, which settings of their own decide; empty without any."""
+    specs = (spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec))
+    found = {f"/{spec.dtypes} {spec.shapes}" for spec in specs if hasattr(spec, "dtypes")}
+    return "".join(sorted(found))
 
 
 def read_backend(vllm_config: VllmConfig) -> str:

@@ -127,4 +127,10 @@ VLLM: tuple[Mutant, ...] = (
         Patch(f"{_FOLDER}/groups.py", '"SinkFullAttentionManager")', '"SinkFullAttentionManager", "RSWAManager")'),
         f"{_TESTS}/test_vllm_startup.py::test_kinds_of_attention_that_are_not_served",
     ),
+    _mutant(
+        "state-types-unnamed",
+        "states of float16 and of bfloat16 are found under one name",
+        Patch(f"{_FOLDER}/identity.py", "{model.dtype}{_states(kv_cache_config)}", "{model.dtype}"),
+        f"{_HYBRID}::test_states_of_another_type_are_not_found",
+    ),
 )
