@@ -115,7 +115,7 @@ def identity_of(path: Path, multimodal: dict[str, Any] | None = None, **options:
     config = EngineArgs(model=str(path), skip_tokenizer_init=True, dtype="float32", **options).create_engine_config()
     if multimodal is not None:
         config.model_config.multimodal_config = MultiModalConfig(**multimodal)
-    return read_identity(config, SimpleNamespace(kv_cache_layout=None), 32)
+    return read_identity(config, SimpleNamespace(kv_cache_layout=None, kv_cache_groups=[]), 32)
 
 
 def test_what_is_made_of_an_image_is_named(tmp_path: Path) -> None:
