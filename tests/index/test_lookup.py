@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_connector.index import BlockGroup, CacheTier, Event, GroupedTree, Lookup, PrefixTree, group_key, split_key
@@ -48,6 +48,7 @@ def mostly_held(draw: st.DrawFn) -> list[set[int]]:
     first=st.integers(0, 6),
     stop=st.integers(0, 12),
 )
+@settings(deadline=None)  # of a busy machine
 def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
     groups: list[BlockGroup], held: list[set[int]], first: int, stop: int
 ) -> None:
