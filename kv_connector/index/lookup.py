@@ -109,6 +109,8 @@ class GroupedTree:
         """A hit has a multiple of so many hashes: blocks of every group end there."""
         self.windows = tuple(g for g, group in enumerate(self.groups) if group.window_blocks is not None)
         """Groups that keep only the newest blocks of a prefix."""
+        self.full = tuple(g for g in range(len(self.groups)) if g not in self.windows)
+        """Groups of full attention."""
 
     @property
     def has_windows(self) -> bool:
@@ -135,6 +137,11 @@ class GroupedTree:
         """The nodes of these names, those that are known."""
         return [node for key in keys if (node := self.tree.get(key)) is not None]
 
+    def find_of(self, group: int, keys: Sequence[BlockHash]) -> list[int]:
+        """The group's nodes of these names: of full attention the leading ones that are known, of windows all that
+        are."""
+        return self.find(keys) if group in self.windows else self.tree.match(keys)
+
     def needed(self, first: int, end: int) -> list[range]:
         """Of each group the blocks that a hit from hash `first` to `end` is made of."""
         needed = []
@@ -148,7 +155,7 @@ class GroupedTree:
         last in front of `end` that full attention has. Engines keep recurrent states, of which there may be one alone,
         where a hit ends then."""
         if self._drop_last_block:
-            end = (end if len(self.windows) < len(self.groups) else self.whole_end(first, end, has)) - 1
+            end = (end if self.full else self.whole_end(first, end, has)) - 1
         return self.whole_end(first, max(end, first), has)
 
     def whole_end(self, first: int, end: int, has: Callable[[int, int], bool]) -> int:
@@ -178,12 +185,8 @@ class GroupedTree:
         end."""
         nodes = []
         for index, group in enumerate(self.groups):
-            keys = self.keys(hashes, index)
-            if group.window_blocks is None:
-                nodes.append(self.tree.match(keys))
-            else:
-                end = num_hit_hashes // group.hashes_per_block
-                nodes.append(self.find(keys[group.first_needed(end) : end]))
+            keys, end = self.keys(hashes, index), num_hit_hashes // group.hashes_per_block
+            nodes.append(self.find_of(index, keys[group.first_needed(end) : end] if index in self.windows else keys))
         return nodes
 
     def touch_known(self, hashes: Sequence[BlockHash], num_hit_hashes: int, now: float) -> list[list[int]]:
@@ -207,12 +210,11 @@ class Lookup:
         if first % grouped.hashes_per_hit:
             return 0
         end = most = min(stop, len(hashes))
-        for index, group in enumerate(grouped.groups):
-            if group.window_blocks is None:
-                size = group.hashes_per_block
-                last = min(-(-end // size), most // size)  # also the block that the end of another group lies in
-                path = tree.match(grouped.keys(hashes, index)[first // size : last])
-                end = min(end, first + size * self._tier.resident_prefix(path))
+        for group in grouped.full:
+            size = grouped.groups[group].hashes_per_block
+            last = min(-(-end // size), most // size)  # also the block that the end of another group lies in
+            path = tree.match(grouped.keys(hashes, group)[first // size : last])
+            end = min(end, first + size * self._tier.resident_prefix(path))
         keys = {group: grouped.keys(hashes, group) for group in grouped.windows}
 
         def is_resident(group: int, block: int) -> bool:
@@ -225,9 +227,7 @@ class Lookup:
         """The copies that a hit of `length`, no more than `find` says, is made of."""
         indices, nodes = [], []
         for index, blocks in enumerate(self._grouped.needed(first, first + length)):
-            keys = self._grouped.keys(hashes, index)[blocks.start : blocks.stop]
-            is_path = self._grouped.groups[index].window_blocks is None
-            nodes.append(self._grouped.tree.match(keys) if is_path else self._grouped.find(keys))
+            nodes.append(self._grouped.find_of(index, self._grouped.keys(hashes, index)[blocks.start : blocks.stop]))
             indices.append(blocks)
         return Hit(tuple(indices), tuple(nodes))
 

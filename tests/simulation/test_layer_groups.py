@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 
@@ -16,8 +15,9 @@ from kv_connector.config import LoadChoice, WritePolicy
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
+from tests.simulation.made import as_drawn, simulate_made, violations
 from tests.simulation.workload import Action
-from tests.simulation.world import Outcome, simulate
+from tests.simulation.world import Outcome
 
 NUM_WORLDS = 54
 KINDS = {"arrive": 40, "abort": 2, "again": 1, "fail": 3, "freeze": 1, "reset": 0.5, "weights": 0.5, "trap": 6}
@@ -56,14 +56,14 @@ def draw_actions(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Ac
 def run(seed: int) -> Outcome:
     """A world of each kind of model in turn."""
     groups = drawn.MIXED_GROUPS[seed % len(drawn.MIXED_GROUPS)]
-    with (
-        patch.object(drawn, "draw_world", draw_engines),
-        patch.object(drawn, "draw_policies", lambda rng, configs: configs),
-        patch.object(drawn, "draw_remembered", lambda rng, configs: configs),
-        patch.object(drawn, "draw_groups", lambda rng, configs: [drawn.with_groups(c, groups) for c in configs]),
-        patch.object(workload, "draw", draw_actions),
-    ):
-        return simulate(seed)
+    return simulate_made(
+        seed,
+        draw_actions,
+        draw_world=draw_engines,
+        draw_policies=as_drawn,
+        draw_remembered=as_drawn,
+        draw_groups=lambda rng, configs: [drawn.with_groups(c, groups) for c in configs],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def outcomes() -> list[Outcome]:
 
 
 def test_layers_of_several_kinds_break_no_promise(outcomes: list[Outcome]) -> None:
-    assert [(outcome.seed, str(outcome.violation)) for outcome in outcomes if outcome.violation is not None] == []
+    assert violations(outcomes) == []
 
 
 def test_models_of_every_kind_are_loaded(outcomes: list[Outcome]) -> None:

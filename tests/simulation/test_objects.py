@@ -7,16 +7,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from unittest.mock import patch
 
 import pytest
 
 from kv_connector.config import Backup, LoadChoice, Prefetch, WritePolicy
-from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
+from tests.simulation.made import simulate_made, violations
 from tests.simulation.workload import Action
-from tests.simulation.world import Outcome, simulate
+from tests.simulation.world import Outcome
 
 NUM_WORLDS = 16
 KINDS = {"arrive": 30, "kill": 3, "disk": 3, "abort": 1, "fail": 1}
@@ -56,12 +55,7 @@ def run(seed: int) -> Outcome:
     """A world of groups of two, four, or both."""
     size = 2 + 2 * (seed % 2)
     sizes = [size, size * (1 + seed // 2 % 2)]
-    with (
-        patch.object(drawn, "draw_world", draw_engines),
-        patch.object(drawn, "draw_group_blocks", lambda rng: sizes),
-        patch.object(workload, "draw", draw_actions),
-    ):
-        return simulate(seed)
+    return simulate_made(seed, draw_actions, draw_world=draw_engines, draw_group_blocks=lambda rng: sizes)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +64,7 @@ def outcomes() -> list[Outcome]:
 
 
 def test_groups_break_no_promise(outcomes: list[Outcome]) -> None:
-    assert [(outcome.seed, str(outcome.violation)) for outcome in outcomes if outcome.violation is not None] == []
+    assert violations(outcomes) == []
 
 
 def test_groups_are_met_whole_and_in_part(outcomes: list[Outcome]) -> None:

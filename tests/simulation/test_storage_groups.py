@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 
@@ -16,8 +15,9 @@ from kv_connector.config import Backup, LoadChoice, Prefetch, WritePolicy
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
+from tests.simulation.made import as_drawn, simulate_made, violations
 from tests.simulation.workload import Action
-from tests.simulation.world import Outcome, simulate
+from tests.simulation.world import Outcome
 
 NUM_WORLDS = 4 * len(drawn.MIXED_GROUPS)
 KINDS = {"arrive": 36, "kill": 3, "disk": 1, "abort": 1, "fail": 1, "reset": 0.1}
@@ -66,15 +66,15 @@ def run(seed: int) -> Outcome:
     def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
         return [drawn.with_groups(c, g) for c, g in zip(configs, (groups, others), strict=False)]
 
-    with (
-        patch.object(drawn, "draw_world", draw_engines),
-        patch.object(drawn, "draw_policies", lambda rng, configs: configs),
-        patch.object(drawn, "draw_remembered", lambda rng, configs: configs),
-        patch.object(drawn, "draw_groups", draw_groups),
-        patch.object(drawn, "draw_group_blocks", lambda rng: [size, size] if size else []),
-        patch.object(workload, "draw", draw_actions),
-    ):
-        return simulate(seed)
+    return simulate_made(
+        seed,
+        draw_actions,
+        draw_world=draw_engines,
+        draw_policies=as_drawn,
+        draw_remembered=as_drawn,
+        draw_groups=draw_groups,
+        draw_group_blocks=lambda rng: [size, size] if size else [],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def outcomes() -> list[Outcome]:
 
 
 def test_storage_of_layers_of_several_kinds_breaks_no_promise(outcomes: list[Outcome]) -> None:
-    assert [(outcome.seed, str(outcome.violation)) for outcome in outcomes if outcome.violation is not None] == []
+    assert violations(outcomes) == []
 
 
 def test_models_of_every_kind_are_fetched_after_restarts(outcomes: list[Outcome]) -> None:

@@ -79,9 +79,8 @@ class SavePlanner:
         self._is_in_storage = is_in_storage
         self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
-        windows = [group.window_blocks is not None for group in grouped.groups]
-        self._full_groups = [group for group, is_window in enumerate(windows) if not is_window]
-        self._windows = [g for g, group in enumerate(grouped.groups) if windows[g] and not group.states_are_told]
+        self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
+        self._in_order = *self._windows, *grouped.full  # what windows cannot save in a step is lost, the others' waits
         self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
         self._device_ids: list[int] = []  # that the step being planned saves
         self._host_ids: list[int] = []  # where it saves them
@@ -114,15 +113,15 @@ class SavePlanner:
         num_before, num_tokens = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
         self._num_begun += self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
         num_hashes = min(num_tokens // size, len(hashes))
-        in_order = (*self._windows, *self._full_groups) if state.tables else ()
-        groups = [group for group in in_order if self._has_new(state, group, num_hashes)]
-        if state.is_stale or not (groups or (told and state.tables)):
+        if state.is_stale or not state.tables:
             return
-        paths = [self._grouped.keys(hashes, group) for group in self._full_groups]
+        groups = [group for group in self._in_order if self._has_new(state, group, num_hashes)]
+        if not (groups or told):
+            return
+        paths = [self._grouped.keys(hashes, group) for group in self._grouped.full]
         progress = _Progress(state, paths, num_before, num_hashes, now)
         if has_room := self._host.has_room_behind(paths, now):
             self._look_for_holes(state, num_hashes)
-        # First states and windows: what they cannot save in a step is lost, and the others' blocks wait.
         taken = self._take_told(progress, told)
         for group in groups:
             if group in self._windows:
@@ -211,7 +210,7 @@ class SavePlanner:
 
     def _look_for_holes(self, state: RequestState, num_hashes: int) -> None:
         """Nobody can reach what comes behind a block that has gone from the host since it was saved."""
-        for group in self._full_groups:
+        for group in self._grouped.full:
             table, full = state.tables[group], num_hashes // self._hashes_per_block[group]
             first = table.unsaved[0] if table.unsaved else min(table.next_block, full)
             if self._is_cut_off(state, group, first):
@@ -360,7 +359,7 @@ class SavePlanner:
         self._host.release(taken.host_ids[len(saved) :])
         host_ids = taken.host_ids[: len(saved)]
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
-        if taken.group in self._full_groups:
+        if taken.group in self._grouped.full:
             targets, nodes = self._nodes(taken, saved, now)
         else:
             nodes = self._tree.insert_apart([taken.keys[index] for index in taken.shown], now)

@@ -79,13 +79,12 @@ class StorageCompanion(Companion):
         grouped, host = self._shared.grouped, self._shared.host
         held: list[int] = []
         last: list[int] = []
-        for index, group in enumerate(grouped.groups):
-            keys = grouped.keys(hashes, index)
-            nodes = grouped.tree.match(keys) if group.window_blocks is None else grouped.find(keys)
+        for group in range(len(grouped.groups)):
+            nodes = grouped.find_of(group, grouped.keys(hashes, group))
             absent = host.absent(nodes)
             block_ids = host.blocks_of(nodes)
             end = absent[0] if absent else len(nodes)
-            last += block_ids[:end][-1:] if group.window_blocks is None else []
+            last += block_ids[:end][-1:] if group in grouped.full else []
             held += [block_ids[i] for i in sorted(set(range(len(nodes))).difference(absent))]
         return held, last
 

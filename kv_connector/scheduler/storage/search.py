@@ -43,8 +43,7 @@ class Search:
         self._host = host
         self.hashes = hashes = hashes[: len(hashes) - len(hashes) % grouped.hashes_per_hit]
         self._keys = [grouped.keys(hashes, group) for group in range(len(grouped.groups))]
-        self._full = [group for group in range(len(grouped.groups)) if group not in grouped.windows]
-        held = {group: self._num_held(group) for group in self._full}
+        held = {group: self._num_held(group) for group in grouped.full}
         self.first = {group: grouping.start(num_held) for group, num_held in held.items()}
         """By group of full attention: where the object begins that has the first block which the host lacks."""
         self._on_host = held
@@ -55,7 +54,7 @@ class Search:
         self._stored: dict[int, set[int]] = {group: set() for group in grouped.windows}
         self._num_ends = _ENDS
         self._low = self._most  # windows of ends behind it have been asked about
-        ranges = [(group, range(self.first[group], len(self._keys[group]))) for group in self._full]
+        ranges = [(group, range(self.first[group], len(self._keys[group]))) for group in grouped.full]
         self.questions = [Question(group, blocks) for group, blocks in ranges if held[group] < blocks.stop]
         self._num_open = len(self.questions)
         if not self.questions:
@@ -91,7 +90,7 @@ class Search:
         """The farthest whole end for which no more than `most` blocks have to come; no farther than `host_end` where
         there is none."""
         grouped, end = self._grouped, self._most
-        lacks = {group: self._lacking(group) for group in self._full}
+        lacks = {group: self._lacking(group) for group in grouped.full}
         for group, blocks in lacks.items():
             num_found = bisect_left(blocks, self._found[group])
             num_found = num_found if most is None else min(num_found, most)
@@ -108,7 +107,7 @@ class Search:
 
     def num_lacking(self, end: int) -> int:
         """Blocks that have to come for this end."""
-        return self._num_lacking({group: self._lacking(group) for group in self._full}, end)
+        return self._num_lacking({group: self._lacking(group) for group in self._grouped.full}, end)
 
     def needed(self, end: int) -> list[Sequence[int]]:
         """By group the blocks that have to be on the host for this end, and behind them those with which the last of
@@ -116,7 +115,7 @@ class Search:
         here, there = self._grouped.needed(0, end), self._grouped.needed(0, self.hit_end(end))
         return [
             range(self.first[group], max(blocks.stop, self._found[group]))
-            if group in self._full
+            if group in self._grouped.full
             else sorted({*blocks, *there[group]})
             for group, blocks in enumerate(here)
         ]

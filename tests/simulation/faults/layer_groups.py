@@ -28,7 +28,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "state-of-another",
         "what a table has at a state's place is saved in place of the block that the engine tells",
-        (Patch(_PLANNER, "if windows[g] and not group.states_are_told]", "if windows[g]]"),),
+        (Patch(_PLANNER, "if not grouped.groups[g].states_are_told)", ")"),),
         _WORLDS,
     ),
     Mutant(

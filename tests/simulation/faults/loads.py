@@ -199,7 +199,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "block-behind-the-state",
         "with draft layers the block behind the state has to have a state too",
-        (Patch(_LOOKUP, "end if len(self.windows) < len(self.groups) else ", ""),),
+        (Patch(_LOOKUP, "end if self.full else ", ""),),
         tested("tests/index/test_lookup.py"),
     ),
     Mutant(

@@ -159,7 +159,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "        for group in self._full_groups:\n            table",
+                "        for group in self._grouped.full:\n            table",
                 "        for group in (0,):\n            table",
             ),
         ),

@@ -122,8 +122,8 @@ STORAGE_GROUPS: tuple[Mutant, ...] = (
         (
             Patch(
                 _COMPANION,
-                "if group.window_blocks is None else grouped.find(keys)",
-                "if group.window_blocks is None else []",
+                "grouped.find_of(group, grouped.keys(hashes, group))",
+                "grouped.find_of(group, grouped.keys(hashes, group)) if group in grouped.full else []",
             ),
         ),
         tested(f"{_PLANS}::test_windows_are_written_like_the_rest_and_singly"),
