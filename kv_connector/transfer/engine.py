@@ -171,8 +171,8 @@ class TransferEngine:
         return failed
 
     def catch_up(self) -> None:
-        """Submit a part of each direction's copies that has made no progress since the last call, where the device has
-        nothing else to copy. Once a step; waits at most for a part that the thread begins this moment."""
+        """Let each direction's copies get on where they have made no progress since the last call. Once a step; waits
+        at most for the part that a thread is at."""
         for queue in self._queues.values():
             queue.catch_up()
 

@@ -29,8 +29,11 @@ is lost, and waiting for the event says so. `close` waits for that as well.
 The thread only helps, and nobody waits for it. Whoever needs a copy submitted, because a step waits for it or a fence
 does, submits it, and what is in front of it, at once and without pacing: it waits for one part at most that the thread
 is at, and for no event. Neither does the thread pace what a step waits for. Python's lock can keep the thread from
-running for long; so once a step the model-runner thread submits a part, where the thread has made no progress since the
-last step and the device has nothing left to do for this queue: otherwise the link is busy anyway.
+running for long: whenever it lets go of it, it may get it back 5 ms later, a hundred times a part (a gigabyte took
+0.63 s beside a thread that never left Python: H200, 2026-11-23). So once a step, where the thread has made no progress
+since the last one, the model-runner thread waits for the part that it is at, which gives it Python's lock; or submits
+one, where the thread is at none and the device has nothing left to do for this queue: otherwise the link is busy
+anyway.
 """
 
 from __future__ import annotations
@@ -121,19 +124,23 @@ class SubmissionQueue:
             pass
 
     def catch_up(self) -> None:
-        """Submit a part of what is at the front as it was at the last call, if the device has nothing else of this
-        queue to do and is ready for it. Once a step; waits at most for a part that the thread begins this moment."""
-        if self._lock.locked():  # by the thread, which gets on
-            self._seen = None
+        """Let a copy get on that has made no progress since the last call: wait for the part that the thread is at, or
+        submit one if the device has nothing else of this queue to do and is ready for it. Once a step."""
+        seen, self._seen = self._seen, self._progress()
+        if seen is None or seen != self._seen:
             return
-        with self._lock:
-            if self._progress() == self._seen is not None and self._still_to_come(0) is None:
+        with self._next, self._lock:
+            if self._progress() == seen and self._still_to_come(0) is None:
                 self._advance(self._waiting[0])
             self._seen = self._progress()
 
     def _progress(self) -> tuple[Submission, int] | None:
-        """The caller has the lock; None where nothing is queued."""
-        return (self._waiting[0], len(self._waiting[0].events)) if self._waiting else None
+        """None where nothing is queued."""
+        try:
+            front = self._waiting[0]
+        except IndexError:  # asking first whether there is one would let another thread end it
+            return None
+        return front, len(front.events)
 
     def _still_to_come(self, num_beside: int) -> Event | None:
         """What the device has to reach before there are at most so many parts beside the next one, and it may begin

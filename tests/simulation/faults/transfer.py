@@ -378,7 +378,13 @@ TRANSFER: tuple[Mutant, ...] = (
     Mutant(
         "caught-up-with-the-thread",
         "a step waits for the part that the thread submits, though it needs none",
-        (Patch(_QUEUE, "if self._lock.locked():", "if False:"),),
+        (Patch(_QUEUE, "if seen is None or seen != self._seen:", "if self._seen is None:"),),
+        tested(_TEST_QUEUE),
+    ),
+    Mutant(
+        "starved-thread",
+        "a step never waits for the part that the thread submits, which gets Python's lock back once in 5 ms",
+        (Patch(_QUEUE, "or seen != self._seen:", "or seen != self._seen or self._lock.locked():"),),
         tested(_TEST_QUEUE),
     ),
     Mutant(

@@ -25,7 +25,6 @@ from kv_connector.types import Direction
     [
         (16 << 10, 1 << 20, 64, False, PathName.STAGED),
         (1 << 10, 64 << 10, 4096, False, PathName.STAGED),
-        (64 << 10, 2 << 20, 128, False, PathName.STAGED),
         (2 << 20, 2 << 20, 32, False, PathName.RUNS),
         (64 << 10, 64 << 10, 4096, False, PathName.RUNS),  # packing would not make it longer
         (4 << 10, 128 << 10, 4, False, PathName.DIRECT),  # over before the model feels it
@@ -39,12 +38,20 @@ def test_choice_of_a_path(segment: int, row: int, rows: int, urgent: bool, name:
         assert BUILT_IN.choose(direction, segment, row, rows, urgent) is name
 
 
+def test_a_save_takes_dma_where_packing_wins_little() -> None:
+    """Nobody waits for a save, and packing takes what the model computes with."""
+    segment, row, rows = 64 << 10, 2 << 20, 128
+    assert BUILT_IN.choose(Direction.LOAD, segment, row, rows) is PathName.STAGED
+    assert BUILT_IN.choose(Direction.SAVE, segment, row, rows) is PathName.RUNS
+
+
 def test_another_machine_chooses_otherwise() -> None:
     """A link as fast as packing: there is nothing to win by it."""
     fast = replace(BUILT_IN.load, dma=Curve((4 << 10, 2 << 20), (400.0, 400.0), 10.0))
     costs = replace(BUILT_IN, load=fast)
     assert costs.choose(Direction.LOAD, 64 << 10, 2 << 20, 128) is PathName.RUNS
-    assert costs.choose(Direction.SAVE, 64 << 10, 2 << 20, 128) is PathName.STAGED
+    assert costs.choose(Direction.LOAD, 16 << 10, 2 << 20, 128) is PathName.RUNS
+    assert costs.choose(Direction.SAVE, 16 << 10, 2 << 20, 128) is PathName.STAGED
     assert costs.rows_at(0.9) == 4 << 10
     assert costs.group_bytes > BUILT_IN.group_bytes
 

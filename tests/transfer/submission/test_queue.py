@@ -65,6 +65,25 @@ class WatchedPath:
         self.path.close()
 
 
+class Turn:
+    """A lock that says when somebody has to wait for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self.lock.acquire()
+
+    def locked(self) -> bool:
+        return self.lock.locked()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
 def watch(engine: TransferEngine) -> WatchedPath:
     watched = WatchedPath(engine._queues[SAVE].paths[0])
     for queue in engine._queues.values():
@@ -381,13 +400,37 @@ def test_a_step_leaves_a_queue_to_the_thread_that_submits(lanes: list[ManualLane
     never_submits(engine)
     watched = watch(engine)
     engine.submit_save([job(1, SAVE, [0], [0])])
-    engine.catch_up()
     with engine._queues[SAVE]._lock:
         step = threading.Thread(target=engine.catch_up, daemon=True)
         step.start()
         step.join(30)
         assert not step.is_alive()
     assert watched.urgent == []
+
+
+def test_a_step_waits_for_a_thread_that_has_been_at_a_part_for_a_step(
+    lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for Python's lock, most likely, which the step has, and gets it so."""
+    engine, _, _ = make_engine()
+    never_submits(engine)
+    watched = watch(engine)
+    cut(engine, 1)
+    queue, turn = engine._queues[SAVE], Turn()
+    monkeypatch.setattr(queue, "_lock", turn)
+    engine.submit_save([job(1, SAVE, [0, 1], [0, 1])])
+    engine.catch_up()
+    with turn:
+        step = threading.Thread(target=engine.catch_up, daemon=True)
+        step.start()
+        assert turn.is_waited_for.wait(30)
+        queue._advance(queue._waiting[0])
+    step.join(30)
+    assert not step.is_alive()
+    assert len(watched.urgent) == 1, "the thread gets on, so the next part is left to it"
+    lanes[1].marks[-1].done = True
+    engine.catch_up()
+    assert len(watched.urgent) == 2, "as it was at the last call"
 
 
 def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None:
@@ -405,22 +448,6 @@ def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None
     assert watched.urgent == [True, False], "the layer needs it"
     submit_all(engine)
     assert watched.urgent == [True, False, False]
-
-
-class Turn:
-    """A lock that says when somebody has to wait for it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.is_waited_for = threading.Event()
-
-    def __enter__(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            self.is_waited_for.set()
-            self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
 
 
 class UnfairLock(Turn):
