@@ -50,14 +50,11 @@ def test_prefix_caching_is_needed(tmp_path: Path) -> None:
     assert "leave prefix caching on" in refusal(tmp_path, enable_prefix_caching=False)
 
 
-@pytest.mark.parametrize(
-    "name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
-)
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_ways_of_being_parallel_that_are_not_served(name: str) -> None:
     """vLLM's CPU backend has none of them: it would refuse them itself before the connector is made."""
-    sizes = {"pipeline_parallel_size": 1, name: 2}
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(**sizes), cache_config=SimpleNamespace(enable_prefix_caching=True)
+        parallel_config=SimpleNamespace(**{name: 2}), cache_config=SimpleNamespace(enable_prefix_caching=True)
     )
     with pytest.raises(ConfigError, match=f"{name}=2 is not supported"):
         refuse_unsupported(config)

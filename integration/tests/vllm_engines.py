@@ -124,9 +124,9 @@ class VllmEngine:
         """Return when every rank has reached it: until then all is a miss."""
         assert all(self.llm.collective_rpc(_has_reached_storage))
 
-    def break_loads(self, broken: bool) -> None:
-        """Let every load fail from now on, or none."""
-        self.llm.collective_rpc(_break_loads, args=(broken,))
+    def break_loads(self, broken: bool, rank: int | None = None) -> None:
+        """Let every load fail from now on, or none: of all ranks, or of one."""
+        self.llm.collective_rpc(_break_loads, args=(broken, rank))
 
     def warm_up(self) -> None:
         """Ask until all host memory is in use: it is page-locked in the background."""
@@ -300,7 +300,9 @@ def _has_reached_storage(worker: Any) -> bool:
     return not isinstance(storage, ObjectStorage) or connected(storage) is storage
 
 
-def _break_loads(worker: Any, broken: bool) -> None:
+def _break_loads(worker: Any, broken: bool, rank: int | None) -> None:
+    if rank not in (None, worker.rank):
+        return
     queue = _half()._engine._queues[Direction.LOAD]
     path = queue.paths[0]
     if not isinstance(path, _BreakablePath):

@@ -100,7 +100,7 @@ class EngineConfig:
     @property
     def depth(self) -> int:
         """Steps under way at most."""
-        return (self.num_ranks + 1 if self.pipeline else 2) if self.asynchronous else 1
+        return (self.num_ranks if self.pipeline else 1) + self.asynchronous
 
     @property
     def produces(self) -> bool:

@@ -435,7 +435,7 @@ class SchedulerModel:
                 self.waiting.appendleft(request)
                 continue
             is_alone = all(self.pool.refs[b] - self.pool.pins[b] == 1 for s, t in tables for b in t[first // s :] if b)
-            if self.config.truncates and is_alone and len(request.tables) == 1 and not self.config.asynchronous:
+            if self.config.truncates and is_alone and len(request.tables) == 1 and self.config.depth == 1:
                 self.met["truncated behind a failed load"] += 1
                 request.num_computed_tokens = first
                 self._place(request)

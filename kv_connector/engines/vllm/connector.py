@@ -115,7 +115,13 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.bind_block_pool(gpu_block_pool)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self._scheduler.set_xfer_handshake_metadata(metadata)
+        self._scheduler.set_xfer_handshake_metadata(metadata.values())
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same from all stages of a pipeline; versions that do not call it have those of one stage."""
+        self._scheduler.set_xfer_handshake_metadata(metadata.values())
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.half.on_new_request(request)

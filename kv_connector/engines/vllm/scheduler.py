@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -82,9 +82,9 @@ class SchedulerRole:
         self._blocks = PoolBlocks(pool, groups, lambda: any(map(_may_hold_blocks, self._live.values())))
         self.half.bind_block_pool(self._blocks)
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, object]) -> None:
-        """By rank; under MultiConnector it may be another connector's."""
-        ready = [rank.report for rank in metadata.values() if isinstance(rank, ReadyMetadata)]
+    def set_xfer_handshake_metadata(self, metadata: Iterable[object]) -> None:
+        """Of each rank; under MultiConnector it may be another connector's."""
+        ready = [rank.report for rank in metadata if isinstance(rank, ReadyMetadata)]
         self.half.update_connector_output(ready)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

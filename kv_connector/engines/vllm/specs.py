@@ -26,7 +26,8 @@ class EngineShape:
     `block_size`: tokens of a block hash; a block of group g has `groups[g].hashes_per_block` of them.
     `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
-    `recomputes_ahead`: it plans a step before it knows how the last one ended, and is to compute what was not loaded.
+    `recomputes_ahead`: it plans a step before it knows how the last one ended, as pipelines do, and is to compute what
+    was not loaded.
     `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
     """
 
@@ -102,7 +103,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         group_ids=tuple(entry.group_id for entry in served),
         group_kinds=tuple(entry.event_kind for entry in served),
         publishes_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
-        recomputes_ahead=bool(vllm_config.scheduler_config.async_scheduling)
+        recomputes_ahead=(bool(vllm_config.scheduler_config.async_scheduling) or parallel.pipeline_parallel_size > 1)
         and getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
         drop_last_block=speculative is not None and _drops_last_block(speculative),
         # Freshly allocated blocks are zeroed before a connector can order anything in front of that.
@@ -128,11 +129,6 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name}={size} is not supported: a block then holds a part of its tokens; set it to 1")
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported: loads and saves of several "
-            "stages have not been shown to agree; set it to 1 and use tensor_parallel_size"
-        )
 
 
 def _drops_last_block(speculative: Any) -> bool:

@@ -1,0 +1,100 @@
+"""Pipelines of real vLLM engines: each stage keeps and loads its own layers, and a hit is what all stages have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.tests.vllm_engines import (
+    BLOCK_SIZE,
+    check_loaded_bytes_and_tokens,
+    prompts,
+    running,
+    transfer_config,
+    vllm_version,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("stable_hashes", "slow_machine"),
+    pytest.mark.skipif(vllm_version().startswith("0.20"), reason="two CPU ranks of vLLM 0.20 need more than two cores"),
+]
+
+STAGES: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    # On a CPU vLLM makes what a stage receives into where it warms up, which it does to compile.
+    "enforce_eager": False,
+    "compilation_config": {"mode": 1, "backend": "eager", "cudagraph_mode": "NONE"},
+}
+
+
+@pytest.fixture(autouse=True)
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.parametrize(("model", "choice"), [("dense", "sync"), ("windows", "async")])
+def test_each_stage_has_its_layers_back(tmp_path: Path, model: str, choice: str) -> None:
+    check_loaded_bytes_and_tokens(tmp_path, model, choice, **STAGES)
+
+
+def test_requests_come_and_go_while_stages_are_apart(tmp_path: Path) -> None:
+    """Two chunks of a prompt are under way at a time, in one stage each, and requests lose their blocks in between."""
+    config = transfer_config({"write_policy": "write_through"})
+    asked = prompts(6, 700)
+    with running(tmp_path, num_blocks=60, kv_transfer_config=config, max_num_batched_tokens=256, **STAGES) as engine:
+        expected = engine.alone(asked, 40)
+        for _ in range(2):
+            assert engine.generate(asked, 40) == expected
+            assert engine.llm.reset_prefix_cache()
+        stats = engine.stats()
+        engine.check_all_free()
+    assert stats["host_hit_tokens"] > 6 * 20 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(("choice", "failure"), [("async", "recompute"), ("sync", "fail")])
+def test_what_one_stage_has_not_loaded_no_stage_has(tmp_path: Path, choice: str, failure: str) -> None:
+    settings = {"write_policy": "write_through", "load_choice": choice}
+    config = transfer_config(settings, kv_load_failure_policy=failure)
+    asked = prompts(2)
+    with running(tmp_path, num_blocks=160, kv_transfer_config=config, **STAGES) as engine:
+        engine.alone(asked)
+        expected = engine.alone(asked)
+        engine.llm.reset_prefix_cache()
+        engine.break_loads(True, rank=1)
+        broken = engine.alone(asked)
+        engine.break_loads(False, rank=1)
+        again = engine.alone(asked)
+        stats = engine.stats()
+        engine.check_all_free()
+    assert stats["failed_load_jobs"] == 2
+    if failure == "recompute":
+        assert broken == expected
+    else:
+        assert all(len(answer) < 8 for answer in broken)
+    assert again == expected
+
+
+def test_storage_is_found_by_the_same_stages_and_by_no_other_ranks(tmp_path: Path) -> None:
+    """Two stages and two ranks of tensor parallelism have blocks of the same size, and other bytes in them."""
+    storage = {"path": str(tmp_path / "store"), "capacity": "64MiB", "prefetch": "wait_complete"}
+    config = transfer_config({"write_policy": "write_through", "storage": storage})
+    asked, num_blocks = prompts(2), 2 * 13
+    with running(tmp_path, num_blocks=100, kv_transfer_config=config, **STAGES) as engine:
+        engine.wait_for_storage()
+        engine.alone(asked)
+        expected = engine.alone(asked)
+        engine.check_all_free()
+        assert engine.stats()["backed_up_blocks"] == num_blocks
+    with running(tmp_path, num_blocks=100, kv_transfer_config=config, **STAGES) as engine:
+        engine.wait_for_storage()
+        assert engine.alone(asked) == expected
+        assert engine.stats()["fetched_blocks"] == num_blocks
+    with running(tmp_path, num_blocks=100, kv_transfer_config=config, tensor_parallel_size=2) as engine:
+        engine.wait_for_storage()
+        engine.alone(asked)
+        assert engine.stats()["fetched_blocks"] == 0
