@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, running, transfer_config, vllm_version
 from kv_connector.engines.vllm import TieredKVConnector
 from kv_connector.engines.vllm.groups import TELLS_STATES, read_groups, to_block_group
-from kv_connector.engines.vllm.specs import read_shape, refuse_unsupported
+from kv_connector.engines.vllm.specs import read_config, read_shape, refuse_unsupported
 from kv_connector.errors import ConfigError
 from kv_connector.index import BlockGroup
 
@@ -58,6 +58,18 @@ def test_ways_of_being_parallel_that_are_not_served(name: str) -> None:
     )
     with pytest.raises(ConfigError, match=f"{name}=2 is not supported"):
         refuse_unsupported(config)
+
+
+def test_data_parallel_engines_listen_at_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are given the same settings; two of three ranks each have ports 7100 to 7105."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    settings = {"host_memory": 1, "peer": {"port": 7100, "secret": "0123456789abcdef"}}
+    transfer = SimpleNamespace(kv_connector_extra_config=settings, kv_role="kv_both")
+    for index, port in ((0, 7100), (1, 7103)):
+        parallel = SimpleNamespace(data_parallel_index=index, world_size=3)
+        config = read_config(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
+        assert config.peer is not None
+        assert config.peer.port == port
 
 
 COMMON = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

@@ -15,7 +15,7 @@ from ...index import BlockGroup
 from .groups import read_groups
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -71,7 +71,8 @@ def read_config(vllm_config: VllmConfig) -> Config:
                 f"{name}: this engine's block hashes change with every start; set PYTHONHASHSEED to the same value "
                 "for all engines that share blocks, such as PYTHONHASHSEED=0"
             )
-    return _with_role(config, str(vllm_config.kv_transfer_config.kv_role))
+    config = _with_role(config, str(vllm_config.kv_transfer_config.kv_role))
+    return _of_replica(config, vllm_config.parallel_config)
 
 
 def _with_role(config: Config, kv_role: str) -> Config:
@@ -80,6 +81,14 @@ def _with_role(config: Config, kv_role: str) -> Config:
     if config.peer is None or kv_role not in roles or config.peer.role is not PeerRole.BOTH:
         return config
     return replace(config, peer=replace(config.peer, role=roles[kv_role]))
+
+
+def _of_replica(config: Config, parallel: ParallelConfig) -> Config:
+    """Data-parallel engines are started with one configuration: their ranks listen at ports that follow each other."""
+    if config.peer is None or not config.peer.port:
+        return config
+    port = config.peer.port + parallel.data_parallel_index * parallel.world_size
+    return replace(config, peer=replace(config.peer, port=port))
 
 
 def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineShape:
