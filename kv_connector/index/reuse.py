@@ -98,9 +98,9 @@ class ReuseModel:
         visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
         return self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0]
 
-    def asked(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_], num_blocks: int) -> None:
-        """A request asks for so many blocks, of which these nodes are known, each once; of use is the host where the
-        device does not hold them. Counts it in the tree, too: `hits`, `visits`, `visited`, `asked` and their clocks."""
+    def visited(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
+        """A request asks for these nodes, each once, which are those it knows of all that it asks for; of use is the
+        host where the device does not hold them. Counts it in the tree, too: `hits`, `visits`, `visited`, `asked`."""
         tree = self._tree
         asked, visits = np.frombuffer(tree.asked, np.int64), np.frombuffer(tree.visits, np.float32)
         visited = np.frombuffer(tree.visited, np.int64)
@@ -112,6 +112,11 @@ class ReuseModel:
         visits[nodes] = faded * np.exp2(-since / (_HALF_LIFE * max(1, self._capacity))) + 1
         visited[nodes] = tree.num_visits
         tree.num_visits += len(nodes)
+
+    def asked(self, num_blocks: int) -> None:
+        """A request asks for so many blocks, known or not, and its `visited` were told: that is what time is made of.
+        """
+        tree = self._tree
         tree.time += num_blocks
         if self._capacity and tree.time - self._learned_at >= max(self.least_part, self._capacity // _PARTS):
             self._learn()

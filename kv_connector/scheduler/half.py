@@ -119,6 +119,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._watchdog = CopyWatchdog(self._ledger, clock)
         self._step = 0
         self._unpins_when_idle = unpins_when_idle
+        self._group_sizes = shared.group_sizes
 
     # What the engine asks and tells, in the order of a request's life.
 
@@ -201,7 +202,8 @@ class SchedulerHalf(KVConnectorScheduler):
             computes=num_tokens > 0,
         )
         plan = self._companions.plan(plan)
-        return replace(plan, fence=self._fence.take(overwrites=bool(num_tokens or loads or background or plan.peer)))
+        is_due = self._fence.take(overwrites=bool(num_tokens or loads or background or plan.peer))
+        return replace(plan, fence=True) if is_due else plan
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
@@ -374,7 +376,8 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def _plan_scheduled(self, output: SchedulerOutput, now: float) -> int:
         """What the step saves and writes to; returns how many tokens it computes."""
-        num_tokens, sizes = 0, self._shared.group_sizes
+        num_tokens, sizes, may_save = 0, self._group_sizes, not self._watchdog.hangs
+        self._budget.fill(now)
         written: list[int] = []
         told: dict[str, list[StateBlock]] = {}
         for block in output.states:
@@ -388,10 +391,10 @@ class SchedulerHalf(KVConnectorScheduler):
             first = first_written(item.num_computed_tokens, state.request.num_tokens)
             for size, table in zip(sizes, state.tables, strict=False):
                 written += table.block_ids[first // size :]
-            if not self._watchdog.hangs:
+            if may_save:
                 self._saves.plan(state, item, told.pop(item.request_id, ()), now)
             self._companions.scheduled(item, state.tables)
-        if not self._watchdog.hangs:
+        if may_save:
             for request_id, states in told.items():
                 so_far = ScheduledRequest(request_id, max(block.num_tokens for block in states), 0)
                 self._saves.plan(self._requests[request_id], so_far, states, now)

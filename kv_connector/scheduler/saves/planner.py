@@ -185,7 +185,7 @@ class SavePlanner:
             return
         filled = self._host.fill(host_ids)
         self._metrics.saved_blocks += len(filled)
-        if filled:
+        if filled and self._shared.events.is_read:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
         self._on_saved(filled)
 
