@@ -63,6 +63,8 @@ class ReuseModel:
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
+        self._asked = tree.asked
+        self._visits = tree.visits
         self._new = np.zeros(_CLASSES * _BUCKETS)
         self._events = np.zeros((_CLASSES, _BUCKETS))
         self._exposure = np.zeros((_CLASSES, _BUCKETS))
@@ -78,17 +80,15 @@ class ReuseModel:
 
     def class_of(self, node: int) -> int:
         """The node's class. It becomes another one only when the node is asked for."""
-        return _CLASS_OF[min(int(self._tree.visits[node]), _MOST_VISITS)]
+        return _CLASS_OF[min(int(self._visits[node]), _MOST_VISITS)]
 
     def worth(self, node: int) -> float:
         """Of a node's copy; the lowest goes first. Events in the time in which one more block is asked for."""
-        tree = self._tree
-        return self._worth[self.class_of(node)][_bucket(tree.time - tree.asked[node])]
+        return self._worth[self.class_of(node)][_bucket(self._tree.time - self._asked[node])]
 
     def alike(self, node: int, other: int) -> bool:
         """Both were asked for together, as often as each other."""
-        tree = self._tree
-        return tree.asked[node] == tree.asked[other] and tree.visits[node] == tree.visits[other]
+        return self._asked[node] == self._asked[other] and self._visits[node] == self._visits[other]
 
     def worth_of(self, path: Sequence[BlockHash], index: int) -> float:
         """Of this block of a path, at the moment in which it is asked for."""

@@ -386,8 +386,9 @@ class SchedulerHalf(KVConnectorScheduler):
         for item in output.scheduled:
             state = self._requests[item.request_id]
             num_tokens += item.num_scheduled_tokens
-            for table, ids in zip(state.tables, item.new_block_ids, strict=False):
-                table.block_ids.extend(ids)
+            if item.new_block_ids:
+                for table, ids in zip(state.tables, item.new_block_ids, strict=False):
+                    table.block_ids.extend(ids)
             first = first_written(item.num_computed_tokens, state.request.num_tokens)
             for size, table in zip(sizes, state.tables, strict=False):
                 written += table.block_ids[first // size :]

@@ -100,7 +100,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _REUSE,
-                "return tree.asked[node] == tree.asked[other] and tree.visits[node] == tree.visits[other]",
+                "return self._asked[node] == self._asked[other] and self._visits[node] == self._visits[other]",
                 "return True",
             ),
         ),
