@@ -94,11 +94,9 @@ class EvictionQueue:
         for index, heap in enumerate(self._heaps):
             if heap:
                 self._settle(index)
-        found = _LAST
-        for heap in self._heaps:  # of those that went to a lower class, too: each is in order there
-            if heap and heap[0][0] < older_than:
-                found = min(found, self.key(heap[0][1]))
-        return found
+        # Of those that went to a lower class, too: each is in order there.
+        keys = [self.key(heap[0][1]) for heap in self._heaps if heap and heap[0][0] < older_than]
+        return min(keys, default=_LAST)
 
     def pop(self, older_than: float = float("inf"), most: float = float("inf")) -> Key | None:
         """Take out the node that `first` names, unless it is worth more than `most`."""

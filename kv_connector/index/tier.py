@@ -194,6 +194,8 @@ class CacheTier:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less. A block nobody uses stays cached when it is resident and is free otherwise."""
+        if not block_ids:
+            return
         states, node_of, kids, free = self._state, self._node, self._kids, []
         num_rows, capacity = len(states), self.pool.capacity
         for block_id in self.pool.release(block_ids):

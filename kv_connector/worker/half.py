@@ -16,7 +16,7 @@ from ..config import Config
 from ..errors import KVConnectorError
 from ..peer.protocol.jobs import EndedPeerJob
 from ..storage.base import GroupedStorage
-from ..storage.jobs import StorageJobs
+from ..storage.jobs import EndedStorageJob, StorageJobs
 from ..transfer.costs.curves import LinkCosts
 from ..transfer.costs.known import link_costs
 from ..transfer.engine import TransferEngine
@@ -200,7 +200,8 @@ class WorkerHalf(KVConnectorWorker):
         lost_blocks, self._lost_blocks = self._lost_blocks, set()
         done: list[int] = []
         failed: list[int] = []
-        for job in (*completed, *stored, *handed):
+        ended: list[Completion | EndedStorageJob | EndedPeerJob] = [*completed, *stored, *handed]
+        for job in ended:
             (done if job.ok else failed).append(job.job_id)
         loaded_bytes, saved_bytes, load_milliseconds = 0, 0, 0.0
         for copy in completed:

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import numpy as np
 
@@ -299,8 +298,11 @@ class SavePlanner:
 
     def _num_pinned(self, keys: Sequence[BlockHash], indices: Sequence[int]) -> int:
         """How many of these blocks, which are in order, an operator has pinned: prefixes are, so the first ones."""
-        nodes = (self._tree.get(keys[index]) for index in indices)
-        return len(list(takewhile(lambda node: node is not None and self._tree.pins[node] > 0, nodes)))
+        for num_pinned, index in enumerate(indices):
+            node = self._tree.get(keys[index])
+            if node is None or not self._tree.pins[node]:
+                return num_pinned
+        return len(indices)
 
     def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float) -> int:
         node = self._tree.get(keys[index])
