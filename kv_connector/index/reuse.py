@@ -173,8 +173,6 @@ def _best_rates(events: Table, exposure: Table) -> Table:
     """Of each class and age the best rate of events from there to any later age."""
     zeros = np.zeros((len(events), 1))
     sums, spans = np.hstack((zeros, events.cumsum(axis=1))), np.hstack((zeros, exposure.cumsum(axis=1)))
-    best = np.empty_like(events)
-    for age in range(events.shape[1]):
-        gained, spent = sums[:, age + 1 :] - sums[:, age, None], spans[:, age + 1 :] - spans[:, age, None]
-        best[:, age] = np.divide(gained, spent, out=np.zeros_like(spent), where=spent > 0).max(axis=1)
-    return best
+    # By class, age, and age up to which; up to an earlier one nothing is spent.
+    gained, spent = sums[:, None, 1:] - sums[:, :-1, None], spans[:, None, 1:] - spans[:, :-1, None]
+    return np.divide(gained, spent, out=np.zeros_like(spent), where=spent > 0).max(axis=2)

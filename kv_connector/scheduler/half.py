@@ -280,19 +280,17 @@ class SchedulerHalf(KVConnectorScheduler):
         return self._events.take()
 
     def get_kv_connector_stats(self) -> Mapping[str, float]:
-        return (
-            self.metrics.snapshot()
-            | self._ranks.stats()
-            | self._companions.stats()
-            | {
-                "host_capacity_blocks": self.host.pool.capacity,
-                "host_cached_blocks": self.host.num_copies,
-                "host_leased_blocks": self.host.pool.capacity - self.host.num_available,
-                "host_evicted_blocks": self.host.num_evicted,
-                "jobs_in_flight": len(self._ledger),
-                "known_blocks": len(self.tree),
-            }
-        )
+        return {
+            **self.metrics.snapshot(),
+            **self._ranks.stats(),
+            **self._companions.stats(),
+            "host_capacity_blocks": self.host.pool.capacity,
+            "host_cached_blocks": self.host.num_copies,
+            "host_leased_blocks": self.host.pool.capacity - self.host.num_available,
+            "host_evicted_blocks": self.host.num_evicted,
+            "jobs_in_flight": len(self._ledger),
+            "known_blocks": len(self.tree),
+        }
 
     def check(self) -> None:
         """Verify every invariant of the tree and the host tier; for tests."""
@@ -377,7 +375,6 @@ class SchedulerHalf(KVConnectorScheduler):
     def _plan_scheduled(self, output: SchedulerOutput, now: float) -> int:
         """What the step saves and writes to; returns how many tokens it computes."""
         num_tokens, sizes, may_save = 0, self._group_sizes, not self._watchdog.hangs
-        self._budget.fill(now)
         written: list[int] = []
         told: dict[str, list[StateBlock]] = {}
         for block in output.states:

@@ -109,6 +109,7 @@ class SavePlanner:
         A hit needs the blocks of every group: room is found for all of them before any is saved, so that what one of
         them declines is given back of the others.
         """
+        self._budget.fill(now)
         size, hashes, tables = self._shared.block_size, state.request.block_hashes, state.tables
         num_before, num_tokens = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
         if self._saves_before_reuse:
