@@ -103,8 +103,10 @@ class EvictionQueue:
         worth, time, node = first = self.first(older_than)
         if time == float("inf") or worth > most:
             return None
-        heapq.heappop(self._heaps[self._order.class_of(node)])
+        index = self._order.class_of(node)
+        heapq.heappop(self._heaps[index])
         self._queued[node] = 0
+        self._settle(index)  # what is of another class by now goes there before others come on top of it
         return first
 
     def clear(self) -> None:
