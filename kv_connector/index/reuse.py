@@ -114,8 +114,7 @@ class ReuseModel:
         tree.num_visits += len(nodes)
 
     def asked(self, num_blocks: int) -> None:
-        """A request asks for so many blocks, known or not, and its `visited` were told: that is what time is made of.
-        """
+        """A request asks for so many blocks, known or not, and `visited` was told which are: so time passes."""
         tree = self._tree
         tree.time += num_blocks
         if self._capacity and tree.time - self._learned_at >= max(self.least_part, self._capacity // _PARTS):
@@ -175,4 +174,6 @@ def _best_rates(events: Table, exposure: Table) -> Table:
     sums, spans = np.hstack((zeros, events.cumsum(axis=1))), np.hstack((zeros, exposure.cumsum(axis=1)))
     # By class, age, and age up to which; up to an earlier one nothing is spent.
     gained, spent = sums[:, None, 1:] - sums[:, :-1, None], spans[:, None, 1:] - spans[:, :-1, None]
-    return np.divide(gained, spent, out=np.zeros_like(spent), where=spent > 0).max(axis=2)
+    rates: Table = np.divide(gained, spent, out=np.zeros_like(spent), where=spent > 0)
+    best: Table = rates.max(axis=2)
+    return best
