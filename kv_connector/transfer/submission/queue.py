@@ -123,7 +123,7 @@ class SubmissionQueue:
     def catch_up(self) -> None:
         """Submit a part of what is at the front as it was at the last call, if the device has nothing else of this
         queue to do and is ready for it. Once a step; waits at most for a part that the thread begins this moment."""
-        if not self._waiting or self._lock.locked():  # by the thread, which gets on
+        if self._lock.locked():  # by the thread, which gets on
             self._seen = None
             return
         with self._lock:
