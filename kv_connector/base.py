@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -78,9 +78,8 @@ class DeviceBlocks(Protocol):
         """No request hits these blocks any more, whoever holds them: what they hold is not what their hashes say."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's share of a step.
+class ScheduledRequest(NamedTuple):
+    """One request's share of a step; a tuple, as each step makes one for every request that runs.
 
     `new_block_ids` are the device blocks appended to its table since the last step, without those that
     `update_state_after_alloc` has already told: one sequence for each block group, or nothing where none has any.

@@ -41,12 +41,12 @@ class EventLog:
     `is_read` nothing is kept at all."""
 
     def __init__(self, is_read: bool = True) -> None:
-        self._is_read = is_read
+        self.is_read = is_read
         self._events: deque[CacheEvent] = deque()
 
     def add(self, event: CacheEvent) -> None:
         """Append one event."""
-        if not self._is_read:
+        if not self.is_read:
             return
         if len(self._events) >= _MAX_PENDING:
             self._events.clear()

@@ -6,9 +6,9 @@ plan for thousands of blocks costs one buffer to pickle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, NamedTuple, NewType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -208,9 +208,9 @@ class LoadTiming:
     load_stall_ms: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one rank says after a step. A job is in `done` only when its last byte has arrived.
+class StepReport(NamedTuple):
+    """What one rank says after a step; a tuple, as each step makes one. A job is in `done` only when its last byte has
+    arrived.
 
     `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `block_bytes` are those of
     one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
@@ -236,7 +236,7 @@ class StepReport:
     loading_bytes: int = 0
     saving_bytes: int = 0
     load_milliseconds: float = 0.0
-    load_timings: tuple[LoadTiming, ...] = field(default=())
+    load_timings: tuple[LoadTiming, ...] = ()
     found: tuple[tuple[int, int], ...] = ()
     missing: tuple[tuple[int, tuple[int, ...]], ...] = ()
     storage_counters: tuple[tuple[str, float], ...] = ()

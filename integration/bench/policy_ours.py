@@ -30,7 +30,8 @@ class HostTier:
         """As `HostCache` in `policy_baselines.py` says."""
         known = self.tree.match(hashes)
         self.tree.touch(known, now)
-        self._reuse.asked(np.array(known, np.intc), np.arange(len(known)) >= first, len(hashes))
+        self._reuse.visited(np.array(known, np.intc), np.arange(len(known)) >= first)
+        self._reuse.asked(len(hashes))
         num_hits = self.host.resident_prefix(known[first:])
         self._save(hashes, known, now)
         return num_hits

@@ -91,22 +91,23 @@ class EvictionQueue:
     def first(self, older_than: float = float("inf")) -> Key:
         """The evictable node that is worth least, of those that were last used before `older_than`; it stays. Behind
         all keys where there is none."""
-        for index in range(len(self._heaps)):
-            self._settle(index)
-        found = _LAST
-        for heap in self._heaps:  # of those that went to a lower class, too: each is in order there
-            if heap and heap[0][0] < older_than:
-                found = min(found, self.key(heap[0][1]))
-        return found
+        for index, heap in enumerate(self._heaps):
+            if heap:
+                self._settle(index)
+        # Of those that went to a lower class, too: each is in order there.
+        keys = [self.key(heap[0][1]) for heap in self._heaps if heap and heap[0][0] < older_than]
+        return min(keys, default=_LAST)
 
-    def pop(self, older_than: float = float("inf"), most: float = float("inf")) -> int | None:
+    def pop(self, older_than: float = float("inf"), most: float = float("inf")) -> Key | None:
         """Take out the node that `first` names, unless it is worth more than `most`."""
-        worth, time, node = self.first(older_than)
+        worth, time, node = first = self.first(older_than)
         if time == float("inf") or worth > most:
             return None
-        heapq.heappop(self._heaps[self._order.class_of(node)])
+        index = self._order.class_of(node)
+        heapq.heappop(self._heaps[index])
         self._queued[node] = 0
-        return node
+        self._settle(index)  # what is of another class by now goes there before others come on top of it
+        return first
 
     def clear(self) -> None:
         """Nothing can be evicted any more."""

@@ -42,6 +42,8 @@ class BlockPool:
             raise InvalidBlockError(f"cannot allocate {num_blocks} blocks: give 0 or more")
         if num_blocks > self.num_free:
             return None
+        if not num_blocks:
+            return []
         from_free = min(num_blocks, len(self._free))
         split = len(self._free) - from_free
         ids = self._free[split:].tolist()

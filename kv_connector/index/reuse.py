@@ -63,6 +63,8 @@ class ReuseModel:
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
+        self._asked = tree.asked
+        self._visits = tree.visits
         self._new = np.zeros(_CLASSES * _BUCKETS)
         self._events = np.zeros((_CLASSES, _BUCKETS))
         self._exposure = np.zeros((_CLASSES, _BUCKETS))
@@ -78,17 +80,15 @@ class ReuseModel:
 
     def class_of(self, node: int) -> int:
         """The node's class. It becomes another one only when the node is asked for."""
-        return _CLASS_OF[min(int(self._tree.visits[node]), _MOST_VISITS)]
+        return _CLASS_OF[min(int(self._visits[node]), _MOST_VISITS)]
 
     def worth(self, node: int) -> float:
         """Of a node's copy; the lowest goes first. Events in the time in which one more block is asked for."""
-        tree = self._tree
-        return self._worth[self.class_of(node)][_bucket(tree.time - tree.asked[node])]
+        return self._worth[self.class_of(node)][_bucket(self._tree.time - self._asked[node])]
 
     def alike(self, node: int, other: int) -> bool:
         """Both were asked for together, as often as each other."""
-        tree = self._tree
-        return tree.asked[node] == tree.asked[other] and tree.visits[node] == tree.visits[other]
+        return self._asked[node] == self._asked[other] and self._visits[node] == self._visits[other]
 
     def worth_of(self, path: Sequence[BlockHash], index: int) -> float:
         """Of this block of a path, at the moment in which it is asked for."""
@@ -98,9 +98,9 @@ class ReuseModel:
         visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
         return self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0]
 
-    def asked(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_], num_blocks: int) -> None:
-        """A request asks for so many blocks, of which these nodes are known, each once; of use is the host where the
-        device does not hold them. Counts it in the tree, too: `hits`, `visits`, `visited`, `asked` and their clocks."""
+    def visited(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
+        """A request asks for these nodes, each once, which are those it knows of all that it asks for; of use is the
+        host where the device does not hold them. Counts it in the tree, too: `hits`, `visits`, `visited`, `asked`."""
         tree = self._tree
         asked, visits = np.frombuffer(tree.asked, np.int64), np.frombuffer(tree.visits, np.float32)
         visited = np.frombuffer(tree.visited, np.int64)
@@ -112,6 +112,10 @@ class ReuseModel:
         visits[nodes] = faded * np.exp2(-since / (_HALF_LIFE * max(1, self._capacity))) + 1
         visited[nodes] = tree.num_visits
         tree.num_visits += len(nodes)
+
+    def asked(self, num_blocks: int) -> None:
+        """A request asks for so many blocks, known or not, and `visited` was told which are: so time passes."""
+        tree = self._tree
         tree.time += num_blocks
         if self._capacity and tree.time - self._learned_at >= max(self.least_part, self._capacity // _PARTS):
             self._learn()
@@ -168,8 +172,8 @@ def _best_rates(events: Table, exposure: Table) -> Table:
     """Of each class and age the best rate of events from there to any later age."""
     zeros = np.zeros((len(events), 1))
     sums, spans = np.hstack((zeros, events.cumsum(axis=1))), np.hstack((zeros, exposure.cumsum(axis=1)))
-    best = np.empty_like(events)
-    for age in range(events.shape[1]):
-        gained, spent = sums[:, age + 1 :] - sums[:, age, None], spans[:, age + 1 :] - spans[:, age, None]
-        best[:, age] = np.divide(gained, spent, out=np.zeros_like(spent), where=spent > 0).max(axis=1)
+    # By class, age, and age up to which; up to an earlier one nothing is spent.
+    gained, spent = sums[:, None, 1:] - sums[:, :-1, None], spans[:, None, 1:] - spans[:, :-1, None]
+    rates: Table = np.divide(gained, spent, out=np.zeros_like(spent), where=spent > 0)
+    best: Table = rates.max(axis=2)
     return best

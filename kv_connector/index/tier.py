@@ -165,11 +165,12 @@ class CacheTier:
 
     def fill(self, block_ids: Iterable[int]) -> list[int]:
         """Copies whose bytes have arrived become resident; returns the blocks of those that were not deleted."""
-        filled, tier, state, event = [], self.tier, self._state, Event.FILL
-        for block_id in block_ids:
-            if state[block_id] != _DELETING:
-                state[block_id] = advance(tier, state[block_id], event)
-                filled.append(block_id)
+        states = self._state
+        filled = [block_id for block_id in block_ids if states[block_id] != _DELETING]
+        for state in {states[block_id] for block_id in filled}:
+            assert advance(self.tier, state, Event.FILL) == _RESIDENT, "what is filled is resident"
+        for block_id in filled:
+            states[block_id] = _RESIDENT
         return filled
 
     def discard(self, block_ids: Iterable[int]) -> None:
@@ -193,6 +194,8 @@ class CacheTier:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less. A block nobody uses stays cached when it is resident and is free otherwise."""
+        if not block_ids:
+            return
         states, node_of, kids, free = self._state, self._node, self._kids, []
         num_rows, capacity = len(states), self.pool.capacity
         for block_id in self.pool.release(block_ids):
@@ -302,8 +305,10 @@ class CacheTier:
         queue, order, used, kids, parents = self._queue, self._order, self.tree.used, self._kids, self.tree.parent
         block, refs, pins, keeps_pinned = self._block, self._refs, self.tree.pins, self.tier is not Tier.DEVICE
         left = num_blocks
-        while left and (node := queue.pop(older_than, most)) is not None:
-            due, time, worth = min(queue.first(older_than), (most, _NEVER, 0)), used[node], order.worth(node)
+        while left and (first := queue.pop(older_than, most)) is not None:
+            worth, time, node = first
+            # Whatever comes after the last one.
+            due = min(queue.first(older_than), (most, _NEVER, 0)) if left > 1 else first
             while True:  # up its prefix, the usual case without a detour through the queue
                 victims.append(node)
                 left -= 1

@@ -119,6 +119,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._watchdog = CopyWatchdog(self._ledger, clock)
         self._step = 0
         self._unpins_when_idle = unpins_when_idle
+        self._group_sizes = shared.group_sizes
 
     # What the engine asks and tells, in the order of a request's life.
 
@@ -201,7 +202,8 @@ class SchedulerHalf(KVConnectorScheduler):
             computes=num_tokens > 0,
         )
         plan = self._companions.plan(plan)
-        return replace(plan, fence=self._fence.take(overwrites=bool(num_tokens or loads or background or plan.peer)))
+        is_due = self._fence.take(overwrites=bool(num_tokens or loads or background or plan.peer))
+        return replace(plan, fence=True) if is_due else plan
 
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
@@ -278,19 +280,17 @@ class SchedulerHalf(KVConnectorScheduler):
         return self._events.take()
 
     def get_kv_connector_stats(self) -> Mapping[str, float]:
-        return (
-            self.metrics.snapshot()
-            | self._ranks.stats()
-            | self._companions.stats()
-            | {
-                "host_capacity_blocks": self.host.pool.capacity,
-                "host_cached_blocks": self.host.num_copies,
-                "host_leased_blocks": self.host.pool.capacity - self.host.num_available,
-                "host_evicted_blocks": self.host.num_evicted,
-                "jobs_in_flight": len(self._ledger),
-                "known_blocks": len(self.tree),
-            }
-        )
+        return {
+            **self.metrics.snapshot(),
+            **self._ranks.stats(),
+            **self._companions.stats(),
+            "host_capacity_blocks": self.host.pool.capacity,
+            "host_cached_blocks": self.host.num_copies,
+            "host_leased_blocks": self.host.pool.capacity - self.host.num_available,
+            "host_evicted_blocks": self.host.num_evicted,
+            "jobs_in_flight": len(self._ledger),
+            "known_blocks": len(self.tree),
+        }
 
     def check(self) -> None:
         """Verify every invariant of the tree and the host tier; for tests."""
@@ -374,7 +374,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def _plan_scheduled(self, output: SchedulerOutput, now: float) -> int:
         """What the step saves and writes to; returns how many tokens it computes."""
-        num_tokens, sizes = 0, self._shared.group_sizes
+        num_tokens, sizes, may_save = 0, self._group_sizes, not self._watchdog.hangs
         written: list[int] = []
         told: dict[str, list[StateBlock]] = {}
         for block in output.states:
@@ -383,15 +383,16 @@ class SchedulerHalf(KVConnectorScheduler):
         for item in output.scheduled:
             state = self._requests[item.request_id]
             num_tokens += item.num_scheduled_tokens
-            for table, ids in zip(state.tables, item.new_block_ids, strict=False):
-                table.block_ids.extend(ids)
+            if item.new_block_ids:
+                for table, ids in zip(state.tables, item.new_block_ids, strict=False):
+                    table.block_ids.extend(ids)
             first = first_written(item.num_computed_tokens, state.request.num_tokens)
             for size, table in zip(sizes, state.tables, strict=False):
                 written += table.block_ids[first // size :]
-            if not self._watchdog.hangs:
+            if may_save:
                 self._saves.plan(state, item, told.pop(item.request_id, ()), now)
             self._companions.scheduled(item, state.tables)
-        if not self._watchdog.hangs:
+        if may_save:
             for request_id, states in told.items():
                 so_far = ScheduledRequest(request_id, max(block.num_tokens for block in states), 0)
                 self._saves.plan(self._requests[request_id], so_far, states, now)

@@ -37,9 +37,10 @@ class HitCounter:
         loaded.
         """
         metrics, size = self._metrics, self._block_size
-        nodes = np.array(list(chain.from_iterable(known)), np.intc)
-        is_of_use = self._is_of_use(known, num_local_tokens, num_external_tokens)
-        self._reuse.asked(nodes, is_of_use, len(request.block_hashes))
+        if nodes := list(chain.from_iterable(known)):
+            is_of_use = self._is_of_use(known, num_local_tokens, num_external_tokens)
+            self._reuse.visited(np.array(nodes, np.intc), is_of_use)
+        self._reuse.asked(len(request.block_hashes))
         metrics.requests += 1
         metrics.queries_tokens += request.num_tokens
         metrics.device_hit_tokens += num_local_tokens

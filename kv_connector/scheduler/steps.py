@@ -15,18 +15,18 @@ class InFlightSteps:
     """
 
     def __init__(self) -> None:
-        self._used: dict[int, set[int]] = {}
+        self._used: dict[int, list[int]] = {}  # by step, with repetitions: few loads ask, every step tells
 
-    def planned(self, step: int, written: Iterable[int]) -> None:
-        """A step that may write to these blocks; to none where it computes nothing."""
-        if blocks := set(written):
-            self._used[step] = blocks
+    def planned(self, step: int, written: list[int]) -> None:
+        """A step that may write to these blocks, a list of its own; to none where it computes nothing."""
+        if written:
+            self._used[step] = written
 
     def freed(self, block_ids: Iterable[int]) -> None:
         """Blocks were taken from a request that continues later."""
-        taken = set(block_ids)
+        taken = list(block_ids)
         for used in self._used.values():
-            used |= taken
+            used += taken
 
     def reported(self, step: int) -> None:
         """The engine took in what every rank said of this step."""

@@ -13,3 +13,7 @@ class BlockTable:
     block_ids: list[int] = field(default_factory=list)  # NO_BLOCK where the engine holds none
     next_block: int = 0  # blocks from here on have not been shown to the policy
     unsaved: deque[int] = field(default_factory=deque)  # earlier blocks that are wanted and wait, in order
+
+    def has_new(self, num_blocks: int) -> bool:
+        """Whether of its first so many blocks some have not been shown to the policy, or any wait."""
+        return num_blocks > self.next_block or len(self.unsaved) > 0

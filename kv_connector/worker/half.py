@@ -16,7 +16,7 @@ from ..config import Config
 from ..errors import KVConnectorError
 from ..peer.protocol.jobs import EndedPeerJob
 from ..storage.base import GroupedStorage
-from ..storage.jobs import StorageJobs
+from ..storage.jobs import EndedStorageJob, StorageJobs
 from ..transfer.costs.curves import LinkCosts
 from ..transfer.costs.known import link_costs
 from ..transfer.engine import TransferEngine
@@ -198,24 +198,33 @@ class WorkerHalf(KVConnectorWorker):
         stored = self._storage.poll() if self._storage is not None else []
         handed, self._handed = self._handed, []
         lost_blocks, self._lost_blocks = self._lost_blocks, set()
-        loaded = [c for c in completed if c.direction is Direction.LOAD]
-        if not all(c.ok for c in loaded):
-            self._distrusted_step = self._step  # the engine hears of it with this report, and not before
-        ended = [(c.job_id, c.ok) for c in completed] + [(job.job_id, job.ok) for job in stored]
-        ended += [(job.job_id, job.ok) for job in handed]
+        done: list[int] = []
+        failed: list[int] = []
+        ended: list[Completion | EndedStorageJob | EndedPeerJob] = [*completed, *stored, *handed]
+        for job in ended:
+            (done if job.ok else failed).append(job.job_id)
+        loaded_bytes, saved_bytes, load_milliseconds = 0, 0, 0.0
+        for copy in completed:
+            if copy.direction is Direction.SAVE:
+                saved_bytes += copy.bytes
+                continue
+            loaded_bytes += copy.bytes
+            load_milliseconds += copy.milliseconds
+            if not copy.ok:
+                self._distrusted_step = self._step  # the engine hears of it with this report, and not before
         return StepReport(
             step=self._step,
             rank=self._rank,
-            done=tuple(job_id for job_id, ok in ended if ok),
-            failed=tuple(job_id for job_id, ok in ended if not ok),
+            done=tuple(done),
+            failed=tuple(failed),
             num_host_blocks=self._host.num_ready_blocks if self._host else 0,
             block_bytes=self._host.block_bytes if self._host else 0,
             group_blocks=self._storage.group_blocks if self._storage is not None else 1,
-            loaded_bytes=sum(c.bytes for c in loaded),
-            saved_bytes=sum(c.bytes for c in completed if c.direction is Direction.SAVE),
+            loaded_bytes=loaded_bytes,
+            saved_bytes=saved_bytes,
             loading_bytes=self._engine.pending_bytes(Direction.LOAD) if self._engine else 0,
             saving_bytes=self._engine.pending_bytes(Direction.SAVE) if self._engine else 0,
-            load_milliseconds=sum(c.milliseconds for c in loaded),
+            load_milliseconds=load_milliseconds,
             load_timings=self._transfer.take_load_timings() if self._engine else (),
             found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
             missing=tuple((job.job_id, job.missing) for job in stored if job.missing),

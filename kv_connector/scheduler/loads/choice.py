@@ -152,6 +152,8 @@ class LoadPlanner:
 
     def announce(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Loads to announce in this step, and announced ones that the step has to wait for, as it may read them."""
+        if not self._background:
+            return (), ()
         in_flight = step - 1 - self._reported_step  # an engine that plans ahead takes note of this step that much later
         limit = self._clock() + self.estimate.lead_seconds(1 + in_flight)
         announced, awaited = [], []

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import numpy as np
 
@@ -73,6 +72,7 @@ class SavePlanner:
         self._tree = grouped.tree
         self._host = shared.host
         self._policy = policy
+        self._saves_before_reuse = policy.saves_before_reuse
         self._reuse = reuse
         self._budget = budget
         self._on_saved = on_saved
@@ -94,12 +94,13 @@ class SavePlanner:
 
         It takes them step by step where it computes and all at once where it loads: they are counted as a whole.
         """
-        self._num_admitted += self._num_blocks(num_hashes)
-        self._num_ahead -= self._num_blocks(num_hit_hashes)  # they may have been among those next in line
+        if self._saves_before_reuse:
+            self._num_admitted += self._num_blocks(num_hashes)
+            self._num_ahead -= self._num_blocks(num_hit_hashes)  # they may have been among those next in line
 
     def note_changed(self) -> None:
         """Device blocks were freed: there may be something to save before reuse."""
-        self.may_save_before_reuse = self._policy.saves_before_reuse
+        self.may_save_before_reuse = self._saves_before_reuse
 
     def plan(self, state: RequestState, item: ScheduledRequest, told: Sequence[StateBlock], now: float) -> None:
         """The step saves what the policy wants of blocks that are, or will be after it, full and valid on the device,
@@ -109,13 +110,14 @@ class SavePlanner:
         them declines is given back of the others.
         """
         self._budget.fill(now)
-        size, hashes = self._shared.block_size, state.request.block_hashes
+        size, hashes, tables = self._shared.block_size, state.request.block_hashes, state.tables
         num_before, num_tokens = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
-        self._num_begun += self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
-        num_hashes = min(num_tokens // size, len(hashes))
-        if state.is_stale or not state.tables:
+        if self._saves_before_reuse:
+            self._num_begun += self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
+        if state.is_stale or not tables:
             return
-        groups = [group for group in self._in_order if self._has_new(state, group, num_hashes)]
+        num_hashes, per_block = min(num_tokens // size, len(hashes)), self._hashes_per_block
+        groups = [group for group in self._in_order if tables[group].has_new(num_hashes // per_block[group])]
         if not (groups or told):
             return
         paths = [self._grouped.keys(hashes, group) for group in self._grouped.full]
@@ -136,7 +138,7 @@ class SavePlanner:
 
         They are within no budget and take nothing from it: a block that waited would be lost, and computed again.
         """
-        if not self._policy.saves_before_reuse:
+        if not self._saves_before_reuse:
             return
         num_saved = len(self._host_ids)
         watched = self._shared.pool.next_reused(self._num_watched())
@@ -183,7 +185,7 @@ class SavePlanner:
             return
         filled = self._host.fill(host_ids)
         self._metrics.saved_blocks += len(filled)
-        if filled:
+        if filled and self._shared.events.is_read:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
         self._on_saved(filled)
 
@@ -202,11 +204,6 @@ class SavePlanner:
     def _num_blocks(self, num_hashes: int) -> int:
         """That a prefix of so many hashes takes, of all groups."""
         return sum(-(-num_hashes // size) for size in self._hashes_per_block)
-
-    def _has_new(self, state: RequestState, group: int, num_hashes: int) -> bool:
-        """Whether blocks of the group wait, or have not been shown to the policy."""
-        table = state.tables[group]
-        return num_hashes // self._hashes_per_block[group] > table.next_block or bool(table.unsaved)
 
     def _look_for_holes(self, state: RequestState, num_hashes: int) -> None:
         """Nobody can reach what comes behind a block that has gone from the host since it was saved."""
@@ -302,8 +299,11 @@ class SavePlanner:
 
     def _num_pinned(self, keys: Sequence[BlockHash], indices: Sequence[int]) -> int:
         """How many of these blocks, which are in order, an operator has pinned: prefixes are, so the first ones."""
-        nodes = (self._tree.get(keys[index]) for index in indices)
-        return len(list(takewhile(lambda node: node is not None and self._tree.pins[node] > 0, nodes)))
+        for num_pinned, index in enumerate(indices):
+            node = self._tree.get(keys[index])
+            if node is None or not self._tree.pins[node]:
+                return num_pinned
+        return len(indices)
 
     def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float) -> int:
         node = self._tree.get(keys[index])
@@ -395,7 +395,7 @@ class SavePlanner:
         goes; for the others what is worth no more than they are."""
         paths, now = progress.paths, progress.now
         num_pinned = self._num_pinned(keys, indices)
-        room = self._host.allocate_behind(num_pinned, paths, now)
+        room = self._host.allocate_behind(num_pinned, paths, now) if num_pinned else []
         if num_pinned < len(indices) and len(room) == num_pinned:
             worth = self._reuse.worth_of(keys, indices[num_pinned]) if self._declines else _NEVER_TOO_MUCH
             room += self._host.allocate_behind(len(indices) - num_pinned, paths, now, worth)

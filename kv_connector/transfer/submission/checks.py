@@ -44,7 +44,7 @@ def merged_ids(
             return None
     # Sorted, not marked in a table of all blocks: that would cost every step in proportion to the pool.
     targets = np.sort(device_ids if direction is Direction.LOAD else host_ids)
-    return None if (targets[1:] == targets[:-1]).any() else (device_ids, host_ids)
+    return None if np.count_nonzero(targets[1:] == targets[:-1]) else (device_ids, host_ids)
 
 
 def right_jobs(

@@ -69,6 +69,8 @@ class OpenJobs:
 
     def report(self) -> list[Completion]:
         """The jobs that have ended since the last call; their ids may be used again."""
+        if not self._finished:
+            return []
         finished, self._finished = self._finished, []
         self._unreported.difference_update(completion.job_id for completion in finished)
         return finished

@@ -100,7 +100,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _REUSE,
-                "return tree.asked[node] == tree.asked[other] and tree.visits[node] == tree.visits[other]",
+                "return self._asked[node] == self._asked[other] and self._visits[node] == self._visits[other]",
                 "return True",
             ),
         ),
@@ -228,16 +228,13 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "pinned-and-declined",
         "what an operator has pinned is declined",
-        (Patch(_PLANNER, "len(list(takewhile(", "0 * len(list(takewhile("),),
+        (Patch(_PLANNER, "if node is None or not self._tree.pins[node]:", "if True:"),),
         tested(_DECLINED),
     ),
     Mutant(
         "pinned-in-front",
         "what is behind a pinned block takes the place of whatever there is",
-        (
-            Patch(_PLANNER, "return len(list(takewhile(", "return len(indices) * any(True for _ in takewhile("),
-            Patch(_PLANNER, "self._tree.pins[node] > 0, nodes)))", "self._tree.pins[node] > 0, nodes))"),
-        ),
+        (Patch(_PLANNER, "return num_pinned\n", "return len(indices) * (num_pinned > 0)\n"),),
         tested(f"{_DECLINED}::test_what_is_pinned_lends_its_place_to_nothing_behind_it"),
     ),
 )

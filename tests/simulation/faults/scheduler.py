@@ -69,7 +69,7 @@ SCHEDULER: tuple[Mutant, ...] = (
     Mutant(
         "fence-never",
         "no step waits for copies whose blocks an idle engine has let go of",
-        (Patch(_HALF, f"fence={_FENCE}", "fence=False"),),
+        (Patch(_HALF, "replace(plan, fence=True)", "replace(plan, fence=False)"),),
         tested("tests/scheduler/test_fence.py"),
     ),
     Mutant(
