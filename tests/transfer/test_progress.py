@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -103,8 +102,8 @@ def test_an_operator_sees_what_is_still_to_come_on_all_ranks(lanes: list[ManualL
     def seen() -> tuple[float, float]:
         report = worker.build_connector_worker_meta()
         assert report.block_bytes == 4096
-        own = replace(report, done=(), failed=())  # the half has planned no such jobs
-        half.update_connector_output([own, replace(own, rank=1)])
+        own = report._replace(done=(), failed=())  # the half has planned no such jobs
+        half.update_connector_output([own, own._replace(rank=1)])
         stats = half.get_kv_connector_stats()
         return stats["loading_bytes"], stats["saving_bytes"]
 
