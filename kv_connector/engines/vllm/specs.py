@@ -13,6 +13,7 @@ from ...config import Config, PeerRole
 from ...errors import ConfigError
 from ...index import BlockGroup
 from .groups import read_groups
+from .steps import TELLS_FAILED_REQUESTS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -132,6 +133,15 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         raise ConfigError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size} is not supported: loads and saves of several "
             "stages have not been shown to agree; set it to 1 and use tensor_parallel_size"
+        )
+
+
+def refuse_unserved(config: Config, shape: EngineShape) -> None:
+    """Raise ConfigError for settings that this vLLM does not allow with the model's groups."""
+    if config.peer is not None and len(shape.groups) > 1 and not TELLS_FAILED_REQUESTS:
+        raise ConfigError(
+            f"peer with {len(shape.groups)} block groups needs vLLM 0.32 or newer, since older ones end where a KV "
+            "transfer fails: use that, leave peer out, or try --disable-hybrid-kv-cache-manager"
         )
 
 

@@ -392,8 +392,6 @@ def test_roles_are_kept() -> None:
 
 def test_what_is_not_served_is_refused_at_the_start() -> None:
     config = Config(peer={"secret": SECRET})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="peer with 2 block groups is not supported"):
-        build_scheduler(config, 4, groups=[BlockGroup(), BlockGroup(4)])
     with pytest.raises(ConfigError, match="peer with recurrent layers is not supported"):
         build_scheduler(config, 4, groups=[BlockGroup(1, states_are_told=True)])
     half = build_worker(config)
