@@ -7,7 +7,6 @@ from typing import Any
 
 from ..base import Request, ScheduledRequest, StateBlock
 from ..config import Config
-from ..errors import ConfigError
 from ..types import StepPlan, StepReport
 from .companion import Admission, Companion
 from .loads.choice import LoadPlanner
@@ -20,7 +19,7 @@ from .tables import BlockTable
 
 
 class Companions:
-    """See `Companion` for the calls. Raises ConfigError for block groups that a companion does not serve."""
+    """See `Companion` for the calls."""
 
     def __init__(
         self,
@@ -32,8 +31,6 @@ class Companions:
         engine_id: str,
         world_size: int,
     ) -> None:
-        if config.peer is not None and any(group.states_are_told for group in shared.grouped.groups):
-            raise ConfigError("peer with recurrent layers is not supported: leave it out")
         # What another engine brings is not looked up in storage: peers are first.
         self._companions: list[Companion] = []
         if config.peer is not None:

@@ -19,7 +19,7 @@ from tests.simulation.made import as_drawn, simulate_made, violations
 from tests.simulation.workload import Action
 from tests.simulation.world import Outcome
 
-MODELS = [groups for groups in drawn.MIXED_GROUPS if not any(group.is_recurrent for group in groups)]
+MODELS = drawn.MIXED_GROUPS
 NUM_WORLDS = 8 * len(MODELS)
 KINDS = {"hand": 40, "arrive": 6, "stale": 2, "abort": 2, "again": 1, "fail": 1, "freeze": 1, "network": 1, "trap": 2}
 KINDS |= {"reset": 0.1, "weights": 0.1, "kill": 0.3}

@@ -54,7 +54,7 @@ class PeerCompanion(Companion):
 
     def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable], states: Sequence[StateBlock]) -> None:
         """What the step completes is offered."""
-        self._outgoing.scheduled(item, tables)
+        self._outgoing.scheduled(item, tables, states)
 
     def preempted(self, request_id: str) -> None:
         """What is offered of the request is let go of, and what it waits for is called off: else requests that hold

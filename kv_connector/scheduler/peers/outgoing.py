@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...base import Request, ScheduledRequest
+from ...base import Request, ScheduledRequest, StateBlock
 from ...config import PeerConfig
 from ...index import adopt_hashes
 from ...log_limiter import LogLimiter
@@ -96,17 +96,25 @@ class Outgoing:
         transfer = _Transfer(transfer_id, end, self._parts(request, end))
         self._transfers[transfer_id] = self._sending[request.request_id] = transfer
 
-    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable]) -> None:
+    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable], states: Sequence[StateBlock]) -> None:
         """This step computes a part of a request: offer the blocks that it completes, and those in front of them. What
-        leaves a window later on is pinned from here on, by its job."""
+        leaves a window later on is pinned from here on, by its job. Where it turns out that the engine does not hold
+        all that a consumer needs at the end, a state or a window's block, nothing is offered any more."""
         transfer = self._sending.get(item.request_id)
         if transfer is None:
             return
         num_hashes = (item.num_computed_tokens + item.num_scheduled_tokens) // self._shared.block_size
         num_hashes = min(num_hashes, transfer.end)
-        new = {part.group: self._new_blocks(part, num_hashes, tables[part.group]) for part in transfer.parts}
-        if any(NO_BLOCK in device_ids for device_ids in new.values()):
-            self._withdraw(transfer)  # the engine holds less than a consumer needs
+        new: dict[int, list[int]] = {}
+        for part in transfer.parts:
+            group, table = self._shared.grouped.groups[part.group], tables[part.group].block_ids
+            if group.states_are_told:
+                new[part.group] = self._state(transfer, part, item, table, states)
+            else:
+                new[part.group] = table[part.next_block : num_hashes // group.hashes_per_block]
+        is_short = any(part.next_block + len(new[part.group]) < part.blocks.stop for part in transfer.parts)
+        if any(NO_BLOCK in device_ids for device_ids in new.values()) or (num_hashes == transfer.end and is_short):
+            self._withdraw(transfer)
             return
         if not any(new.values()):
             return
@@ -192,10 +200,23 @@ class Outgoing:
                 parts.append(_Part(group, blocks, adopt_hashes(root, keys), blocks.start))
         return parts
 
-    def _new_blocks(self, part: _Part, num_hashes: int, table: BlockTable) -> list[int]:
-        """Device blocks that are whole once so many hashes are computed, and have not been offered."""
-        stop = num_hashes // self._shared.grouped.groups[part.group].hashes_per_block
-        return table.block_ids[part.next_block : stop] if stop > part.next_block else []
+    def _state(
+        self,
+        transfer: _Transfer,
+        part: _Part,
+        item: ScheduledRequest,
+        table: Sequence[int],
+        states: Sequence[StateBlock],
+    ) -> list[int]:
+        """The device block with the state at the end, in the step in which the engine tells of it, or begins with it:
+        in the first step behind its admission a table has the state of the hit in the last block of that."""
+        if part.next_block == part.blocks.stop:
+            return []
+        num_tokens = transfer.end * self._shared.block_size
+        told = [state.block_id for state in states if (state.group, state.num_tokens) == (part.group, num_tokens)]
+        if not told and not transfer.has_begun and item.num_computed_tokens == num_tokens:
+            told = list(table[part.blocks.start : part.blocks.stop])
+        return told[:1]
 
     def _offer(self, transfer: _Transfer, part: _Part, device_ids: list[int]) -> None:
         """Open the job of these blocks, which come next of their group; where it has none yet, only what will come."""

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from kv_connector.base import ScheduledRequest, SchedulerOutput
+from kv_connector.base import ScheduledRequest, SchedulerOutput, StateBlock
 from kv_connector.config import Config
 from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import NO_BLOCK, PeerAction, PeerJob, StepPlan, StepReport
 from tests.scheduler.peers.test_outgoing import Prompted
 from tests.scheduler.test_fence import Continued
-from tests.scheduler.test_half import Clock, ForeignBlocks
+from tests.scheduler.test_half import Asked, Clock, ForeignBlocks
 
 WINDOW = (BlockGroup(), BlockGroup(window_blocks=2))
 SIZES = (BlockGroup(), BlockGroup(hashes_per_block=3))
+STATES = (BlockGroup(), BlockGroup(window_blocks=1, states_are_told=True))
 Tables = Sequence[Sequence[int]]
 
 
@@ -35,8 +36,13 @@ def tables_of(groups: Sequence[BlockGroup], num_tokens: int) -> list[list[int]]:
     return [[20 * g + i for i in range(-(-num_tokens // size))] for g, size in enumerate(sizes)]
 
 
-def compute(half: SchedulerHalf, first: int, count: int) -> StepPlan:
-    return half.build_connector_meta(SchedulerOutput([ScheduledRequest("r", first, count)]))
+def compute(half: SchedulerHalf, first: int, count: int, *states: StateBlock) -> StepPlan:
+    return half.build_connector_meta(SchedulerOutput([ScheduledRequest("r", first, count)], states=states))
+
+
+def state(block_id: int, num_tokens: int) -> StateBlock:
+    """The step leaves the state behind so many tokens there."""
+    return StateBlock("r", 1, block_id, num_tokens)
 
 
 def parts(plan: StepPlan) -> list[tuple[int, int, list[int], int]]:
@@ -167,3 +173,76 @@ def test_blocks_of_every_group_are_called_off_where_the_request_has_lost_them() 
     assert len(lost.cancelled_peer) == 2
     end(half, plan, ok=False)
     assert blocks.pins() == {}
+
+
+def with_states(num_local: int = 0, table: Sequence[int] = (NO_BLOCK,) * 6 + (90,)) -> tuple[SchedulerHalf, Prompted]:
+    """A prompt of 30 tokens, of which a KV transfer has 28; `table` is that of the recurrent group."""
+    half, _ = make(STATES, "producer")
+    request = Prompted("r", list(range(30)))
+    half.update_state_after_alloc(request, [list(range(8)), list(table)], num_local, 0)
+    return half, request
+
+
+def test_the_state_at_the_end_is_offered_where_the_engine_says_that_it_is() -> None:
+    """Not what a table has there, nor those of other ends, of which nobody asks for one."""
+    half, request = with_states()
+    plan = compute(half, 0, 24, state(91, 12), state(92, 24))
+    assert parts(plan) == [(0, 0, [0, 1, 2, 3, 4, 5], 7), (1, 6, [], 1)]
+    assert parts(compute(half, 24, 4, state(93, 28))) == [(0, 6, [6], 0), (1, 6, [93], 0)]
+    assert compute(half, 28, 2, state(93, 28)).peer == (), "told once more"
+    assert half.request_finished(request)[1] is not None
+
+
+@pytest.mark.parametrize("told", [(), (state(92, 24),)])
+def test_without_a_state_at_the_end_nothing_is_offered(told: tuple[StateBlock, ...]) -> None:
+    """Least of all one of another end. What has been offered of the other groups is let go of."""
+    half, request = with_states()
+    compute(half, 0, 20)
+    plan = compute(half, 20, 10, *told)
+    assert (plan.peer, plan.withdrawn) == ((), ("r",))
+    assert half.request_finished(request)[1] is None
+
+
+def test_the_state_that_a_request_begins_with_is_offered_where_it_is_that_at_the_end() -> None:
+    """All but the last tokens were cached: the engine computes no state there, and tells of none."""
+    half, request = with_states(num_local=28)
+    assert parts(compute(half, 28, 2)) == [(0, 0, list(range(7)), 7), (1, 6, [90], 1)]
+    assert half.request_finished(request)[1] is not None
+
+
+def test_a_state_that_was_loaded_is_offered_though_the_request_is_not_scheduled_yet() -> None:
+    """The engine tells of it in the step behind the load, whether there is room for the request or not."""
+    half, _ = with_states()
+    plan = half.build_connector_meta(SchedulerOutput(states=[state(94, 28)]))
+    assert parts(plan) == [(0, 0, list(range(7)), 7), (1, 6, [94], 1)]
+
+
+def test_one_state_is_asked_for() -> None:
+    """That at the end, whatever the device has of others."""
+    table = [NO_BLOCK] * 6 + [26]
+    jobs = asked(STATES, 30, [list(range(8)), table])
+    assert [(job.group, job.first, job.device_ids.tolist()) for job in jobs] == [(0, 0, list(range(7))), (1, 6, [26])]
+    jobs = asked(STATES, 30, [list(range(8)), [NO_BLOCK, 21, NO_BLOCK, NO_BLOCK, NO_BLOCK, NO_BLOCK, 26]], num_local=8)
+    assert [(job.group, job.first, job.device_ids.tolist()) for job in jobs] == [(0, 2, [2, 3, 4, 5, 6]), (1, 6, [26])]
+
+
+def test_a_host_that_has_only_a_state_in_front_of_the_end_loads_nothing() -> None:
+    """Of a model of recurrent layers alone: the one that another engine brings is all that it needs."""
+    groups = (BlockGroup(window_blocks=1, states_are_told=True),)
+    config = Config.from_mapping(
+        {"host_memory": 1 << 20, "write_policy": "write_through", "peer": {"secret": "x" * 20, "role": "consumer"}}
+    )
+    half = SchedulerHalf(config, 4, 1, clock=Clock(), groups=groups, fails_by_block=False)
+    half.bind_block_pool(ForeignBlocks())
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=10)])
+    half.update_state_after_alloc(Asked("w", list(range(9))), [[NO_BLOCK, 1, 2]], 0, 0)
+    told = StateBlock("w", 0, 1, 8)
+    plan = half.build_connector_meta(SchedulerOutput([ScheduledRequest("w", 0, 8)], states=[told]))
+    saved = tuple(job.job_id for job in plan.saves)
+    half.update_connector_output([StepReport(plan.step, 0, saved, num_host_blocks=10)])
+    assert half.get_num_new_matched_tokens(Asked("other", list(range(9))), 0) == (8, True)
+    request = Continued("r", list(range(30)))
+    assert half.get_num_new_matched_tokens(request, 0) == (28, True)
+    half.update_state_after_alloc(request, [[NO_BLOCK] * 6 + [26]], 0, 28)
+    plan = half.build_connector_meta(SchedulerOutput())
+    assert (parts(plan), plan.loads, plan.background_loads) == ([(0, 6, [26], 1)], (), ())

@@ -41,13 +41,13 @@ PEER_GROUPS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "peer-window-off",
-        "a window is given from one block behind where it was asked for",
+        "of a window the blocks are given that are one in front of those that were asked for",
         (
             Patch(
                 _OUTGOING,
-                "return table.block_ids[part.next_block : stop] if",
-                "back = part.group > 0 and part.next_block > 0\n"
-                "        return table.block_ids[part.next_block - back : stop - back] if",
+                "table[part.next_block : num_hashes // group.hashes_per_block]",
+                "([*table[:1], *table] if part.blocks.start else table)"
+                "[part.next_block : num_hashes // group.hashes_per_block]",
             ),
         ),
         _WORLDS,
@@ -91,7 +91,7 @@ PEER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "peer-null-offered",
         "what the engine does not hold is offered",
-        (Patch(_OUTGOING, "if any(NO_BLOCK in device_ids for device_ids in new.values()):", "if False:"),),
+        (Patch(_OUTGOING, "if any(NO_BLOCK in device_ids for device_ids in new.values()) or", "if"),),
         tested(f"{_GROUPS}::test_what_the_engine_does_not_hold_is_not_offered"),
     ),
     Mutant(
@@ -159,5 +159,66 @@ PEER_GROUPS: tuple[Mutant, ...] = (
         "engines whose models have other block groups exchange blocks",
         (Patch("kv_connector/build.py", '("backend", "arrangement", "groups")', '("backend", "arrangement")'),),
         tested("tests/peer/test_identity.py::test_block_groups_are_told"),
+    ),
+    Mutant(
+        "peer-state-one-block-off",
+        "the state of another end is offered for that at the end",
+        (
+            Patch(
+                _OUTGOING,
+                "if (state.group, state.num_tokens) == (part.group, num_tokens)]",
+                "if state.group == part.group]",
+            ),
+        ),
+        _WORLDS,
+    ),
+    Mutant(
+        "peer-state-of-the-table",
+        "what a table has at the end's place is offered for the state there, whatever the engine tells",
+        (
+            Patch(
+                _OUTGOING,
+                "if not told and not transfer.has_begun and item.num_computed_tokens == num_tokens:",
+                "if item.num_computed_tokens + item.num_scheduled_tokens >= num_tokens:",
+            ),
+        ),
+        tested(f"{_GROUPS}::test_the_state_at_the_end_is_offered_where_the_engine_says_that_it_is"),
+    ),
+    Mutant(
+        "peer-state-missing",
+        "a prompt without a state at its end is offered, and who asks for it waits for nothing",
+        (Patch(_OUTGOING, " or (num_hashes == transfer.end and is_short)", ""),),
+        tested(f"{_GROUPS}::test_without_a_state_at_the_end_nothing_is_offered"),
+    ),
+    Mutant(
+        "peer-state-of-a-hit-forgotten",
+        "a prompt that the producer has cached is not continued elsewhere",
+        (Patch(_OUTGOING, "        if not told and not transfer.has_begun and", "        if False and"),),
+        tested(f"{_GROUPS}::test_the_state_that_a_request_begins_with_is_offered_where_it_is_that_at_the_end"),
+    ),
+    Mutant(
+        "peer-states-of-loads-unheard",
+        "a state that is told of a request that is not scheduled is not offered",
+        (
+            Patch(
+                _HALF,
+                "        self._companions.scheduled(item, state.tables, told)",
+                "        if item.num_scheduled_tokens:\n"
+                "            self._companions.scheduled(item, state.tables, told)",
+            ),
+        ),
+        tested(f"{_GROUPS}::test_a_state_that_was_loaded_is_offered_though_the_request_is_not_scheduled_yet"),
+    ),
+    Mutant(
+        "empty-load",
+        "a load of nothing is begun where what the host has lies in front of windows",
+        (
+            Patch(
+                "kv_connector/scheduler/loads/leases.py",
+                "        if not lease.device_ids:\n            return None\n",
+                "",
+            ),
+        ),
+        tested(f"{_GROUPS}::test_a_host_that_has_only_a_state_in_front_of_the_end_loads_nothing"),
     ),
 )
