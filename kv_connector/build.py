@@ -53,7 +53,7 @@ def build_worker(
 
     `identity` and `engine_id` are those of the scheduler half: storage keeps the identity beside the blocks, and other
     engines are told both, and `backend`, what computes attention on this rank. `groups` are the scheduler half's: what
-    is stored of a model with several of them is of no use to one with others. Raises KVConnectorError for a rank that
+    is kept of a model with several of them is of no use to one with others. Raises KVConnectorError for a rank that
     is none of `world_size`.
     """
     from .worker import WorkerHalf
@@ -137,8 +137,8 @@ def _peer_identity(identity: RankIdentity, pieces: tuple[int, ...]) -> PeerIdent
     cache, rank = identity.cache, identity.rank
     if cache is None:
         raise ConfigError("peer needs the engine's identity: pass it to build_scheduler and build_worker")
-    backend, arrangement = identity.backend, identity.arrangement
-    return PeerIdentity(**asdict(cache), rank=rank, pieces=pieces, backend=backend, arrangement=arrangement)
+    own = {name: getattr(identity, name) for name in ("backend", "arrangement", "groups")}
+    return PeerIdentity(**asdict(cache), rank=rank, pieces=pieces, **own)
 
 
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:

@@ -38,7 +38,7 @@ from ..values import shown
 if TYPE_CHECKING:
     from .wire.messages import WireMessage
 
-VERSION = 3
+VERSION = 4
 """Of the messages between peers; both sides must speak the same."""
 
 Ids = NDArray[np.int64]
@@ -51,7 +51,7 @@ class PeerError(KVConnectorError):
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
     """What must be equal on both sides: the fields of `index.RankIdentity`. `pieces` are the bytes of one block in each
-    region, in order."""
+    region, in order; `groups` says in words which block groups there are, where they are several or special."""
 
     model: str
     cache_dtype: str
@@ -68,6 +68,7 @@ class PeerIdentity:
     draft_weights: str = ""
     backend: str = ""
     arrangement: str = ""
+    groups: str = ""
 
     def differences(self, other: PeerIdentity) -> list[str]:
         """Each field that differs, with both values; "here" is this identity."""

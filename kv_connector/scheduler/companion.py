@@ -1,6 +1,6 @@
 """Parts of the scheduler half that a user configures: storage, other engines (layer 2).
 
-    arrived -> is_awaited, num_blocks (any number of times) -> admitted -> scheduled, preempted, admitted -> finished
+    arrived -> is_awaited, num_hashes (any number of times) -> admitted -> scheduled, preempted, admitted -> finished
 
 `Companions` tells each of every event, peers before storage, but for arrivals: the first that claims a request
 is the last that hears of it. One that has no use for an event says so in an empty method, and one that forgets it does
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..base import Request, ScheduledRequest
+from ..base import Request, ScheduledRequest, StateBlock
 from ..types import StepPlan, StepReport
 from .ledger import EndedJob
 from .tables import BlockTable
@@ -22,16 +22,16 @@ from .tables import BlockTable
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A request that was admitted, for the first time or again. Of its block hashes those from `first` on are loaded
-    from the host, `num_loaded` of them, and behind these `num_brought` by companions, into `brought_ids`. `number`
-    tells this admission from others of the same request id. What `is_stale` was computed before a reset of the
-    cache."""
+    from the host, `num_loaded` of them, and behind these `num_brought` by companions. `tables` are its blocks, by block
+    group. `number` tells this admission from others of the same request id. What `is_stale` was computed before a reset
+    of the cache."""
 
     request: Request
     number: int
     first: int
     num_loaded: int
     num_brought: int
-    brought_ids: Sequence[int]
+    tables: Sequence[BlockTable]
     is_stale: bool
 
 
@@ -45,14 +45,15 @@ class Companion(Protocol):
     def is_awaited(self, request_id: str) -> bool:
         """Whether the request should wait for what is on its way to the host. Changes nothing."""
 
-    def num_blocks(self, request: Request) -> int:
-        """Leading blocks of the request that this companion would bring to the device itself."""
+    def num_hashes(self, request: Request) -> int:
+        """Leading block hashes of the request whose blocks this companion would bring to the device itself."""
 
     def admitted(self, admission: Admission) -> None:
         """A request has its device blocks."""
 
-    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable]) -> None:
-        """The step that is being planned computes a part of the request."""
+    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable], states: Sequence[StateBlock]) -> None:
+        """The step that is being planned computes a part of the request, or none of it; once it has run, `states` are
+        there."""
 
     def preempted(self, request_id: str) -> None:
         """The request has lost its device blocks and will be admitted again."""

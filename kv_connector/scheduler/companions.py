@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..base import Request, ScheduledRequest
+from ..base import Request, ScheduledRequest, StateBlock
 from ..config import Config
-from ..errors import ConfigError
 from ..types import StepPlan, StepReport
 from .companion import Admission, Companion
 from .loads.choice import LoadPlanner
@@ -20,7 +19,7 @@ from .tables import BlockTable
 
 
 class Companions:
-    """See `Companion` for the calls. Raises ConfigError for block groups that a companion does not serve."""
+    """See `Companion` for the calls."""
 
     def __init__(
         self,
@@ -32,13 +31,6 @@ class Companions:
         engine_id: str,
         world_size: int,
     ) -> None:
-        groups = shared.grouped.groups
-        if config.peer is not None and len(groups) > 1:
-            raise ConfigError(f"peer with {len(groups)} block groups is not supported: leave it out")
-        if config.peer is not None and groups[0].hashes_per_block > 1:
-            raise ConfigError(f"peer with {groups[0].hashes_per_block} hashes a block is not supported: leave it out")
-        if config.peer is not None and groups[0].states_are_told:
-            raise ConfigError("peer with recurrent layers is not supported: leave it out")
         # What another engine brings is not looked up in storage: peers are first.
         self._companions: list[Companion] = []
         if config.peer is not None:
@@ -56,19 +48,19 @@ class Companions:
         """Whether one of them wants the request to wait."""
         return any(companion.is_awaited(request_id) for companion in self._companions)
 
-    def num_blocks(self, request: Request) -> int:
-        """Leading blocks of the request that one of them would bring to the device, the most."""
-        return max((companion.num_blocks(request) for companion in self._companions), default=0)
+    def num_hashes(self, request: Request) -> int:
+        """Leading block hashes of the request whose blocks one of them would bring to the device, the most."""
+        return max((companion.num_hashes(request) for companion in self._companions), default=0)
 
     def admitted(self, admission: Admission) -> None:
         """To all."""
         for companion in self._companions:
             companion.admitted(admission)
 
-    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable]) -> None:
+    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable], states: Sequence[StateBlock]) -> None:
         """To all."""
         for companion in self._companions:
-            companion.scheduled(item, tables)
+            companion.scheduled(item, tables, states)
 
     def preempted(self, request_id: str) -> None:
         """To all."""

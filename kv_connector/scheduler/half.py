@@ -176,7 +176,7 @@ class SchedulerHalf(KVConnectorScheduler):
             mode = mode or LoadMode.SYNC
             state.load = self._leases.take(request, state.tables, first, num_loaded, mode, not num_brought)
         state.awaits_load = count > 0 and mode is LoadMode.ASYNC
-        state.awaits_both = num_loaded > 0 and num_brought > 0
+        state.awaits_both = state.load is not None and num_brought > 0
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
         for request_id in output.preempted_req_ids:
@@ -307,11 +307,12 @@ class SchedulerHalf(KVConnectorScheduler):
         return self._lookup.find(request.block_hashes, num_computed_tokens // size, (request.num_tokens - 1) // size)
 
     def _num_brought(self, request: Request, num_computed_tokens: int, num_loadable: int) -> int:
-        """Block hashes behind those that can be loaded that a companion brings."""
-        if num_computed_tokens % self._shared.block_size:
+        """Block hashes behind those that can be loaded whose blocks a companion brings."""
+        size = self._shared.block_size
+        num_brought = self._companions.num_hashes(request) - num_computed_tokens // size - num_loadable
+        if num_brought <= 0 or num_computed_tokens % (size * self._grouped.hashes_per_hit):
             return 0
-        known = num_computed_tokens // self._shared.block_size + num_loadable
-        return max(0, self._companions.num_blocks(request) - known)
+        return num_brought if self._has_room_to_wait(request) else 0
 
     def _choose(self, request: Request, num_computed_tokens: int, num_blocks: int) -> LoadMode:
         size, first = self._shared.block_size, num_computed_tokens // self._shared.block_size
@@ -338,10 +339,8 @@ class SchedulerHalf(KVConnectorScheduler):
         return num_needed <= self._pool.num_available
 
     def _admit_with_companions(self, state: RequestState, first: int, num_loaded: int, num_brought: int) -> None:
-        start = first + num_loaded
-        brought_ids = state.tables[0].block_ids[start : start + num_brought]
         self._companions.admitted(
-            Admission(state.request, state.admission, first, num_loaded, num_brought, brought_ids, state.is_stale)
+            Admission(state.request, state.admission, first, num_loaded, num_brought, state.tables, state.is_stale)
         )
 
     def _brings_old(self, state: RequestState) -> bool:
@@ -374,7 +373,7 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def _plan_scheduled(self, output: SchedulerOutput, now: float) -> int:
         """What the step saves and writes to; returns how many tokens it computes."""
-        num_tokens, sizes, may_save = 0, self._group_sizes, not self._watchdog.hangs
+        num_tokens, sizes = 0, self._group_sizes
         written: list[int] = []
         told: dict[str, list[StateBlock]] = {}
         for block in output.states:
@@ -389,16 +388,22 @@ class SchedulerHalf(KVConnectorScheduler):
             first = first_written(item.num_computed_tokens, state.request.num_tokens)
             for size, table in zip(sizes, state.tables, strict=False):
                 written += table.block_ids[first // size :]
-            if may_save:
-                self._saves.plan(state, item, told.pop(item.request_id, ()), now)
-            self._companions.scheduled(item, state.tables)
-        if may_save:
-            for request_id, states in told.items():
-                so_far = ScheduledRequest(request_id, max(block.num_tokens for block in states), 0)
-                self._saves.plan(self._requests[request_id], so_far, states, now)
+            self._plan_computed(state, item, told.pop(item.request_id, ()), now)
+        for request_id, states in told.items():
+            so_far = ScheduledRequest(request_id, max(block.num_tokens for block in states), 0)
+            self._plan_computed(self._requests[request_id], so_far, states, now)
+        if not self._watchdog.hangs:
             self._saves.plan_before_reuse()
         self._steps.planned(self._step, written)
         return num_tokens
+
+    def _plan_computed(
+        self, state: RequestState, item: ScheduledRequest, told: Sequence[StateBlock], now: float
+    ) -> None:
+        """What is saved, and offered to others, of what the step computes of a request."""
+        if not self._watchdog.hangs:
+            self._saves.plan(state, item, told, now)
+        self._companions.scheduled(item, state.tables, told)
 
     # What it owns.
 

@@ -97,7 +97,7 @@ class StepPeers:
         while self._num_saved < len(names) and names[self._num_saved] in self._saved:
             self._num_saved += 1
         if self._num_saved and self._stops:
-            ready = self._layout.last_region(names[self._num_saved - 1]) + 1
+            ready = self._layout.num_complete(self._num_saved)
             if ready >= self._stops[0]:
                 self._stops = [stop for stop in self._stops if stop > ready]
                 self._jobs.ready(self._sends, ready, self._lane.mark())

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from kv_connector.build import _peer_identity
-from kv_connector.index import CacheIdentity, RankIdentity
+from kv_connector.index import BlockGroup, CacheIdentity, RankIdentity, describe_groups
 from kv_connector.peer.base import PeerError, PeerIdentity
 
 CACHE = CacheIdentity("m@", "auto/bfloat16", "", 16, weights="commit a")
@@ -15,15 +15,17 @@ HERE = _peer_identity(RankIdentity(CACHE, 0, 1, "FlashAttention", "2 x bfloat16[
 
 
 def test_an_identity_of_a_rank_is_told_as_a_whole() -> None:
-    """No field is left out on the way from the engine to the other one, but for those of what peers do not serve."""
+    """No field is left out on the way from the engine to the other one."""
     assert PeerIdentity.decode(HERE.encode()) == HERE
-    left_out = {"cache", "world_size", "groups"}
+    left_out = {"cache", "world_size"}
     named = {part.name for part in (*fields(CacheIdentity), *fields(RankIdentity))} - left_out
     assert {part.name for part in fields(PeerIdentity)} == named | {"pieces"}
     assert (HERE.weights, HERE.backend, HERE.arrangement[:3]) == ("commit a", "FlashAttention", "2 x")
 
 
-@pytest.mark.parametrize("name", ["engine", "config", "settings", "weights", "draft_weights", "backend", "arrangement"])
+@pytest.mark.parametrize(
+    "name", ["engine", "config", "settings", "weights", "draft_weights", "backend", "arrangement", "groups"]
+)
 def test_each_difference_is_named_with_both_values(name: str) -> None:
     there = replace(HERE, **{name: "other"})
     assert HERE.differences(there) == [f"{name} is {getattr(HERE, name)!r} here and 'other' there"]
@@ -35,3 +37,10 @@ def test_each_difference_is_named_with_both_values(name: str) -> None:
 def test_what_is_none_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(PeerError, match="identity's"):
         PeerIdentity.decode(HERE.encode() | change)
+
+
+def test_block_groups_are_told() -> None:
+    """And those of full attention alone are what they were before there were others."""
+    groups = describe_groups((BlockGroup(), BlockGroup(window_blocks=3)))
+    there = _peer_identity(RankIdentity(CACHE, 0, 1, HERE.backend, HERE.arrangement, groups), HERE.pieces)
+    assert HERE.differences(there) == ["groups is '' here and 'full of 1, window 3 of 1' there"]

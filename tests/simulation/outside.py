@@ -98,6 +98,7 @@ class Outside:
             config.answer_ms / 1e3,
             engine_id=engine.engine_id,
             port=config.port + rank if config.port else 0,
+            groups=describe_groups(config.groups),
         )
         peers.on_write = lambda block_ids: engine.book.arrived(rank, block_ids.tolist())
         self._peers[engine.index, rank] = peers

@@ -81,6 +81,7 @@ class SimulatedPeers(Process):
         secret: bytes = b"secret",
         engine_id: str = "",
         port: int = 0,
+        groups: str = "",
     ) -> None:
         """`engine_id`: of the only start; else each start has an id of its own."""
         super().__init__(network, name)
@@ -89,7 +90,7 @@ class SimulatedPeers(Process):
         self.engine_id = ""
         self.on_write: Callable[[Ids], None] = lambda block_ids: None
         """Told of blocks of this pool that another's copies have written to, as they land."""
-        self._identity = partial(PeerIdentity, model, "float32", "NHD", 16, tp_size, 1, rank)
+        self._identity = partial(PeerIdentity, model, "float32", "NHD", 16, tp_size, 1, rank, groups=groups)
         self._rank = rank
         self._seconds = deadline_seconds, timeout_seconds
         self._staging_bytes = staging_bytes

@@ -500,9 +500,9 @@ class SchedulerModel:
         met["withdrawn transfers"] += len(plan.withdrawn)
         met["cancelled receives"] += len(plan.cancelled_peer)
         for peer_job in plan.peer:
-            if not peer_job.num_blocks:
+            if peer_job.action is PeerAction.RECEIVE and not peer_job.num_blocks:
                 met["nothing wanted of a transfer"] += 1
-            elif peer_job.action is PeerAction.SEND and peer_job.first:
+            elif peer_job.action is PeerAction.SEND and not peer_job.names:
                 met["sends step by step"] += 1
         if any(item.num_drafts for item in items.values()):
             met["drafts planned ahead" if self.config.asynchronous else "drafts"] += 1

@@ -29,21 +29,23 @@ NAMES = [hashlib.sha256(bytes([number])).digest() for number in range(2)]
 class Producer:
     """A rank of three layers, each sent as soon as it is computed, and another engine that wants two blocks of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tensors: int = 3) -> None:
+        """Of fewer tensors than layers the first are of several layers each: those of different block groups."""
         self.jobs: PeerJobs | None = None
         net = LoopbackNet()
-        info = replace(info_of(Pool()), identity=replace(IDENTITY, pieces=(PIECE,) * 3))
+        info = replace(info_of(Pool()), identity=replace(IDENTITY, pieces=(PIECE,) * num_tensors))
 
         def open_peers(pool: PeerPool) -> PeerJobs:
             self.transport = LoopbackTransport(net, pool, replace(info, engine_id="producer", num_blocks=4))
-            self.jobs = PeerJobs(self.transport, "producer", 3, 0, 10.0, 5.0)
+            self.jobs = PeerJobs(self.transport, "producer", num_tensors, 0, 10.0, 5.0)
             return self.jobs
 
         self.worker = WorkerHalf(Config(host_memory="1MiB", layer_group_bytes=1), open_peers=open_peers)
-        caches = {name: torch.ones(4, 8, 16, dtype=torch.int32) for name in LAYERS}
-        self.worker.register_kv_caches(caches, 4)
+        tensors = [torch.ones(4, 8, 16, dtype=torch.int32) for _ in range(num_tensors)]
+        self.worker.register_kv_caches({name: tensors[i % num_tensors] for i, name in enumerate(LAYERS)}, 4)
         there = Pool().pool
-        pool = replace(there, regions=tuple(replace(region, piece_bytes=PIECE) for region in there.regions))
+        regions = tuple(replace(region, piece_bytes=PIECE) for region in there.regions[:num_tensors])
+        pool = replace(there, regions=regions)
         self.consumer = LoopbackTransport(net, pool, info)
         link = self.consumer.connect("here", self.transport.port)
         assert any(isinstance(event, Connected) for event in self.consumer.poll(0.0))
@@ -80,6 +82,14 @@ def test_what_a_step_computes_leaves_with_it() -> None:
     assert producer.num_sent() == 2 * 3 * PIECE
     producer.worker.get_finished()
     assert producer.worker.build_connector_worker_meta().done == (1,)
+    producer.worker.shutdown()
+
+
+def test_what_layers_of_several_groups_lie_in_leaves_behind_the_last_of_them() -> None:
+    """The third layer lies over the first: a block may be of either one's group."""
+    producer = Producer(num_tensors=2)
+    assert producer.step(StepPlan(1, peer=(send(1),))) == [0, 0, 0]
+    assert producer.num_sent() == 2 * 2 * PIECE
     producer.worker.shutdown()
 
 

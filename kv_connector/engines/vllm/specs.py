@@ -13,6 +13,7 @@ from ...config import Config, PeerRole
 from ...errors import ConfigError
 from ...index import BlockGroup
 from .groups import read_groups
+from .steps import TELLS_FAILED_REQUESTS
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -138,6 +139,15 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise ConfigError(f"{name}={size} is not supported: a block then holds a part of its tokens; set it to 1")
+
+
+def refuse_unserved(config: Config, shape: EngineShape) -> None:
+    """Raise ConfigError for settings that this vLLM does not allow with the model's groups."""
+    if config.peer is not None and len(shape.groups) > 1 and not TELLS_FAILED_REQUESTS:
+        raise ConfigError(
+            f"peer with {len(shape.groups)} block groups needs vLLM 0.32 or newer, since older ones end where a KV "
+            "transfer fails: use that, leave peer out, or try --disable-hybrid-kv-cache-manager"
+        )
 
 
 def _drops_last_block(speculative: Any) -> bool:

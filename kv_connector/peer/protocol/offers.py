@@ -8,6 +8,9 @@
 A want may come before anything is offered; then blocks are pushed as they are computed, some layers at a time. Who
 asks, or wants nothing, must name the last block: names are chained hashes, so that one stands for everything in front
 of it, and who guesses the id of a KV transfer ends nothing.
+
+Each block group of a model is offered and wanted by itself, under the id of the KV transfer; all of them begin in one
+step, and are withdrawn together.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ MOST_EARLY_WANTS = 1024
 MOST_EARLY_BLOCKS = 1 << 20
 """Of all early wants together: 8 MiB."""
 MOST_EARLY_NONES = 1024
+
+
+_Key = tuple[str, int]
+"""A KV transfer, and a block group of it."""
 
 
 @dataclass(slots=True)
@@ -62,9 +69,11 @@ class _Sending:
 
 @dataclass(slots=True)
 class _Offer:
-    """A KV transfer. `names` are those of all its blocks; `num_left` of them are still to be dealt with."""
+    """A block group of a KV transfer. `names` are those of all its blocks, from position `first` on; `num_left` of them
+    are still to be dealt with."""
 
-    transfer_id: str
+    key: _Key
+    first: int
     names: list[bytes]
     num_left: int
     want: _Want | None = None
@@ -99,10 +108,10 @@ class Offers:
         self._num_regions = num_regions
         self._seconds = deadline_seconds
         self._clock = clock
-        self._offers: dict[str, _Offer] = {}
+        self._offers: dict[_Key, _Offer] = {}
         self._by_job: dict[int, _Offer] = {}
         self._by_push: dict[int, tuple[_Offer, _Sending, _Want]] = {}
-        self._early: dict[str, _Want] = {}
+        self._early: dict[_Key, _Want] = {}
         self._early_nones: dict[tuple[str, bytes], _EarlyNone] = {}  # by KV transfer and name, the oldest first
         self._stops: list[_Stop] = []
         self._peers: dict[int, int] = {}  # by link: blocks of the peer's pool
@@ -111,19 +120,23 @@ class Offers:
     # What this side's engine says.
 
     def offer(self, job: PeerJob) -> None:
-        """Blocks that are computed by the step that runs now."""
+        """Blocks that are computed by the step that runs now, or what will be offered of a group in later ones."""
         self.forget_overdue()
-        offer = self._offers.get(job.transfer_id)
+        key = job.transfer_id, job.group
+        offer = self._offers.get(key)
         if offer is None:
             names = [job.names[i : i + HASH_BYTES] for i in range(0, len(job.names), HASH_BYTES)]
             if not names:  # its first part was withdrawn
                 self.ended.append((job.job_id, False))
                 return
-            offer = self._offers[job.transfer_id] = _Offer(job.transfer_id, names, len(names))
-            early = self._early.pop(job.transfer_id, None)
+            offer = self._offers[key] = _Offer(key, job.first, names, len(names))
+            early = self._early.pop(key, None)
             if early is not None:
                 self._accept(offer, early)
             offer.is_unwanted = self._early_nones.pop((job.transfer_id, names[-1]), None) is not None
+        if not job.num_blocks:
+            self.ended.append((job.job_id, True))
+            return
         offer.sendings[job.job_id] = _Sending(job)
         self._by_job[job.job_id] = offer
         self._advance(offer)
@@ -142,14 +155,14 @@ class Offers:
         if offer is None:
             return
         if offer.sendings[job_id].pushed:
-            self.withdraw(offer.transfer_id)  # some of it is gone already: nobody may use it
+            self.withdraw(offer.key[0])  # some of it is gone already: nobody may use it
         else:
             self._end(offer, offer.sendings[job_id], ok=False)
 
     def withdraw(self, transfer_id: str, reason: str = "the blocks are not held any more") -> None:
-        """Offer nothing of it any more."""
-        offer = self._offers.pop(transfer_id, None)
-        if offer is not None:
+        """Offer nothing of it any more, of no block group."""
+        for key in [key for key in self._offers if key[0] == transfer_id]:
+            offer = self._offers.pop(key)
             if offer.want is not None:
                 self._refuse(offer.want, reason)
                 offer.want = None
@@ -218,9 +231,9 @@ class Offers:
     def _hear_want(self, link: int, message: Want) -> None:
         block_ids = check_ids(message.blocks, self._peers[link])
         want = _Want(link, message.grant, message.first, message.stop, message.name, block_ids)
-        engine_id, transfer_id = message.engine, message.transfer
+        engine_id, key = message.engine, (message.transfer, message.group)
         num_early = sum(len(early.block_ids) for early in self._early.values())
-        offer = self._offers.get(transfer_id)
+        offer = self._offers.get(key)
         if engine_id not in ("", self._engine_id):
             self._refuse(want, "the engine has been started anew since")
         elif offer is not None:
@@ -230,21 +243,22 @@ class Offers:
             self._refuse(want, "the blocks are not held any more")
         elif len(self._early) >= MOST_EARLY_WANTS or num_early + len(block_ids) > MOST_EARLY_BLOCKS:
             self._refuse(want, "too many blocks are asked for of KV transfers that nobody has begun")
-        elif transfer_id in self._early:
+        elif key in self._early:
             self._refuse(want, "the KV transfer is asked for twice, and nobody has begun it")
-        elif (transfer_id, want.name) in self._early_nones:
+        elif (message.transfer, want.name) in self._early_nones:
             self._refuse(want, "the blocks were not wanted before")
         else:
-            self._early[transfer_id] = want
+            self._early[key] = want
 
     def _hear_nothing(self, link: int, message: Nothing) -> None:
-        offer, key = self._offers.get(message.transfer), (message.transfer, message.name)
+        wanted, key = (message.transfer, message.group), (message.transfer, message.name)
+        offer = self._offers.get(wanted)
         if message.engine not in ("", self._engine_id):
             return
         if offer is not None:
             if offer.want is None and offer.names[-1] == message.name:
                 self._unwanted(offer)
-        elif not message.engine and message.transfer not in self._early:
+        elif not message.engine and wanted not in self._early:
             self._early_nones.pop(key, None)
             while len(self._early_nones) >= MOST_EARLY_NONES:
                 del self._early_nones[next(iter(self._early_nones))]
@@ -253,7 +267,9 @@ class Offers:
     def _accept(self, offer: _Offer, want: _Want) -> None:
         if offer.want is not None or offer.is_unwanted:
             self._refuse(want, "the blocks were asked for before")
-        elif want.stop > len(offer.names) or offer.names[want.stop - 1] != want.name:
+        elif not offer.first <= want.first < want.stop <= offer.first + len(offer.names):
+            self._refuse(want, f"positions {want.first} to {want.stop} of group {offer.key[1]} are not offered")
+        elif offer.names[want.stop - 1 - offer.first] != want.name:
             self._refuse(want, "the prompts are not the same")
         else:
             offer.want = want
@@ -327,8 +343,8 @@ class Offers:
         self.ended.append((job_id, ok))
         if ok or offer.is_unwanted:
             offer.num_left -= sending.job.num_blocks
-        if offer.num_left <= 0 and self._offers.get(offer.transfer_id) is offer:
-            del self._offers[offer.transfer_id]
+        if offer.num_left <= 0 and self._offers.get(offer.key) is offer:
+            del self._offers[offer.key]
 
     def _refuse(self, want: _Want, reason: str) -> None:
         self._say(want.link, Refused(want.grant, reason))

@@ -163,14 +163,15 @@ class Receives:
     def _ask(self, entry: _Receiving) -> None:
         job = entry.job
         if not job.num_blocks:
-            self._say(entry, Nothing(job.transfer_id, job.engine_id, job.names))
+            self._say(entry, Nothing(job.transfer_id, job.engine_id, job.names, job.group))
             self._end(entry, ok=True)
             return
         entry.phase = _Phase.ASKED
         block_ids = tuple(job.device_ids.tolist())
         self._transport.grant(entry.link, job.job_id, block_ids)
         stop = job.first + job.num_blocks
-        self._say(entry, Want(job.transfer_id, job.engine_id, job.job_id, job.first, stop, job.names, block_ids))
+        what = job.first, stop, job.names, block_ids, job.group
+        self._say(entry, Want(job.transfer_id, job.engine_id, job.job_id, *what))
 
     def _stop(self, entry: _Receiving) -> None:
         if entry.phase is _Phase.STOPPING:

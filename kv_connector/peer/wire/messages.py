@@ -71,8 +71,8 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Positions [first, stop) of a prompt are wanted in these blocks of the asker's pool, which it has granted under a
-    number. `name` is the hash of the last; `engine` the producer's start, empty where that is not known."""
+    """Positions [first, stop) of a block group of a prompt are wanted in these blocks of the asker's pool, which it has
+    granted under a number. `name` is that of the last; `engine` the producer's start, empty where that is not known."""
 
     transfer: Text
     engine: Text
@@ -81,6 +81,7 @@ class Want:
     stop: Number
     name: Hash
     blocks: BlockIds
+    group: Number = 0
 
     def __post_init__(self) -> None:
         if not self.blocks or len(self.blocks) != self.stop - self.first:
@@ -89,11 +90,12 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """Nothing is wanted of a prompt; `name` is the hash of its last whole block."""
+    """Nothing is wanted of a block group of a prompt; `name` is that of its last whole block."""
 
     transfer: Text
     engine: Text
     name: Hash
+    group: Number = 0
 
 
 @dataclass(frozen=True, slots=True)

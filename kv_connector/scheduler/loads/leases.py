@@ -56,9 +56,10 @@ class LoadLeases:
         num_hashes: int,
         mode: LoadMode,
         may_announce: bool = True,
-    ) -> LoadLease:
-        """Lease what a hit of `num_hashes` block hashes from `first` on is made of. `may_announce`: the request waits
-        for nothing else, so that it may continue when this load is about to end."""
+    ) -> LoadLease | None:
+        """Lease what a hit of `num_hashes` block hashes from `first` on is made of; None where the engine has use for
+        none of it, as all lies in front of windows. `may_announce`: the request waits for nothing else, so that it may
+        continue when this load is about to end."""
         hit = self._lookup.hit(request.block_hashes, first, num_hashes)
         lease, host = LoadLease(mode), self._shared.host
         for table, indices, nodes in zip(tables, hit.indices, hit.nodes, strict=True):
@@ -70,6 +71,8 @@ class LoadLeases:
             pairs = [pair for pair in zip(device_ids, host_ids, strict=True) if pair[0] != NO_BLOCK]
             lease.device_ids += [device_id for device_id, _ in pairs]
             lease.host_ids += [host_id for _, host_id in pairs]
+        if not lease.device_ids:
+            return None
         self._shared.pool.touch(lease.device_ids)
         host.acquire(lease.host_ids)
         if mode is LoadMode.ASYNC:

@@ -1,7 +1,8 @@
 """KV transfer between engines: what this one offers, what it asks for, and when it gives up.
 
 The two are named to each other by `kv_transfer_params`, in the form that vLLM's own connectors and proxies use. Only
-whole blocks travel; the consumer computes what is behind the last, at least one token.
+whole blocks travel, of every block group what a hit needs that ends at the last of them (`transfer_end`); the consumer
+computes what is behind it, at least one token.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...base import Request, ScheduledRequest
+from ...base import Request, ScheduledRequest, StateBlock
 from ...config import PeerConfig
 from ...types import PeerAction, PeerJob, StepPlan, StepReport
 from ..companion import Admission, Companion
@@ -35,15 +36,15 @@ class PeerCompanion(Companion):
 
     def arrived(self, request: Request) -> bool:
         """Whether the request is to come from another engine."""
-        return self._incoming.num_blocks(request) > 0
+        return self._incoming.num_hashes(request) > 0
 
     def is_awaited(self, request_id: str) -> bool:
         """Never: other engines bring blocks to the device."""
         return False
 
-    def num_blocks(self, request: Request) -> int:
-        """Leading blocks that another engine has, as far as is known."""
-        return self._incoming.num_blocks(request)
+    def num_hashes(self, request: Request) -> int:
+        """Leading block hashes whose blocks another engine has, as far as is known."""
+        return self._incoming.num_hashes(request)
 
     def admitted(self, admission: Admission) -> None:
         """What another engine is to continue is offered from now on, unless a reset has made it stale."""
@@ -51,9 +52,9 @@ class PeerCompanion(Companion):
             self._outgoing.admitted(admission.request)
         self._incoming.admitted(admission)
 
-    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable]) -> None:
+    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable], states: Sequence[StateBlock]) -> None:
         """What the step completes is offered."""
-        self._outgoing.scheduled(item, tables[0].block_ids)
+        self._outgoing.scheduled(item, tables, states)
 
     def preempted(self, request_id: str) -> None:
         """What is offered of the request is let go of, and what it waits for is called off: else requests that hold

@@ -1,12 +1,13 @@
 """What this engine asks for: prompts that another engine has computed.
 
-admitted --one RECEIVE job for what neither device nor host has--> the request waits for it as for any load in the
-background; what fails is computed
+admitted --a RECEIVE job of each block group for what neither device nor host has--> the request waits for them as for
+any load in the background; what fails is computed
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -14,12 +15,12 @@ from ...base import Request
 from ...config import PeerConfig
 from ...index import adopt_hash
 from ...log_limiter import LogLimiter
-from ...types import PeerAction, PeerJob
+from ...types import NO_BLOCK, PeerAction, PeerJob
 from ..companion import Admission
 from ..ledger import EndedJob, JobOwner
 from ..names import Roots
 from ..shared import Shared
-from .params import params_of, ports, text
+from .params import params_of, ports, text, transfer_end
 
 
 @dataclass(slots=True)
@@ -35,11 +36,12 @@ class _Source:
 
 @dataclass(slots=True)
 class _Asking:
-    """Blocks of an admitted request that are leased and not yet planned."""
+    """Blocks of a block group of an admitted request that are leased and not yet planned."""
 
     source: _Source
     request_id: str | None
     admission: int
+    group: int
     first: int
     device_ids: list[int]
     name: bytes
@@ -56,7 +58,7 @@ class Incoming:
         self._roots = roots
         self._owner = owner
         self._sources: dict[str, _Source] = {}  # by request
-        self._receiving: dict[str, int] = {}  # by request: its job under way
+        self._receiving: dict[str, list[int]] = {}  # by request: its jobs under way
         self._asking: list[_Asking] = []
         self._cancelled: list[int] = []
         self._log_limiter = LogLimiter(shared.clock)
@@ -66,20 +68,13 @@ class Incoming:
         """Whether something waits for the next plan."""
         return bool(self._asking or self._cancelled)
 
-    def num_blocks(self, request: Request) -> int:
-        """Leading blocks of the request that another engine has, as far as is known; 0 where nobody is to be asked."""
+    def num_hashes(self, request: Request) -> int:
+        """Leading block hashes of the request whose blocks another engine has, as far as is known; 0 where nobody is to
+        be asked."""
         source = self._source_of(request)
         if source is None or source.is_asked or self.is_stopped:
             return 0
-        return self._num_whole_blocks(request)
-
-    def _num_whole_blocks(self, request: Request) -> int:
-        """Blocks of the prompt that another engine can have."""
-        return (request.num_tokens - 1) // self._shared.block_size
-
-    def _name(self, request: Request, num_blocks: int) -> bytes:
-        """The name of the last of so many blocks."""
-        return adopt_hash(self._roots.of(request), request.block_hashes[num_blocks - 1])
+        return transfer_end(request, self._shared)
 
     def admitted(self, admission: Admission) -> None:
         """Where nothing is to come, the other engine is told so: it need not hold what it has. Of a prompt without a
@@ -90,14 +85,17 @@ class Incoming:
             return
         source.is_asked = True
         self._sources[request.request_id] = source
-        num_blocks = self._num_whole_blocks(request)
-        if not num_blocks:
+        if not admission.num_brought:
+            self._want_nothing(request, source)
             return
-        device_ids = list(admission.brought_ids)
-        self._shared.pool.touch(device_ids)
         first = admission.first + admission.num_loaded
-        name = self._name(request, first + len(device_ids) if device_ids else num_blocks)
-        self._asking.append(_Asking(source, request.request_id, admission.number, first, device_ids, name))
+        for group, blocks in enumerate(self._shared.grouped.needed(first, first + admission.num_brought)):
+            device_ids = _held(admission.tables[group].block_ids[blocks.start : blocks.stop])
+            self._shared.pool.touch(device_ids)
+            start = blocks.stop - len(device_ids)
+            name = self._name(request, group, blocks)
+            who = request.request_id, admission.number
+            self._asking.append(_Asking(source, *who, group, start, device_ids, name))
 
     def lost_blocks(self, request_id: str) -> None:
         """The request has lost its blocks: what was not planned is not asked for, and what is under way is called
@@ -106,18 +104,15 @@ class Incoming:
             if asking.request_id == request_id and asking.device_ids:
                 self._shared.pool.free_blocks(asking.device_ids)
                 asking.device_ids, asking.request_id = [], None
-        job_id = self._receiving.pop(request_id, None)
-        if job_id is not None:
-            self._cancelled.append(job_id)
+        self._cancelled += self._receiving.pop(request_id, ())
 
     def finished(self, request: Request) -> None:
         """The request has ended. Where that was before it was admitted, the other engine need not wait for it."""
         self.lost_blocks(request.request_id)
         source = self._source_of(request)
         self._sources.pop(request.request_id, None)
-        num_blocks = self._num_whole_blocks(request)
-        if source is not None and not source.is_asked and num_blocks:
-            self._asking.append(_Asking(source, None, 0, 0, [], self._name(request, num_blocks)))
+        if source is not None and not source.is_asked:
+            self._want_nothing(request, source)
 
     def plan(self) -> tuple[tuple[PeerJob, ...], tuple[int, ...]]:
         """Jobs that begin in this step, and jobs that are called off."""
@@ -129,8 +124,9 @@ class Incoming:
         """A RECEIVE was reported by every rank."""
         job, metrics = ended.job, self._shared.metrics
         assert isinstance(job, PeerJob)
-        if job.request_id is not None and self._receiving.get(job.request_id) == job.job_id:
-            del self._receiving[job.request_id]
+        receiving = self._receiving.get(job.request_id or "", [])
+        if job.job_id in receiving:
+            receiving.remove(job.job_id)
         who = f"{job.host}:{job.ports[0]}"
         if ended.ok:
             metrics.received_blocks += job.num_blocks
@@ -142,8 +138,19 @@ class Incoming:
 
     def reset(self) -> None:
         """Nothing that was computed until now may be used any more."""
-        self._cancelled += self._receiving.values()
+        self._cancelled += chain.from_iterable(self._receiving.values())
         self._receiving.clear()
+
+    def _want_nothing(self, request: Request, source: _Source) -> None:
+        """The other engine may let go of what it has of any group."""
+        for group, blocks in enumerate(self._shared.grouped.needed(0, transfer_end(request, self._shared))):
+            if blocks:
+                self._asking.append(_Asking(source, None, 0, group, 0, [], self._name(request, group, blocks)))
+
+    def _name(self, request: Request, group: int, blocks: range) -> bytes:
+        """The name of the last of these blocks."""
+        keys = self._shared.grouped.keys(request.block_hashes, group)
+        return adopt_hash(self._roots.of(request), keys[blocks.stop - 1])
 
     def _source_of(self, request: Request) -> _Source | None:
         known = self._sources.get(request.request_id)
@@ -172,8 +179,16 @@ class Incoming:
             engine_id=source.engine_id,
             request_id=asking.request_id if asking.device_ids else None,
             admission=asking.admission,
+            group=asking.group,
         )
         self._shared.ledger.open(job, self._owner)
         if job.request_id is not None:
-            self._receiving[job.request_id] = job.job_id
+            self._receiving.setdefault(job.request_id, []).append(job.job_id)
         return job
+
+
+def _held(device_ids: list[int]) -> list[int]:
+    """What an engine holds of a window: what is in front of its first block it has no use for."""
+    while NO_BLOCK in device_ids:
+        device_ids = device_ids[device_ids.index(NO_BLOCK) + 1 :]
+    return device_ids

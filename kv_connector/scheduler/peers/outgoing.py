@@ -12,27 +12,47 @@ from typing import Any
 
 import numpy as np
 
-from ...base import Request, ScheduledRequest
+from ...base import Request, ScheduledRequest, StateBlock
 from ...config import PeerConfig
 from ...index import adopt_hashes
 from ...log_limiter import LogLimiter
-from ...types import PeerAction, PeerJob
+from ...types import NO_BLOCK, PeerAction, PeerJob
 from ..ledger import EndedJob, JobOwner
 from ..names import Roots
 from ..shared import Shared
-from .params import MOST_TEXT, params_of, text
+from ..tables import BlockTable
+from .params import MOST_TEXT, params_of, text, transfer_end
+
+
+@dataclass(slots=True)
+class _Part:
+    """What is offered of a block group: these blocks of its table. Those from `next_block` on are still to be
+    computed."""
+
+    group: int
+    blocks: range
+    names: bytes
+    next_block: int
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """What is offered of a request's prompt. `next_block` and following are still to be computed."""
+    """What is offered of a request's prompt, up to the block hash `end`."""
 
     transfer_id: str
-    names: bytes
-    num_blocks: int
-    next_block: int = 0
+    end: int
+    parts: list[_Part]
+    has_begun: bool = False
     jobs: set[int] = field(default_factory=set)  # under way
     deadline: float | None = None  # once the request has ended
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(part.blocks) for part in self.parts)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(part.next_block == part.blocks.stop for part in self.parts)
 
 
 class Outgoing:
@@ -70,38 +90,38 @@ class Outgoing:
         ):
             return
         transfer_id = text(params, "transfer_id") or request.request_id[:MOST_TEXT]
-        num_blocks = (request.num_tokens - 1) // self._shared.block_size
-        if transfer_id in self._transfers or num_blocks < 1:
+        end = transfer_end(request, self._shared)
+        if transfer_id in self._transfers or end < 1:
             return
-        names = adopt_hashes(self._roots.of(request), request.block_hashes[:num_blocks])
-        transfer = _Transfer(transfer_id, names, num_blocks)
+        transfer = _Transfer(transfer_id, end, self._parts(request, end))
         self._transfers[transfer_id] = self._sending[request.request_id] = transfer
 
-    def scheduled(self, item: ScheduledRequest, block_ids: Sequence[int]) -> None:
-        """This step computes a part of a request: offer the blocks that it completes, and those in front of them."""
+    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable], states: Sequence[StateBlock]) -> None:
+        """This step computes a part of a request: offer the blocks that it completes, and those in front of them. What
+        leaves a window later on is pinned from here on, by its job. Where it turns out that the engine does not hold
+        all that a consumer needs at the end, a state or a window's block, nothing is offered any more."""
         transfer = self._sending.get(item.request_id)
         if transfer is None:
             return
-        stop = (item.num_computed_tokens + item.num_scheduled_tokens) // self._shared.block_size
-        first, stop = transfer.next_block, min(stop, transfer.num_blocks)
-        if stop <= first:
+        num_hashes = (item.num_computed_tokens + item.num_scheduled_tokens) // self._shared.block_size
+        num_hashes = min(num_hashes, transfer.end)
+        new: dict[int, list[int]] = {}
+        for part in transfer.parts:
+            group, table = self._shared.grouped.groups[part.group], tables[part.group].block_ids
+            if group.states_are_told:
+                new[part.group] = self._state(transfer, part, item, table, states)
+            else:
+                new[part.group] = table[part.next_block : num_hashes // group.hashes_per_block]
+        is_short = any(part.next_block + len(new[part.group]) < part.blocks.stop for part in transfer.parts)
+        if any(NO_BLOCK in device_ids for device_ids in new.values()) or (num_hashes == transfer.end and is_short):
+            self._withdraw(transfer)
             return
-        device_ids = block_ids[first:stop]
-        self._shared.pool.touch(device_ids)
-        job = PeerJob(
-            self._shared.ledger.next_id(),
-            PeerAction.SEND,
-            transfer.transfer_id,
-            first,
-            np.array(device_ids, dtype=np.int64),
-            names=b"" if first else transfer.names,
-        )
-        self._shared.ledger.open(job, self._owner)
-        transfer.next_block = stop
-        transfer.jobs.add(job.job_id)
-        self._open.add(job.job_id)
-        self._begun.append(job)
-        self._shared.metrics.offered_blocks += job.num_blocks
+        if not any(new.values()):
+            return
+        for part in transfer.parts:
+            if new[part.group] or not transfer.has_begun:
+                self._offer(transfer, part, new[part.group])
+        transfer.has_begun = True
 
     def withdraw(self, request_id: str) -> None:
         """The request's blocks are let go of: it was preempted, or nobody is to continue it."""
@@ -115,7 +135,7 @@ class Outgoing:
         transfer = self._sending.get(request.request_id)
         if transfer is None:
             return None
-        if transfer.next_block < transfer.num_blocks:
+        if not transfer.is_complete:
             self._withdraw(transfer)  # it was given up before its prompt was computed
             return None
         del self._sending[request.request_id]
@@ -131,8 +151,8 @@ class Outgoing:
             "remote_host": host,
             "remote_port": ports[0],
             "remote_ports": list(ports),
-            "remote_block_ids": [list(range(transfer.num_blocks))],  # proxies ask only whether there are any
-            "remote_num_tokens": transfer.num_blocks * self._shared.block_size,
+            "remote_block_ids": [list(part.blocks) for part in transfer.parts],  # proxies ask only if there are any
+            "remote_num_tokens": transfer.end * self._shared.block_size,
             "tp_size": len(ports),
         }
 
@@ -169,6 +189,53 @@ class Outgoing:
         for transfer in list(self._transfers.values()):
             self._withdraw(transfer)
         return not self._open
+
+    def _parts(self, request: Request, end: int) -> list[_Part]:
+        """What a hit needs that ends at this block hash, of each group that it needs anything of."""
+        grouped, root = self._shared.grouped, self._roots.of(request)
+        parts = []
+        for group, blocks in enumerate(grouped.needed(0, end)):
+            if blocks:
+                keys = grouped.keys(request.block_hashes, group)[blocks.start : blocks.stop]
+                parts.append(_Part(group, blocks, adopt_hashes(root, keys), blocks.start))
+        return parts
+
+    def _state(
+        self,
+        transfer: _Transfer,
+        part: _Part,
+        item: ScheduledRequest,
+        table: Sequence[int],
+        states: Sequence[StateBlock],
+    ) -> list[int]:
+        """The device block with the state at the end, in the step in which the engine tells of it, or begins with it:
+        in the first step behind its admission a table has the state of the hit in the last block of that."""
+        if part.next_block == part.blocks.stop:
+            return []
+        num_tokens = transfer.end * self._shared.block_size
+        told = [state.block_id for state in states if (state.group, state.num_tokens) == (part.group, num_tokens)]
+        if not told and not transfer.has_begun and item.num_computed_tokens == num_tokens:
+            told = list(table[part.blocks.start : part.blocks.stop])
+        return told[:1]
+
+    def _offer(self, transfer: _Transfer, part: _Part, device_ids: list[int]) -> None:
+        """Open the job of these blocks, which come next of their group; where it has none yet, only what will come."""
+        self._shared.pool.touch(device_ids)
+        job = PeerJob(
+            self._shared.ledger.next_id(),
+            PeerAction.SEND,
+            transfer.transfer_id,
+            part.next_block,
+            np.array(device_ids, dtype=np.int64),
+            names=b"" if transfer.has_begun else part.names,
+            group=part.group,
+        )
+        self._shared.ledger.open(job, self._owner)
+        part.next_block += len(device_ids)
+        transfer.jobs.add(job.job_id)
+        self._open.add(job.job_id)
+        self._begun.append(job)
+        self._shared.metrics.offered_blocks += job.num_blocks
 
     def _withdraw(self, transfer: _Transfer) -> None:
         """Offer nothing of it any more, whatever the request computes until it is admitted again."""

@@ -1,4 +1,5 @@
-"""`kv_transfer_params` as they come from whoever sends requests: anything but what is expected is nothing."""
+"""What both sides make of a request: `kv_transfer_params` as they come from whoever sends requests, where anything but
+what is expected is nothing, and where a KV transfer ends."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...base import Request
+from ..shared import Shared
 
 MOST_TEXT = 256
 """Characters of a name."""
@@ -15,6 +17,13 @@ def params_of(request: Request) -> Mapping[str, Any]:
     """What the request says of another engine; empty where it says nothing."""
     params = getattr(request, "kv_transfer_params", None)
     return params if isinstance(params, Mapping) else {}
+
+
+def transfer_end(request: Request, shared: Shared) -> int:
+    """Block hashes of the prompt that a KV transfer has: a hit of every block group may end there, and at least one
+    token is left to compute. Producer and consumer count alike."""
+    num_hashes = (request.num_tokens - 1) // shared.block_size
+    return num_hashes - num_hashes % shared.grouped.hashes_per_hit
 
 
 def text(params: Mapping[str, Any], name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...base import Request, ScheduledRequest
+from ...base import Request, ScheduledRequest, StateBlock
 from ...config import StorageConfig
 from ...metrics import DOCUMENTATION, GAUGES
 from ...types import BlockHash, StepPlan, StepReport, StorageAction, StorageJob
@@ -48,7 +48,7 @@ class StorageCompanion(Companion):
         """Whether fetches are on their way that the request is to wait for."""
         return self._prefetches.is_awaited(request_id)
 
-    def num_blocks(self, request: Request) -> int:
+    def num_hashes(self, request: Request) -> int:
         """None: storage brings blocks to the host, where they are hits like any other."""
         return 0
 
@@ -57,7 +57,7 @@ class StorageCompanion(Companion):
         self._names.admitted(admission.request)
         self._prefetches.admitted(admission.request.request_id, admission.first, admission.num_loaded)
 
-    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable]) -> None:
+    def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable], states: Sequence[StateBlock]) -> None:
         """Nothing follows: blocks reach storage from the host."""
 
     def preempted(self, request_id: str) -> None:

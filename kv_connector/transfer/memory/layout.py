@@ -72,10 +72,10 @@ class CacheLayout:
         self,
         num_blocks: int,
         pieces: Sequence[tuple[str, torch.Tensor]],
-        last_region: Mapping[str, int],
+        layer_regions: Mapping[str, Sequence[int]],
         arrangement: str = "",
     ) -> None:
-        """`pieces` are (layer, uint8 view) in order; `last_region[name]` is the last region that a layer reads.
+        """`pieces` are (layer, uint8 view) in order; `layer_regions[name]` are the regions that a layer reads.
 
         Engines use `from_tensors`, which finds both.
         """
@@ -88,12 +88,14 @@ class CacheLayout:
         self.num_blocks = num_blocks
         self.arrangement = arrangement
         self.regions = tuple(regions)
-        self.layer_names = tuple(last_region)
+        self.layer_names = tuple(layer_regions)
         self.block_bytes = _round_up(end, BLOCK_ALIGN)
         self._bytes_before = [0, *accumulate(region.piece_bytes for region in regions)]  # of each region
         self.piece_bytes = self._bytes_before[-1]
         self.device = regions[0].view.device
-        self._last_region = dict(last_region)
+        self._last_region = {name: max(own) for name, own in layer_regions.items()}
+        firsts = [*(min(own) for own in layer_regions.values()), len(regions)]
+        self._num_complete = list(accumulate(reversed(firsts), min))[::-1]
         self._layer_stops = [
             i + 1 for i, region in enumerate(regions) if i + 1 == len(regions) or regions[i + 1].layer != region.layer
         ]
@@ -137,15 +139,20 @@ class CacheLayout:
             raise LayoutError(f"cache tensors lie on {sorted(map(str, devices))}: register one rank's tensors only")
         regions, went = join_overlaid(pieces)
         check_apart(regions)
-        last_region = {name: max(went[piece] for piece in own[name]) for name in kv_caches}
+        layer_regions = {name: [went[piece] for piece in own[name]] for name in kv_caches}
         shifts = [pieces[piece][1].data_ptr() - regions[went[piece]][1].data_ptr() for _, piece in arranged]
         texts = [f"{text} at {shift}" if shift else text for (text, _), shift in zip(arranged, shifts, strict=True)]
         runs = [(text, len(list(run))) for text, run in groupby(texts)]
-        return cls(num_blocks, regions, last_region, ", ".join(f"{count} x {text}" for text, count in runs))
+        return cls(num_blocks, regions, layer_regions, ", ".join(f"{count} x {text}" for text, count in runs))
 
     def last_region(self, layer_name: str) -> int:
         """Index of the last region that the layer reads; an alias reads its owner's. -1 for an unknown layer."""
         return self._last_region.get(layer_name, -1)
+
+    def num_complete(self, num_layers: int) -> int:
+        """Leading regions that hold what they should once the first so many layers have written: none of the others
+        lies in them, as layers of several block groups lie over each other. An alias counts as a layer."""
+        return self._num_complete[num_layers]
 
     def layer_groups(
         self, num_blocks: int, target_bytes: int, least_row: int = 0, long_row: int = 0

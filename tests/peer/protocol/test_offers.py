@@ -193,3 +193,62 @@ def test_what_is_wanted_early_takes_a_bounded_memory() -> None:
         producer.offers.hear(link, want)
     assert [type(message) for message in producer.said_to(0)] == [Refused] * 5
     assert sum(want.block_ids.nbytes for want in producer.offers._early.values()) == 8 * MOST_EARLY_BLOCKS
+
+
+class TwoGroups(Producer):
+    """A prompt of two block groups: two blocks of full attention, and the last one of a window."""
+
+    WINDOW = hashlib.sha256(b"window").digest()
+
+    def begin(self) -> None:
+        """The first block is computed."""
+        self.offers.offer(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2]), names=b"".join(NAMES)))
+        self.offers.offer(PeerJob(2, PeerAction.SEND, "t", 1, np.array([], np.int64), names=self.WINDOW, group=1))
+
+    def want_window(self, first: int = 1, name: bytes = WINDOW) -> None:
+        """A consumer asks for the window's blocks from here on."""
+        blocks = tuple(range(3, 5 - first))
+        self.offers.hear(self.links[0], Want("t", "producer", 8, first, 2, name, blocks, group=1))
+
+    def finish(self) -> None:
+        """All is computed."""
+        self.offers.offer(PeerJob(3, PeerAction.SEND, "t", 1, np.array([3])))
+        self.offers.offer(PeerJob(4, PeerAction.SEND, "t", 1, np.array([4]), group=1))
+        for job_id in (1, 3, 4):
+            self.offers.ready(job_id, 1)
+        for event in self.transport.poll(0.0):
+            if isinstance(event, Pushed):
+                self.offers.pushed(event)
+
+
+def test_each_group_of_a_prompt_is_asked_for_by_itself() -> None:
+    """What will come of it is known from the beginning, so who asks before it is computed waits for it."""
+    producer = TwoGroups()
+    producer.consumers[0].grant(1, 8, [3])
+    producer.begin()
+    producer.hear_want(0, "producer")
+    producer.want_window()
+    producer.finish()
+    assert producer.said_to(0) == []
+    assert producer.offers.ended == [(2, True), (1, True), (3, True), (4, True)]
+    assert producer.offers._offers == {}
+
+
+@pytest.mark.parametrize(("first", "name"), [(0, TwoGroups.WINDOW), (1, NAMES[-1])])
+def test_of_a_window_only_what_is_offered_can_be_had(first: int, name: bytes) -> None:
+    """Not what lies in front of it, and not by the name of another group's block."""
+    producer = TwoGroups()
+    producer.begin()
+    producer.want_window(first, name)
+    assert [type(message) for message in producer.said_to(0)] == [Refused]
+
+
+def test_a_prompt_is_withdrawn_with_all_of_its_groups() -> None:
+    """The first ones would be waited for in vain without the last."""
+    producer = TwoGroups()
+    producer.begin()
+    producer.hear_want(0, "producer")
+    producer.want_window()
+    producer.offers.withdraw("t")
+    assert [message.grant for message in producer.said_to(0)] == [7, 8]
+    assert producer.offers._offers == {}

@@ -18,7 +18,7 @@ from integration.mini_engine.scheduler import Scheduler
 from kv_connector.build import build_scheduler, build_worker
 from kv_connector.config import Config
 from kv_connector.errors import ConfigError
-from kv_connector.index import BlockGroup, CacheIdentity
+from kv_connector.index import CacheIdentity
 from tests.fakes import PatternModel, check_engine
 
 BLOCK = 4
@@ -392,10 +392,6 @@ def test_roles_are_kept() -> None:
 
 def test_what_is_not_served_is_refused_at_the_start() -> None:
     config = Config(peer={"secret": SECRET})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="peer with 2 block groups is not supported"):
-        build_scheduler(config, 4, groups=[BlockGroup(), BlockGroup(4)])
-    with pytest.raises(ConfigError, match="peer with recurrent layers is not supported"):
-        build_scheduler(config, 4, groups=[BlockGroup(1, states_are_told=True)])
     half = build_worker(config)
     caches = PatternModel().allocate_kv_caches(9, 4)[0]
     with pytest.raises(ConfigError, match="peer needs the engine's identity"):

@@ -10,6 +10,7 @@ from .layer_groups import LAYER_GROUPS
 from .loads import LOADS
 from .macs import MACS
 from .mutant import Mutant
+from .peer_groups import PEER_GROUPS
 from .peers import PEERS
 from .reuse import REUSE
 from .saves import SAVES
@@ -26,6 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *SAVES,
     *WORKER,
     *PEERS,
+    *PEER_GROUPS,
     *STORAGE,
     *MACS,
     *GROUPS,

@@ -128,7 +128,13 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "none-of-nothing",
         "another engine is told that nothing is wanted of a prompt of which it has nothing",
-        (Patch(_INCOMING, "return (request.num_tokens - 1) // self._shared.block_size", "return 1"),),
+        (
+            Patch(
+                _INCOMING,
+                "            if blocks:\n                self._asking",
+                "            if True:\n                self._asking",
+            ),
+        ),
         tested("tests/scheduler/peers/test_incoming.py"),
     ),
     Mutant(
@@ -158,7 +164,13 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "received-for-nobody",
         "what is received for a request that has lost its blocks is not called off",
-        (Patch(_INCOMING, "            self._cancelled.append(job_id)\n", "            pass\n"),),
+        (
+            Patch(
+                _INCOMING,
+                "self._cancelled += self._receiving.pop(request_id, ())",
+                "self._receiving.pop(request_id, ())",
+            ),
+        ),
         tested("tests/scheduler/peers/test_incoming.py"),
     ),
     Mutant(
@@ -170,7 +182,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "other-prompts",
         "blocks of another prompt are given",
-        (Patch(_OFFERS, "want.stop > len(offer.names) or offer.names[want.stop - 1] != want.name", "False"),),
+        (Patch(_OFFERS, "elif offer.names[want.stop - 1 - offer.first] != want.name:", "elif False:"),),
         tested(f"{_ASKED}::test_blocks_of_another_prompt_are_refused"),
     ),
     Mutant(
@@ -555,7 +567,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "received-over-a-reset",
         "what was computed before a reset goes on arriving behind it",
-        (Patch(_INCOMING, "        self._cancelled += self._receiving.values()\n", ""),),
+        (Patch(_INCOMING, "        self._cancelled += chain.from_iterable(self._receiving.values())\n", ""),),
         tested("tests/scheduler/peers/test_incoming.py::test_what_is_on_its_way_at_a_reset_is_called_off"),
     ),
     Mutant(
@@ -597,7 +609,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "next-offer-ended",
         "what ends of an earlier offer ends the next one of its name",
-        (Patch(_OFFERS, " and self._offers.get(offer.transfer_id) is offer:", ":"),),
+        (Patch(_OFFERS, " and self._offers.get(offer.key) is offer:", ":"),),
         tested(
             "tests/peer/protocol/test_offers.py::test_what_ends_of_an_earlier_offer_leaves_the_next_one_of_its_name"
         ),
