@@ -44,6 +44,18 @@ VLLM: tuple[Mutant, ...] = (
         f"{_TESTS}/test_vllm_steps.py::test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept",
     ),
     _mutant(
+        "states-of-hits-untold",
+        "a state is seen once, when it is computed: one that is hit on the device never comes to the host",
+        Patch(f"{_FOLDER}/steps.py", "in _begun(output):", "in ():"),
+        f"{_TESTS}/test_vllm_steps.py::test_a_state_that_a_request_begins_with_is_told_of",
+    ),
+    _mutant(
+        "states-of-hits-beside",
+        "the state that a request goes on with is told of as that which it begins with",
+        Patch(f"{_FOLDER}/steps.py", "num_tokens // size - 1]", "num_tokens // size]"),
+        f"{_TESTS}/test_vllm_steps.py::test_a_state_that_a_request_begins_with_is_told_of",
+    ),
+    _mutant(
         "states-of-preempted",
         "a state of a request that has lost its blocks in the step is saved",
         Patch(f"{_FOLDER}/scheduler.py", "state.request_id in (output.preempted_req_ids or ())", "False"),
