@@ -259,11 +259,11 @@ class PrefetchPlanner:
         if end <= search.host_end:
             return
         num_lacking = search.num_lacking(end)
-        num_tokens = (search.hit_end(end) - search.host_end) * self._block_size
+        num_tokens = (end - search.host_end) * self._block_size
         if num_lacking and self._reading.is_slower(num_lacking, self._loads.recompute_seconds(num_tokens)):
             self._metrics.recomputed_storage_tokens += num_tokens
             return
-        paths = [self._grouped.keys(search.hashes[:end], group) for group in search.first]
+        paths = [self._grouped.keys(search.hashes, group)[: search.stop_of(group, end)] for group in search.first]
         capacity = self._host.pool.capacity
         most = capacity - capacity // _LEFT_SHARE - self._num_fetching
         self._tree.touch(search.held_windows(end), now)
@@ -282,7 +282,7 @@ class PrefetchPlanner:
             self._tree.touch(nodes, now)
             size, singly = self._grouped.groups[group].hashes_per_block, self._is_single(group)
             since = range(search.host_end, end) if singly else None
-            needed = nodes[: bisect_left(blocks, end // size)]
+            needed = nodes[: bisect_left(blocks, search.stop_of(group, end))]
             self._coalesce(prefetch, group, blocks, needed, since)
             for part in self._parts(self._host.absent(needed), blocks, singly):
                 job = self._fetch(nodes, part, room[: len(part)], singly)

@@ -287,12 +287,34 @@ def test_two_that_arrive_together_share_the_fetch_of_a_window() -> None:
     assert half.get_kv_connector_stats()["storage_hit_tokens"] == 40
 
 
-def test_where_the_last_block_is_computed_windows_are_fetched_for_both_ends() -> None:
+def test_where_the_last_block_is_computed_a_window_is_fetched_in_front_of_it() -> None:
     half, request = make(drop_last_block=True), Asked("a", PROMPT)
     (job,) = found_full(half, request, 10)
     report(half, [job], found=first(10))
     jobs = step(half)
-    assert fetched(half, jobs) == [[(0, i) for i in range(10)], [(1, 7), (1, 8), (1, 9)]]
+    assert fetched(half, jobs) == [[(0, i) for i in range(10)], [(1, 7), (1, 8)]]
+    report(half, jobs)
+    assert matched(half, request) == 36
+
+
+def test_where_the_last_block_is_computed_one_state_is_enough() -> None:
+    """Engines keep the state in front of that block, and none behind it. The block of attention that has the first
+    token to compute comes, too: without it nobody knows that the state is at a hit's end."""
+    half, request = make(STATE, drop_last_block=True), Asked("a", PROMPT)
+    (job,) = found_full(half, request, 10)
+    report(half, [job], found=0b1000)
+    jobs = step(half)
+    assert fetched(half, jobs) == [[(0, i) for i in range(9)], [(1, 7)]]
+    report(half, jobs)
+    assert matched(half, request) == 32
+
+
+def test_where_windows_alone_say_what_there_is_they_are_fetched_for_both_ends() -> None:
+    half, request = make((BlockGroup(window_blocks=2),), drop_last_block=True), Asked("a", PROMPT)
+    (job,) = asked(half, request)
+    report(half, [job], found=first(10))
+    jobs = step(half)
+    assert fetched(half, jobs) == [[(0, 7), (0, 8), (0, 9)]]
     report(half, jobs)
     assert matched(half, request) == 36
 
