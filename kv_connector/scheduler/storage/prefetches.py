@@ -51,6 +51,7 @@ class _Prefetch:
     jobs: dict[int, set[int]] = field(default_factory=dict)  # under way, and the hashes whose tokens they bring
     fetched: set[int] = field(default_factory=set)  # hashes whose tokens have come
     coalesced: set[int] = field(default_factory=set)  # those of the jobs that fetch for others
+    has_lost: bool = False  # of what it was to have something has not come: see `_may_have_more`
     is_repeated: bool = False  # it is looked up for the second time, and last
 
     @property
@@ -172,11 +173,11 @@ class PrefetchPlanner:
             question = prefetch.look_ups.pop(job.job_id, None)
             if question is not None:
                 self._answered(prefetch, question, ended.found if ok else 0)
-            elif ok:
-                prefetch.fetched.update(hashes)
-            elif job.job_id in prefetch.coalesced and not prefetch.is_repeated:
-                prefetch.is_repeated = True  # the fetch was another's, and perhaps it was that one's to call off
-                prefetch.look_ups.clear()
+            else:
+                prefetch.fetched.update(hashes if ok else ())
+                prefetch.has_lost |= self._may_have_more(prefetch, ended)
+            if prefetch.has_lost and prefetch.is_done and not prefetch.is_repeated:
+                prefetch.is_repeated = True
                 prefetch.search = self._search(prefetch.request, prefetch.stop)
                 self._coalesce_begun(prefetch)
 
@@ -192,6 +193,14 @@ class PrefetchPlanner:
         if self._reading.hangs(self._clock()):
             search.stop()
         return search
+
+    def _may_have_more(self, prefetch: _Prefetch, fetch: EndedJob) -> bool:
+        """Whether storage may have more for a request that has not got all of this fetch. It was another's, and perhaps
+        it was that one's to call off; or a window or a state lies where nothing is a hit any more, and others do not.
+        """
+        if fetch.ok and not fetch.missing:
+            return False
+        return self._grouped.has_windows or (fetch.job.job_id in prefetch.coalesced and not fetch.ok)
 
     def _coalesce_begun(self, prefetch: _Prefetch) -> None:
         """What is on its way to the host is waited for."""

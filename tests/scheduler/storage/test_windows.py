@@ -52,14 +52,29 @@ def make(
 
 
 def report(
-    half: SchedulerHalf, jobs: Sequence[StorageJob], found: int | None = None, rank: int = 0, ok: bool = True
+    half: SchedulerHalf,
+    jobs: Sequence[StorageJob],
+    found: int | None = None,
+    rank: int = 0,
+    ok: bool = True,
+    missing: tuple[int, ...] = (),
 ) -> None:
-    """These jobs have ended; of a look-up, the keys of these bits were found."""
+    """These jobs have ended, but for blocks at these places; of a look-up, the keys of these bits were found."""
     ids = tuple(job.job_id for job in jobs)
     bits = tuple((job_id, found) for job_id in ids) if found is not None else ()
     done, failed = (ids, ()) if ok else ((), ids)
     half.update_connector_output(
-        [StepReport(half._step, rank, done, failed, num_host_blocks=half.host.pool.capacity, found=bits)]
+        [
+            StepReport(
+                half._step,
+                rank,
+                done,
+                failed,
+                num_host_blocks=half.host.pool.capacity,
+                found=bits,
+                missing=tuple((job_id, missing) for job_id in done if missing),
+            )
+        ]
     )
 
 
@@ -263,6 +278,45 @@ def test_a_failed_look_up_is_a_miss() -> None:
     report(half, [other], ok=False)
     assert step(half) == ()
     assert matched(half, request) == 0
+
+
+@pytest.mark.parametrize("lost", ["attention", "the state"])
+def test_what_has_not_come_costs_the_hit_what_lies_behind_it_alone(lost: str) -> None:
+    """A block was damaged, or has gone since it was looked up: storage is asked once more, for an end in front."""
+    half, request = make(STATE), Asked("a", PROMPT)
+    (job,) = found_full(half, request, 10)
+    report(half, [job], found=0b10010)
+    full, state = step(half)
+    assert places(half, state) == [(1, 9)]
+    report(half, [full], missing=(7,) if lost == "attention" else ())
+    assert step(half) == (), "the rest is on its way"
+    report(half, [state], ok=lost == "attention")
+    assert matched(half, request) is None
+    if lost == "attention":
+        (job,) = step(half)
+        report(half, [job], found=0)
+    (job,) = step(half)
+    report(half, [job], found=0b10)
+    (job,) = step(half)
+    assert places(half, job) == [(1, 3)]
+    report(half, [job])
+    assert matched(half, request) == 16
+    half.check()
+
+
+def test_what_never_comes_is_asked_for_twice_and_no_more() -> None:
+    half, request = make(STATE), Asked("a", PROMPT)
+    (job,) = found_full(half, request, 10)
+    for _ in range(2):
+        report(half, [job], found=0b10000)
+        *others, state = step(half)
+        report(half, others)
+        assert places(half, state) == [(1, 9)]
+        report(half, [state], ok=False)
+        (job,) = step(half) or (job,)
+    assert matched(half, request) == 0
+    assert step(half) == ()
+    half.check()
 
 
 def test_a_look_up_that_is_never_answered_is_given_up() -> None:

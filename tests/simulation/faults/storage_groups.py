@@ -165,6 +165,18 @@ STORAGE_GROUPS: tuple[Mutant, ...] = (
         tested(f"{_PLANS}::test_where_the_last_block_is_computed_one_state_is_enough"),
     ),
     Mutant(
+        "losses-not-made-up-for",
+        "one block of storage that is damaged costs a model with states its whole hit",
+        (Patch(_PREFETCHES, "return self._grouped.has_windows or (fetch.job", "return (fetch.job"),),
+        tested(f"{_PLANS}::test_what_has_not_come_costs_the_hit_what_lies_behind_it_alone"),
+    ),
+    Mutant(
+        "losses-for-ever",
+        "what storage says it has and never brings is asked for again and again",
+        (Patch(_PREFETCHES, "prefetch.is_done and not prefetch.is_repeated:", "prefetch.is_done:"),),
+        tested(f"{_PLANS}::test_what_never_comes_is_asked_for_twice_and_no_more"),
+    ),
+    Mutant(
         "room-made-of-windows",
         "what the host has of a hit's windows goes for what is fetched of the rest",
         (Patch(_PREFETCHES, "        self._tree.touch(search.held_windows(end), now)\n", ""),),
