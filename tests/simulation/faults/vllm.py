@@ -72,6 +72,12 @@ VLLM: tuple[Mutant, ...] = (
         f"{_TESTS}/test_vllm_steps.py::test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept",
     ),
     _mutant(
+        "states-of-any-rounding",
+        "states that another backend has computed, or rounded by chance, have the names of this one's",
+        Patch(f"{_FOLDER}/identity.py", "has_states=bool(states)", "has_states=False"),
+        f"{_TESTS}/test_vllm_identity.py::test_how_states_are_computed_and_rounded_is_named",
+    ),
+    _mutant(
         "hashes-for-blocks",
         "routers are told that every group's blocks have the tokens of one hash",
         Patch(f"{_FOLDER}/events.py", "block_size=self._shape.block_sizes[group]", "block_size=self._shape.block_size"),
@@ -142,7 +148,7 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "state-types-unnamed",
         "states of float16 and of bfloat16 are found under one name",
-        Patch(f"{_FOLDER}/identity.py", "{model.dtype}{_states(kv_cache_config)}", "{model.dtype}"),
+        Patch(f"{_FOLDER}/identity.py", "{model.dtype}{states}", "{model.dtype}"),
         f"{_HYBRID}::test_states_of_another_type_are_not_found",
     ),
 )
