@@ -363,6 +363,22 @@ def test_where_the_last_block_is_computed_one_state_is_enough() -> None:
     assert matched(half, request) == 32
 
 
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_prompt_that_ends_with_a_block_hits_up_to_the_state_in_front_of_it(num_more: int) -> None:
+    """As vLLM does with its own prefix cache: the last block is there to be left to be computed."""
+    half, request = make(STATE, drop_last_block=True), Asked("a", PROMPT[: 36 + num_more])
+    (job,) = found_full(half, request, 9)
+    report(half, [job], found=0b1000)
+    report(half, step(half))
+    assert matched(half, request) == 32
+
+
+def test_a_token_of_a_prompt_that_ends_with_a_block_is_left_to_compute() -> None:
+    half, request = make(STATE), Asked("a", PROMPT[:40])
+    (job,) = asked(half, request)
+    assert len(job.split_keys()) == 8
+
+
 def test_where_windows_alone_say_what_there_is_they_are_fetched_for_both_ends() -> None:
     half, request = make((BlockGroup(window_blocks=2),), drop_last_block=True), Asked("a", PROMPT)
     (job,) = asked(half, request)

@@ -165,6 +165,24 @@ STORAGE_GROUPS: tuple[Mutant, ...] = (
         tested(f"{_PLANS}::test_where_the_last_block_is_computed_one_state_is_enough"),
     ),
     Mutant(
+        "last-block-not-looked-at",
+        "a prompt that ends with a block misses the state which engines with drafts keep in front of it",
+        (
+            Patch(
+                "kv_connector/scheduler/shared.py",
+                "(num_tokens if leaves_block else num_tokens - 1)",
+                "(num_tokens - 1)",
+            ),
+        ),
+        tested(f"{_PLANS}::test_a_prompt_that_ends_with_a_block_hits_up_to_the_state_in_front_of_it"),
+    ),
+    Mutant(
+        "whole-prompt-hit",
+        "a prompt that ends with a block is hit whole: no token is left to compute",
+        (Patch("kv_connector/scheduler/shared.py", "self.grouped.drops_last_block and len", "len"),),
+        tested(f"{_PLANS}::test_a_token_of_a_prompt_that_ends_with_a_block_is_left_to_compute"),
+    ),
+    Mutant(
         "losses-not-made-up-for",
         "one block of storage that is damaged costs a model with states its whole hit",
         (Patch(_PREFETCHES, "return self._grouped.has_windows or (fetch.job", "return (fetch.job"),),
