@@ -209,6 +209,40 @@ def test_a_reset_forgets_states_and_a_failed_load_is_computed(folder: Path) -> N
         engine.check_all_free()
 
 
+def test_a_state_is_saved_when_a_hit_shows_that_it_is_wanted(folder: Path) -> None:
+    """Under `write_through_selective` the third request for a prompt has saved it, its state as well."""
+    asked = [prompt[:577] for prompt in prompts(1, 600)]
+    settings = options("mamba", write_policy="write_through_selective")
+    with running(folder, "mamba", num_blocks=60, **settings) as engine:
+        _, from_device, third = (ask(engine, asked) for _ in range(3))
+        assert third == from_device
+        forget_device(engine)
+        assert ask(engine, asked) == from_device
+        assert engine.stats()["host_hit_tokens"] == 512
+        engine.check_all_free()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_state_that_the_host_has_lost_is_saved_with_the_next_hit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
+) -> None:
+    """The device has it yet, and whoever hits it there brings it back to the host."""
+    if is_ahead:
+        schedule_ahead(monkeypatch)
+    asked = [prompt[:577] for prompt in prompts(1, 600)]
+    with running(folder, "mamba", num_blocks=120, **options("mamba", host_memory="2MiB")) as engine:
+        ask(engine, asked)
+        from_device = ask(engine, asked)
+        engine.alone(prompts(3, 577, seed=9), 1)
+        engine.drain()
+        assert engine.stats()["host_evicted_blocks"] > 0
+        assert ask(engine, asked) == from_device
+        forget_device(engine, overwrite=False)
+        assert ask(engine, asked) == from_device
+        assert engine.stats()["host_hit_tokens"] == 512
+        engine.check_all_free()
+
+
 def test_states_inside_of_blocks_are_left_to_the_device(folder: Path) -> None:
     """Where vLLM hashes more often than a block ends, its own hits may end within one; those from the host do not."""
     asked = [prompt[:420] for prompt in prompts(2)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +108,13 @@ def test_another_attention_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     clear_choice()
 
 
-def identity_of(path: Path, multimodal: dict[str, Any] | None = None, **options: Any) -> CacheIdentity:
+def identity_of(
+    path: Path,
+    multimodal: dict[str, Any] | None = None,
+    mamba: dict[str, Any] | None = None,
+    groups: Sequence[Any] = (),
+    **options: Any,
+) -> CacheIdentity:
     """As an engine with these options would read it."""
     from vllm.config.multimodal import MultiModalConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -115,7 +122,9 @@ def identity_of(path: Path, multimodal: dict[str, Any] | None = None, **options:
     config = EngineArgs(model=str(path), skip_tokenizer_init=True, dtype="float32", **options).create_engine_config()
     if multimodal is not None:
         config.model_config.multimodal_config = MultiModalConfig(**multimodal)
-    return read_identity(config, SimpleNamespace(kv_cache_layout=None, kv_cache_groups=[]), 32)
+    for name, value in (mamba or {}).items():
+        setattr(config.mamba_config, name, value)
+    return read_identity(config, SimpleNamespace(kv_cache_layout=None, kv_cache_groups=groups), 32)
 
 
 def test_what_is_made_of_an_image_is_named(tmp_path: Path) -> None:
@@ -125,6 +134,19 @@ def test_what_is_made_of_an_image_is_named(tmp_path: Path) -> None:
     assert identity_of(folder, {}) == plain
     for changed in ({"mm_processor_kwargs": {"max_pixels": 100352}}, {"video_pruning_rate": 0.5}):
         assert identity_of(folder, changed).settings != plain.settings
+
+
+def test_how_states_are_computed_and_rounded_is_named(tmp_path: Path) -> None:
+    """Where a layer has any; vLLM's own hash of its configuration leaves it out."""
+    pytest.importorskip("vllm.config.mamba", reason="newer versions have these settings")
+    folder = tiny.write_weights("dense", tmp_path)
+    spec = SimpleNamespace(dtypes=("float16",), shapes=((3, 4),))
+    states = [SimpleNamespace(kv_cache_spec=spec)]
+    plain, none = identity_of(folder, groups=states), identity_of(folder)
+    settings = {"enable_stochastic_rounding": True, "stochastic_rounding_philox_rounds": 10, "backend": "flashinfer"}
+    for name, value in settings.items():
+        assert identity_of(folder, groups=states, mamba={name: value}).settings != plain.settings
+        assert identity_of(folder, mamba={name: value}) == none
 
 
 def test_which_weights_of_a_folder_are_read_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from kv_connector.base import StateBlock
 from kv_connector.engines.vllm.blocks import PoolBlocks
 from kv_connector.engines.vllm.scheduler import SchedulerRole
 from kv_connector.engines.vllm.steps import to_step, to_tables, told_states
@@ -50,6 +51,12 @@ def test_a_step_tells_of_blocks_once() -> None:
     assert step_of("a", None, {}) == []
 
 
+def shape_of(block_size: int, *groups: BlockGroup) -> Any:
+    sizes = tuple(block_size * group.hashes_per_block for group in groups)
+    ids = tuple(range(len(groups)))
+    return SimpleNamespace(block_size=block_size, groups=groups, group_ids=ids, block_sizes=sizes)
+
+
 @pytest.fixture
 def is_told() -> Any:
     """Whether an offered state is kept, for each of those that are ours: block 7 has the state behind 128 tokens of
@@ -59,16 +66,21 @@ def is_told() -> Any:
     blocks[7].block_hash = make_block_hash_with_group_id(hashes[3], 1)
     groups = (BlockGroup(None, 2), BlockGroup(1, 2, states_are_told=True))
     role: Any = SchedulerRole.__new__(SchedulerRole)
-    role.shape = SimpleNamespace(block_size=32, groups=groups, group_ids=(0, 1))
+    role.shape = shape_of(32, *groups)
     role._blocks = PoolBlocks(SimpleNamespace(blocks=blocks, reset_prefix_cache=None), {0: 0, 1: 1}, lambda: False)
     role._live = {"a": SimpleNamespace(block_hashes=hashes)}
 
     def tell(request_id: str = "a", group_id: int = 1, block_id: int = 7, num_tokens: int = 128, **step: Any) -> Any:
         offers = SimpleNamespace(boundary_state_offloads={request_id: [(group_id, block_id, num_tokens)]})
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
         output: Any = SimpleNamespace(
-            kv_connector_block_state=offers, preempted_req_ids=step.get("preempted"), num_scheduled_tokens={}
+            kv_connector_block_state=offers,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            preempted_req_ids=step.get("preempted"),
+            num_scheduled_tokens={},
         )
-        return [role._is_kept(state, output) for state in told_states(output, (0, 1))]
+        return [role._is_kept(state, output) for state in told_states(output, role.shape)]
 
     return tell
 
@@ -85,3 +97,30 @@ def test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept(is_told: Any, w
         "preempted": is_told(preempted={"a"}),
     }
     assert not any(changed[wrong])
+
+
+def test_a_state_that_a_request_begins_with_is_told_of() -> None:
+    """Of new requests and of those that come back, where a block of the group ends there; the block behind it is that
+    which the request goes on with. What goes on has told of its states."""
+    shape = shape_of(32, BlockGroup(None, 2), BlockGroup(1, 2, states_are_told=True))
+    shape.group_ids = 1, 0
+    tables = {"whole": ([0, 7, 8], [3, 4, 5]), "none": ([9], [6]), "within": ([0, 7, 8], [3, 4, 5])}
+    counts = {"whole": 128, "none": 0, "within": 96}
+    new = [SimpleNamespace(req_id=i, block_ids=ids, num_computed_tokens=counts[i]) for i, ids in tables.items()]
+    cached = SimpleNamespace(
+        req_ids=["back", "goes on", "waits"],
+        new_block_ids=[([17, 18], [13, 14]), ([27], [23]), None],
+        num_computed_tokens=[64, 64, 64],
+        resumed_req_ids={"back"},
+    )
+    output: Any = SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads={"goes on": [(0, 26, 64), (1, 22, 64)]}),
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=cached,
+    )
+    assert list(told_states(output, shape)) == [
+        StateBlock("goes on", 1, 26, 64),
+        StateBlock("goes on", 0, 22, 64),
+        StateBlock("whole", 1, 7, 128),
+        StateBlock("back", 1, 17, 64),
+    ]

@@ -104,7 +104,7 @@ class GroupedTree:
         behind it, which the block's hash does not cover."""
         self.tree = tree
         self.groups = tuple(groups)
-        self._drop_last_block = drop_last_block
+        self.drops_last_block = drop_last_block
         self.hashes_per_hit = math.lcm(*(group.hashes_per_block for group in groups))
         """A hit has a multiple of so many hashes: blocks of every group end there."""
         self.windows = tuple(g for g, group in enumerate(self.groups) if group.window_blocks is not None)
@@ -154,7 +154,7 @@ class GroupedTree:
         """As `whole_end`, where a hit ends: where the last block is left to be computed, in front of that, which is the
         last in front of `end` that full attention has. Engines keep recurrent states, of which there may be one alone,
         where a hit ends then."""
-        if self._drop_last_block:
+        if self.drops_last_block:
             end = (end if self.full else self.whole_end(first, end, has)) - 1
         return self.whole_end(first, max(end, first), has)
 

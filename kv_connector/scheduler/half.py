@@ -301,10 +301,10 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def _num_loadable(self, request: Request, num_computed_tokens: int) -> int:
         """Block hashes that can be loaded right behind the computed tokens; at least one token is left to compute."""
-        size = self._shared.block_size
-        if num_computed_tokens % size:
+        first, within = divmod(num_computed_tokens, self._shared.block_size)
+        if within:
             return 0
-        return self._lookup.find(request.block_hashes, num_computed_tokens // size, (request.num_tokens - 1) // size)
+        return self._lookup.find(request.block_hashes, first, self._shared.num_useful(request.num_tokens))
 
     def _num_brought(self, request: Request, num_computed_tokens: int, num_loadable: int) -> int:
         """Block hashes behind those that can be loaded whose blocks a companion brings."""

@@ -66,6 +66,15 @@ class Shared:
     clock: Callable[[], float]
     block_size: int
 
+    def num_useful(self, num_tokens: int) -> int:
+        """How many hashes of a request of so many tokens a look-up may go by, so that a token is left to compute.
+
+        Where a block is left to draft layers it may be the request's last one. As vLLM does it, that holds for several
+        groups alone: it keeps the states in front of that block.
+        """
+        leaves_block = self.grouped.drops_last_block and len(self.grouped.groups) > 1
+        return (num_tokens if leaves_block else num_tokens - 1) // self.block_size
+
     @property
     def group_sizes(self) -> tuple[int, ...]:
         """Tokens of a block, by group."""

@@ -184,6 +184,14 @@ class RequestBlocks:
                     self._new_states.add(table[index])
             request.num_named[group] = max(num_tokens // size, request.num_named[group])
 
+    def begin(self, request: SimulatedRequest) -> None:
+        """The step begins with its states, which are told of anew: whoever hits a state shows that it is wanted."""
+        computed = request.num_computed_tokens
+        for group, size in enumerate(self._sizes):
+            if self._config.layer_groups[group].is_recurrent and computed and not computed % size:
+                block_id = request.tables[group][computed // size - 1]
+                self._states.append((request, StateBlock(request.request_id, group, block_id, computed)))
+
     def can_free(self, request: SimulatedRequest) -> bool:
         """Whether its blocks would return at once."""
         return not self._config.defers_frees or request.last_sequence < self.num_processed

@@ -235,6 +235,7 @@ class SchedulerModel:
             self.running.append(request)
             request.status = Status.RUNNING
             self._place(request)
+            self.blocks.begin(request)
             items[request] = self._item(request, count)
             new[request] = [[] for _ in request.tables]  # the connector has been told the whole table
             budget -= count

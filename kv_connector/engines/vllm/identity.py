@@ -43,6 +43,11 @@ _MULTIMODAL = (
 )
 """Fields of `MultiModalConfig`, where a version has them, that decide what the model makes of an image: vLLM's hash of
 an image is of the image as it was sent, and `ModelConfig.compute_hash` leaves them out."""
+_MAMBA = (
+    *("backend", "ssu_algorithm"),
+    *("enable_stochastic_rounding", "stochastic_rounding_philox_rounds"),
+)
+"""Fields of `MambaConfig`, where a version has them, that decide how states are computed and rounded."""
 
 
 def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> CacheIdentity:
@@ -56,17 +61,17 @@ def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block
         )
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
-    load = vllm_config.load_config
+    load, states = vllm_config.load_config, _states(kv_cache_config)
     return CacheIdentity(
         model=f"{model.model_weights or model.model}@{model.revision or ''}",
-        cache_dtype=f"{kv_cache.cache_dtype}/{model.dtype}{_states(kv_cache_config)}",
+        cache_dtype=f"{kv_cache.cache_dtype}/{model.dtype}{states}",
         layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or ""),
         block_size=block_size,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         engine=f"vllm {vllm.__version__}",
         config="/".join(_hash(config) for config in (model, draft) if config is not None),
-        settings=_settings(model),
+        settings=_settings(vllm_config, has_states=bool(states)),
         weights=_weights(model, load),
         draft_weights=_weights(draft, getattr(speculative, "draft_load_config", None) or load) if draft else "",
     )
@@ -148,15 +153,19 @@ def _hash(model: ModelConfig) -> str:
         ) from error
 
 
-def _settings(model: ModelConfig) -> str:
-    """Of what is in the hash the part that a user sets and may want to read; and what decides images, which is not."""
+def _settings(vllm_config: VllmConfig, has_states: bool) -> str:
+    """Of what is in the hash the part that a user sets and may want to read; and what decides images and states, which
+    is not."""
+    model = vllm_config.model_config
     overrides = model.hf_overrides
+    mamba = getattr(vllm_config, "mamba_config", None) if has_states else None
     multimodal = {name: getattr(model.multimodal_config, name, None) for name in _MULTIMODAL}
     shown = {
         "quantization": model.quantization,
         "max_model_len": model.max_model_len,
         "hf_overrides": f"{overrides.__module__}.{overrides.__qualname__}" if callable(overrides) else overrides,
         **multimodal,
+        **{f"mamba_{name}": getattr(mamba, name, None) for name in _MAMBA},
     }
     return json.dumps({name: value for name, value in shown.items() if value}, sort_keys=True, default=str)
 

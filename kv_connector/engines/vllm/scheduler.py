@@ -124,7 +124,7 @@ class SchedulerRole:
         if self._events is not None:
             for request_id in output.num_scheduled_tokens:
                 self._events.note(self._live[request_id])
-        states = [state for state in told_states(output, self.shape.group_ids) if self._is_kept(state, output)]
+        states = [state for state in told_states(output, self.shape) if self._is_kept(state, output)]
         return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids, told, states)))
 
     def _is_kept(self, state: StateBlock, output: VllmOutput) -> bool:

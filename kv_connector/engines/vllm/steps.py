@@ -19,6 +19,8 @@ from ...types import NO_BLOCK, StepPlan, StepReport
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput as VllmOutput
 
+    from .specs import EngineShape
+
 TELLS_FAILED_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """Whether this vLLM takes requests whose load failed; older ones take their blocks, of models with one group."""
 NULL_BLOCK = 0
@@ -55,15 +57,36 @@ def to_tables(block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[NO_BLOCK if block_id == NULL_BLOCK else block_id for block_id in ids] for ids in block_ids]
 
 
-def told_states(output: VllmOutput, group_ids: Sequence[int]) -> Iterator[StateBlock]:
-    """Which device blocks hold which recurrent states once the step has run, as this vLLM says; see `TELLS_STATES`."""
+def told_states(output: VllmOutput, shape: EngineShape) -> Iterator[StateBlock]:
+    """Which device blocks hold which recurrent states once the step has run; see `TELLS_STATES`.
+
+    vLLM tells of a state in the step that caches it, and never again. So those that requests begin with are told of
+    here, as blocks of attention are seen anew with every hit: a step copies such a state and goes on with the copy.
+    """
     block_state = getattr(output, "kv_connector_block_state", None)
     if block_state is None:
         return
     for request_id, offers in block_state.boundary_state_offloads.items():
         for group_id, block_id, num_tokens in offers:
-            if group_id in group_ids:
-                yield StateBlock(request_id, group_ids.index(group_id), block_id, num_tokens)
+            if group_id in shape.group_ids:
+                yield StateBlock(request_id, shape.group_ids.index(group_id), block_id, num_tokens)
+    for request_id, block_ids, num_tokens in _begun(output):
+        for index, (group, size) in enumerate(zip(shape.groups, shape.block_sizes, strict=True)):
+            if group.states_are_told and num_tokens and not num_tokens % size:
+                block_id = block_ids[shape.group_ids[index]][num_tokens // size - 1]
+                yield StateBlock(request_id, index, block_id, num_tokens)
+
+
+def _begun(output: VllmOutput) -> Iterator[tuple[str, Sequence[Sequence[int]], int]]:
+    """Requests that begin with this step, their whole block tables, and how many tokens they have computed."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.block_ids, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    for request_id, block_ids, num_tokens in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if request_id in cached.resumed_req_ids and block_ids is not None:
+            yield request_id, block_ids, num_tokens
 
 
 def to_step(

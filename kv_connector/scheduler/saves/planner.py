@@ -331,8 +331,9 @@ class SavePlanner:
         return self._take_held(progress, group, {i: ids[i] for i in range(first, full) if ids[i] != NO_BLOCK})
 
     def _take_told(self, progress: _Progress, told: Sequence[StateBlock]) -> list[_Taken]:
-        """Of recurrent states: the engine goes on with them, and what is not saved in this step is not saved later, nor
-        what has no name: a state within a block, or behind tokens that are not hashed yet."""
+        """Of recurrent states: the engine goes on with them, and what is not saved in this step is told of again only
+        when a request begins with it. What has no name is not saved: a state within a block, or behind tokens that are
+        not hashed yet."""
         held: dict[int, dict[int, int]] = {}
         for block in sorted(told, key=lambda block: block.num_tokens):
             index, within = divmod(block.num_tokens, self._shared.block_size * self._hashes_per_block[block.group])

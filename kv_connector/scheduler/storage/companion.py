@@ -41,7 +41,7 @@ class StorageCompanion(Companion):
     def arrived(self, request: Request) -> bool:
         """What the host does not hold of the request is looked up, once."""
         self._names.admitted(request)
-        self._prefetches.arrived(request, (request.num_tokens - 1) // self._shared.block_size)
+        self._prefetches.arrived(request, self._shared.num_useful(request.num_tokens))
         return False
 
     def is_awaited(self, request_id: str) -> bool:

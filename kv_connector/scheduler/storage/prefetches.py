@@ -51,6 +51,7 @@ class _Prefetch:
     jobs: dict[int, set[int]] = field(default_factory=dict)  # under way, and the hashes whose tokens they bring
     fetched: set[int] = field(default_factory=set)  # hashes whose tokens have come
     coalesced: set[int] = field(default_factory=set)  # those of the jobs that fetch for others
+    has_lost: bool = False  # of what it was to have something has not come: see `_may_have_more`
     is_repeated: bool = False  # it is looked up for the second time, and last
 
     @property
@@ -172,11 +173,11 @@ class PrefetchPlanner:
             question = prefetch.look_ups.pop(job.job_id, None)
             if question is not None:
                 self._answered(prefetch, question, ended.found if ok else 0)
-            elif ok:
-                prefetch.fetched.update(hashes)
-            elif job.job_id in prefetch.coalesced and not prefetch.is_repeated:
-                prefetch.is_repeated = True  # the fetch was another's, and perhaps it was that one's to call off
-                prefetch.look_ups.clear()
+            else:
+                prefetch.fetched.update(hashes if ok else ())
+                prefetch.has_lost |= self._may_have_more(prefetch, ended)
+            if prefetch.has_lost and prefetch.is_done and not prefetch.is_repeated:
+                prefetch.is_repeated = True
                 prefetch.search = self._search(prefetch.request, prefetch.stop)
                 self._coalesce_begun(prefetch)
 
@@ -192,6 +193,14 @@ class PrefetchPlanner:
         if self._reading.hangs(self._clock()):
             search.stop()
         return search
+
+    def _may_have_more(self, prefetch: _Prefetch, fetch: EndedJob) -> bool:
+        """Whether storage may have more for a request that has not got all of this fetch. It was another's, and perhaps
+        it was that one's to call off; or a window or a state lies where nothing is a hit any more, and others do not.
+        """
+        if fetch.ok and not fetch.missing:
+            return False
+        return self._grouped.has_windows or (fetch.job.job_id in prefetch.coalesced and not fetch.ok)
 
     def _coalesce_begun(self, prefetch: _Prefetch) -> None:
         """What is on its way to the host is waited for."""
@@ -259,11 +268,11 @@ class PrefetchPlanner:
         if end <= search.host_end:
             return
         num_lacking = search.num_lacking(end)
-        num_tokens = (search.hit_end(end) - search.host_end) * self._block_size
+        num_tokens = (end - search.host_end) * self._block_size
         if num_lacking and self._reading.is_slower(num_lacking, self._loads.recompute_seconds(num_tokens)):
             self._metrics.recomputed_storage_tokens += num_tokens
             return
-        paths = [self._grouped.keys(search.hashes[:end], group) for group in search.first]
+        paths = [self._grouped.keys(search.hashes, group)[: search.stop_of(group, end)] for group in search.first]
         capacity = self._host.pool.capacity
         most = capacity - capacity // _LEFT_SHARE - self._num_fetching
         self._tree.touch(search.held_windows(end), now)
@@ -282,7 +291,7 @@ class PrefetchPlanner:
             self._tree.touch(nodes, now)
             size, singly = self._grouped.groups[group].hashes_per_block, self._is_single(group)
             since = range(search.host_end, end) if singly else None
-            needed = nodes[: bisect_left(blocks, end // size)]
+            needed = nodes[: bisect_left(blocks, search.stop_of(group, end))]
             self._coalesce(prefetch, group, blocks, needed, since)
             for part in self._parts(self._host.absent(needed), blocks, singly):
                 job = self._fetch(nodes, part, room[: len(part)], singly)

@@ -41,15 +41,17 @@ class Search:
         """A hit has all of `hashes` at most."""
         self._grouped = grouped
         self._host = host
-        self.hashes = hashes = hashes[: len(hashes) - len(hashes) % grouped.hashes_per_hit]
+        self.hashes = hashes = hashes[: self._useful(len(hashes))]
         self._keys = [grouped.keys(hashes, group) for group in range(len(grouped.groups))]
         held = {group: self._num_held(group) for group in grouped.full}
         self.first = {group: grouping.start(num_held) for group, num_held in held.items()}
         """By group of full attention: where the object begins that has the first block which the host lacks."""
         self._on_host = held
         self._found = dict.fromkeys(held, 0)  # of each of these groups, what storage has: leading blocks
-        self._most = len(hashes)  # no end behind it is whole in every group of full attention
-        on_host = (num_held * grouped.groups[group].hashes_per_block for group, num_held in held.items())
+        sizes = [group.hashes_per_block for group in grouped.groups]
+        # No end behind it is whole in every group of full attention.
+        self._most = min([len(hashes), *(len(self._keys[group]) * sizes[group] for group in held)])
+        on_host = (num_held * sizes[group] for group, num_held in held.items())
         self.host_end = grouped.hit_end(0, min([self._most, *on_host]), self._is_held)
         self._stored: dict[int, set[int]] = {group: set() for group in grouped.windows}
         self._num_ends = _ENDS
@@ -80,14 +82,14 @@ class Search:
             self._found[question.group] = num_found = question.blocks.start + num_leading
             num_blocks = max(self._on_host[question.group], num_found)
             most = min(self._most, num_blocks * self._grouped.groups[question.group].hashes_per_block)
-            self._low = self._most = most - most % self._grouped.hashes_per_hit
+            self._low = self._most = self._useful(most)
         self._num_open -= 1
         if not self._num_open:
             self._ask_on()
         return not self._num_open
 
     def fit(self, most: int | None = None) -> int:
-        """The farthest whole end for which no more than `most` blocks have to come; no farther than `host_end` where
+        """The farthest end of a hit for which no more than `most` blocks have to come; no farther than `host_end` where
         there is none."""
         grouped, end = self._grouped, self._most
         lacks = {group: self._lacking(group) for group in grouped.full}
@@ -96,29 +98,43 @@ class Search:
             num_found = num_found if most is None else min(num_found, most)
             if num_found < len(blocks):
                 end = min(end, blocks[num_found] * grouped.groups[group].hashes_per_block)
-        end = grouped.whole_end(0, end, self._is_there)
+        end = grouped.hit_end(0, end, self._is_there)
         while most is not None and end > self.host_end and self._num_lacking(lacks, end) > most:
             end = grouped.whole_end(0, end - grouped.hashes_per_hit, self._is_there)
         return end
 
-    def hit_end(self, end: int) -> int:
-        """Where a hit ends that has all up to this end."""
-        return self._grouped.hit_end(0, end, self._is_there)
+    def stop_of(self, group: int, end: int) -> int:
+        """Of full attention, so many blocks have to be there for a hit to end here: with the one that is left to be
+        computed behind it. Of windows, all that are `needed`."""
+        if group in self._stored:
+            return len(self._keys[group])
+        return -(-(end + self._grouped.drops_last_block) // self._grouped.groups[group].hashes_per_block)
 
     def num_lacking(self, end: int) -> int:
         """Blocks that have to come for this end."""
         return self._num_lacking({group: self._lacking(group) for group in self._grouped.full}, end)
 
     def needed(self, end: int) -> list[Sequence[int]]:
-        """By group the blocks that have to be on the host for this end, and behind them those with which the last of
-        them is stored: of full attention from `first` on, of windows what they need here, and where a hit will end."""
-        here, there = self._grouped.needed(0, end), self._grouped.needed(0, self.hit_end(end))
+        """By group the blocks that have to be on the host for a hit to end here: of full attention from `first` on, and
+        behind them those with which the last of them is stored."""
+        here, behind = self._grouped.needed(0, end), self._grouped.needed(0, self._whole_behind(end))
         return [
-            range(self.first[group], max(blocks.stop, self._found[group]))
+            range(self.first[group], max(self.stop_of(group, end), self._found[group]))
             if group in self._grouped.full
-            else sorted({*blocks, *there[group]})
+            else sorted({*blocks, *behind[group]})
             for group, blocks in enumerate(here)
         ]
+
+    def _useful(self, num_hashes: int) -> int:
+        """How many of these may make a hit longer: whole blocks of every group, and what is left to be computed."""
+        return num_hashes if self._grouped.drops_last_block else num_hashes - num_hashes % self._grouped.hashes_per_hit
+
+    def _whole_behind(self, end: int) -> int:
+        """Where windows have to be whole, too, for a hit to end here: nowhere else, but where they alone say that there
+        is a block to be left to be computed."""
+        if self.first or not self._grouped.drops_last_block:
+            return end
+        return self._grouped.whole_end(0, self._most, self._is_there)
 
     def held_windows(self, end: int) -> list[int]:
         """Nodes of what the host has of the windows for this end."""
@@ -129,7 +145,7 @@ class Search:
         """All has been answered that was asked: ask for the windows of ends farther in front, if it matters."""
         self.questions = []
         grouped, high = self._grouped, self._low
-        end = self.hit_end(self._most)
+        end = grouped.hit_end(0, self._most, self._is_there)
         if not self._stored or end >= high or high <= self.host_end:
             return
         self._low = max(self.host_end, high - self._num_ends * grouped.hashes_per_hit)
@@ -148,13 +164,13 @@ class Search:
     def _lacking(self, group: int) -> list[int]:
         """The blocks of full attention, from `first` on, that are not on the host."""
         first, per_block = self.first[group], self._grouped.groups[group].hashes_per_block
-        keys = self._keys[group][first : self._most // per_block]
+        keys = self._keys[group][first : -(-self._most // per_block)]
         path = self._grouped.tree.match(keys)
         return [first + i for i in (*self._host.absent(path), *range(len(path), len(keys)))]
 
     def _num_lacking(self, lacks: Mapping[int, Sequence[int]], end: int) -> int:
-        needed, sizes = self.needed(end), self._grouped.groups
-        num_full = sum(bisect_left(blocks, end // sizes[group].hashes_per_block) for group, blocks in lacks.items())
+        needed = self.needed(end)
+        num_full = sum(bisect_left(blocks, self.stop_of(group, end)) for group, blocks in lacks.items())
         return num_full + sum(not self._is_held(group, block) for group in self._stored for block in needed[group])
 
     def _is_held(self, group: int, block: int) -> bool:

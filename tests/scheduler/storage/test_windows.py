@@ -52,14 +52,29 @@ def make(
 
 
 def report(
-    half: SchedulerHalf, jobs: Sequence[StorageJob], found: int | None = None, rank: int = 0, ok: bool = True
+    half: SchedulerHalf,
+    jobs: Sequence[StorageJob],
+    found: int | None = None,
+    rank: int = 0,
+    ok: bool = True,
+    missing: tuple[int, ...] = (),
 ) -> None:
-    """These jobs have ended; of a look-up, the keys of these bits were found."""
+    """These jobs have ended, but for blocks at these places; of a look-up, the keys of these bits were found."""
     ids = tuple(job.job_id for job in jobs)
     bits = tuple((job_id, found) for job_id in ids) if found is not None else ()
     done, failed = (ids, ()) if ok else ((), ids)
     half.update_connector_output(
-        [StepReport(half._step, rank, done, failed, num_host_blocks=half.host.pool.capacity, found=bits)]
+        [
+            StepReport(
+                half._step,
+                rank,
+                done,
+                failed,
+                num_host_blocks=half.host.pool.capacity,
+                found=bits,
+                missing=tuple((job_id, missing) for job_id in done if missing),
+            )
+        ]
     )
 
 
@@ -265,6 +280,45 @@ def test_a_failed_look_up_is_a_miss() -> None:
     assert matched(half, request) == 0
 
 
+@pytest.mark.parametrize("lost", ["attention", "the state"])
+def test_what_has_not_come_costs_the_hit_what_lies_behind_it_alone(lost: str) -> None:
+    """A block was damaged, or has gone since it was looked up: storage is asked once more, for an end in front."""
+    half, request = make(STATE), Asked("a", PROMPT)
+    (job,) = found_full(half, request, 10)
+    report(half, [job], found=0b10010)
+    full, state = step(half)
+    assert places(half, state) == [(1, 9)]
+    report(half, [full], missing=(7,) if lost == "attention" else ())
+    assert step(half) == (), "the rest is on its way"
+    report(half, [state], ok=lost == "attention")
+    assert matched(half, request) is None
+    if lost == "attention":
+        (job,) = step(half)
+        report(half, [job], found=0)
+    (job,) = step(half)
+    report(half, [job], found=0b10)
+    (job,) = step(half)
+    assert places(half, job) == [(1, 3)]
+    report(half, [job])
+    assert matched(half, request) == 16
+    half.check()
+
+
+def test_what_never_comes_is_asked_for_twice_and_no_more() -> None:
+    half, request = make(STATE), Asked("a", PROMPT)
+    (job,) = found_full(half, request, 10)
+    for _ in range(2):
+        report(half, [job], found=0b10000)
+        *others, state = step(half)
+        report(half, others)
+        assert places(half, state) == [(1, 9)]
+        report(half, [state], ok=False)
+        (job,) = step(half) or (job,)
+    assert matched(half, request) == 0
+    assert step(half) == ()
+    half.check()
+
+
 def test_a_look_up_that_is_never_answered_is_given_up() -> None:
     half, request = make(COARSE), Asked("a", PROMPT)
     one, _ = asked(half, request)
@@ -287,12 +341,50 @@ def test_two_that_arrive_together_share_the_fetch_of_a_window() -> None:
     assert half.get_kv_connector_stats()["storage_hit_tokens"] == 40
 
 
-def test_where_the_last_block_is_computed_windows_are_fetched_for_both_ends() -> None:
+def test_where_the_last_block_is_computed_a_window_is_fetched_in_front_of_it() -> None:
     half, request = make(drop_last_block=True), Asked("a", PROMPT)
     (job,) = found_full(half, request, 10)
     report(half, [job], found=first(10))
     jobs = step(half)
-    assert fetched(half, jobs) == [[(0, i) for i in range(10)], [(1, 7), (1, 8), (1, 9)]]
+    assert fetched(half, jobs) == [[(0, i) for i in range(10)], [(1, 7), (1, 8)]]
+    report(half, jobs)
+    assert matched(half, request) == 36
+
+
+def test_where_the_last_block_is_computed_one_state_is_enough() -> None:
+    """Engines keep the state in front of that block, and none behind it. The block of attention that has the first
+    token to compute comes, too: without it nobody knows that the state is at a hit's end."""
+    half, request = make(STATE, drop_last_block=True), Asked("a", PROMPT)
+    (job,) = found_full(half, request, 10)
+    report(half, [job], found=0b1000)
+    jobs = step(half)
+    assert fetched(half, jobs) == [[(0, i) for i in range(9)], [(1, 7)]]
+    report(half, jobs)
+    assert matched(half, request) == 32
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_prompt_that_ends_with_a_block_hits_up_to_the_state_in_front_of_it(num_more: int) -> None:
+    """As vLLM does with its own prefix cache: the last block is there to be left to be computed."""
+    half, request = make(STATE, drop_last_block=True), Asked("a", PROMPT[: 36 + num_more])
+    (job,) = found_full(half, request, 9)
+    report(half, [job], found=0b1000)
+    report(half, step(half))
+    assert matched(half, request) == 32
+
+
+def test_a_token_of_a_prompt_that_ends_with_a_block_is_left_to_compute() -> None:
+    half, request = make(STATE), Asked("a", PROMPT[:40])
+    (job,) = asked(half, request)
+    assert len(job.split_keys()) == 8
+
+
+def test_where_windows_alone_say_what_there_is_they_are_fetched_for_both_ends() -> None:
+    half, request = make((BlockGroup(window_blocks=2),), drop_last_block=True), Asked("a", PROMPT)
+    (job,) = asked(half, request)
+    report(half, [job], found=first(10))
+    jobs = step(half)
+    assert fetched(half, jobs) == [[(0, 7), (0, 8), (0, 9)]]
     report(half, jobs)
     assert matched(half, request) == 36
 

@@ -154,7 +154,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "called-off-for-all",
         "who waited for another's fetch that was called off is never looked up again",
-        (Patch(_PREFETCHES, "elif job.job_id in prefetch.coalesced and not prefetch.is_repeated:", "elif False:"),),
+        (Patch(_PREFETCHES, "or (fetch.job.job_id in prefetch.coalesced and not fetch.ok)", "or False"),),
         tested(f"{_TESTS}::test_a_fetch_that_was_called_off_is_asked_for_again_by_who_rides_on_it"),
     ),
     Mutant(

@@ -137,14 +137,62 @@ STORAGE_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "objects-cut-by-windows",
         "a hit that a window ends within an object asks for another object, which there is not",
-        (Patch(_SEARCH, "max(blocks.stop, self._found[group])", "blocks.stop"),),
+        (Patch(_SEARCH, "max(self.stop_of(group, end), self._found[group])", "self.stop_of(group, end)"),),
         tested(f"{_PLANS}::test_objects_are_fetched_whole_also_where_a_window_ends_the_hit_within_one"),
     ),
     Mutant(
         "window-of-the-dropped-block-alone",
-        "where the last block is computed, the window in front of it is not fetched",
-        (Patch(_SEARCH, "sorted({*blocks, *there[group]})", "sorted(blocks)"),),
-        tested(f"{_PLANS}::test_where_the_last_block_is_computed_windows_are_fetched_for_both_ends"),
+        "where the last block is computed, and windows alone say that there is one, its window is not fetched",
+        (Patch(_SEARCH, "sorted({*blocks, *behind[group]})", "sorted(blocks)"),),
+        tested(f"{_PLANS}::test_where_windows_alone_say_what_there_is_they_are_fetched_for_both_ends"),
+    ),
+    Mutant(
+        "state-of-the-dropped-block",
+        "where the last block is computed, a state is looked for behind it, where engines keep none",
+        (
+            Patch(
+                _SEARCH,
+                "        end = grouped.hit_end(0, end, self._is_there)\n        while",
+                "        end = grouped.whole_end(0, end, self._is_there)\n        while",
+            ),
+        ),
+        tested("tests/scheduler/storage/test_search.py"),
+    ),
+    Mutant(
+        "dropped-block-not-fetched",
+        "the block that is left to be computed stays in storage, and with it the last one of the hit",
+        (Patch(_SEARCH, "-(-(end + self._grouped.drops_last_block) //", "-(-end //"),),
+        tested(f"{_PLANS}::test_where_the_last_block_is_computed_one_state_is_enough"),
+    ),
+    Mutant(
+        "last-block-not-looked-at",
+        "a prompt that ends with a block misses the state which engines with drafts keep in front of it",
+        (
+            Patch(
+                "kv_connector/scheduler/shared.py",
+                "(num_tokens if leaves_block else num_tokens - 1)",
+                "(num_tokens - 1)",
+            ),
+        ),
+        tested(f"{_PLANS}::test_a_prompt_that_ends_with_a_block_hits_up_to_the_state_in_front_of_it"),
+    ),
+    Mutant(
+        "whole-prompt-hit",
+        "a prompt that ends with a block is hit whole: no token is left to compute",
+        (Patch("kv_connector/scheduler/shared.py", "self.grouped.drops_last_block and len", "len"),),
+        tested(f"{_PLANS}::test_a_token_of_a_prompt_that_ends_with_a_block_is_left_to_compute"),
+    ),
+    Mutant(
+        "losses-not-made-up-for",
+        "one block of storage that is damaged costs a model with states its whole hit",
+        (Patch(_PREFETCHES, "return self._grouped.has_windows or (fetch.job", "return (fetch.job"),),
+        tested(f"{_PLANS}::test_what_has_not_come_costs_the_hit_what_lies_behind_it_alone"),
+    ),
+    Mutant(
+        "losses-for-ever",
+        "what storage says it has and never brings is asked for again and again",
+        (Patch(_PREFETCHES, "prefetch.is_done and not prefetch.is_repeated:", "prefetch.is_done:"),),
+        tested(f"{_PLANS}::test_what_never_comes_is_asked_for_twice_and_no_more"),
     ),
     Mutant(
         "room-made-of-windows",
@@ -158,7 +206,7 @@ STORAGE_GROUPS: tuple[Mutant, ...] = (
         (
             Patch(
                 _PREFETCHES,
-                "num_tokens = (search.hit_end(end) - search.host_end) * self._block_size",
+                "num_tokens = (end - search.host_end) * self._block_size",
                 "num_tokens = num_lacking * self._block_size",
             ),
         ),

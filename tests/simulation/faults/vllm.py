@@ -44,6 +44,18 @@ VLLM: tuple[Mutant, ...] = (
         f"{_TESTS}/test_vllm_steps.py::test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept",
     ),
     _mutant(
+        "states-of-hits-untold",
+        "a state is seen once, when it is computed: one that is hit on the device never comes to the host",
+        Patch(f"{_FOLDER}/steps.py", "in _begun(output):", "in ():"),
+        f"{_TESTS}/test_vllm_steps.py::test_a_state_that_a_request_begins_with_is_told_of",
+    ),
+    _mutant(
+        "states-of-hits-beside",
+        "the state that a request goes on with is told of as that which it begins with",
+        Patch(f"{_FOLDER}/steps.py", "num_tokens // size - 1]", "num_tokens // size]"),
+        f"{_TESTS}/test_vllm_steps.py::test_a_state_that_a_request_begins_with_is_told_of",
+    ),
+    _mutant(
         "states-of-preempted",
         "a state of a request that has lost its blocks in the step is saved",
         Patch(f"{_FOLDER}/scheduler.py", "state.request_id in (output.preempted_req_ids or ())", "False"),
@@ -58,6 +70,12 @@ VLLM: tuple[Mutant, ...] = (
             "if False:",
         ),
         f"{_TESTS}/test_vllm_steps.py::test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept",
+    ),
+    _mutant(
+        "states-of-any-rounding",
+        "states that another backend has computed, or rounded by chance, have the names of this one's",
+        Patch(f"{_FOLDER}/identity.py", "has_states=bool(states)", "has_states=False"),
+        f"{_TESTS}/test_vllm_identity.py::test_how_states_are_computed_and_rounded_is_named",
     ),
     _mutant(
         "hashes-for-blocks",
@@ -130,7 +148,7 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "state-types-unnamed",
         "states of float16 and of bfloat16 are found under one name",
-        Patch(f"{_FOLDER}/identity.py", "{model.dtype}{_states(kv_cache_config)}", "{model.dtype}"),
+        Patch(f"{_FOLDER}/identity.py", "{model.dtype}{states}", "{model.dtype}"),
         f"{_HYBRID}::test_states_of_another_type_are_not_found",
     ),
 )
