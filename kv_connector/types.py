@@ -223,7 +223,7 @@ class StepReport(NamedTuple):
     `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have changed, and
     `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if nowhere; where
     `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were to fill and have not, as
-    the engine was told since the report before.
+    the engine was told since the report before; where the step `has_failed_in_step`, it was to read some of them.
     """
 
     step: int
@@ -246,3 +246,4 @@ class StepReport(NamedTuple):
     peer_counters: tuple[tuple[str, float], ...] = ()
     peers_are_broken: bool = False
     lost_blocks: tuple[int, ...] = ()
+    has_failed_in_step: bool = False

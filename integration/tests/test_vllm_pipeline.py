@@ -17,6 +17,7 @@ from integration.tests.vllm_engines import (
     transfer_config,
     vllm_version,
 )
+from kv_connector.errors import KVConnectorError
 
 pytestmark = [
     pytest.mark.usefixtures("stable_hashes", "slow_machine"),
@@ -79,22 +80,55 @@ def test_what_one_stage_has_not_loaded_no_stage_has(tmp_path: Path, choice: str,
     assert again == expected
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_must_not_be_planned_on_ends_the_engine_and_says_why(tmp_path: Path, rank: int) -> None:
+    """The chunk behind the one that was not loaded is under way by then in the first stage; nobody stands still."""
+    config = transfer_config({"write_policy": "write_through"}, kv_load_failure_policy="recompute")
+    (prompt,) = prompts(1, 700)
+    with running(tmp_path, num_blocks=160, kv_transfer_config=config, **STAGES) as engine:
+        engine.alone([prompt])
+        engine.drain()
+        engine.llm.reset_prefix_cache()
+        engine.break_loads(True, rank)
+        with pytest.raises(KVConnectorError, match="kv_load_failure_policy=fail"):
+            engine.alone([prompt])
+
+
+def storage_config(folder: Path) -> dict[str, Any]:
+    storage = {"path": str(folder / "store"), "capacity": "64MiB", "prefetch": "wait_complete"}
+    return transfer_config({"write_policy": "write_through", "storage": storage})
+
+
 def test_storage_is_found_by_the_same_stages_and_by_no_other_ranks(tmp_path: Path) -> None:
     """Two stages and two ranks of tensor parallelism have blocks of the same size, and other bytes in them."""
-    storage = {"path": str(tmp_path / "store"), "capacity": "64MiB", "prefetch": "wait_complete"}
-    config = transfer_config({"write_policy": "write_through", "storage": storage})
-    asked, num_blocks = prompts(2), 2 * 13
-    with running(tmp_path, num_blocks=100, kv_transfer_config=config, **STAGES) as engine:
+    options = {"num_blocks": 100, "kv_transfer_config": storage_config(tmp_path)}
+    asked = prompts(2)
+    with running(tmp_path, **options, **STAGES) as engine:
         engine.wait_for_storage()
         engine.alone(asked)
         expected = engine.alone(asked)
         engine.check_all_free()
-        assert engine.stats()["backed_up_blocks"] == num_blocks
-    with running(tmp_path, num_blocks=100, kv_transfer_config=config, **STAGES) as engine:
+        assert engine.stats()["backed_up_blocks"] == 2 * 13
+    with running(tmp_path, **options, **STAGES) as engine:
         engine.wait_for_storage()
         assert engine.alone(asked) == expected
-        assert engine.stats()["fetched_blocks"] == num_blocks
-    with running(tmp_path, num_blocks=100, kv_transfer_config=config, tensor_parallel_size=2) as engine:
+        assert engine.stats()["fetched_blocks"] == 2 * 13
+    with running(tmp_path, **options, tensor_parallel_size=2) as engine:
         engine.wait_for_storage()
         engine.alone(asked)
         assert engine.stats()["fetched_blocks"] == 0
+
+
+def test_storage_is_found_by_no_other_split_of_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where layers with and without windows lie over each other, stages of four and of five have blocks of one size."""
+    options = {"num_blocks": 160, "kv_transfer_config": storage_config(tmp_path)}
+    asked, fetched = prompts(2), []
+    for split in ("5,1", "4,2"):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", split)
+        with running(tmp_path, "windows", **options, **STAGES) as engine:
+            engine.wait_for_storage()
+            engine.alone(asked)
+            engine.check_all_free()
+            assert engine.stats()["backed_up_blocks"] > 0
+            fetched.append(engine.stats()["fetched_blocks"])
+    assert fetched == [0, 0]

@@ -130,7 +130,7 @@ class VllmEngine:
 
     def warm_up(self) -> None:
         """Ask until all host memory is in use: it is page-locked in the background."""
-        num_blocks = self.llm.collective_rpc(_num_host_blocks)[0]
+        num_blocks = min(self.llm.collective_rpc(_num_host_blocks))
         while self.stats()["host_capacity_blocks"] < num_blocks:
             self.alone([[2, 3, 4]], 1)
 

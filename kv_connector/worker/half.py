@@ -77,7 +77,7 @@ class WorkerHalf(KVConnectorWorker):
         self._handed: list[EndedPeerJob] = []  # peer jobs to be reported
         self._distrusted_step = -1  # the last in which a load failed that steps may have computed on
         self._lost_blocks: set[int] = set()  # load errors that were told since the last report
-        self.has_failed_in_step = False  # of the load errors told last, some are of blocks that a step was to read
+        self._has_failed_in_step = False  # of the load errors told last, some are of blocks that a step was to read
         self._completed: list[Completion] = []
         self._mark: Event | None = None  # where background loads may start
         self._saves_pending = False
@@ -189,7 +189,7 @@ class WorkerHalf(KVConnectorWorker):
         return self._arrivals.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        block_ids, self.has_failed_in_step = self._arrivals.take_invalid_blocks()
+        block_ids, self._has_failed_in_step = self._arrivals.take_invalid_blocks()
         self._lost_blocks |= block_ids
         return block_ids
 
@@ -233,6 +233,7 @@ class WorkerHalf(KVConnectorWorker):
             peer_counters=self._peers.counters() if self._peers is not None else (),
             peers_are_broken=self._peers is not None and self._peers.is_broken,
             lost_blocks=tuple(sorted(lost_blocks)),
+            has_failed_in_step=self._has_failed_in_step and bool(lost_blocks),
         )
 
     def describe(self) -> str:

@@ -121,7 +121,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """The same from all stages of a pipeline; versions that do not call it have those of one stage."""
+        """The same by stage of a pipeline and rank in it, as vLLM 0.25 and newer call it."""
         self._scheduler.set_xfer_handshake_metadata(metadata.values())
 
     def on_new_request(self, request: Request) -> None:

@@ -120,8 +120,9 @@ def _check_hits_end_alike(kv_cache_config: Any, hit_tokens: int) -> None:
     for group in kv_cache_config.kv_cache_groups:
         size = group.kv_cache_spec.block_size
         if hit_tokens % size:
+            layer = group.layer_names[0] if group.layer_names else "?"  # of another stage
             raise ConfigError(
-                f"layer {group.layer_names[0]!r}: blocks of {size} tokens that vLLM caches no prefixes of are not "
+                f"layer {layer!r}: blocks of {size} tokens that vLLM caches no prefixes of are not "
                 f"supported beside hits that end at multiples of {hit_tokens}: start this model without "
                 "--kv-transfer-config"
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.utils import get_pp_indices
 
 from ...errors import ConfigError
 from ...fingerprint import fingerprint_of
@@ -154,8 +155,8 @@ def _hash(model: ModelConfig) -> str:
 
 
 def _settings(vllm_config: VllmConfig, has_states: bool) -> str:
-    """Of what is in the hash the part that a user sets and may want to read; and what decides images and states, which
-    is not."""
+    """Of what is in the hash the part that a user sets and may want to read; and what decides images, states and which
+    layers a stage of a pipeline has, which is not."""
     model = vllm_config.model_config
     overrides = model.hf_overrides
     mamba = getattr(vllm_config, "mamba_config", None) if has_states else None
@@ -166,8 +167,16 @@ def _settings(vllm_config: VllmConfig, has_states: bool) -> str:
         "hf_overrides": f"{overrides.__module__}.{overrides.__qualname__}" if callable(overrides) else overrides,
         **multimodal,
         **{f"mamba_{name}": getattr(mamba, name, None) for name in _MAMBA},
+        "stages": _stages(model, vllm_config.parallel_config.pipeline_parallel_size),
     }
     return json.dumps({name: value for name, value in shown.items() if value}, sort_keys=True, default=str)
+
+
+def _stages(model: ModelConfig, pp_size: int) -> list[tuple[int, int]]:
+    """The first layer of each stage of a pipeline, and the first behind it: two ways to split a model may give stages
+    blocks of one size."""
+    num_layers = model.get_total_num_hidden_layers()
+    return [get_pp_indices(num_layers, stage, pp_size) for stage in range(pp_size)] if pp_size > 1 else []
 
 
 def _weights(model: ModelConfig, load: Any) -> str:

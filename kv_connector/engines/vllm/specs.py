@@ -16,7 +16,7 @@ from .groups import read_groups
 from .steps import TELLS_FAILED_REQUESTS
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -27,8 +27,8 @@ class EngineShape:
     `block_size`: tokens of a block hash; a block of group g has `groups[g].hashes_per_block` of them.
     `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
-    `recomputes_ahead`: it plans a step before it knows how the last one ended, as pipelines do, and is to compute what
-    was not loaded.
+    `recomputes_ahead`: it plans a step of a request before it knows how the last one ended, or the next chunk of its
+    prompt, as pipelines do, and is to compute what was not loaded.
     `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
     """
 
@@ -73,7 +73,7 @@ def read_config(vllm_config: VllmConfig) -> Config:
                 "for all engines that share blocks, such as PYTHONHASHSEED=0"
             )
     config = _with_role(config, str(vllm_config.kv_transfer_config.kv_role))
-    return _of_replica(config, vllm_config.parallel_config)
+    return _of_replica(config, vllm_config)
 
 
 def _with_role(config: Config, kv_role: str) -> Config:
@@ -84,10 +84,11 @@ def _with_role(config: Config, kv_role: str) -> Config:
     return replace(config, peer=replace(config.peer, role=roles[kv_role]))
 
 
-def _of_replica(config: Config, parallel: ParallelConfig) -> Config:
+def _of_replica(config: Config, vllm_config: VllmConfig) -> Config:
     """Data-parallel engines are started with one configuration: their ranks listen at ports that follow each other."""
     if config.peer is None or not config.peer.port:
         return config
+    parallel = vllm_config.parallel_config
     port = config.peer.port + parallel.data_parallel_index * parallel.world_size
     return replace(config, peer=replace(config.peer, port=port))
 

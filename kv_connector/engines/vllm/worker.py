@@ -12,7 +12,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from ...build import build_worker
 from ...config import Config
-from ...errors import KVConnectorError
 from ...index import CacheIdentity
 from .specs import EngineShape
 from .stats import TieredStats
@@ -75,16 +74,7 @@ class WorkerRole:
         return self.half.get_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Raises KVConnectorError where vLLM would go on with tokens that rest on bytes that never came: it has planned
-        the next step by then, takes the answer of that one for the request's, and caches what it computes."""
-        block_ids = self.half.get_block_ids_with_load_errors()
-        if block_ids and self.half.has_failed_in_step and self._shape.recomputes_ahead:
-            raise KVConnectorError(
-                f"the load of {len(block_ids)} blocks failed twice in a step, and vLLM, which plans ahead, would go on "
-                "with wrong tokens: with kv_load_failure_policy=fail the request would end instead, and with "
-                "--no-async-scheduling it would be computed"
-            )
-        return block_ids
+        return self.half.get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> ReportMetadata:
         return ReportMetadata((self.half.build_connector_worker_meta(),))

@@ -71,8 +71,8 @@ LOADS: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/worker/half.py",
-                "        block_ids, self.has_failed_in_step =",
-                "        self._poll()\n        block_ids, self.has_failed_in_step =",
+                "        block_ids, self._has_failed_in_step =",
+                "        self._poll()\n        block_ids, self._has_failed_in_step =",
             ),
         ),
         tested("tests/worker/test_half.py::test_a_load_is_reported_in_the_step_that_names_its_request"),

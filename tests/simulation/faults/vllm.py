@@ -78,6 +78,18 @@ VLLM: tuple[Mutant, ...] = (
         f"{_TESTS}/test_vllm_identity.py::test_how_states_are_computed_and_rounded_is_named",
     ),
     _mutant(
+        "stages-of-any-split",
+        "stages that have other layers, and blocks of the same size, have the names of this pipeline's",
+        Patch(f"{_FOLDER}/identity.py", "if pp_size > 1 else []", "if pp_size > 9 else []"),
+        f"{_TESTS}/test_vllm_pipeline.py::test_storage_is_found_by_no_other_split_of_the_layers",
+    ),
+    _mutant(
+        "planned-on",
+        "vLLM goes on with the step that it has planned behind a load that failed",
+        Patch(f"{_FOLDER}/scheduler.py", "if self.shape.recomputes_ahead and any(", "if False and any("),
+        f"{_TESTS}/test_vllm_pipeline.py::test_a_step_that_must_not_be_planned_on_ends_the_engine_and_says_why",
+    ),
+    _mutant(
         "hashes-for-blocks",
         "routers are told that every group's blocks have the tokens of one hash",
         Patch(f"{_FOLDER}/events.py", "block_size=self._shape.block_sizes[group]", "block_size=self._shape.block_size"),
