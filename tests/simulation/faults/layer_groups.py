@@ -11,6 +11,7 @@ _HALF = "kv_connector/scheduler/half.py"
 _WORLDS = tested("tests/simulation/test_layer_groups.py::test_layers_of_several_kinds_break_no_promise")
 _HITS = "tests/index/test_lookup.py::test_a_hit_is_the_longest_prefix_that_every_group_can_serve"
 _SAVES = "tests/scheduler/saves/test_states.py"
+_WINDOWS = "tests/scheduler/saves/test_windows.py"
 
 LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
@@ -137,5 +138,17 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         "a state within a block is saved as that in front of the block",
         (Patch(_PLANNER, "if not within and index", "if index"),),
         tested(f"{_SAVES}::test_what_has_no_name_is_not_saved_as_something_else"),
+    ),
+    Mutant(
+        "hole-in-a-window",
+        "a place of a window's table without a block is saved as if there were one",
+        (Patch(_PLANNER, " for i in range(first, full) if ids[i] != NO_BLOCK}", " for i in range(first, full)}"),),
+        tested(f"{_WINDOWS}::test_a_place_without_a_block_is_not_saved"),
+    ),
+    Mutant(
+        "window-ends-too-soon",
+        "the block that a hit ends with is taken to have left the window",
+        (Patch(_PLANNER, "(progress.num_computed_tokens - 1) // (size", "progress.num_computed_tokens // (size"),),
+        tested(f"{_WINDOWS}::test_a_block_that_a_hit_ends_with_is_in_the_window"),
     ),
 )
