@@ -1,4 +1,4 @@
-"""Which blocks of a sliding window a step saves: those that the engine holds, and still needs."""
+"""Which blocks of a sliding window a step saves: those that the engine holds and still needs; how they are counted."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def test_a_block_that_a_hit_ends_with_is_in_the_window() -> None:
     request = Asked("a", list(range(12)))
     half.update_state_after_alloc(request, [[0, 1, 2]], 8, 0)
     assert saved(step(half, request, 8, 4)) == [1, 2]
+
+
+def test_what_is_saved_on_a_hit_is_counted_by_the_group_s_own_blocks() -> None:
+    """Of a window with blocks twice as long as those of full attention, two blocks are hit and two computed."""
+    half, _, _ = make_half(0, groups=(BlockGroup(), BlockGroup(window_blocks=9, hashes_per_block=2)))
+    request = Asked("a", list(range(32)))
+    half.update_state_after_alloc(request, [list(range(8)), [10, 11, 12, 13]], 16, 0)
+    assert sorted(saved(step(half, request, 16, 16))) == [0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13]
+    assert (half.metrics.saves_on_hit_blocks, half.metrics.saves_on_compute_blocks) == (4 + 2, 4 + 2)
