@@ -33,7 +33,6 @@ LEFT_TO_VLLM = {
     "restore_kv_caches": "addresses are the same after sleep, and nothing was registered: see `supports_sleep_mode`",
     "role": "as vLLM keeps it",
     "set_host_xfer_buffer_ops": "copies are ours",
-    "set_xfer_handshake_metadata_pp_aware": "pipelines are refused",
     "supports_divergent_local_hybrid_hits": "states that lag behind on the device are not restored",
     "unregister_kv_caches": "as `restore_kv_caches`",
 }
