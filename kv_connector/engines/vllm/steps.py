@@ -64,7 +64,7 @@ def told_states(output: VllmOutput, shape: EngineShape) -> Iterator[StateBlock]:
     here, as blocks of attention are seen anew with every hit: a step copies such a state and goes on with the copy.
     """
     block_state = getattr(output, "kv_connector_block_state", None)
-    if block_state is None:
+    if block_state is None or not shape.has_states:
         return
     for request_id, offers in block_state.boundary_state_offloads.items():
         for group_id, block_id, num_tokens in offers:
