@@ -1,6 +1,8 @@
-"""What tests of whole engines on storage ask for by name."""
+"""What tests of whole engines ask for by name."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +19,24 @@ def stable_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that stands still for seconds, as a busy host's do, is not a storage that never answers."""
     monkeypatch.setattr(reading, "STALL_SECONDS", 60.0)
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the weights of small models are made once for all tests."""
+    return tmp_path_factory.getbasetemp() / "models"
+
+
+@pytest.fixture
+def mamba2_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 lets Mamba2 keep a state from the middle of a step, which its kernels for the CPU cannot."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
+
+
+@pytest.fixture
+def two_ranks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share two cores, with a thread each."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")

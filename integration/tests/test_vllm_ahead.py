@@ -21,11 +21,6 @@ from kv_connector.errors import KVConnectorError
 pytestmark = pytest.mark.skipif(vllm_version().startswith("0.20"), reason="its runner plans ahead on GPUs only")
 
 
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "models"
-
-
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_resets_while_steps_and_saves_are_under_way(folder: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """In front of every step of a busy engine that plans ahead: no reset is refused, no token changes."""

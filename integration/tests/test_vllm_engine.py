@@ -26,11 +26,6 @@ from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 POLICIES = ("adaptive", "write_through", "write_through_selective", "write_back")
 
 
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "models"
-
-
 @pytest.mark.parametrize("choice", ["sync", "async"])
 @pytest.mark.parametrize("model", ["dense", "windows"])
 def test_a_loaded_prefix_has_the_bytes_and_gives_the_tokens_of_a_cached_one(
@@ -112,9 +107,8 @@ def test_draft_layers_are_saved_and_loaded_and_the_last_block_is_computed(folder
 
 
 @pytest.mark.skipif(vllm_version().startswith("0.20"), reason="two CPU ranks of vLLM 0.20 need more than two cores")
-def test_two_ranks_agree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.mark.usefixtures("two_ranks_on_the_cpu")
+def test_two_ranks_agree(folder: Path) -> None:
     config = transfer_config({"write_policy": "write_through"})
     asked = prompts(4)
     with running(folder, num_blocks=40, kv_transfer_config=config, tensor_parallel_size=2) as engine:

@@ -14,11 +14,6 @@ from integration.tests.vllm_engines import VllmEngine, prompts, running, schedul
 from kv_connector.errors import KVConnectorError
 
 
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "models"
-
-
 def give_up(engine: VllmEngine) -> None:
     """The clients of all requests go away."""
     request_ids = list(engine.scheduler.requests)

@@ -18,23 +18,13 @@ from integration.tests.vllm_engines import VllmEngine, prompts, running, schedul
 from kv_connector.engines.vllm.groups import TELLS_STATES
 from kv_connector.index import split_key
 
-pytestmark = pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer")
+pytestmark = [
+    pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer"),
+    pytest.mark.usefixtures("mamba2_on_the_cpu"),
+]
 
 MODELS = ("mamba", "states_apart", "states_only", "delta", "conv", "two_sizes")
 Answer = tuple[list[int], list[float]]
-
-
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "models"
-
-
-@pytest.fixture(autouse=True)
-def _mamba2_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.32 lets Mamba2 keep a state from the middle of a step, which its kernels for the CPU cannot."""
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-    monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
 
 
 def options(model: str, **settings: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from kv_connector.types import PeerAction, PeerJob
 
 pytestmark = [
     pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer"),
-    pytest.mark.usefixtures("stable_hashes", "slow_machine"),
+    pytest.mark.usefixtures("stable_hashes", "slow_machine", "mamba2_on_the_cpu"),
     pytest.mark.timeout(600),
 ]
 
@@ -121,18 +121,6 @@ class Prefill:
     def end(self) -> None:
         self._pipe.send(None)
         self.process.join(60)
-
-
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "models"
-
-
-@pytest.fixture(autouse=True)
-def _mamba2_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-    monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
 
 
 @pytest.mark.parametrize("model", ["two_sizes", "mamba", "states_apart", "states_only", "conv"])

@@ -20,7 +20,7 @@ from integration.tests.vllm_engines import (
 from kv_connector.errors import KVConnectorError
 
 pytestmark = [
-    pytest.mark.usefixtures("stable_hashes", "slow_machine"),
+    pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu"),
     pytest.mark.skipif(vllm_version().startswith("0.20"), reason="two CPU ranks of vLLM 0.20 need more than two cores"),
 ]
 
@@ -30,12 +30,6 @@ STAGES: dict[str, Any] = {
     "enforce_eager": False,
     "compilation_config": {"mode": 1, "backend": "eager", "cudagraph_mode": "NONE"},
 }
-
-
-@pytest.fixture(autouse=True)
-def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.parametrize(("model", "choice"), [("dense", "sync"), ("windows", "async")])

@@ -54,7 +54,10 @@ def test_a_step_tells_of_blocks_once() -> None:
 def shape_of(block_size: int, *groups: BlockGroup) -> Any:
     sizes = tuple(block_size * group.hashes_per_block for group in groups)
     ids = tuple(range(len(groups)))
-    return SimpleNamespace(block_size=block_size, groups=groups, group_ids=ids, block_sizes=sizes)
+    has_states = any(group.states_are_told for group in groups)
+    return SimpleNamespace(
+        block_size=block_size, groups=groups, group_ids=ids, block_sizes=sizes, has_states=has_states
+    )
 
 
 @pytest.fixture
