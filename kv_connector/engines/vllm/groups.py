@@ -24,6 +24,8 @@ TELLS_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields_
 _FULL = ("FullAttentionManager", "SinkFullAttentionManager")
 _WINDOW = "SlidingWindowManager"
 _STATE = "MambaManager"
+_OF_ALL_HEADS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+"""Specs of what every rank computes as a whole; those derived from them may be of anything."""
 _REFUSED = {
     "RSWAManager": "it drops blocks from the middle of a request",
     "ChunkedLocalAttentionManager": "how many blocks a prefix needs depends on where in a chunk it ends; "
@@ -92,6 +94,19 @@ def layer_specs(spec: Any) -> Iterable[Any]:
     """The layers' own specs: a group of one type with different sizes wraps one for each layer."""
     wrapped = getattr(spec, "kv_cache_specs", None)
     return wrapped.values() if wrapped is not None else (spec,)
+
+
+def num_replicas(kv_cache_config: Any, parallel_config: Any) -> int:
+    """How many ranks, one behind the other, hold the same bytes: those of a stage that split nothing of the cache.
+
+    Each rank of one has the latents of multi-head latent attention, and indexer keys, of all heads. Where heads are
+    split, and there are fewer of them than ranks, some ranks hold the same as well; but specs do not say which layers.
+    """
+    specs = (spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec))
+    splits_tokens = getattr(parallel_config, "decode_context_parallel_size", 1) > 1
+    if splits_tokens or any(type(spec).__name__ not in _OF_ALL_HEADS for spec in specs):
+        return 1
+    return int(parallel_config.tensor_parallel_size)
 
 
 def _only_size(groups: Iterable[tuple[int, Any]], cache_config: Any) -> int:

@@ -7,8 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.parallel_state import get_tp_group
 
 from ...build import build_worker
 from ...config import Config
@@ -18,7 +20,6 @@ from .stats import TieredStats
 from .steps import TELLS_FAILED_REQUESTS, ReadyMetadata, ReportMetadata
 
 if TYPE_CHECKING:
-    import torch
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionBackend
 
@@ -42,6 +43,8 @@ class WorkerRole:
             backend=backend,
             groups=shape.groups,
             engine_id=shape.engine_id,
+            num_replicas=shape.num_replicas,
+            exchange=_exchange,
             fails_by_request=TELLS_FAILED_REQUESTS,
             retries_loads=True,
         )
@@ -89,6 +92,14 @@ class WorkerRole:
     def shutdown(self) -> None:
         self.half.shutdown()
         logger.info("kv_connector: rank %d: host memory released", self._shape.rank)
+
+
+def _exchange(value: object) -> list[object]:
+    """Each rank of a stage tells the others a value, as all register their caches at the same time."""
+    group = get_tp_group()
+    values: list[object] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 def _forward_order(layer_name: str) -> tuple[int, ...]:
