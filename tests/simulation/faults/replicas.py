@@ -16,8 +16,8 @@ REPLICAS: tuple[Mutant, ...] = (
         _WORLDS,
     ),
     Mutant(
-        "share-of-places",
-        "each rank saves its share of a job's places, which begin anew with every job, into its share of the host",
+        "share-mispaired",
+        "of its share a rank saves each block as another one",
         (
             Patch(
                 _SHARE,
@@ -59,6 +59,6 @@ REPLICAS: tuple[Mutant, ...] = (
                 "    os.close(own.file)\n    has_opened = exchange(file >= 0)\n",
             ),
         ),
-        tested(f"{_TESTS}::test_ranks_map_one_memory"),
+        tested(f"{_TESTS}::test_the_memory_is_there_until_the_slowest_has_opened_it"),
     ),
 )

@@ -105,6 +105,27 @@ def test_ranks_map_one_memory() -> None:
         process.join()
 
 
+def test_the_memory_is_there_until_the_slowest_has_opened_it() -> None:
+    room, is_ahead = in_a_room(2), threading.Event()
+    calls = []
+
+    def first(value: object) -> Sequence[object]:
+        calls.append(value)
+        if len(calls) == 2:
+            is_ahead.set()
+        return room[0](value)
+
+    def second(value: object) -> Sequence[object]:
+        told = room[1](value)
+        assert is_ahead.wait(60)
+        return told
+
+    shares = share_among([first, second])
+    assert [share.count for share in shares] == [2, 2]
+    for share in shares:
+        share.map(8)
+
+
 def test_where_one_rank_cannot_open_the_memory_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = iter(range(10))
     inner = host_share._open
