@@ -112,7 +112,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         layer_names=tuple(t.shared_by[0] for t in kv_cache_config.kv_cache_tensors if getattr(t, "shared_by", ())),
         world_size=parallel.world_size,
         rank=parallel.rank,
-        num_replicas=num_replicas(kv_cache_config, parallel),
+        num_replicas=num_replicas(kv_cache_config, vllm_config),
         groups=tuple(entry.group for entry in served),
         group_ids=tuple(entry.group_id for entry in served),
         group_kinds=tuple(entry.event_kind for entry in served),

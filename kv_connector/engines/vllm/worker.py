@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,7 @@ class WorkerRole:
             groups=shape.groups,
             engine_id=shape.engine_id,
             num_replicas=shape.num_replicas,
-            exchange=_exchange,
+            exchange=partial(_exchange, shape.num_replicas),
             fails_by_request=TELLS_FAILED_REQUESTS,
             retries_loads=True,
         )
@@ -94,12 +95,14 @@ class WorkerRole:
         logger.info("kv_connector: rank %d: host memory released", self._shape.rank)
 
 
-def _exchange(value: object) -> list[object]:
-    """Each rank of a stage tells the others a value, as all register their caches at the same time."""
+def _exchange(num_replicas: int, value: object) -> list[object]:
+    """What this rank and those that cache the same tell each other, as all ranks of a stage register their caches at
+    the same time."""
     group = get_tp_group()
     values: list[object] = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)
-    return values
+    first = group.rank_in_group - group.rank_in_group % num_replicas
+    return values[first : first + num_replicas]
 
 
 def _forward_order(layer_name: str) -> tuple[int, ...]:
