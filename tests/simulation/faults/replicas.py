@@ -5,6 +5,8 @@ from __future__ import annotations
 from .mutant import Mutant, Patch, tested
 
 _SHARE = "kv_connector/transfer/memory/host_share.py"
+_GROUPS = "kv_connector/engines/vllm/groups.py"
+_ENVIRONMENT = ".venv-vllm-0.32.0"
 _WORLDS = tested("tests/simulation/test_replicas.py")
 _TESTS = "tests/transfer/memory/test_host_share.py"
 
@@ -60,5 +62,12 @@ REPLICAS: tuple[Mutant, ...] = (
             ),
         ),
         tested(f"{_TESTS}::test_the_memory_is_there_until_the_slowest_has_opened_it"),
+    ),
+    Mutant(
+        "share-of-other-heads",
+        "ranks with heads of their own are taken to cache the same",
+        (Patch(_GROUPS, "set(model.architectures) <= _HEADS_ALIKE", "True"),),
+        tested("integration/tests/test_vllm_startup.py::test_how_many_ranks_of_eight_hold_the_same"),
+        _ENVIRONMENT,
     ),
 )

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
+import torch
 
 from kv_connector.transfer.memory import host_share
 from kv_connector.transfer.memory.host_pool import HostPool
@@ -197,3 +198,45 @@ def test_every_storage_job_is_carried_out_by_one_rank() -> None:
         job = StorageJob(number, StorageAction.LOOK_UP, b"", np.zeros(0, np.int64))
         assert sum(share.carries_out(job) for share in shares) == 1
         assert ALONE.carries_out(job)
+
+
+def _rank_on_a_gpu(pipe: Connection) -> None:
+    """A process that saves its share from the device and loads all of it."""
+
+    def exchange(value: object) -> Sequence[object]:
+        pipe.send(value)
+        told: Sequence[object] = pipe.recv()
+        return told
+
+    share = share_host(exchange)
+    pool = HostPool.sized(8 << 20, 1 << 16, device=torch.device("cuda"), share=share)
+    pool.wait_ready()
+    here = torch.arange(pool.num_blocks, device="cuda").view(-1, 1).expand(-1, 1 << 16).to(torch.uint8)
+    own = slice(share.index, None, share.count)
+    for block_id in range(pool.num_blocks)[own]:
+        pool.tensor[block_id].copy_(here[block_id], non_blocking=True)
+    torch.cuda.synchronize()
+    pipe.send((pool.is_pinned, pool.num_ready_blocks))
+    assert pipe.recv() == "all have saved"
+    there = pool.tensor.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    pipe.send(torch.equal(there, here))
+    pool.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_saves_to_and_loads_from_memory_that_two_processes_have_locked() -> None:
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    for _ in range(2):
+        ours, theirs = context.Pipe()
+        context.Process(target=_rank_on_a_gpu, args=(theirs,), daemon=True).start()
+        pipes.append(ours)
+    for _ in range(2):
+        told = [pipe.recv() for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(told)
+    assert [pipe.recv() for pipe in pipes] == [(True, 256)] * 2
+    for pipe in pipes:
+        pipe.send("all have saved")
+    assert [pipe.recv() for pipe in pipes] == [True, True]
