@@ -58,6 +58,8 @@ class EngineConfig:
     num_drafts: int = 0
     acceptance: float = 0.5  # of a draft
     num_ranks: int = 1
+    num_parts: int = 1  # ranks share out a context: each has one of so many parts of every block's tokens
+    interleave: int = 1  # tokens of a part that lie together
     pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
     reports_apart: bool = False  # ranks' reports of a step are taken in one by one, else together
     layer_groups: tuple[LayerGroup, ...] = (LayerGroup(),)

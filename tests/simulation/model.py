@@ -5,6 +5,7 @@
     token behind p                  mix(sum over ranks of the last h[p])
 
 A recurrent layer keeps the sum itself, as a state of many words of which each depends on it, in place of rows.
+Ranks that share out a context have the rows of some positions each, and attend to those: the token rests on all ranks'.
 C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the rank and the
 `epoch` of the weights: after an update of the weights no row of before fits any more. Layers of a windowed group attend
 to the last `window` positions only. `Oracle` computes the same without any cache.
@@ -52,12 +53,14 @@ _POSITIONS: Words = np.arange(MOST_TOKENS, dtype=np.uint64) * np.uint64(_B)
 @dataclass(frozen=True)
 class ModelShape:
     """`layer_groups[l]` is the block group of layer l; `windows[g]` the tokens that a group's layers see, or None;
-    `recurrent[g]` whether they keep states."""
+    `recurrent[g]` whether they keep states. `num_parts`, `interleave`: as in `EngineConfig`."""
 
     layer_groups: tuple[int, ...] = (0, 0)
     windows: tuple[int | None, ...] = (None,)
     recurrent: tuple[bool, ...] = (False,)
     num_ranks: int = 1
+    num_parts: int = 1
+    interleave: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -73,6 +76,15 @@ class ModelShape:
 
     def window(self, layer: int) -> int | None:
         return self.windows[self.layer_groups[layer]]
+
+    def has_row(self, rank: int, layer: int, position: int) -> bool:
+        """Whether the rank has the row of this position. A state is whole on every rank."""
+        part = position // self.interleave % self.num_parts
+        return self.is_recurrent(layer) or part == rank % self.num_parts
+
+    def has_rows(self, rank: int, layer: int, count: int) -> NDArray[np.bool_]:
+        """Of the first so many positions, whether the rank has the row."""
+        return np.array([self.has_row(rank, layer, position) for position in range(count)], dtype=np.bool_)
 
 
 def _salt(epoch: int, rank: int) -> int:
@@ -161,12 +173,12 @@ class Oracle:
             h = embed(tokens, start, self.epoch, rank)
             for layer in range(self.shape.num_layers):
                 rows = rows_of(h, layer)
-                products = rows * COEFFICIENTS[: len(rows)]
+                products = rows * COEFFICIENTS[: len(rows)] * self.shape.has_rows(rank, layer, len(rows))
                 window = self.shape.window(layer)
                 self._products[rank][layer] = products.tolist()
                 kept = products if window is None else products[max(0, len(products) - window) :]
                 self._sums[rank][layer] = int(kept.sum(dtype=np.uint64))
-                h = attend(h, rows, 0, 0, window)
+                h = attend(h, rows * self.shape.has_rows(rank, layer, len(rows)), 0, 0, window)
         self._num_ahead = len(tokens)
 
     def _extend(self) -> None:
@@ -178,7 +190,7 @@ class Oracle:
             h = mix_one(token * _D + position * _B + self._salts[rank])
             for layer in range(self.shape.num_layers):
                 row = mix_one(h + mix_one(layer + 17))
-                product = row * _COEFFICIENTS_LIST[position] & _MASK
+                product = row * _COEFFICIENTS_LIST[position] & _MASK if self.shape.has_row(rank, layer, position) else 0
                 products, window = self._products[rank][layer], self.shape.window(layer)
                 products.append(product)
                 left = products[position - window] if window is not None and position >= window else 0

@@ -237,4 +237,6 @@ def shape_of(config: EngineConfig) -> ModelShape:
         tuple(group.window for group in groups),
         tuple(group.is_recurrent for group in groups),
         config.num_ranks,
+        config.num_parts,
+        config.interleave,
     )

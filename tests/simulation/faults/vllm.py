@@ -8,6 +8,7 @@ _ENVIRONMENT = ".venv-vllm-0.32.0"
 _FOLDER = "kv_connector/engines/vllm"
 _TESTS = "integration/tests"
 _HYBRID = f"{_TESTS}/test_vllm_hybrid.py"
+_CONTEXT = f"{_TESTS}/test_vllm_context.py"
 
 
 def _mutant(name: str, title: str, patch: Patch, *tests: str) -> Mutant:
@@ -82,6 +83,38 @@ VLLM: tuple[Mutant, ...] = (
         "stages that have other layers, and blocks of the same size, have the names of this pipeline's",
         Patch(f"{_FOLDER}/identity.py", "if pp_size > 1 else []", "if pp_size > 9 else []"),
         f"{_TESTS}/test_vllm_pipeline.py::test_storage_is_found_by_no_other_split_of_the_layers",
+    ),
+    _mutant(
+        "tokens-of-one-rank",
+        "a block that ranks share out has the tokens of one rank's part",
+        Patch(
+            f"{_FOLDER}/groups.py",
+            "return int(kv_cache_utils.resolve_dcp_kv_block_size(spec, parallel.decode_context_parallel_size))",
+            "return int(spec.block_size)",
+        ),
+        f"{_CONTEXT}::test_a_block_spans_what_vllm_says",
+    ),
+    _mutant(
+        "tokens-of-every-rank",
+        "a block of layers that every rank has whole has the tokens of all of them",
+        Patch(
+            f"{_FOLDER}/groups.py",
+            "kv_cache_utils.resolve_dcp_kv_block_size(spec, parallel.decode_context_parallel_size)",
+            "spec.block_size * parallel.decode_context_parallel_size",
+        ),
+        f"{_CONTEXT}::test_layers_that_are_not_shared_out_have_smaller_blocks_and_are_copied_whole",
+    ),
+    _mutant(
+        "parts-of-any-rank",
+        "storage gives a rank another one's part of a block",
+        Patch("kv_connector/index/identity.py", 'f"{self.rank} of {self.world_size}"', 'f"any of {self.world_size}"'),
+        f"{_CONTEXT}::test_the_next_engine_of_the_same_sizes_answers_from_storage_and_no_other",
+    ),
+    _mutant(
+        "parts-of-any-interleave",
+        "engines that share out a block's tokens in other runs are taken for the same",
+        Patch(f"{_FOLDER}/identity.py", "older if older > 1 else parallel.cp_kv_cache_interleave_size", "1"),
+        f"{_CONTEXT}::test_the_next_engine_of_the_same_sizes_answers_from_storage_and_no_other",
     ),
     _mutant(
         "planned-on",
