@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,6 @@ def spec_of(name: str, **options: Any) -> Any:
     [
         ("RSWASpec", {"rswa_window": 64}, "drops blocks from the middle of a request"),
         ("HiddenStateCacheSpec", {}, "holds hidden states"),
-        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, "where in a chunk it ends"),
     ],
 )
 def test_kinds_of_attention_that_are_not_served(name: str, options: dict[str, Any], words: str) -> None:
@@ -98,15 +98,22 @@ def test_kinds_of_attention_that_are_not_served(name: str, options: dict[str, An
         ("SinkFullAttentionSpec", {"sink_len": 32}, BlockGroup()),
         ("SlidingWindowSpec", {"sliding_window": 65}, BlockGroup(2)),
         ("SlidingWindowMLASpec", {"sliding_window": 66}, BlockGroup(3)),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 128}, BlockGroup(chunk_blocks=4)),
     ],
 )
 def test_kinds_of_attention_that_are_served(name: str, options: dict[str, Any], expected: BlockGroup) -> None:
     group = KVCacheGroupSpec(["a"], spec_of(name, **COMMON, **options))
     assert to_block_group(group, BLOCK_SIZE, BLOCK_SIZE) == expected
     smaller = to_block_group(group, BLOCK_SIZE, BLOCK_SIZE // 4)
-    assert (smaller.window_blocks, smaller.hashes_per_block) == (expected.window_blocks, 4)
+    assert smaller == replace(expected, hashes_per_block=4)
     with pytest.raises(ConfigError, match="make --block-size a multiple"):
         to_block_group(group, BLOCK_SIZE, BLOCK_SIZE - 1)
+
+
+def test_chunks_end_with_blocks() -> None:
+    spec = spec_of("ChunkedLocalAttentionSpec", **COMMON, attention_chunk_size=48)
+    with pytest.raises(ConfigError, match=r"chunks of 48 tokens.*blocks of 32: make --block-size a divisor"):
+        to_block_group(KVCacheGroupSpec(["a"], spec), BLOCK_SIZE, BLOCK_SIZE)
 
 
 def test_recurrent_states_are_served_where_vllm_says_which_block_holds_which() -> None:

@@ -224,16 +224,16 @@ class Rank:
 
     def _read(self, step: Step, layer: int) -> None:
         group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
-        window = self.shape.window(layer)
+        sight = self.shape.sight(layer)
         for item in step.items:
             h = item.h[self.index]
             assert h is not None
             if self.shape.is_recurrent(layer):
                 item.h[self.index] = self._go_on(item, layer, h)
                 continue
-            first = model.first_row(item.start, window)
+            first = sight.first(item.start)
             read = self._get(rows, item.slots[group][first : item.end])
-            item.h[self.index] = model.attend(h, read, first, item.start, window)
+            item.h[self.index] = model.attend(h, read, first, item.start, sight)
 
     def _own(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Which of these slots of an engine's blocks lie on this rank, and where in its part: as vLLM's

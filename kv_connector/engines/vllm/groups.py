@@ -28,11 +28,10 @@ TELLS_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields_
 
 _FULL = ("FullAttentionManager", "SinkFullAttentionManager")
 _WINDOW = "SlidingWindowManager"
+_CHUNK = "ChunkedLocalAttentionManager"
 _STATE = "MambaManager"
 _REFUSED = {
     "RSWAManager": "it drops blocks from the middle of a request",
-    "ChunkedLocalAttentionManager": "how many blocks a prefix needs depends on where in a chunk it ends; "
-    "--disable-hybrid-kv-cache-manager makes full attention of it",
     "CrossAttentionManager": "its blocks belong to the encoder's input, which block hashes do not name",
 }
 """What is known of some others."""
@@ -68,7 +67,7 @@ def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[int, list[Serve
         )
     hit_tokens = hash_block_size * math.lcm(*(entry.group.hashes_per_block for entry in served))
     _check_hits_end_alike(kv_cache_config, parallel, hit_tokens)
-    served.sort(key=lambda entry: entry.group.window_blocks is not None)
+    served.sort(key=lambda entry: not entry.group.is_full)
     return hash_block_size, served
 
 
@@ -104,7 +103,20 @@ def to_block_group(group: Any, block_size: int, hash_block_size: int) -> BlockGr
     if manager == _WINDOW:
         kept = max(spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) for spec in specs)
         return BlockGroup(-(-kept // block_size), hashes_per_block)
+    if manager == _CHUNK:
+        return BlockGroup(None, hashes_per_block, chunk_blocks=_chunk_blocks(specs[0], block_size, layer))
     return BlockGroup(None, hashes_per_block)
+
+
+def _chunk_blocks(spec: Any, block_size: int, layer: str) -> int:
+    """Blocks of a chunk of local attention, each of which lies in one chunk."""
+    chunk = int(spec.attention_chunk_size)
+    if chunk % block_size:
+        raise ConfigError(
+            f"layer {layer!r}: chunks of {chunk} tokens are not supported with blocks of {block_size}: "
+            "make --block-size a divisor"
+        )
+    return chunk // block_size
 
 
 def layer_specs(spec: Any) -> Iterable[Any]:
@@ -159,9 +171,9 @@ def _refusal(group: Any, spec: Any) -> str:
     manager = _manager(spec)
     if manager == _STATE:
         return _state_refusal(spec)
-    if manager in _FULL or manager == _WINDOW:
+    if manager in _FULL or manager in (_WINDOW, _CHUNK):
         return ""
-    return _REFUSED.get(manager, "only full attention, MLA, sliding windows and recurrent states are")
+    return _REFUSED.get(manager, "only full and chunked attention, MLA, sliding windows and recurrent states are")
 
 
 def _state_refusal(spec: Any) -> str:

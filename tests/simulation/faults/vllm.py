@@ -117,6 +117,12 @@ VLLM: tuple[Mutant, ...] = (
         f"{_CONTEXT}::test_the_next_engine_of_the_same_sizes_answers_from_storage_and_no_other",
     ),
     _mutant(
+        "chunk-as-full",
+        "a hit needs every block of chunked attention, of which vLLM holds the last chunk's",
+        Patch(f"{_FOLDER}/groups.py", "if manager == _CHUNK:", "if False:"),
+        f"{_TESTS}/test_vllm_chunks.py::test_hits_end_where_those_of_vllm_do_whatever_is_left_of_a_chunk",
+    ),
+    _mutant(
         "planned-on",
         "vLLM goes on with the step that it has planned behind a load that failed",
         Patch(f"{_FOLDER}/scheduler.py", "if self.shape.recomputes_ahead and any(", "if False and any("),

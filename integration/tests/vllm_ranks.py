@@ -26,7 +26,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -71,9 +76,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share a block table; `is_shared_out` where ranks have a part of each block, else copies."""
+    """Layers that share a block table; `is_shared_out` where ranks have a part of each block, else copies. Attention is
+    local to chunks of `chunk` tokens, if there are any."""
 
     is_shared_out: bool = True
+    chunk: int | None = None
     num_layers: int = 2
 
 
@@ -108,8 +115,13 @@ def cache_of(config: Any, groups: Sequence[Group], num_blocks: int) -> tuple[KVC
     numbers = itertools.count()
     entries = []
     for group in groups:
-        shared = {} if group.is_shared_out else {"dcp_sharded": False}
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, **shared)
+        own: dict[str, Any] = {} if group.is_shared_out else {"dcp_sharded": False}
+        own |= {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+        spec: Any
+        if group.chunk is None:
+            spec = FullAttentionSpec(**own)
+        else:
+            spec = ChunkedLocalAttentionSpec(attention_chunk_size=group.chunk, **own)
         entries.append(KVCacheGroupSpec([f"layers.{next(numbers)}" for _ in range(group.num_layers)], spec))
     cache = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=entries)
     config.cache_config.num_gpu_blocks = num_blocks
@@ -194,7 +206,11 @@ class Rank:
 
     def _read(self, name: str, layer: int, request: Running, group: int) -> None:
         """Every row that attention would read of this rank is the one of these tokens."""
+        chunk = self.engine.groups[group].chunk
+        first = request.start // chunk * chunk if chunk is not None else 0
         for position, block, place in self.slots(group, request.tables[group], request.end):
+            if position < first:
+                continue
             row = self.rows[name][block, place].tolist()
             if row != [request.words[position] + layer] * 8:
                 self.engine.wrong.append((self.index, request.request_id, name, position))
