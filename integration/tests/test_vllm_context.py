@@ -184,3 +184,32 @@ def test_a_block_spans_what_vllm_says(tmp_path: Path, sizes: Sizes) -> None:
     (group,) = cache.kv_cache_groups
     assert tokens_per_block(group.kv_cache_spec, config.parallel_config) == scheduler_size == hash_size
     assert hash_size == BLOCK_SIZE * sizes.num_parts
+
+
+@pytest.mark.parametrize("choice", ["sync", "async"])
+@pytest.mark.parametrize("sizes", [Sizes(2, 2), Sizes(1, 1)], ids=name_of)
+def test_steps_that_are_reported_before_their_saves(tmp_path: Path, sizes: Sizes, choice: str) -> None:
+    """As vLLM does where a drafter runs behind the model: what a step has saved is told with a later one's report."""
+    asked = prompts(3, 420)
+    with sharing(tmp_path, sizes, finalizes_late=True, load_choice=choice) as engine:
+        computed = engine.ask(asked)
+        engine.forget_device()
+        assert engine.ask(asked) == computed
+        assert engine.stats()["host_hit_tokens"] == 3 * 416
+        engine.check_all_free()
+    assert engine.wrong == []
+
+
+@pytest.mark.usefixtures("stable_hashes", "slow_machine")
+@pytest.mark.parametrize("sizes", [Sizes(1, 1, 2), Sizes(2, 2)], ids=name_of)
+def test_what_has_ended_during_a_sleep_is_told_with_the_next_step(tmp_path: Path, sizes: Sizes) -> None:
+    """vLLM 0.33 asks ranks after a sleep what they have ready, and hears one of those that have one key: the end of a
+    job would be lost that way."""
+    storage = {"path": str(tmp_path / "store"), "capacity": "64MiB"}
+    asked = prompts(2, 420)
+    with sharing(tmp_path, sizes, storage=storage) as engine:
+        engine.ask(asked)
+        assert [rank.connector._worker.get_handshake_metadata() for rank in engine.ranks] == [None, None]
+        engine.check_all_free()
+        assert not engine.half.has_pending_push_work()
+        assert engine.stats()["backed_up_blocks"] > 0

@@ -183,7 +183,8 @@ class Rank:
                 for request in engine.scheduled:
                     self._read(name, layer, request, group)
                 connector.save_kv_layer(name, self.rows[name], None)
-        connector.wait_for_save()
+        if not engine.finalizes_late:
+            connector.wait_for_save()
         reported = KVConnectorOutput()
         if hasattr(reported, "failed_recving"):
             results = connector.get_transfer_results(output.finished_req_ids)
@@ -192,6 +193,8 @@ class Rank:
             _, reported.finished_recving = connector.get_finished(output.finished_req_ids)
         reported.invalid_block_ids = connector.get_block_ids_with_load_errors()
         reported.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        if engine.finalizes_late:
+            connector.wait_for_save()
         connector.clear_connector_metadata()
         names = [request.request_id for request in engine.scheduled]
         sampled = [request.sampled() for request in engine.scheduled]
@@ -236,7 +239,8 @@ class Engine:
     """As vLLM's `EngineCore`, without processes: asked for prompts, it steps until all are answered.
 
     `wrong`: rows that a rank has read and that were not those of the request: rank, request, layer and position.
-    `transfers`: what other engines are to be told of requests that have ended.
+    `transfers`: what other engines are to be told of requests that have ended. `finalizes_late`: steps are reported
+    before their saves are asked for, as where a drafter runs behind the model (`defer_finalize`).
     """
 
     def __init__(
@@ -245,10 +249,12 @@ class Engine:
         sizes: Sizes,
         groups: Sequence[Group] = (Group(),),
         num_blocks: int = 120,
+        finalizes_late: bool = False,
         **settings: Any,
     ) -> None:
         self.sizes = sizes
         self.groups = groups
+        self.finalizes_late = finalizes_late
         settings = {"host_memory": "16MiB", "write_policy": "write_through"} | settings
         self.config = config_of(folder, sizes, settings)
         self.cache, block_size, hash_size = cache_of(self.config, groups, num_blocks)
@@ -287,9 +293,7 @@ class Engine:
     def tell_ready(self) -> None:
         """Ranks say what they have before the first step, under the keys that vLLM's workers give it: ranks that differ
         in prefill context parallel alone have one key, and one of them is heard."""
-        ready = {
-            (0, rank.index % self.sizes.tensor): rank.connector._worker.get_handshake_metadata() for rank in self.ranks
-        }
+        ready = {(0, r.index % self.sizes.tensor): r.connector._worker.get_handshake_metadata() for r in self.ranks}
         self.connector.set_xfer_handshake_metadata_pp_aware(ready)
 
     def step(self) -> None:

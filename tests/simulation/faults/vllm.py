@@ -123,6 +123,12 @@ VLLM: tuple[Mutant, ...] = (
         f"{_TESTS}/test_vllm_chunks.py::test_hits_end_where_those_of_vllm_do_whatever_is_left_of_a_chunk",
     ),
     _mutant(
+        "ended-in-sleep",
+        "what ends while the engine sleeps is told where vLLM hears one rank of several",
+        Patch(f"{_FOLDER}/worker.py", "        if self._has_told_ready:\n", "        if False:\n"),
+        f"{_CONTEXT}::test_what_has_ended_during_a_sleep_is_told_with_the_next_step",
+    ),
+    _mutant(
         "planned-on",
         "vLLM goes on with the step that it has planned behind a load that failed",
         Patch(f"{_FOLDER}/scheduler.py", "if self.shape.recomputes_ahead and any(", "if False and any("),
