@@ -38,7 +38,6 @@ def name_of(sizes: Sizes) -> str:
 def test_every_rank_has_its_part_of_every_block_back(tmp_path: Path, sizes: Sizes, choice: str) -> None:
     """Prompts that end within a block: the tokens behind the last whole one are computed again."""
     asked = prompts(3, 420)
-    span = BLOCK_SIZE * sizes.num_parts
     with sharing(tmp_path, sizes, load_choice=choice) as engine:
         before = engine.stats()
         computed = engine.ask(asked)
@@ -51,10 +50,23 @@ def test_every_rank_has_its_part_of_every_block_back(tmp_path: Path, sizes: Size
         engine.check_all_free()
     assert engine.wrong == []
     assert computed == from_device == from_host
-    assert engine.connector._scheduler.shape.block_sizes == (span,)
-    assert saved == 3 * (423 // span), "a block that is not full has no name, and is not saved"
-    assert stats["host_hit_tokens"] == 3 * (419 // span * span)
+    assert engine.connector._scheduler.shape.block_sizes == (sizes.span,)
+    assert saved == 3 * (423 // sizes.span), "a block that is not full has no name, and is not saved"
+    assert stats["host_hit_tokens"] == 3 * (419 // sizes.span * sizes.span)
     assert stats[f"{choice}_loads"] > 0
+
+
+@pytest.mark.parametrize("sizes", [Sizes(4, 4), Sizes(2, 1, 2), Sizes(2, 4, 2)], ids=name_of)
+def test_latents_are_shared_out_like_keys_and_values(tmp_path: Path, sizes: Sizes) -> None:
+    """MLA, of which vLLM serves all of these."""
+    asked = prompts(3, 420)
+    with sharing(tmp_path, sizes, (Group(is_latent=True),)) as engine:
+        computed = engine.ask(asked)
+        engine.forget_device()
+        assert engine.ask(asked) == computed
+        assert engine.stats()["host_hit_tokens"] == 3 * (419 // sizes.span * sizes.span)
+        engine.check_all_free()
+    assert engine.wrong == []
 
 
 @pytest.mark.parametrize("sizes", SHAPES[:6:2], ids=name_of)
@@ -64,7 +76,7 @@ def test_requests_lose_their_blocks_and_come_back(tmp_path: Path, sizes: Sizes) 
     asked = [[*shared, *tail] for tail in tails]
     with sharing(tmp_path, sizes) as engine:
         expected = engine.ask(asked, 100)
-    with sharing(tmp_path, sizes, num_blocks=1200 // (BLOCK_SIZE * sizes.num_parts)) as engine:
+    with sharing(tmp_path, sizes, num_blocks=1200 // sizes.span) as engine:
         rounds = [engine.ask(asked, 100) for _ in range(3)]
         stats = engine.stats()
         engine.check_all_free()
@@ -183,7 +195,7 @@ def test_a_block_spans_what_vllm_says(tmp_path: Path, sizes: Sizes) -> None:
     cache, scheduler_size, hash_size = cache_of(config, [Group()], 60)
     (group,) = cache.kv_cache_groups
     assert tokens_per_block(group.kv_cache_spec, config.parallel_config) == scheduler_size == hash_size
-    assert hash_size == BLOCK_SIZE * sizes.num_parts
+    assert hash_size == sizes.span
 
 
 @pytest.mark.parametrize("choice", ["sync", "async"])

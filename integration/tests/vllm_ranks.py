@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -64,6 +65,11 @@ class Sizes:
         """Of a block's tokens."""
         return self.decode if KEEPS_COPIES else self.decode * self.prefill
 
+    @property
+    def span(self) -> int:
+        """Tokens of a block over all ranks."""
+        return BLOCK_SIZE * self.num_parts
+
     def part(self, rank: int) -> int:
         """Which of the parts lies on a rank, as vLLM's `initialize_model_parallel` makes the groups."""
         prefill_rank, tensor_rank = divmod(rank, self.tensor)
@@ -77,10 +83,11 @@ class Sizes:
 @dataclass(frozen=True)
 class Group:
     """Layers that share a block table; `is_shared_out` where ranks have a part of each block, else copies. Attention is
-    local to chunks of `chunk` tokens, if there are any."""
+    local to chunks of `chunk` tokens, if there are any. `is_latent`: MLA."""
 
     is_shared_out: bool = True
     chunk: int | None = None
+    is_latent: bool = False
     num_layers: int = 2
 
 
@@ -119,7 +126,7 @@ def cache_of(config: Any, groups: Sequence[Group], num_blocks: int) -> tuple[KVC
         own |= {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         spec: Any
         if group.chunk is None:
-            spec = FullAttentionSpec(**own)
+            spec = (MLAAttentionSpec if group.is_latent else FullAttentionSpec)(**own)
         else:
             spec = ChunkedLocalAttentionSpec(attention_chunk_size=group.chunk, **own)
         entries.append(KVCacheGroupSpec([f"layers.{next(numbers)}" for _ in range(group.num_layers)], spec))
