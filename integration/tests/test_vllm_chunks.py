@@ -7,15 +7,18 @@ of them otherwise.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from vllm import envs
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from integration.tests.vllm_engines import prompts
+from integration.tests.test_vllm_hybrid import ask, forget_device, zero_on_host
+from integration.tests.vllm_engines import check_loaded_bytes_and_tokens, prompts, running, transfer_config
 from integration.tests.vllm_ranks import BLOCK_SIZE, Group, Sizes, sharing
 from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 from kv_connector.index import BlockGroup, Lookup
@@ -89,3 +92,51 @@ def test_the_next_engine_answers_from_storage(tmp_path: Path) -> None:
             found.append(engine.stats()["storage_hit_tokens"])
         assert engine.wrong == []
     assert found == [0, 416 + 6 * CHUNK + 6 * CHUNK - BLOCK_SIZE]
+
+
+@pytest.fixture(params=["1"])
+def chunks_apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM makes a block group of them, unless it is told "0". Once an engine has started it does not look again."""
+    monkeypatch.setenv("VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE", request.param)
+    envs.disable_envs_cache()
+    yield
+    envs.disable_envs_cache()
+
+
+@pytest.mark.usefixtures("chunks_apart")
+@pytest.mark.parametrize("choice", ["sync", "async"])
+def test_a_loaded_prefix_has_the_bytes_and_gives_the_tokens_of_a_cached_one(folder: Path, choice: str) -> None:
+    check_loaded_bytes_and_tokens(folder, "chunks", choice)
+
+
+@pytest.mark.usefixtures("chunks_apart")
+@pytest.mark.parametrize(("num_tokens", "num_loaded"), [(420, 1), (385, 0), (513, 0), (484, 3)])
+def test_a_hit_loads_the_chunk_that_its_next_token_is_in(folder: Path, num_tokens: int, num_loaded: int) -> None:
+    """Chunks of four blocks; what is loaded decides the answer, and no more than that is loaded."""
+    asked = [prompt[:num_tokens] for prompt in prompts(2, 600)]
+    config = transfer_config({"write_policy": "write_through"}, kv_load_failure_policy="recompute")
+    with running(folder, "chunks", num_blocks=160, kv_transfer_config=config) as engine:
+        assert engine.half._grouped.groups == (BlockGroup(), BlockGroup(chunk_blocks=4))
+        ask(engine, asked)
+        from_device = ask(engine, asked)
+        forget_device(engine)
+        before = engine.stats()["loaded_blocks"]
+        assert ask(engine, asked) == from_device
+        num_full = (num_tokens - 1) // 32
+        assert engine.stats()["loaded_blocks"] - before == 2 * (num_full + num_loaded)
+        for group, changes in ((0, True), (1, num_loaded > 0)):
+            forget_device(engine, overwrite=False)
+            assert zero_on_host(engine, group)
+            assert (ask(engine, asked) != from_device) is changes
+            forget_device(engine, overwrite=False)
+            assert engine.llm.reset_prefix_cache(reset_connector=True)
+            ask(engine, asked)
+        engine.check_all_free()
+
+
+@pytest.mark.parametrize("chunks_apart", ["0"], indirect=True)
+@pytest.mark.usefixtures("chunks_apart")
+def test_without_the_variable_all_layers_are_full_attention(folder: Path) -> None:
+    with running(folder, "chunks") as engine:
+        assert engine.half._grouped.groups == (BlockGroup(),)
+    check_loaded_bytes_and_tokens(folder, "chunks", "sync")
