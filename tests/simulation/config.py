@@ -62,6 +62,7 @@ class EngineConfig:
     num_ranks: int = 1
     num_parts: int = 1  # ranks share out a context: each has one of so many parts of every block's tokens
     interleave: int = 1  # tokens of a part that lie together
+    replicas: bool = False  # ranks cache the same bytes, and share one copy on the host
     pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
     reports_apart: bool = False  # ranks' reports of a step are taken in one by one, else together
     layer_groups: tuple[LayerGroup, ...] = (LayerGroup(),)
@@ -227,6 +228,14 @@ def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineC
         groups = usual if config.prefetch is not None and rng.random() < 0.9 else own
         drawn.append(with_groups(config, groups) if groups is not None and config.role is None else config)
     return drawn
+
+
+def draw_replicas(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
+    """In some worlds the ranks of an engine cache the same bytes, but for stages of a pipeline. `rng` is one of its
+    own."""
+    if rng.random() < 0.7:
+        return configs
+    return [replace(c, replicas=c.num_ranks > 1 and not c.pipeline) for c in configs]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

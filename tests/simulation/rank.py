@@ -69,6 +69,7 @@ class Rank:
             fails_by_request=config.fails_by_request,
             open_storage=self.engine.world.outside.open_storage(self.engine, self.index),
             open_peers=self.engine.world.outside.open_peers(self.engine, self.index),
+            open_share=lambda: self.engine.host_shares[self.index],
         )
         tensors = [torch.from_numpy(tensor.view(np.int64)) for tensor in self.kv]
         names = {f"layers.{layer}": tensors[tensor] for layer, tensor in enumerate(self.shape.tensors)}
@@ -214,7 +215,8 @@ class Rank:
         for item in step.items:
             if layer == 0:
                 item.resolve()
-                item.h[self.index] = model.embed(item.inputs, item.start, item.device.epoch, self.index)
+                part = self.shape.part(self.index)
+                item.h[self.index] = model.embed(item.inputs, item.start, item.device.epoch, part)
                 self._check_write(step, item)
             h = item.h[self.index]
             assert h is not None

@@ -239,4 +239,5 @@ def shape_of(config: EngineConfig) -> ModelShape:
         config.num_ranks,
         config.num_parts,
         config.interleave,
+        config.replicas,
     )
