@@ -26,11 +26,13 @@ _SECRET = "known to all of a world"
 @dataclass(frozen=True)
 class LayerGroup:
     """Layers that share a block table. `window`: tokens that they see, None for all. Blocks of recurrent layers hold
-    one state each, those of others a row for each token."""
+    one state each, those of others a row for each token. `chunk_blocks`: blocks of a chunk, of which a token sees what
+    is in front of it in its own."""
 
     window: int | None = None
     hashes_per_block: int = 1
     is_recurrent: bool = False
+    chunk_blocks: int | None = None
 
 
 _RECURRENT = LayerGroup(is_recurrent=True)
@@ -58,6 +60,8 @@ class EngineConfig:
     num_drafts: int = 0
     acceptance: float = 0.5  # of a draft
     num_ranks: int = 1
+    num_parts: int = 1  # ranks share out a context: each has one of so many parts of every block's tokens
+    interleave: int = 1  # tokens of a part that lie together
     replicas: bool = False  # ranks cache the same bytes, and share one copy on the host
     pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
     reports_apart: bool = False  # ranks' reports of a step are taken in one by one, else together
@@ -117,6 +121,12 @@ class EngineConfig:
         return tuple(self.block_size * group.hashes_per_block for group in self.layer_groups)
 
     @property
+    def chunks(self) -> tuple[int | None, ...]:
+        """Tokens of a chunk, by group; None where attention is not local to chunks."""
+        pairs = zip(self.layer_groups, self.block_sizes, strict=True)
+        return tuple(size * group.chunk_blocks if group.chunk_blocks else None for group, size in pairs)
+
+    @property
     def is_recurrent(self) -> bool:
         return any(group.is_recurrent for group in self.layer_groups)
 
@@ -127,7 +137,7 @@ class EngineConfig:
         for group, size in zip(self.layer_groups, self.block_sizes, strict=True):
             window = None if group.window is None else -(-(group.window - 1) // size)
             window = 1 if group.is_recurrent else window
-            groups.append(BlockGroup(window, group.hashes_per_block, states_are_told=group.is_recurrent))
+            groups.append(BlockGroup(window, group.hashes_per_block, group.is_recurrent, group.chunk_blocks))
         return tuple(groups)
 
     def connector(self) -> Config:

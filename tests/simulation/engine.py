@@ -73,7 +73,10 @@ class Engine:
         self.shape = shape_of(config)
         split = ", the same on all ranks" if config.replicas else ""
         name, layout = f"simulated, weights {world.epochs[index]}", f"rows of {config.num_layers} layers{split}"
-        self.identity = CacheIdentity(name, "uint8", layout, config.block_size, tp_size=config.num_ranks)
+        shared_out = f"{config.num_parts} parts by {config.interleave}" if config.num_parts > 1 else ""
+        self.identity = CacheIdentity(
+            name, "uint8", layout, config.block_size, tp_size=config.num_ranks, settings=shared_out
+        )
         self.engine_id = f"engine{index}.{incarnation}"
         self.connector_config = config.connector()
         self.pool = BlockPool(config.num_device_blocks)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kv_connector.worker import WorkerHalf
 
@@ -47,7 +48,7 @@ class Rank:
         self.device.on_copy = lambda copy: self.book.copied(index, copy)
         self.shape = engine.shape
         num_tensors = max(self.shape.tensors) + 1
-        words = (num_tensors, config.num_device_blocks, max(config.block_sizes))
+        words = (num_tensors, config.num_device_blocks, max(config.block_sizes) // config.num_parts)
         self.kv = np.full(words, 0xAAAAAAAAAAAAAAAA, dtype=np.uint64)
         self._rows = self.kv.reshape(num_tensors, -1)
         self._inbox: deque[Step] = deque()
@@ -221,20 +222,45 @@ class Rank:
             assert h is not None
             written = item.rows[self.index] = model.rows_of(h, layer)
             if not self.shape.is_recurrent(layer):
-                rows[item.slots[group][item.start : item.end]] = written
+                self._put(rows, item.slots[group][item.start : item.end], written)
 
     def _read(self, step: Step, layer: int) -> None:
         group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
-        window = self.shape.window(layer)
+        sight = self.shape.sight(layer)
         for item in step.items:
             h = item.h[self.index]
             assert h is not None
             if self.shape.is_recurrent(layer):
                 item.h[self.index] = self._go_on(item, layer, h)
                 continue
-            first = model.first_row(item.start, window)
-            read = rows[item.slots[group][first : item.end]]
-            item.h[self.index] = model.attend(h, read, first, item.start, window)
+            first = sight.first(item.start)
+            read = self._get(rows, item.slots[group][first : item.end])
+            item.h[self.index] = model.attend(h, read, first, item.start, sight)
+
+    def _own(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Which of these slots of an engine's blocks lie on this rank, and where in its part: as vLLM's
+        `ComputeSlotMappingKernel` has it."""
+        parts, run = self.shape.num_parts, self.shape.interleave
+        blocks, offsets = np.divmod(slots, max(self.engine.config.block_sizes))
+        is_own = offsets // run % parts == self.index % parts
+        places = blocks * self.kv.shape[2] + offsets // (parts * run) * run + offsets % run
+        return is_own, places[is_own]
+
+    def _put(self, rows: model.Words, slots: NDArray[np.int64], written: model.Words) -> None:
+        if self.shape.num_parts == 1:
+            rows[slots] = written
+            return
+        is_own, places = self._own(slots)
+        rows[places] = written[is_own]
+
+    def _get(self, rows: model.Words, slots: NDArray[np.int64]) -> model.Words:
+        """The rows; nothing for those of other ranks."""
+        if self.shape.num_parts == 1:
+            return rows[slots]
+        is_own, places = self._own(slots)
+        read = np.zeros(len(slots), dtype=np.uint64)
+        read[is_own] = rows[places]
+        return read
 
     def _go_on(self, item: Item, layer: int, h: model.Words) -> model.Words:
         """A recurrent layer: the state in the step's block goes on with what the step computes."""
@@ -260,7 +286,9 @@ class Rank:
         group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
         for item in step.items:
             self._check_write(step, item)
-            rows[item.slots[group][item.start : item.end]] = item.rows[self.index]
+            written = item.rows[self.index]
+            assert written is not None
+            self._put(rows, item.slots[group][item.start : item.end], written)
 
     def _check_write(self, step: Step, item: Item) -> None:
         for group, size in enumerate(self.engine.config.block_sizes):

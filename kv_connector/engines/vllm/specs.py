@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class EngineShape:
     """What the halves need to know of the engine.
 
-    `block_size`: tokens of a block hash; a block of group g has `groups[g].hashes_per_block` of them.
+    `block_size`: tokens of a block hash; a block of group g has `groups[g].hashes_per_block` of them, over all ranks.
     `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
     `recomputes_ahead`: it plans a step of a request before it knows how the last one ended, or the next chunk of its
@@ -104,7 +104,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
             "start it without --kv-transfer-config"
         )
     refuse_unsupported(vllm_config)
-    block_size, served = read_groups(kv_cache_config, vllm_config.cache_config)
+    block_size, served = read_groups(kv_cache_config, vllm_config)
     speculative = vllm_config.speculative_config
     return EngineShape(
         block_size=block_size,
@@ -136,13 +136,8 @@ def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise ConfigError, with the reason and the fix, for what no engine may be started with."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if not cache.enable_prefix_caching:
+    if not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError("enable_prefix_caching=False: blocks have no names without it; leave prefix caching on")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            raise ConfigError(f"{name}={size} is not supported: a block then holds a part of its tokens; set it to 1")
 
 
 def refuse_unserved(config: Config, shape: EngineShape) -> None:
