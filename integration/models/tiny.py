@@ -53,6 +53,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
+    # Windows of three blocks of 32 in all layers: they are the only block group.
+    "windows_alone": _LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 96},
     # One latent vector a token: DeepSeek's attention.
     "latent": _SHAPE
     | {

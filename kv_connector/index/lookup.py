@@ -53,6 +53,12 @@ def describe_groups(groups: Sequence[BlockGroup]) -> str:
     return "" if is_plain else ", ".join(group.describe() for group in groups)
 
 
+def may_truncate(groups: Sequence[BlockGroup]) -> bool:
+    """Whether a request of which some blocks did not come may go on behind those in front of them: with full attention
+    alone. Of a window, and of states, a hit brings the last blocks only, and in front of them there are none."""
+    return len(groups) == 1 and groups[0].window_blocks is None
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """Of group g the blocks `indices[g]` are loaded, which are the nodes `nodes[g]`."""

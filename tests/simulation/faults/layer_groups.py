@@ -51,6 +51,12 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         _WORLDS,
     ),
     Mutant(
+        "windows-truncated",
+        "a request goes on behind blocks in front of its window, which no load was to fill",
+        (Patch(_LOOKUP, "len(groups) == 1 and groups[0].window_blocks is None", "len(groups) == 1"),),
+        _WORLDS,
+    ),
+    Mutant(
         "ends-within-a-block",
         "a hit may end within a block of a group",
         (Patch(_LOOKUP, "fitted = end - end % self.hashes_per_hit", "fitted = end"),),
