@@ -71,6 +71,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 128,
         "no_rope_layers": [1, 0, 1, 0],
     },
+    # Windows of three blocks of 32 in all layers: they are the only block group.
+    "windows_alone": _LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 96},
     # One latent vector a token: DeepSeek's attention.
     "latent": _SHAPE
     | {

@@ -19,6 +19,7 @@ from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, runni
 from kv_connector.engines.vllm import TieredKVConnector
 from kv_connector.engines.vllm.groups import TELLS_STATES, num_replicas, read_groups, to_block_group
 from kv_connector.engines.vllm.specs import read_config, read_shape
+from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 from kv_connector.errors import ConfigError
 from kv_connector.index import BlockGroup
 
@@ -61,6 +62,13 @@ def test_data_parallel_engines_listen_at_ports_of_their_own(monkeypatch: pytest.
         config = read_config(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
         assert config.peer is not None
         assert config.peer.port == port
+
+
+@pytest.mark.skipif(TELLS_FAILED_REQUESTS, reason="served with vLLM 0.32 and newer")
+@pytest.mark.parametrize("model", ["windows", "windows_alone"])
+def test_kv_transfers_of_windows_need_a_newer_vllm(tmp_path: Path, model: str, stable_hashes: None) -> None:
+    settings = transfer_config({"peer": {"secret": "0123456789abcdef"}})
+    assert "needs vLLM 0.32 or newer" in refusal(tmp_path, model, num_blocks=160, kv_transfer_config=settings)
 
 
 COMMON = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

@@ -71,6 +71,12 @@ def describe_groups(groups: Sequence[BlockGroup]) -> str:
     return "" if is_plain else ", ".join(group.describe() for group in groups)
 
 
+def may_truncate(groups: Sequence[BlockGroup]) -> bool:
+    """Whether a request of which some blocks did not come may go on behind those in front of them: with full attention
+    alone. Of a window, and of states, a hit brings the last blocks only, and in front of them there are none."""
+    return len(groups) == 1 and groups[0].is_full
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """Of group g the blocks `indices[g]` are loaded, which are the nodes `nodes[g]`."""
@@ -147,7 +153,7 @@ class GroupedTree:
         full attention are a range."""
         keys = self.keys(hashes, group)
         blocks = range(len(keys)) if blocks is None else blocks
-        if isinstance(blocks, range) and self.groups[group].window_blocks is None:
+        if isinstance(blocks, range) and self.groups[group].is_full:
             return self.tree.insert_path(keys, now, blocks.start, blocks.stop)
         return self.tree.insert_apart([keys[block] for block in blocks], now)
 

@@ -16,7 +16,7 @@ from kv_connector.config import (
     StorageConfig,
     WritePolicy,
 )
-from kv_connector.index import BlockGroup
+from kv_connector.index import BlockGroup, may_truncate
 
 HOST_BLOCK_BYTES = 4096
 _NAMED_POLICIES = [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK]
@@ -48,6 +48,8 @@ MIXED_GROUPS = (
     (_RECURRENT,),
 )
 """Of models whose layers are of several kinds."""
+LONE_WINDOW = (LayerGroup(window=9),)
+"""Of a model whose layers all have a window."""
 STATE_BLOCKS = 4
 """That a request has at most of a recurrent group at any time."""
 
@@ -129,6 +131,12 @@ class EngineConfig:
     @property
     def is_recurrent(self) -> bool:
         return any(group.is_recurrent for group in self.layer_groups)
+
+    @property
+    def takes_invalid_blocks(self) -> bool:
+        """Whether it may be told of blocks that a load has not filled: with one group a request goes on behind those in
+        front, as in vLLM, with several it begins anew."""
+        return may_truncate(self.groups) or (len(self.groups) > 1 and not self.is_recurrent)
 
     @property
     def groups(self) -> tuple[BlockGroup, ...]:
@@ -227,7 +235,8 @@ def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineC
         own = rng.choice(MIXED_GROUPS) if rng.random() < 0.5 else None
         groups = usual if config.prefetch is not None and rng.random() < 0.9 else own
         drawn.append(with_groups(config, groups) if groups is not None and config.role is None else config)
-    return drawn
+    has_lone_windows = rng.random() < 0.06 and all(config.role is None for config in configs)
+    return [with_groups(config, LONE_WINDOW) for config in drawn] if has_lone_windows else drawn
 
 
 def draw_replicas(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
@@ -249,10 +258,10 @@ def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineC
         + STATE_BLOCKS * sum(group.is_recurrent for group in groups),
         num_host_blocks=config.num_host_blocks * len(groups) // len(config.layer_groups),
     )
-    if not config.is_recurrent:
-        return config
+    if len(groups) == 1 or config.is_recurrent:
+        config = replace(config, fails_by_request=True)
     # What a rejected draft has done to a state is another mechanism of the engine's, and not modelled.
-    return replace(config, num_drafts=0, fails_by_request=True, truncates=False)
+    return replace(config, num_drafts=0, truncates=False) if config.is_recurrent else config
 
 
 def draw_group_blocks(rng: random.Random) -> list[int]:

@@ -89,7 +89,7 @@ class Engine:
             tree=PrefixTree() if config.most_remembered is None else ForgetfulTree(config.most_remembered),
             clock=world.time.now,
             groups=config.groups,
-            fails_by_block=not config.is_recurrent,
+            fails_by_block=config.takes_invalid_blocks,
             unpins_when_idle=not config.is_recurrent,
             identity=self.identity,
             engine_id=self.engine_id,

@@ -10,7 +10,8 @@ asks, or wants nothing, must name the last block: names are chained hashes, so t
 of it, and who guesses the id of a KV transfer ends nothing.
 
 Each block group of a model is offered and wanted by itself, under the id of the KV transfer; all of them begin in one
-step, and are withdrawn together.
+step, and are withdrawn together. Who asks for what was withdrawn, or had asked before it was offered, is refused; while
+the request of a KV transfer is preempted whoever asks waits, as before its beginning.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ MOST_EARLY_WANTS = 1024
 MOST_EARLY_BLOCKS = 1 << 20
 """Of all early wants together: 8 MiB."""
 MOST_EARLY_NONES = 1024
+MOST_WITHDRAWN = 1024
+"""KV transfers that are remembered."""
 
 
+_NOT_HELD = "the blocks are not held any more"
 _Key = tuple[str, int]
 """A KV transfer, and a block group of it."""
 
@@ -92,7 +96,7 @@ class _Stop:
 
 class Offers:
     """Matches wants with offers. `ended` collects (job id, ok) for the owner to take. What is not wanted before it is
-    offered is remembered for `deadline_seconds`."""
+    offered, and what was withdrawn, is remembered for `deadline_seconds`."""
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class Offers:
         self._by_push: dict[int, tuple[_Offer, _Sending, _Want]] = {}
         self._early: dict[_Key, _Want] = {}
         self._early_nones: dict[tuple[str, bytes], _EarlyNone] = {}  # by KV transfer and name, the oldest first
+        self._withdrawn: dict[str, float] = {}  # by KV transfer, the oldest first: until when it is remembered
         self._stops: list[_Stop] = []
         self._peers: dict[int, int] = {}  # by link: blocks of the peer's pool
         self._numbers = count(1)
@@ -130,6 +135,7 @@ class Offers:
                 self.ended.append((job.job_id, False))
                 return
             offer = self._offers[key] = _Offer(key, job.first, names, len(names))
+            self._withdrawn.pop(job.transfer_id, None)
             early = self._early.pop(key, None)
             if early is not None:
                 self._accept(offer, early)
@@ -155,18 +161,28 @@ class Offers:
         if offer is None:
             return
         if offer.sendings[job_id].pushed:
-            self.withdraw(offer.key[0])  # some of it is gone already: nobody may use it
+            self.suspend(offer.key[0])  # some of it is gone already: nobody may use it
         else:
             self._end(offer, offer.sendings[job_id], ok=False)
 
-    def withdraw(self, transfer_id: str, reason: str = "the blocks are not held any more") -> None:
-        """Offer nothing of it any more, of no block group."""
+    def suspend(self, transfer_id: str) -> None:
+        """Offer nothing of it any more, of no block group, until it is offered anew."""
         for key in [key for key in self._offers if key[0] == transfer_id]:
             offer = self._offers.pop(key)
             if offer.want is not None:
-                self._refuse(offer.want, reason)
+                self._refuse(offer.want, _NOT_HELD)
                 offer.want = None
             self._let_go(offer)
+
+    def withdraw(self, transfer_id: str) -> None:
+        """Offer nothing of it any more, of no block group, and let nobody wait for it."""
+        self.suspend(transfer_id)
+        for key in [key for key in self._early if key[0] == transfer_id]:
+            self._refuse(self._early.pop(key), _NOT_HELD)
+        self._withdrawn.pop(transfer_id, None)
+        while len(self._withdrawn) >= MOST_WITHDRAWN:
+            del self._withdrawn[next(iter(self._withdrawn))]
+        self._withdrawn[transfer_id] = self._clock() + self._seconds
 
     # What peers say.
 
@@ -208,13 +224,13 @@ class Offers:
             self._advance(offer)
 
     def forget_overdue(self) -> None:
-        """Forget what was not wanted of KV transfers that nobody has begun in time: their ids may come again."""
+        """Forget what was withdrawn, and what was not wanted of KV transfers that nobody has begun in time: their ids
+        may come again."""
         now = self._clock()
-        while self._early_nones:
-            key, none = next(iter(self._early_nones.items()))
-            if none.deadline > now:
-                return
-            del self._early_nones[key]
+        while self._early_nones and next(iter(self._early_nones.values())).deadline <= now:
+            del self._early_nones[next(iter(self._early_nones))]
+        while self._withdrawn and next(iter(self._withdrawn.values())) <= now:
+            del self._withdrawn[next(iter(self._withdrawn))]
 
     @property
     def num_open(self) -> int:
@@ -239,8 +255,8 @@ class Offers:
         elif offer is not None:
             self._accept(offer, want)
             self._advance(offer)
-        elif engine_id:
-            self._refuse(want, "the blocks are not held any more")
+        elif engine_id or message.transfer in self._withdrawn:
+            self._refuse(want, _NOT_HELD)
         elif len(self._early) >= MOST_EARLY_WANTS or num_early + len(block_ids) > MOST_EARLY_BLOCKS:
             self._refuse(want, "too many blocks are asked for of KV transfers that nobody has begun")
         elif key in self._early:

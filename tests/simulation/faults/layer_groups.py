@@ -57,6 +57,12 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         tested("tests/simulation/test_chunks.py::test_chunked_attention_breaks_no_promise"),
     ),
     Mutant(
+        "windows-truncated",
+        "a request goes on behind blocks in front of its window, which no load was to fill",
+        (Patch(_LOOKUP, "len(groups) == 1 and groups[0].is_full", "len(groups) == 1"),),
+        _WORLDS,
+    ),
+    Mutant(
         "ends-within-a-block",
         "a hit may end within a block of a group",
         (Patch(_LOOKUP, "fitted = end - end % self.hashes_per_hit", "fitted = end"),),

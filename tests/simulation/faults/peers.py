@@ -18,6 +18,7 @@ _STEP = "kv_connector/worker/peers.py"
 _OFFERED = "tests/scheduler/peers/test_outgoing.py"
 _ASKED = "tests/scheduler/peers/test_companion.py"
 _STOPS = "tests/peer/test_stops.py"
+_WANTS = "tests/peer/protocol/test_offers.py"
 _RECEIVED = "tests/peer/protocol/test_receives.py"
 _WIRE = "tests/peer/wire/test_unauthenticated.py"
 _SENT = "tests/worker/test_peers.py"
@@ -41,7 +42,7 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _COMPANION,
-                'wait for one another."""\n        self._outgoing.withdraw(request_id)\n',
+                'wait for one another."""\n        self._outgoing.suspend(request_id)\n',
                 'wait for one another."""\n',
             ),
         ),
@@ -122,8 +123,44 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "nones-for-ever",
         "what was not wanted before it was offered is remembered as long as the link lives",
-        (Patch(_OFFERS, "            if none.deadline > now:\n", "            if True:\n"),),
+        (Patch(_OFFERS, "next(iter(self._early_nones.values())).deadline <= now:", "False:"),),
         simulated(20),
+    ),
+    Mutant(
+        "withdrawn-awaited",
+        "who has asked before anything was offered is not told that nothing will be",
+        (
+            Patch(
+                _OFFERS,
+                "            self._refuse(self._early.pop(key), _NOT_HELD)\n",
+                "            pass\n",
+            ),
+        ),
+        tested(f"{_WANTS}::test_what_will_not_be_offered_is_refused_whenever_it_is_asked_for"),
+    ),
+    Mutant(
+        "withdrawn-unknown",
+        "who asks for what was withdrawn waits for it until its deadline",
+        (Patch(_OFFERS, "elif engine_id or message.transfer in self._withdrawn:", "elif engine_id:"),),
+        tested(f"{_WANTS}::test_what_will_not_be_offered_is_refused_whenever_it_is_asked_for"),
+    ),
+    Mutant(
+        "withdrawn-for-ever",
+        "the id of a KV transfer that was withdrawn is refused for as long as the engine lives",
+        (Patch(_OFFERS, "next(iter(self._withdrawn.values())) <= now:", "False:"),),
+        tested(f"{_WANTS}::test_the_id_of_what_was_withdrawn_may_come_again"),
+    ),
+    Mutant(
+        "preempted-for-good",
+        "whoever waits for a request that is preempted is refused, though it is offered anew",
+        (Patch(_COMPANION, "self._outgoing.suspend(request_id)", "self._outgoing.withdraw(request_id)"),),
+        tested(f"{_OFFERED}::test_a_preempted_prompt_is_offered_anew_with_its_names"),
+    ),
+    Mutant(
+        "never-admitted-awaited",
+        "nobody is told that a request has ended without having been admitted, or admitted again",
+        (Patch(_OUTGOING, "if transfer_id := self._id_of(request):", 'if transfer_id := "":'),),
+        tested(f"{_OFFERED}::test_of_a_request_that_ends_before_it_is_admitted_nobody_waits_for_anything"),
     ),
     Mutant(
         "none-of-nothing",

@@ -9,6 +9,7 @@ _FOLDER = "kv_connector/engines/vllm"
 _TESTS = "integration/tests"
 _HYBRID = f"{_TESTS}/test_vllm_hybrid.py"
 _CONTEXT = f"{_TESTS}/test_vllm_context.py"
+_ALONE = "test_with_windows_alone_a_load_that_fails_gives_no_wrong_token"
 
 
 def _mutant(name: str, title: str, patch: Patch, *tests: str) -> Mutant:
@@ -25,13 +26,13 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "windows-in-the-step",
         "a model of several groups loads in the step, where a failure ends the engine",
-        Patch(f"{_FOLDER}/scheduler.py", "(len(shape.groups) == 1 and not shape.has_states)", "True"),
+        Patch(f"{_FOLDER}/scheduler.py", "not TELLS_FAILED_REQUESTS or may_truncate(shape.groups)", "True"),
         f"{_TESTS}/test_vllm_engine.py::test_a_failed_load_is_a_miss_or_one_failed_request",
     ),
     _mutant(
         "states-in-the-step",
         "a recurrent state is loaded in the step, which has read it by then",
-        Patch(f"{_FOLDER}/scheduler.py", "len(shape.groups) == 1 and not shape.has_states", "len(shape.groups) == 1"),
+        Patch(f"{_FOLDER}/scheduler.py", "or may_truncate(shape.groups)", "or len(shape.groups) == 1"),
         f"{_HYBRID}::test_what_comes_from_the_host_answers_as_the_device_and_as_computing_do[states_only]",
     ),
     _mutant(
@@ -83,6 +84,19 @@ VLLM: tuple[Mutant, ...] = (
         "stages that have other layers, and blocks of the same size, have the names of this pipeline's",
         Patch(f"{_FOLDER}/identity.py", "if pp_size > 1 else []", "if pp_size > 9 else []"),
         f"{_TESTS}/test_vllm_pipeline.py::test_storage_is_found_by_no_other_split_of_the_layers",
+    ),
+    Mutant(
+        "windows-alone-on-older",
+        "an older vLLM goes on behind blocks of a window that were never loaded",
+        (
+            Patch(
+                f"{_FOLDER}/scheduler.py",
+                "if self.shape.recomputes and not may_truncate(self.shape.groups):",
+                "if False:",
+            ),
+        ),
+        tested("-W", "ignore", f"{_TESTS}/test_vllm_failed_loads.py::{_ALONE}"),
+        ".venv-vllm-0.25.1",
     ),
     _mutant(
         "tokens-of-one-rank",
