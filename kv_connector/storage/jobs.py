@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -31,20 +31,18 @@ _UNWANTED = memoryview(bytearray())
 class StorageJobs:
     """Moves blocks between `storage` and host memory; one thread calls, and never waits."""
 
-    def __init__(
-        self, storage: GroupedStorage, blocks: NDArray[np.uint8], is_ours: Callable[[StorageJob], bool]
-    ) -> None:
-        """`blocks`: the host pool, of shape (num_blocks, block_bytes). Jobs that are not ours are another rank's, which
-        has the same host memory: they end at once."""
+    def __init__(self, storage: GroupedStorage, blocks: NDArray[np.uint8], is_used: bool = True) -> None:
+        """`blocks`: the host pool, of shape (num_blocks, block_bytes). Where `storage` is not used, another rank does
+        the jobs, which has the same host memory: they end at once."""
         self._storage = storage
         self._blocks = blocks
-        self._is_ours = is_ours
+        self._is_used = is_used
         self._left: list[EndedStorageJob] = []  # to another rank
         self._running: dict[int, tuple[StorageJob, Future[Any]]] = {}
 
     def begin(self, job: StorageJob) -> None:
         """Hand a job to the backend, whose threads read or write its host blocks until it has ended."""
-        if not self._is_ours(job):
+        if not self._is_used:
             self._left.append(EndedStorageJob(job.job_id, True))
             return
         keys = job.split_keys()

@@ -114,7 +114,7 @@ class WorkerHalf(KVConnectorWorker):
             if self._open_storage is not None:
                 blocks = self._host.tensor.numpy()
                 storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data, layout.arrangement)
-                self._storage = StorageJobs(storage, blocks, self._share.carries_out)
+                self._storage = StorageJobs(storage, blocks, self._share.uses_storage)
         if self._open_peers is not None:
             self._peers = StepPeers(layout, self._config, self._open_peers)
 

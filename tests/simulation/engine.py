@@ -53,7 +53,7 @@ def _host_shares(config: EngineConfig) -> list[HostShare]:
     """Of each rank."""
     if not config.replicas:
         return [ALONE] * config.num_ranks
-    file = os.memfd_create("simulated")
+    file = os.memfd_create("simulated", os.MFD_ALLOW_SEALING)
     shares = [HostShare(rank, config.num_ranks, os.dup(file)) for rank in range(config.num_ranks)]
     os.close(file)
     return shares

@@ -356,7 +356,7 @@ def test_what_a_rank_has_registered_is_told_with_what_decides_its_bytes() -> Non
 
 def test_a_rank_that_shares_the_host_saves_its_share_and_loads_all(device: torch.device) -> None:
     """Two ranks that cache the same: what each reports makes up the job, and the bytes of a block count once."""
-    file = os.memfd_create("shared")
+    file = os.memfd_create("shared", os.MFD_ALLOW_SEALING)
     ranks = []
     for index in range(2):
         share = HostShare(index, 2, os.dup(file))
