@@ -240,11 +240,11 @@ def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineC
 
 
 def draw_replicas(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
-    """In some worlds the ranks of an engine cache the same bytes, but for stages of a pipeline. `rng` is one of its
-    own."""
+    """In some worlds the ranks of an engine cache the same bytes, but for stages of a pipeline and those that share out
+    a context. `rng` is one of its own."""
     if rng.random() < 0.7:
         return configs
-    return [replace(c, replicas=c.num_ranks > 1 and not c.pipeline) for c in configs]
+    return [replace(c, replicas=c.num_ranks > 1 and not c.pipeline and c.num_parts == 1) for c in configs]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

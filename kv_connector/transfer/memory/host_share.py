@@ -54,7 +54,7 @@ class HostShare:
         except OSError as error:
             raise ConfigError(
                 f"{num_bytes} bytes of host memory that ranks share cannot be had: {error}; ranks that have taken "
-                "another size do not cache the same; else lower host_memory, or raise the limit of file sizes (`ulimit -f`)"
+                "another size do not cache the same; else lower host_memory, or raise the limit of files (`ulimit -f`)"
             ) from error
         finally:
             os.close(self.file)
