@@ -6,10 +6,10 @@
 
 A recurrent layer keeps the sum itself, as a state of many words of which each depends on it, in place of rows.
 Ranks that share out a context have the rows of some positions each, and attend to those: the token rests on all ranks'.
-C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the rank's part
-and the `epoch` of the weights: after an update of the weights no row of before fits any more. Layers of a windowed
-group attend to the last `window` positions only, those of a chunked one to the positions of their own chunk. `Oracle`
-computes the same without any cache.
+C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the rank (the
+first of those that cache the same) and the `epoch` of the weights: after an update of the weights no row of before fits
+any more. Layers of a windowed group attend to the last `window` positions only, those of a chunked one to the positions
+of their own chunk. `Oracle` computes the same without any cache.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.layer_groups)
 
-    def part(self, rank: int) -> int:
-        """Which part of the model a rank computes."""
+    def first_alike(self, rank: int) -> int:
+        """The first rank that computes, and caches, the same."""
         return 0 if self.replicas else rank
 
     @property
@@ -166,7 +166,7 @@ class Oracle:
         self.tokens = list(tokens)
         self._sums = [[0] * shape.num_layers for _ in range(shape.num_ranks)]
         self._products: list[list[list[int]]] = [[[] for _ in range(shape.num_layers)] for _ in range(shape.num_ranks)]
-        self._salts = [_salt(epoch, shape.part(rank)) for rank in range(shape.num_ranks)]
+        self._salts = [_salt(epoch, shape.first_alike(rank)) for rank in range(shape.num_ranks)]
         self._known: list[int] = []  # tokens behind the sequence that were computed ahead
         self._num_ahead = len(self.tokens) - 1
         self._prefill()
@@ -188,7 +188,7 @@ class Oracle:
         """All but the last token at once."""
         start, tokens = 0, self.tokens[:-1]
         for rank in range(self.shape.num_ranks if tokens else 0):
-            h = embed(tokens, start, self.epoch, self.shape.part(rank))
+            h = embed(tokens, start, self.epoch, self.shape.first_alike(rank))
             for layer in range(self.shape.num_layers):
                 rows = rows_of(h, layer)
                 products = rows * COEFFICIENTS[: len(rows)] * self.shape.has_rows(rank, layer, len(rows))

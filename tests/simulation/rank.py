@@ -215,8 +215,8 @@ class Rank:
         for item in step.items:
             if layer == 0:
                 item.resolve()
-                part = self.shape.part(self.index)
-                item.h[self.index] = model.embed(item.inputs, item.start, item.device.epoch, part)
+                first = self.shape.first_alike(self.index)
+                item.h[self.index] = model.embed(item.inputs, item.start, item.device.epoch, first)
                 self._check_write(step, item)
             h = item.h[self.index]
             assert h is not None

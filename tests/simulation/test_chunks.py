@@ -4,14 +4,13 @@ that its next token is in, and none where it ends with a chunk. What engines sha
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
 
 from tests.simulation import test_layer_groups, test_peer_groups, test_storage_groups
-from tests.simulation.config import EngineConfig, LayerGroup, with_groups
-from tests.simulation.made import as_drawn, simulate_made, violations
+from tests.simulation.config import LayerGroup
+from tests.simulation.made import of_model, simulate_models, violations
 from tests.simulation.world import Outcome
 
 PLACES = (test_layer_groups, test_storage_groups, test_peer_groups)
@@ -26,17 +25,11 @@ NUM_WORLDS = 36
 def run(seed: int) -> Outcome:
     """A world of each place and model in turn."""
     place, turn = PLACES[seed % len(PLACES)], seed // len(PLACES)
-
-    def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
-        return [with_groups(config, MODELS[turn % len(MODELS)]) for config in configs]
-
-    return simulate_made(
+    return simulate_models(
         seed,
         place.draw_actions,
-        draw_world=place.draw_engines,
-        draw_policies=as_drawn,
-        draw_remembered=as_drawn,
-        draw_groups=draw_groups,
+        place.draw_engines,
+        draw_groups=of_model(MODELS[turn % len(MODELS)]),
     )
 
 

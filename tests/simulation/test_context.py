@@ -13,7 +13,7 @@ import pytest
 
 from tests.simulation import test_layer_groups, test_peer_groups, test_storage_groups
 from tests.simulation.config import EngineConfig, LayerGroup, with_groups
-from tests.simulation.made import as_drawn, simulate_made, violations
+from tests.simulation.made import simulate_models, violations
 from tests.simulation.world import Outcome
 
 PLACES = (test_layer_groups, test_storage_groups, test_peer_groups)
@@ -49,12 +49,10 @@ def run(seed: int) -> Outcome:
         drawn = [share_out(config, other if index == 1 else shape) for index, config in enumerate(configs)]
         return [with_groups(config, groups) for config in drawn]
 
-    return simulate_made(
+    return simulate_models(
         seed,
         place.draw_actions,
-        draw_world=place.draw_engines,
-        draw_policies=as_drawn,
-        draw_remembered=as_drawn,
+        place.draw_engines,
         draw_groups=draw_groups,
     )
 

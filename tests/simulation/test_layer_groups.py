@@ -15,7 +15,7 @@ from kv_connector.config import LoadChoice, WritePolicy
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
-from tests.simulation.made import as_drawn, simulate_made, violations
+from tests.simulation.made import of_model, simulate_models, violations
 from tests.simulation.workload import Action
 from tests.simulation.world import Outcome
 
@@ -55,13 +55,11 @@ def draw_actions(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Ac
 
 
 def run(seed: int, groups: tuple[drawn.LayerGroup, ...]) -> Outcome:
-    return simulate_made(
+    return simulate_models(
         seed,
         draw_actions,
-        draw_world=draw_engines,
-        draw_policies=as_drawn,
-        draw_remembered=as_drawn,
-        draw_groups=lambda rng, configs: [drawn.with_groups(c, groups) for c in configs],
+        draw_engines,
+        draw_groups=of_model(groups),
     )
 
 

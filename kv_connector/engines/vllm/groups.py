@@ -146,7 +146,7 @@ def num_replicas(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = int(parallel.tensor_parallel_size)
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+    if parallel.decode_context_parallel_size > 1:
         return 1
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
     kinds = {type(spec).__name__ for spec in specs}

@@ -96,12 +96,12 @@ def share_host(exchange: Exchange) -> HostShare:
     own = _offer()
     offers = exchange(own)
     here = _together(own, offers)
-    index = here.index(own) if own in here else 0
-    file = -1 if not here else _open(here[0]) if index else os.dup(here[0].file)
+    file = _open(here[0]) if here else -1
     has_opened = exchange((own, file >= 0))
     if own is not None:
         os.close(own.file)  # nobody will open it any more
-    if len(here) > 1 and all((offer, True) in has_opened for offer in here):
+    if own is not None and len(here) > 1 and all((offer, True) in has_opened for offer in here):
+        index = here.index(own)
         if index == 0:
             os.pwrite(file, bytes(_MARK_BYTES), 0)
         return HostShare(index, len(here), file)
