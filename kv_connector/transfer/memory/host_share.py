@@ -68,8 +68,8 @@ class HostShare:
 
     @property
     def uses_storage(self) -> bool:
-        """Whether this rank does storage's jobs: the first one does for all, since what a process has looked up is what
-        it knows how to read."""
+        """Whether this rank opens storage and does its jobs: the first one does for all, since what a process has
+        looked up is what it knows how to read."""
         return self.index == 0
 
 
