@@ -25,8 +25,6 @@ LEAST_PITCHED_BYTES = 128 << 10
 and 0.986, beside large products 0.985 and 0.956, and packed 0.963 and 0.975, beside them 0.917 and 0.905; of 128 KiB
 0.980 and 0.975, beside them 0.975 and 0.914, and packed 0.962 and 0.974, beside them 0.918 and 0.910. Packing is the
 faster one for saves of 64 KiB beside products, and for all copies in pieces of 16 KiB, by a quarter."""
-LEAST_ALONG_BYTES = 32 << 10
-"""Of a piece that neighbouring blocks have in one layer."""
 DISTURBING_US = 35.0
 """A kernel over the link slows the model by 15 to 57 % (H200, 2026-11-21) while it runs: longer than this it runs only
 for a copy that the model waits for."""
