@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 from ...log_limiter import LogLimiter
 from ...values import shown
-from ..base import Connected, Lost, Message, PeerCounters, PeerError, PeerEvent
+from ..base import Lost, Message, PeerCounters, PeerError, PeerEvent
 from .handshake import Handshake
 from .messages import WireMessage
 from .peer_info import PeerInfo
@@ -271,7 +271,7 @@ class SideChannel:
             connection.opened()
             self._peers[connection.link] = handshake.peer
             self._log_limiter.well(connection.host)
-            self._events.append(Connected(connection.link, handshake.peer.engine_id, handshake.peer.num_blocks))
+            self._events.append(handshake.peer.connected(connection.link))
 
     def _lose(self, connection: Connection, reason: str) -> None:
         del self._links[connection.link]

@@ -29,7 +29,7 @@ class PeerCompanion(Companion):
 
     def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, engine_id: str, world_size: int) -> None:
         self._outgoing = Outgoing(config, shared, roots, engine_id, self)
-        self._incoming = Incoming(config, shared, roots, self)
+        self._incoming = Incoming(config, shared, roots, self, world_size)
         self._host = config.host
         self._ports = [config.port + rank if config.port else 0 for rank in range(world_size)]
         self._counters: dict[int, dict[str, float]] = {}  # by rank

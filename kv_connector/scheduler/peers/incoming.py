@@ -48,15 +48,16 @@ class _Asking:
 
 
 class Incoming:
-    """`roots` name what the engine's own hashes leave out; `owner` opens the jobs."""
+    """`roots` name what the engine's own hashes leave out; `owner` opens the jobs; `num_ranks` are this engine's."""
 
-    def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, owner: JobOwner) -> None:
+    def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, owner: JobOwner, num_ranks: int) -> None:
         self.is_stopped = False
         """Whether nothing can be received any more, and nothing is promised."""
         self._config = config
         self._shared = shared
         self._roots = roots
         self._owner = owner
+        self._num_ranks = num_ranks
         self._sources: dict[str, _Source] = {}  # by request
         self._receiving: dict[str, list[int]] = {}  # by request: its jobs under way
         self._asking: list[_Asking] = []
@@ -160,7 +161,7 @@ class Incoming:
         if not params.get("do_remote_prefill"):
             return None
         transfer_id = text(params, "transfer_id") or text(params, "remote_request_id")
-        host, found = text(params, "remote_host"), ports(params)
+        host, found = text(params, "remote_host"), ports(params, self._num_ranks)
         if not (transfer_id and host and found):
             return None
         return _Source(transfer_id, text(params, "remote_engine_id"), host, found)

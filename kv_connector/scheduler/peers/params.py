@@ -11,6 +11,8 @@ from ..shared import Shared
 
 MOST_TEXT = 256
 """Characters of a name."""
+MOST_RANKS = 1024
+"""Of an engine that may be asked for blocks."""
 
 
 def params_of(request: Request) -> Mapping[str, Any]:
@@ -32,9 +34,15 @@ def text(params: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) and len(value) <= MOST_TEXT else ""
 
 
-def ports(params: Mapping[str, Any]) -> tuple[int, ...]:
-    """One port for each rank, or that of rank 0; empty where one of them is none."""
-    given = params.get("remote_ports") or [params.get("remote_port")]
-    if not isinstance(given, list) or not all(type(port) is int and 0 < port < 1 << 16 for port in given):
+def ports(params: Mapping[str, Any], num_ranks: int) -> tuple[int, ...]:
+    """The port of each rank of the producer; empty where one of them is none. Who passes on vLLM's own keys alone says
+    that of rank 0 and how many there are; without the latter they are `num_ranks`, as many as here."""
+    given = params.get("remote_ports")
+    if not given:
+        first, count = params.get("remote_port"), params.get("tp_size") or num_ranks
+        if type(first) is not int or type(count) is not int or not 0 < count <= MOST_RANKS:
+            return ()
+        given = list(range(first, first + count))
+    if not isinstance(given, list) or len(given) > MOST_RANKS:
         return ()
-    return tuple(given)
+    return tuple(given) if all(type(port) is int and 0 < port < 1 << 16 for port in given) else ()

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from kv_connector.peer.base import Connected, Lost, Message, Pushed
-from kv_connector.peer.protocol.offers import MOST_EARLY_BLOCKS, Offers
+from kv_connector.peer.protocol.early import MOST_EARLY_BLOCKS
+from kv_connector.peer.protocol.offers import Offers
 from kv_connector.peer.wire.messages import Nothing, Refused, Stop, Stopped, Want
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
-from tests.peer.peers import Pool, info_of
+from tests.peer.peers import IDENTITY, Pool, info_of, linked
 
 NAMES = [hashlib.sha256(bytes([number])).digest() for number in range(2)]
 
@@ -29,13 +30,13 @@ class Producer:
             LoopbackTransport(net, Pool().pool, replace(info_of(pool), engine_id=f"consumer {number}"))
             for number in range(2)
         ]
-        self.offers = Offers(self.transport, "producer", 1, 60.0, lambda: 0.0)
+        self.offers = Offers(self.transport, "producer", replace(IDENTITY, pieces=(512,)), 60.0, lambda: 0.0)
         self.links = []
         for consumer in self.consumers:
             consumer.grant(consumer.connect("here", self.transport.port), 7, [0, 1])
         for event in self.transport.poll(0.0):
             assert isinstance(event, Connected)
-            self.offers.connected(event.link, event.num_blocks)
+            self.offers.connected(event)
             self.links.append(event.link)
 
     def hear_want(self, number: int, engine_id: str) -> None:
@@ -187,12 +188,12 @@ def test_what_is_wanted_early_takes_a_bounded_memory() -> None:
     """Whoever asks for more is told at once, and computes."""
     producer = Producer()
     link, count = producer.links[0], 1 << 16
-    producer.offers.connected(link, 1 << 20)
+    producer.offers.connected(linked(link, 1 << 20))
     for number in range(MOST_EARLY_BLOCKS // count + 5):
         want = Want(f"never begun {number}", "", number, 0, count, bytes(32), tuple(range(count)))
         producer.offers.hear(link, want)
     assert [type(message) for message in producer.said_to(0)] == [Refused] * 5
-    assert sum(want.block_ids.nbytes for want in producer.offers._early.values()) == 8 * MOST_EARLY_BLOCKS
+    assert sum(want.block_ids.nbytes for want in producer.offers._early._wants.values()) == 8 * MOST_EARLY_BLOCKS
 
 
 class TwoGroups(Producer):
