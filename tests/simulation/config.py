@@ -58,6 +58,8 @@ class EngineConfig:
     num_drafts: int = 0
     acceptance: float = 0.5  # of a draft
     num_ranks: int = 1
+    num_heads: int = 0  # KV heads of the model, which ranks divide; 0: one for each rank, and nobody says so
+    heads_first: bool = False  # a block has the rows of one head behind those of the other
     pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
     reports_apart: bool = False  # ranks' reports of a step are taken in one by one, else together
     layer_groups: tuple[LayerGroup, ...] = (LayerGroup(),)
@@ -109,6 +111,16 @@ class EngineConfig:
     @property
     def consumes(self) -> bool:
         return self.role is not None and self.role is not PeerRole.PRODUCER
+
+    def heads_of(self, rank: int) -> range:
+        """Where there are fewer heads than ranks, several ranks hold the same."""
+        num_heads = self.num_heads or self.num_ranks
+        first = rank * num_heads // self.num_ranks
+        return range(first, first + max(1, num_heads // self.num_ranks))
+
+    def leads(self, rank: int) -> bool:
+        """Whether no rank in front holds the same heads."""
+        return rank == 0 or self.heads_of(rank) != self.heads_of(rank - 1)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:

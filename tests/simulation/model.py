@@ -2,10 +2,10 @@
 
     row of layer l at position p    mix(h_l[p] + a constant of the layer), which is what lies in the KV cache
     h_(l+1)[p]                      mix(h_l[p] + sum over the rows q that p attends to of row[q] * C[q])
-    token behind p                  mix(sum over ranks of the last h[p])
+    token behind p                  mix(sum over KV heads of the last h[p])
 
 A recurrent layer keeps the sum itself, as a state of many words of which each depends on it, in place of rows.
-C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the rank and the
+C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the head and the
 `epoch` of the weights: after an update of the weights no row of before fits any more. Layers of a windowed group attend
 to the last `window` positions only. `Oracle` computes the same without any cache.
 """
@@ -57,7 +57,7 @@ class ModelShape:
     layer_groups: tuple[int, ...] = (0, 0)
     windows: tuple[int | None, ...] = (None,)
     recurrent: tuple[bool, ...] = (False,)
-    num_ranks: int = 1
+    num_heads: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -75,14 +75,14 @@ class ModelShape:
         return self.windows[self.layer_groups[layer]]
 
 
-def _salt(epoch: int, rank: int) -> int:
-    return mix_one(epoch * _D + rank * _A + 1)
+def _salt(epoch: int, head: int) -> int:
+    return mix_one(epoch * _D + head * _A + 1)
 
 
-def embed(tokens: Sequence[int], start: int, epoch: int, rank: int) -> Words:
+def embed(tokens: Sequence[int], start: int, epoch: int, head: int) -> Words:
     """h_0 of these tokens, the first of them at position `start`."""
     words = np.array(tokens, dtype=np.uint64) * np.uint64(_D) + _POSITIONS[start : start + len(tokens)]
-    return mix(words + np.uint64(_salt(epoch, rank)))
+    return mix(words + np.uint64(_salt(epoch, head)))
 
 
 def rows_of(h: Words, layer: int) -> Words:
@@ -123,7 +123,7 @@ def first_row(start: int, window: int | None) -> int:
 
 
 def token_of(words: int) -> int:
-    """The token that the sum over ranks of the last h says."""
+    """The token that the sum over heads of the last h says."""
     return mix_one(words) % VOCABULARY
 
 
@@ -134,9 +134,9 @@ class Oracle:
         self.shape = shape
         self.epoch = epoch
         self.tokens = list(tokens)
-        self._sums = [[0] * shape.num_layers for _ in range(shape.num_ranks)]
-        self._products: list[list[list[int]]] = [[[] for _ in range(shape.num_layers)] for _ in range(shape.num_ranks)]
-        self._salts = [_salt(epoch, rank) for rank in range(shape.num_ranks)]
+        self._sums = [[0] * shape.num_layers for _ in range(shape.num_heads)]
+        self._products: list[list[list[int]]] = [[[] for _ in range(shape.num_layers)] for _ in range(shape.num_heads)]
+        self._salts = [_salt(epoch, head) for head in range(shape.num_heads)]
         self._known: list[int] = []  # tokens behind the sequence that were computed ahead
         self._num_ahead = len(self.tokens) - 1
         self._prefill()
@@ -157,15 +157,15 @@ class Oracle:
     def _prefill(self) -> None:
         """All but the last token at once."""
         start, tokens = 0, self.tokens[:-1]
-        for rank in range(self.shape.num_ranks if tokens else 0):
-            h = embed(tokens, start, self.epoch, rank)
+        for head in range(self.shape.num_heads if tokens else 0):
+            h = embed(tokens, start, self.epoch, head)
             for layer in range(self.shape.num_layers):
                 rows = rows_of(h, layer)
                 products = rows * COEFFICIENTS[: len(rows)]
                 window = self.shape.window(layer)
-                self._products[rank][layer] = products.tolist()
+                self._products[head][layer] = products.tolist()
                 kept = products if window is None else products[max(0, len(products) - window) :]
-                self._sums[rank][layer] = int(kept.sum(dtype=np.uint64))
+                self._sums[head][layer] = int(kept.sum(dtype=np.uint64))
                 h = attend(h, rows, 0, 0, window)
         self._num_ahead = len(tokens)
 
@@ -174,16 +174,16 @@ class Oracle:
         position = self._num_ahead
         token = self.tokens[position] if position < len(self.tokens) else self._known[position - len(self.tokens)]
         total = 0
-        for rank in range(self.shape.num_ranks):
-            h = mix_one(token * _D + position * _B + self._salts[rank])
+        for head in range(self.shape.num_heads):
+            h = mix_one(token * _D + position * _B + self._salts[head])
             for layer in range(self.shape.num_layers):
                 row = mix_one(h + mix_one(layer + 17))
                 product = row * _COEFFICIENTS_LIST[position] & _MASK
-                products, window = self._products[rank][layer], self.shape.window(layer)
+                products, window = self._products[head][layer], self.shape.window(layer)
                 products.append(product)
                 left = products[position - window] if window is not None and position >= window else 0
-                self._sums[rank][layer] = (self._sums[rank][layer] + product - left) & _MASK
-                h = mix_one(h + self._sums[rank][layer])
+                self._sums[head][layer] = (self._sums[head][layer] + product - left) & _MASK
+                h = mix_one(h + self._sums[head][layer])
             total += h
         self._num_ahead += 1
         self._known.append(token_of(total))
