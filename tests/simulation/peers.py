@@ -119,7 +119,7 @@ class SimulatedPeers(Process):
             self._below = SharedSlots(self.network)
             self._transport = _Staged(self._below, pool, *where, self._staging_bytes, self._open_channel, clock)
         elif self.carrier == "nixl":
-            self._below = SimulatedAgent(self, self.engine_id)
+            self._below = SimulatedAgent(self, f"{self.engine_id} rank {self._rank}")
             self._transport = NixlTransport(self._below, pool, *where, self._open_channel, clock)
         else:
             self._below = Stream(self)

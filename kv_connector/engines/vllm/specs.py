@@ -12,7 +12,7 @@ from vllm.v1.core import kv_cache_utils
 from ...config import Config, PeerRole
 from ...errors import ConfigError
 from ...index import BlockGroup
-from .groups import read_groups
+from .groups import read_groups, read_kv_heads
 from .steps import TELLS_FAILED_REQUESTS
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class EngineShape:
     `recomputes_ahead`: it plans a step of a request before it knows how the last one ended, or the next chunk of its
     prompt, as pipelines do, and is to compute what was not loaded.
     `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
+    `kv_heads` are this rank's, by layer, where it is known how they lie: see `read_kv_heads`.
     """
 
     block_size: int
@@ -43,6 +44,7 @@ class EngineShape:
     publishes_events: bool
     recomputes_ahead: bool
     drop_last_block: bool
+    kv_heads: Mapping[str, int]
     unpins_when_idle: bool
     engine_id: str
 
@@ -117,6 +119,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         recomputes_ahead=(bool(vllm_config.scheduler_config.async_scheduling) or parallel.pipeline_parallel_size > 1)
         and getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
         drop_last_block=speculative is not None and _drops_last_block(speculative),
+        kv_heads=read_kv_heads(kv_cache_config),
         # Freshly allocated blocks are zeroed before a connector can order anything in front of that.
         unpins_when_idle=not getattr(kv_cache_config, "needs_kv_cache_zeroing", False),
         engine_id=str(getattr(vllm_config.kv_transfer_config, "engine_id", None) or ""),
