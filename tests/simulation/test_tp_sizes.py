@@ -24,7 +24,7 @@ from tests.simulation.world import Outcome
 SIZES = ((1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1))
 MODELS = (4, (LayerGroup(),)), (2, (LayerGroup(),)), (4, (LayerGroup(), LayerGroup(window=5))), (1, (LayerGroup(),))
 """KV heads, fewer than ranks in some, and block groups."""
-NUM_WORLDS = 3 * len(SIZES) * len(MODELS)
+NUM_WORLDS = 2 * len(SIZES) * len(MODELS)
 KINDS = {"hand": 40, "arrive": 6, "stale": 2, "abort": 2, "again": 1, "fail": 1, "freeze": 1, "network": 1, "trap": 2}
 KINDS |= {"reset": 0.1, "weights": 0.1, "kill": 0.3}
 ROLES = (PeerRole.PRODUCER, PeerRole.CONSUMER)
@@ -41,8 +41,9 @@ def draw_actions(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Ac
     return actions
 
 
-def run(seed: int) -> Outcome:
-    """A world of each pair of sizes and each model in turn."""
+def run(seed: int, carrier: str = "") -> Outcome:
+    """A world of each pair of sizes and each model in turn. Heads are divided anew in host memory only; where all ranks
+    hold the same, anything will do."""
     sizes, (num_heads, groups) = SIZES[seed % len(SIZES)], MODELS[seed // len(SIZES) % len(MODELS)]
 
     def draw_engines(rng: random.Random) -> list[EngineConfig]:
@@ -70,8 +71,8 @@ def run(seed: int) -> Outcome:
             for index in range(2)
         ]
 
-    # Heads are divided anew in host memory only; where all ranks hold the same, anything will do.
-    with patch.object(outside, "CARRIERS", CARRIERS if num_heads == 1 else ("staged",)):
+    carriers = CARRIERS if num_heads == 1 else ("staged",)
+    with patch.object(outside, "CARRIERS", (carrier,) if carrier else carriers):
         return simulate_made(
             seed,
             draw_actions,
@@ -97,3 +98,13 @@ def test_every_pair_of_sizes_continues_prompts_of_every_model(outcomes: list[Out
         what = SIZES[kind % len(SIZES)], MODELS[kind // len(SIZES)]
         assert met["peer_hit_tokens"] > 60, what
         assert met["receive done"] > 10, what
+
+
+@pytest.mark.parametrize("carrier", [carrier for carrier in CARRIERS if carrier != "staged"])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_what_writes_from_pool_to_pool_divides_no_heads(carrier: str, seed: int) -> None:
+    """Prompts are computed: whole pieces lie in no pool whose pieces have other heads."""
+    outcome = run(seed, carrier)
+    assert violations([outcome]) == []
+    assert outcome.met["handed over behind"] + outcome.met["handed over at once"] > 3
+    assert outcome.met["receive failed"] and not outcome.met["receive done"]

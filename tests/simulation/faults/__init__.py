@@ -17,6 +17,7 @@ from .saves import SAVES
 from .scheduler import SCHEDULER
 from .storage import STORAGE
 from .storage_groups import STORAGE_GROUPS
+from .tp_sizes import TP_SIZES
 from .transfer import TRANSFER
 from .vllm import VLLM
 from .worker import WORKER
@@ -28,6 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *WORKER,
     *PEERS,
     *PEER_GROUPS,
+    *TP_SIZES,
     *STORAGE,
     *MACS,
     *GROUPS,
