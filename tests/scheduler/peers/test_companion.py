@@ -262,6 +262,10 @@ def test_blocks_of_another_prompt_are_refused() -> None:
         {"transfer_id": "x" * 1000, "remote_request_id": None},
         {"transfer_id": "never heard of"},
         {"remote_ports": [1, "2"]},
+        {"remote_ports": [1] * 5000},
+        {"tp_size": 1 << 40},
+        {"tp_size": "two"},
+        {"tp_size": 3},
     ],
 )
 def test_nonsense_from_a_client_costs_a_computation(params: dict[str, Any]) -> None:
