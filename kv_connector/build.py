@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .peer.wire.peer_info import PeerInfo
     from .scheduler import SchedulerHalf
     from .storage.base import GroupedStorage
+    from .transfer.memory.host_share import Exchange
     from .worker import WorkerHalf
 
 
@@ -48,24 +49,35 @@ def build_worker(
     engine_id: str = "",
     backend: str = "",
     groups: Sequence[BlockGroup] = (),
+    num_replicas: int = 1,
+    exchange: Exchange | None = None,
     **options: Any,
 ) -> WorkerHalf:
     """The worker half of one rank; `options` as for `WorkerHalf`. Imports torch.
 
     `identity` and `engine_id` are those of the scheduler half: storage keeps the identity beside the blocks, and other
     engines are told both, and `backend`, what computes attention on this rank. `groups` are the scheduler half's: what
-    is kept of a model with several of them is of no use to one with others. Raises KVConnectorError for a rank that
-    is none of `world_size`.
+    is kept of a model with several of them is of no use to one with others. The caches of `num_replicas` ranks, from a
+    multiple of that on, hold the same bytes: they have one name in storage, and those of a machine one copy in host
+    memory, for which `exchange` tells each of them what the others say (see `host_share.Exchange`). Raises
+    KVConnectorError for a rank that is none of `world_size`, or so many replicas that do not make it up.
     """
     from .worker import WorkerHalf
 
     _check_argument("world_size", world_size, 1)
     _check_argument("rank", rank, 0, world_size - 1)
+    _check_argument("num_replicas", num_replicas, 1)
+    if world_size % num_replicas:
+        raise KVConnectorError(f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it")
     own = RankIdentity(identity, rank, world_size, backend, groups=describe_groups(groups))
     if config.storage is not None:
-        options["open_storage"] = partial(_open_storage, config.storage, own)
+        options["open_storage"] = partial(_open_storage, config.storage, replace(own, rank=rank - rank % num_replicas))
     if config.peer is not None:
         options["open_peers"] = partial(_open_peers, config.peer, own, engine_id)
+    if exchange is not None and num_replicas > 1:
+        from .transfer.memory.host_share import share_host
+
+        options["open_share"] = partial(share_host, exchange)
     return WorkerHalf(config, rank, world_size, identity=own.shown() if identity is not None else "", **options)
 
 

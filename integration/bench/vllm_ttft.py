@@ -2,12 +2,13 @@
 
 One prompt at a time, one output token, wall time of `generate`; for each prompt every engine in turn, in rotating
 order. A host hit is the same prompt after the device's prefixes are forgotten. Hits are whole chunks of every
-connector, and 16 tokens follow: where a prompt is whole chunks of LMCache's, all but one token are a hit, the step runs
-as one whole CUDA graph, and there LMCache 0.5 returns without loading anything (its `start_load_kv` finds no attention
-metadata): splendid times, wrong tokens. So each host hit must give the device hit's token (`no_hit`). A second part
-asks for prompts of which 75 % lie on the host and reads from our statistics how long the model waited for layers; a
-third starts engines with a large host memory and tells when the first token is served and how much of that memory was
-ready then; eager, as capturing graphs takes longer than pinning. Needs vLLM, and a GPU or `--tiny`.
+connector, and 8 tokens follow, which are no block: where a prompt is whole chunks of LMCache's, all but one token are a
+hit, the step runs as one whole CUDA graph, and there LMCache 0.5 returns without loading anything (its `start_load_kv`
+finds no attention metadata): splendid times, wrong tokens. So each host hit must give the device hit's token
+(`no_hit`). A second part asks for prompts of which 75 % lie on the host and reads from our statistics how long the
+model waited for layers; a third starts engines with a large host memory and tells when the first token is served and
+how much of that memory was ready then; eager, as capturing graphs takes longer than pinning. Needs vLLM, and a GPU or
+`--tiny`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from kv_connector.values import parse_size
 
 OVER_OFFLOADING = {2048: 0.75, 8192: 0.75, 32768: 0.9}
 """Goals: a host hit of ours over one of OffloadingConnector, by tokens."""
-TAIL = 16
-"""Tokens behind the hit: no more than a block, or the device would hit more of the prompt than hosts in chunks do."""
+TAIL = 8
+"""Tokens behind the hit: less than a block, which whoever saved it would hit too."""
 _seeds = count(1)
 
 

@@ -37,6 +37,7 @@ _LLAMA = _SHAPE | {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense": _LLAMA,
+    "one_head": _LLAMA | {"num_key_value_heads": 1},
     "draft": _LLAMA | {"num_hidden_layers": 1},
     # Full attention in every third layer, windows of three blocks of 32 in the others: two kinds of block group.
     "windows": _SHAPE

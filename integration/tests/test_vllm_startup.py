@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, running, transfer_config, vllm_version
 from kv_connector.engines.vllm import TieredKVConnector
-from kv_connector.engines.vllm.groups import TELLS_STATES, read_groups, to_block_group
+from kv_connector.engines.vllm.groups import TELLS_STATES, num_replicas, read_groups, to_block_group
 from kv_connector.engines.vllm.specs import read_config, read_shape, refuse_unsupported
 from kv_connector.errors import ConfigError
 from kv_connector.index import BlockGroup
@@ -117,6 +117,48 @@ def test_kinds_of_attention_that_are_served(name: str, options: dict[str, Any], 
     assert (smaller.window_blocks, smaller.hashes_per_block) == (expected.window_blocks, 4)
     with pytest.raises(ConfigError, match="make --block-size a multiple"):
         to_block_group(group, BLOCK_SIZE - 1)
+
+
+DENSE, LATENT = ("FullAttentionSpec", {}), ("MLAAttentionSpec", {})
+WINDOW, LATENT_WINDOW = (
+    ("SlidingWindowSpec", {"sliding_window": 65}),
+    ("SlidingWindowMLASpec", {"sliding_window": 65}),
+)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "expected"),
+    [
+        ([LATENT], {}, 8),
+        ([LATENT, LATENT_WINDOW], {}, 8),
+        ([LATENT, DENSE], {}, 1),
+        ([LATENT], {"decode_context_parallel_size": 2}, 1),
+        ([DENSE], {}, 4),
+        ([DENSE, WINDOW], {}, 4),
+        ([DENSE], {"heads": 8}, 1),
+        ([DENSE], {"heads": 16, "heads_of_a_rank": 2}, 1),
+        ([DENSE], {"architecture": "Gemma4ForCausalLM"}, 1),
+        ([DENSE], {"speculative_config": "a draft model, which may have other heads"}, 1),
+        ([("HiddenStateCacheSpec", {})], {}, 1),
+    ],
+)
+def test_how_many_ranks_of_eight_hold_the_same(
+    kinds: list[tuple[str, dict[str, Any]]], options: dict[str, Any], expected: int
+) -> None:
+    """All of latents; of two heads of keys and values four each, where every layer is known to have as many."""
+    own = COMMON | {"num_kv_heads": options.get("heads_of_a_rank", 1)}
+    groups = [KVCacheGroupSpec([name], spec_of(name, **own, **more)) for name, more in kinds]
+    context = options.get("decode_context_parallel_size", 1)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=8, decode_context_parallel_size=context),
+        model_config=SimpleNamespace(
+            architectures=[options.get("architecture", "Qwen3MoeForCausalLM")],
+            get_total_num_kv_heads=lambda: options.get("heads", 2),
+        ),
+        speculative_config=options.get("speculative_config"),
+    )
+    found: Any = config
+    assert num_replicas(SimpleNamespace(kv_cache_groups=groups), found) == expected  # type: ignore[arg-type]
 
 
 def test_recurrent_states_are_served_where_vllm_says_which_block_holds_which() -> None:

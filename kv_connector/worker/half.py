@@ -21,6 +21,7 @@ from ..transfer.costs.curves import LinkCosts
 from ..transfer.costs.known import link_costs
 from ..transfer.engine import TransferEngine
 from ..transfer.memory.host_pool import HostPool
+from ..transfer.memory.host_share import ALONE, HostShare
 from ..transfer.memory.layout import CacheLayout
 from ..transfer.paths.base import CopyPath
 from ..transfer.paths.choice import make_fallback, make_path
@@ -43,7 +44,7 @@ class WorkerHalf(KVConnectorWorker):
     `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
     `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given, arranged as
     the text says; `open_peers` opens the links to other engines. `identity` is what decides this rank's bytes, to be
-    told.
+    told. `open_share`: see `HostShare`; it is called once, as the cache is registered, and may wait for other ranks.
     """
 
     def __init__(
@@ -57,8 +58,11 @@ class WorkerHalf(KVConnectorWorker):
         open_storage: Callable[[int, memoryview, str], GroupedStorage] | None = None,
         open_peers: OpenPeers | None = None,
         identity: str = "",
+        open_share: Callable[[], HostShare] = lambda: ALONE,
     ) -> None:
         self._identity = identity
+        self._open_share = open_share
+        self._share = ALONE
         self._config = config
         self._rank = rank
         self._world_size = world_size
@@ -95,12 +99,14 @@ class WorkerHalf(KVConnectorWorker):
         self._layout = layout
         self._layers = frozenset(layout.layer_names)
         if self._config.host_memory:
+            self._share = self._open_share()
             self._host = HostPool.sized(
                 self._config.host_memory // self._world_size,
                 layout.block_bytes,
                 device=layout.device,
                 pin_memory=self._config.pin_memory,
                 numa_bind=self._config.numa_bind,
+                share=self._share,
             )
             costs = link_costs(layout, self._host, self._config)
             path = self._make_path(layout, self._host, self._config, costs)
@@ -109,7 +115,7 @@ class WorkerHalf(KVConnectorWorker):
             if self._open_storage is not None:
                 blocks = self._host.tensor.numpy()
                 storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data, layout.arrangement)
-                self._storage = StorageJobs(storage, blocks)
+                self._storage = StorageJobs(storage, blocks, self._share.carries_out)
         if self._open_peers is not None:
             self._peers = StepPeers(layout, self._config, self._open_peers)
 
@@ -178,7 +184,7 @@ class WorkerHalf(KVConnectorWorker):
             # Whatever this step computed may rest on bytes that never came: none of it may become matchable.
             self._completed += [Completion(job.job_id, False, 0, Direction.SAVE) for job in self._plan.saves]
         else:
-            self._transfer.submit_save(self._plan.saves)
+            self._transfer.submit_save(self._share.own_saves(self._plan.saves))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         if self._peers is not None and self._plan is not None and not self._plan.computes:
@@ -219,7 +225,7 @@ class WorkerHalf(KVConnectorWorker):
             done=tuple(done),
             failed=tuple(failed),
             num_host_blocks=self._host.num_ready_blocks if self._host else 0,
-            block_bytes=self._host.block_bytes if self._host else 0,
+            block_bytes=self._host.block_bytes // self._share.count if self._host else 0,
             group_blocks=self._storage.group_blocks if self._storage is not None else 1,
             loaded_bytes=loaded_bytes,
             saved_bytes=saved_bytes,

@@ -60,6 +60,7 @@ class EngineConfig:
     num_ranks: int = 1
     num_heads: int = 0  # KV heads of the model, which ranks divide; 0: one for each rank, and nobody says so
     heads_first: bool = False  # a block has the rows of one head behind those of the other
+    replicas: bool = False  # ranks cache the same bytes, and share one copy on the host
     pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
     reports_apart: bool = False  # ranks' reports of a step are taken in one by one, else together
     layer_groups: tuple[LayerGroup, ...] = (LayerGroup(),)
@@ -229,6 +230,14 @@ def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineC
         groups = usual if config.prefetch is not None and rng.random() < 0.9 else own
         drawn.append(with_groups(config, groups) if groups is not None and config.role is None else config)
     return drawn
+
+
+def draw_replicas(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
+    """In some worlds the ranks of an engine cache the same bytes, but for stages of a pipeline. `rng` is one of its
+    own."""
+    if rng.random() < 0.7:
+        return configs
+    return [replace(c, replicas=c.num_ranks > 1 and not c.pipeline) for c in configs]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

@@ -7,6 +7,7 @@ All else (arrivals, aborts, resets) comes between two turns of the loop, with st
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from kv_connector.index import BlockHasher, CacheIdentity, PrefixTree, root_hash
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.transfer.memory.host_share import ALONE, HostShare
 from kv_connector.types import PeerAction
 
 from .checks import JobBook, Violation
@@ -47,6 +49,16 @@ class ForgetfulTree(PrefixTree):
         self._most = min(most, getattr(self, "_most", most))
 
 
+def _host_shares(config: EngineConfig) -> list[HostShare]:
+    """Of each rank."""
+    if not config.replicas:
+        return [ALONE] * config.num_ranks
+    file = os.memfd_create("simulated")
+    shares = [HostShare(rank, config.num_ranks, os.dup(file)) for rank in range(config.num_ranks)]
+    os.close(file)
+    return shares
+
+
 class Engine:
     """`incarnation` counts its starts: a killed engine is another object."""
 
@@ -59,7 +71,8 @@ class Engine:
         self.is_asleep = False
         self.met = world.met
         self.shape = shape_of(config)
-        name, layout = f"simulated, weights {world.epochs[index]}", f"rows of {config.num_layers} layers"
+        split = ", the same on all ranks" if config.replicas else ""
+        name, layout = f"simulated, weights {world.epochs[index]}", f"rows of {config.num_layers} layers{split}"
         self.identity = CacheIdentity(name, "uint8", layout, config.block_size, tp_size=config.num_ranks)
         self.engine_id = f"engine{index}.{incarnation}"
         self.connector_config = config.connector()
@@ -84,6 +97,7 @@ class Engine:
         self.scheduler.epoch = world.epochs[index]
         self.scheduler.on_finished = self._finished
         self.sampler = Sampler(world.time.stream(f"{self.engine_id}/drafts"), config.num_drafts, config.acceptance)
+        self.host_shares = _host_shares(config)
         self.ranks = [Rank(self, rank) for rank in range(config.num_ranks)]
         # As engines do: which model, layout and weights it is their hashes do not say.
         self.root = root_hash(CacheIdentity("any", "any", "any", config.block_size))

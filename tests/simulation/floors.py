@@ -131,6 +131,7 @@ FLOORS = {
     "engines with layers of several kinds in storage": 160,
     "engines with pipelines": 190,
     "engines with ranks": 820,
+    "engines with replicas": 150,
     "engines with storage": 570,
     "engines with storage and peers": 360,
     "engines with blocks of several sizes": 80,

@@ -52,16 +52,21 @@ _POSITIONS: Words = np.arange(MOST_TOKENS, dtype=np.uint64) * np.uint64(_B)
 @dataclass(frozen=True)
 class ModelShape:
     """`layer_groups[l]` is the block group of layer l; `windows[g]` the tokens that a group's layers see, or None;
-    `recurrent[g]` whether they keep states."""
+    `recurrent[g]` whether they keep states. `replicas`: all ranks compute, and cache, the same."""
 
     layer_groups: tuple[int, ...] = (0, 0)
     windows: tuple[int | None, ...] = (None,)
     recurrent: tuple[bool, ...] = (False,)
     num_heads: int = 1
+    replicas: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.layer_groups)
+
+    def part(self, rank: int) -> int:
+        """Which part of the model a rank computes."""
+        return 0 if self.replicas else rank
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -136,7 +141,7 @@ class Oracle:
         self.tokens = list(tokens)
         self._sums = [[0] * shape.num_layers for _ in range(shape.num_heads)]
         self._products: list[list[list[int]]] = [[[] for _ in range(shape.num_layers)] for _ in range(shape.num_heads)]
-        self._salts = [_salt(epoch, head) for head in range(shape.num_heads)]
+        self._salts = [_salt(epoch, shape.part(head)) for head in range(shape.num_heads)]
         self._known: list[int] = []  # tokens behind the sequence that were computed ahead
         self._num_ahead = len(self.tokens) - 1
         self._prefill()
@@ -158,7 +163,7 @@ class Oracle:
         """All but the last token at once."""
         start, tokens = 0, self.tokens[:-1]
         for head in range(self.shape.num_heads if tokens else 0):
-            h = embed(tokens, start, self.epoch, head)
+            h = embed(tokens, start, self.epoch, self.shape.part(head))
             for layer in range(self.shape.num_layers):
                 rows = rows_of(h, layer)
                 products = rows * COEFFICIENTS[: len(rows)]

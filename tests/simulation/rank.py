@@ -72,6 +72,7 @@ class Rank:
             fails_by_request=config.fails_by_request,
             open_storage=self.engine.world.outside.open_storage(self.engine, self.index),
             open_peers=self.engine.world.outside.open_peers(self.engine, self.index),
+            open_share=lambda: self.engine.host_shares[self.index],
         )
         tensors = [torch.from_numpy(tensor.view(np.int64)) for tensor in self.kv]
         names = {f"layers.{layer}": tensors[tensor] for layer, tensor in enumerate(self.shape.tensors)}
@@ -218,7 +219,7 @@ class Rank:
             if layer == 0:
                 item.resolve()
                 where = item.inputs, item.start, item.device.epoch
-                item.h[self.index] = np.stack([model.embed(*where, head) for head in self.heads])
+                item.h[self.index] = np.stack([model.embed(*where, self.shape.part(head)) for head in self.heads])
                 self._check_write(step, item)
             h = item.h[self.index]
             assert h is not None

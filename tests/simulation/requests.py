@@ -238,4 +238,5 @@ def shape_of(config: EngineConfig) -> ModelShape:
         tuple(group.window for group in groups),
         tuple(group.is_recurrent for group in groups),
         config.num_heads or config.num_ranks,
+        config.replicas,
     )

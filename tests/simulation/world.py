@@ -62,6 +62,7 @@ class World:
         self.configs = configs.draw_remembered(random.Random(f"{seed}/most_remembered"), configs.draw_world(rng))
         self.configs = configs.draw_policies(random.Random(f"{seed}/policies"), self.configs)
         self.configs = configs.draw_groups(random.Random(f"{seed}/groups"), self.configs)
+        self.configs = configs.draw_replicas(random.Random(f"{seed}/replicas"), self.configs)
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))
@@ -166,6 +167,7 @@ class World:
         met["engines"] += 1
         met["engines asynchronous with drafts"] += config.asynchronous and config.num_drafts > 0
         met["engines with ranks"] += config.num_ranks > 1
+        met["engines with replicas"] += config.replicas
         met["engines that remember little"] += config.most_remembered is not None
         met["engines with pipelines"] += config.pipeline
         met["engines with windows"] += any(group.window is not None for group in config.layer_groups)

@@ -10,6 +10,7 @@ import pytest
 
 from kv_connector.storage.jobs import EndedStorageJob, StorageJobs
 from kv_connector.testing.memory import MemoryStorage
+from kv_connector.transfer.memory.host_share import ALONE
 from kv_connector.types import StorageAction, StorageJob
 from tests.storage.storages import BLOCK, content, key, put
 
@@ -21,7 +22,7 @@ def test_a_fetch_tells_which_of_its_blocks_are_missing(missing: tuple[int, ...])
     keys = [key(index) for index in range(2)]
     put(storage, [key_ for index, key_ in enumerate(keys) if index not in missing])
     host = np.zeros((4, BLOCK), np.uint8)
-    jobs = StorageJobs(storage, host)
+    jobs = StorageJobs(storage, host, ALONE.carries_out)
     jobs.begin(StorageJob(1, StorageAction.FETCH, b"".join(keys), np.array([3, 0])))
     storage.close()  # when it returns all jobs have ended
     assert jobs.poll() == [EndedStorageJob(1, ok=len(missing) < 2, missing=missing)]
@@ -57,7 +58,7 @@ def test_a_fetch_of_groups_fills_the_host_blocks_of_those_that_are_wanted(missin
             return future
 
     host = np.zeros((8, BLOCK), np.uint8)
-    jobs = StorageJobs(Groups(BLOCK, BLOCK), host)
+    jobs = StorageJobs(Groups(BLOCK, BLOCK), host, ALONE.carries_out)
     job = StorageJob(1, StorageAction.FETCH, b"".join(keys), np.array(host_ids), skipped)
     assert job.num_blocks == 3
     jobs.begin(job)
@@ -87,7 +88,7 @@ class Telling(MemoryStorage):
 def test_a_look_up_says_what_exists_in_front_of_a_gap_or_singly_all_of_it(singly: bool) -> None:
     storage, host = Telling(), np.zeros((5, BLOCK), np.uint8)
     keys = [key(index) for index in range(5)]
-    jobs = StorageJobs(storage, host)
+    jobs = StorageJobs(storage, host, ALONE.carries_out)
     kept = keys[:2] + keys[3:4]
     for number, (action, names, blocks) in enumerate(
         [

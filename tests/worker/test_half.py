@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from kv_connector.errors import ConfigError, KVConnectorError, LayoutError, Tran
 from kv_connector.index import CacheIdentity
 from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.host_share import HostShare
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.types import CopyJob, Direction, StepPlan
 from kv_connector.worker import WorkerHalf
@@ -349,3 +352,51 @@ def test_what_a_rank_has_registered_is_told_with_what_decides_its_bytes() -> Non
     assert f"{NUM_BLOCKS} blocks on cpu" in told
     for part in ("model org/model", "weights commit abc", "rank 1 of 2", "backend FlashAttention"):
         assert part in told
+
+
+def test_a_rank_that_shares_the_host_saves_its_share_and_loads_all(device: torch.device) -> None:
+    """Two ranks that cache the same: what each reports makes up the job, and the bytes of a block count once."""
+    file = os.memfd_create("shared")
+    ranks = []
+    for index in range(2):
+        share = HostShare(index, 2, os.dup(file))
+        caches = {"layers.0": torch.arange(NUM_BLOCKS * 8, dtype=torch.int32, device=device).view(NUM_BLOCKS, 8)}
+        config = Config.from_mapping({"host_memory": 8 * 4096})
+        worker = WorkerHalf(config, index, 2, open_share=lambda share=share: share)
+        worker.register_kv_caches(caches, NUM_BLOCKS)
+        assert worker._host is not None
+        worker._host.wait_ready()
+        ranks.append((worker, caches["layers.0"]))
+    os.close(file)
+    both = CopyJob(1, Direction.SAVE, np.array([0, 1]), np.array([5, 4]))
+    for worker, _ in ranks:
+        step(worker, StepPlan(1, saves=(both, job(2, Direction.SAVE, 2, 7))), full_graph=True)
+    for index, (worker, _) in enumerate(ranks):
+        worker._completed += worker._transfer.drain()
+        report = worker.build_connector_worker_meta()
+        assert sorted(report.done) == [1, 2]
+        assert (report.num_host_blocks, report.block_bytes, report.saved_bytes) == (8, 2048, (32, 64)[index])
+    for worker, cache in ranks:
+        expected = cache[:3].clone()
+        cache.zero_()
+        step(
+            worker, StepPlan(2, loads=(CopyJob(3, Direction.LOAD, np.arange(3), np.array([5, 4, 7])),)), full_graph=True
+        )
+        assert finish(worker) == ((3,), (), set())
+        assert torch.equal(cache[:3], expected)
+        worker.shutdown()
+
+
+def test_ranks_that_cache_the_same_have_one_name_in_storage(tmp_path: Path) -> None:
+    """Of four, the first two and the last two."""
+    settings = {"host_memory": "1MiB", "storage": {"path": str(tmp_path), "capacity": "8MiB"}}
+    names = []
+    for rank in range(4):
+        identity = CacheIdentity("model", "float32", "NHD", 16)
+        worker = build_worker(Config.from_mapping(settings), rank, 4, identity, num_replicas=2)
+        worker.register_kv_caches({"layers.0": torch.zeros(NUM_BLOCKS, 8, dtype=torch.int32)}, NUM_BLOCKS)
+        worker.shutdown()
+        names.append({path.name for path in (tmp_path / "identities").iterdir()})
+    assert [len(seen) for seen in names] == [1, 1, 2, 2]
+    with pytest.raises(KVConnectorError, match="num_replicas=3 cannot be: world_size=4"):
+        build_worker(Config.from_mapping(settings), 0, 4, identity, num_replicas=3)

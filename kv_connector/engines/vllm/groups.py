@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import single_type_kv_cache_manager as managers
@@ -18,12 +18,24 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from ...errors import ConfigError
 from ...index import BlockGroup
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 TELLS_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 """Whether this vLLM says which device block holds which recurrent state: block tables do not."""
 
 _FULL = ("FullAttentionManager", "SinkFullAttentionManager")
 _WINDOW = "SlidingWindowManager"
 _STATE = "MambaManager"
+_OF_ALL_HEADS = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
+"""Specs of what every rank computes as a whole; those derived from them may be of anything."""
+_OF_OWN_HEADS = {"FullAttentionSpec", "SlidingWindowSpec"}
+_HEADS_ALIKE = {
+    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+}
+"""Architectures whose layers all have `num_key_value_heads`, of which vLLM gives ranks next to each other the same."""
 _REFUSED = {
     "RSWAManager": "it drops blocks from the middle of a request",
     "ChunkedLocalAttentionManager": "how many blocks a prefix needs depends on where in a chunk it ends; "
@@ -107,6 +119,26 @@ def read_kv_heads(kv_cache_config: Any) -> dict[str, int]:
             if isinstance(spec, kv_cache_interface.AttentionSpec) and spec.num_head_slots is None:
                 found[name] = spec.num_kv_heads
     return found
+
+
+def num_replicas(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
+    """How many ranks, one behind the other, hold the same bytes.
+
+    Under multi-head latent attention those of a stage, which split nothing of the cache. Where a model has fewer heads
+    of keys and values than a stage has ranks, those that have the same head: only of models that are known to have as
+    many in each layer, as specs tell a rank's heads alone.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ranks = int(parallel.tensor_parallel_size)
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        return 1
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
+    kinds = {type(spec).__name__ for spec in specs}
+    if kinds <= _OF_ALL_HEADS:
+        return ranks
+    has_one_head = kinds <= _OF_OWN_HEADS and all(spec.num_kv_heads == 1 for spec in specs)
+    is_known = vllm_config.speculative_config is None and set(model.architectures) <= _HEADS_ALIKE
+    return max(1, ranks // model.get_total_num_kv_heads()) if has_one_head and is_known else 1
 
 
 def _only_size(groups: Iterable[tuple[int, Any]], cache_config: Any) -> int:

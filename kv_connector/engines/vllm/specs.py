@@ -12,7 +12,7 @@ from vllm.v1.core import kv_cache_utils
 from ...config import Config, PeerRole
 from ...errors import ConfigError
 from ...index import BlockGroup
-from .groups import read_groups, read_kv_heads
+from .groups import num_replicas, read_groups, read_kv_heads
 from .steps import TELLS_FAILED_REQUESTS
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class EngineShape:
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
     `recomputes_ahead`: it plans a step of a request before it knows how the last one ended, or the next chunk of its
     prompt, as pipelines do, and is to compute what was not loaded.
+    The caches of `num_replicas` ranks, from a multiple of that on, hold the same bytes.
     `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
     `kv_heads` are this rank's, by layer, where it is known how they lie: see `read_kv_heads`.
     """
@@ -38,6 +39,7 @@ class EngineShape:
     layer_names: tuple[str, ...]
     world_size: int
     rank: int
+    num_replicas: int
     groups: tuple[BlockGroup, ...]
     group_ids: tuple[int, ...]
     group_kinds: tuple[Mapping[str, Any], ...]
@@ -112,6 +114,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         layer_names=tuple(t.shared_by[0] for t in kv_cache_config.kv_cache_tensors if getattr(t, "shared_by", ())),
         world_size=parallel.world_size,
         rank=parallel.rank,
+        num_replicas=num_replicas(kv_cache_config, vllm_config),
         groups=tuple(entry.group for entry in served),
         group_ids=tuple(entry.group_id for entry in served),
         group_kinds=tuple(entry.event_kind for entry in served),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.parallel_state import get_tp_group
 
 from ...build import build_worker
 from ...config import Config
@@ -18,7 +21,6 @@ from .stats import TieredStats
 from .steps import TELLS_FAILED_REQUESTS, ReadyMetadata, ReportMetadata
 
 if TYPE_CHECKING:
-    import torch
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionBackend
 
@@ -45,6 +47,8 @@ class WorkerRole:
             backend=backend,
             groups=shape.groups,
             engine_id=shape.engine_id,
+            num_replicas=shape.num_replicas,
+            exchange=partial(_exchange, shape.num_replicas),
             fails_by_request=TELLS_FAILED_REQUESTS,
             retries_loads=True,
         )
@@ -94,6 +98,16 @@ class WorkerRole:
     def shutdown(self) -> None:
         self.half.shutdown()
         logger.info("kv_connector: rank %d: host memory released", self._shape.rank)
+
+
+def _exchange(num_replicas: int, value: object) -> list[object]:
+    """What this rank and those that cache the same tell each other, as all ranks of a stage register their caches at
+    the same time."""
+    group = get_tp_group()
+    values: list[object] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    first = group.rank_in_group - group.rank_in_group % num_replicas
+    return values[first : first + num_replicas]
 
 
 def _forward_order(layer_name: str) -> tuple[int, ...]:

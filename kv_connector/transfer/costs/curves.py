@@ -31,8 +31,8 @@ for a copy that the model waits for."""
 _WORTH_PACKING = {Direction.LOAD: 0.97, Direction.SAVE: 0.9}
 """Packing is chosen where it takes less than this share of DMA's time: it takes multiprocessors and memory bandwidth,
 which DMA does not. Nobody waits for a save, so what counts is the model: with saves of 64 KiB pieces, of which packing
-moves 0.96 of the link and DMA 0.92, vLLM computes 0.974 and 0.988 of what it does without a connector (H200, vLLM
-0.25.1, 2026-11-23)."""
+moves 0.96 of the link and DMA 0.92, vLLM computes 0.974, and 0.982 to 0.988, of what it does without a connector (H200,
+vLLM 0.25.1, two hosts, 2026-11-23)."""
 _GROUP_STARTS = 20
 """A layer group takes as long as so many starts of a copy, so that starting costs it a twentieth."""
 _LIMIT = 1 << 16  # characters of a file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 
@@ -10,6 +9,7 @@ import torch
 
 from ...errors import ConfigError
 from . import numa
+from .host_share import ALONE, HostShare
 from .pinning import Pinner
 
 PIN_PIECE_BYTES = 256 << 20
@@ -17,7 +17,8 @@ PIN_PIECE_BYTES = 256 << 20
 
 
 class HostPool:
-    """`num_blocks` host blocks of `block_bytes` in one anonymous mapping of exactly that size.
+    """`num_blocks` host blocks of `block_bytes` in one mapping of exactly that size, which `share` may have several
+    ranks map.
 
     tensor: uint8 of shape (num_blocks, block_bytes), on the CPU, zero at first.
     num_ready_blocks: blocks [0, num_ready_blocks) may be used; it only grows.
@@ -37,6 +38,7 @@ class HostPool:
         pin_memory: bool = True,
         numa_bind: bool = True,
         pin_piece_bytes: int = PIN_PIECE_BYTES,
+        share: HostShare = ALONE,
     ) -> None:
         """Reserve the memory. Raises ConfigError where the machine has less, or for an impossible size."""
         if num_blocks < 1 or block_bytes < 1:
@@ -46,7 +48,7 @@ class HostPool:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.blocks_per_piece = max(1, pin_piece_bytes // block_bytes)
-        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = share.map(num_bytes)
         # The mapping goes with its last view, so that nobody who still holds one reads freed memory.
         with torch.inference_mode(False):  # engines register in that mode: see `geometry._view`
             memory = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -72,15 +74,16 @@ class HostPool:
         device: torch.device | None = None,
         pin_memory: bool = True,
         numa_bind: bool = True,
+        share: HostShare = ALONE,
     ) -> HostPool:
-        """The largest pool within `host_memory` bytes, this rank's share. Raises ConfigError below one block."""
+        """The largest pool within `host_memory` bytes a rank that maps it. Raises ConfigError below one block."""
         if host_memory < block_bytes:
             raise ConfigError(
                 f"host_memory={host_memory} bytes for this rank is less than one block of {block_bytes} bytes: "
                 f"give at least {block_bytes} bytes a rank, or 0 to turn the host tier off"
             )
-        num_blocks = host_memory // block_bytes
-        return cls(num_blocks, block_bytes, device=device, pin_memory=pin_memory, numa_bind=numa_bind)
+        num_blocks = host_memory * share.count // block_bytes
+        return cls(num_blocks, block_bytes, device=device, pin_memory=pin_memory, numa_bind=numa_bind, share=share)
 
     @property
     def tensor(self) -> torch.Tensor:

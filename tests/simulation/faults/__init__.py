@@ -12,6 +12,7 @@ from .macs import MACS
 from .mutant import Mutant
 from .peer_groups import PEER_GROUPS
 from .peers import PEERS
+from .replicas import REPLICAS
 from .reuse import REUSE
 from .saves import SAVES
 from .scheduler import SCHEDULER
@@ -27,6 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *LOADS,
     *SAVES,
     *WORKER,
+    *REPLICAS,
     *PEERS,
     *PEER_GROUPS,
     *TP_SIZES,

@@ -1,0 +1,79 @@
+"""Ranks of real vLLM engines that cache the same: one head of keys and values that both have. The host has one copy.
+
+So it is with multi-head latent attention, of which vLLM caches no prefixes on a CPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.tests.vllm_engines import (
+    BLOCK_SIZE,
+    check_loaded_bytes_and_tokens,
+    prompts,
+    running,
+    transfer_config,
+    vllm_version,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu"),
+    pytest.mark.skipif(vllm_version().startswith("0.20"), reason="two CPU ranks of vLLM 0.20 need more than two cores"),
+]
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize("choice", ["sync", "async"])
+def test_each_rank_has_its_cache_back(tmp_path: Path, choice: str) -> None:
+    """Of every block one of them has saved what both load."""
+    check_loaded_bytes_and_tokens(tmp_path, "one_head", choice, **RANKS)
+
+
+def test_two_ranks_hold_as_many_tokens_as_one(tmp_path: Path) -> None:
+    """In the same memory, of which each would have half without sharing."""
+    held = []
+    for ranks in (1, 2):
+        config = transfer_config({"write_policy": "write_through", "host_memory": "24MiB"})
+        options = {"num_blocks": 40, "kv_transfer_config": config, "tensor_parallel_size": ranks}
+        with running(tmp_path, "one_head", **options) as engine:
+            engine.alone(prompts(1))
+            held.append(engine.stats()["host_capacity_blocks"])
+    assert held[0] == held[1] > 10
+
+
+def test_storage_has_one_copy_which_ranks_find_again(tmp_path: Path) -> None:
+    storage = {"path": str(tmp_path / "store"), "capacity": "64MiB", "prefetch": "wait_complete"}
+    config = transfer_config({"write_policy": "write_through", "storage": storage})
+    options = {"num_blocks": 100, "kv_transfer_config": config, **RANKS}
+    asked = prompts(2)
+    with running(tmp_path, "one_head", **options) as engine:
+        engine.wait_for_storage()
+        engine.alone(asked)
+        expected = engine.alone(asked)
+        engine.check_all_free()
+        assert engine.stats()["backed_up_blocks"] == 2 * 13
+    with running(tmp_path, "one_head", **options) as engine:
+        engine.wait_for_storage()
+        assert engine.alone(asked) == expected
+        assert engine.stats()["fetched_blocks"] == 2 * 13
+        assert engine.stats()["storage_hit_tokens"] == 2 * 13 * BLOCK_SIZE
+
+
+def test_what_one_rank_has_not_loaded_none_has(tmp_path: Path) -> None:
+    config = transfer_config({"write_policy": "write_through"}, kv_load_failure_policy="recompute")
+    asked = prompts(2)
+    with running(tmp_path, "one_head", num_blocks=160, kv_transfer_config=config, async_scheduling=False, **RANKS) as e:
+        e.alone(asked)
+        expected = e.alone(asked)
+        e.llm.reset_prefix_cache()
+        e.break_loads(True, rank=1)
+        assert e.alone(asked) == expected
+        e.break_loads(False, rank=1)
+        assert e.alone(asked) == expected
+        assert e.stats()["failed_load_jobs"] == 2
+        e.check_all_free()
