@@ -79,6 +79,7 @@ def run(seed: int, carrier: str = "") -> Outcome:
             draw_world=draw_engines,
             draw_policies=as_drawn,
             draw_remembered=as_drawn,
+            draw_replicas=as_drawn,
             draw_groups=lambda rng, configs: configs,
         )
 
