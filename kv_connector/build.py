@@ -71,7 +71,9 @@ def build_worker(
         raise KVConnectorError(f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it")
     own = RankIdentity(identity, rank, world_size, backend, groups=describe_groups(groups))
     if config.storage is not None:
-        options["open_storage"] = partial(_open_storage, config.storage, replace(own, rank=rank - rank % num_replicas))
+        options["open_storage"] = partial(
+            _open_storage, config.storage, replace(own, rank=rank - rank % num_replicas), rank
+        )
     if config.peer is not None:
         options["open_peers"] = partial(_open_peers, config.peer, own, engine_id)
     if exchange is not None and num_replicas > 1:
@@ -88,8 +90,9 @@ def _check_argument(name: str, value: object, least: int, most: int | None = Non
 
 
 def _open_storage(
-    config: StorageConfig, identity: RankIdentity, block_bytes: int, pool: memoryview, arrangement: str
+    config: StorageConfig, identity: RankIdentity, rank: int, block_bytes: int, pool: memoryview, arrangement: str
 ) -> GroupedStorage:
+    """`identity` is that of the first rank with the same bytes, `rank` this one."""
     from .storage.checksums import warn_where_slow
     from .storage.macs import choose_check
 
@@ -112,7 +115,7 @@ def _open_storage(
         from .storage.checked import CheckedStorage, object_bytes
         from .storage.external import StorageContext, open_external
 
-        context = StorageContext(digest, object_bytes(block_bytes), identity.rank, identity.world_size)
+        context = StorageContext(digest, object_bytes(block_bytes), rank, identity.world_size)
         inner = open_external(config.kind, config.options, context)
         return CheckedStorage(config.kind, inner, digest, block_bytes, check=check)
     from .storage.filesystem.backend import FilesystemStorage

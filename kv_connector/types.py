@@ -174,7 +174,8 @@ class StepPlan:
     storage: jobs beside all of it; no step waits for them.
     cancelled_storage: ids of storage jobs, of this step or of earlier ones, that need not be done if not yet begun.
     peer: jobs beside the steps, too; what a SEND offers is computed by the end of this step.
-    withdrawn: ids of KV transfers that are offered no more.
+    suspended: ids of KV transfers of requests that were preempted: they are offered no more until they are anew.
+    withdrawn: ids of KV transfers that are offered no more: nobody is to wait for them.
     cancelled_peer: ids of RECEIVE jobs that are wanted no more.
     reported_step: the last step of which the scheduler half knew what every rank said when it made this plan. A load
         that failed behind it was not known: what this step computes may rest on bytes that never came.
@@ -191,6 +192,7 @@ class StepPlan:
     storage: tuple[StorageJob, ...] = ()
     cancelled_storage: tuple[int, ...] = ()
     peer: tuple[PeerJob, ...] = ()
+    suspended: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
     cancelled_peer: tuple[int, ...] = ()
     reported_step: int = -1

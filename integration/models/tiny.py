@@ -53,6 +53,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     },
+    # Attention local to chunks of four blocks of 32, and full attention in every other layer (Llama 4).
+    "chunks": _SHAPE
+    | {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "intermediate_size_mlp": 256,
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "num_local_experts": 1,
+        "num_experts_per_tok": 1,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "attention_chunk_size": 128,
+        "no_rope_layers": [1, 0, 1, 0],
+    },
+    # Windows of three blocks of 32 in all layers: they are the only block group.
+    "windows_alone": _LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 96},
     # One latent vector a token: DeepSeek's attention.
     "latent": _SHAPE
     | {

@@ -106,7 +106,6 @@ def test_draft_layers_are_saved_and_loaded_and_the_last_block_is_computed(folder
     assert sum(saved[key] == loaded[key] for key in keys) >= 2 * 12
 
 
-@pytest.mark.skipif(vllm_version().startswith("0.20"), reason="two CPU ranks of vLLM 0.20 need more than two cores")
 @pytest.mark.usefixtures("two_ranks_on_the_cpu")
 def test_two_ranks_agree(folder: Path) -> None:
     config = transfer_config({"write_policy": "write_through"})

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
 from integration.tests.vllm_engines import VllmEngine, prompts, running, schedule_ahead, transfer_config, vllm_version
+from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 from kv_connector.errors import KVConnectorError
 
 
@@ -70,6 +71,33 @@ def test_what_a_given_up_request_has_not_loaded_is_hit_by_nobody(
         engine.drain()
         assert engine.llm.reset_prefix_cache()
         fail_and_give_up(engine, prompt, in_the_step)
+        assert engine.alone([prompt]) == expected
+        assert engine.stats()["failed_load_jobs"] == 1
+        engine.check_all_free()
+
+
+@pytest.mark.parametrize("choice", ["sync", "async"])
+def test_with_windows_alone_a_load_that_fails_gives_no_wrong_token(folder: Path, choice: str) -> None:
+    """Nothing was loaded in front of the window, where vLLM would go on if it were told of blocks: the whole prompt is
+    computed, and where vLLM can be told of nothing else the engine ends."""
+    settings = {"write_policy": "write_through", "load_choice": choice}
+    config = transfer_config(settings, kv_load_failure_policy="recompute")
+    (prompt,) = prompts(1, seed=5)
+    with running(folder, "windows_alone", num_blocks=100, kv_transfer_config=config) as engine:
+        engine.alone([prompt])
+        expected = engine.alone([prompt])
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
+        engine.break_loads(True)
+        if not TELLS_FAILED_REQUESTS:
+            with pytest.raises(KVConnectorError, match="its model has sliding windows"):
+                engine.alone([prompt])
+            return
+        assert engine.alone([prompt]) == expected
+        engine.break_loads(False)
+        assert engine.stats()["failed_load_jobs"] == 1
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
         assert engine.alone([prompt]) == expected
         assert engine.stats()["failed_load_jobs"] == 1
         engine.check_all_free()

@@ -15,14 +15,10 @@ from integration.tests.vllm_engines import (
     prompts,
     running,
     transfer_config,
-    vllm_version,
 )
 from kv_connector.errors import KVConnectorError
 
-pytestmark = [
-    pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu"),
-    pytest.mark.skipif(vllm_version().startswith("0.20"), reason="two CPU ranks of vLLM 0.20 need more than two cores"),
-]
+pytestmark = pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu")
 
 STAGES: dict[str, Any] = {
     "pipeline_parallel_size": 2,

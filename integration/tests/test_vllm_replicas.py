@@ -18,13 +18,9 @@ from integration.tests.vllm_engines import (
     prompts,
     running,
     transfer_config,
-    vllm_version,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu"),
-    pytest.mark.skipif(vllm_version().startswith("0.20"), reason="two CPU ranks of vLLM 0.20 need more than two cores"),
-]
+pytestmark = pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu")
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
 
 
@@ -56,12 +52,13 @@ def test_storage_has_one_copy_which_ranks_find_again(tmp_path: Path) -> None:
         engine.alone(asked)
         expected = engine.alone(asked)
         engine.check_all_free()
-        assert engine.stats()["backed_up_blocks"] == 2 * 13
+        assert engine.stats()["storage_written_blocks"] == 2 * 13
     with running(tmp_path, "one_head", **options) as engine:
         engine.wait_for_storage()
         assert engine.alone(asked) == expected
         assert engine.stats()["fetched_blocks"] == 2 * 13
         assert engine.stats()["storage_hit_tokens"] == 2 * 13 * BLOCK_SIZE
+        assert engine.stats()["storage_missed_blocks"] == engine.stats()["storage_written_blocks"] == 0
 
 
 def test_what_one_rank_has_not_loaded_none_has(tmp_path: Path) -> None:

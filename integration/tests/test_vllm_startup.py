@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from integration.tests.vllm_engines import BLOCK_SIZE, CONNECTOR, prompts, running, transfer_config, vllm_version
 from kv_connector.engines.vllm import TieredKVConnector
 from kv_connector.engines.vllm.groups import TELLS_STATES, num_replicas, read_groups, to_block_group
-from kv_connector.engines.vllm.specs import read_config, read_shape, refuse_unsupported
+from kv_connector.engines.vllm.specs import read_config, read_shape
+from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 from kv_connector.errors import ConfigError
 from kv_connector.index import BlockGroup
 
@@ -50,16 +52,6 @@ def test_prefix_caching_is_needed(tmp_path: Path) -> None:
     assert "leave prefix caching on" in refusal(tmp_path, enable_prefix_caching=False)
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_ways_of_being_parallel_that_are_not_served(name: str) -> None:
-    """vLLM's CPU backend has none of them: it would refuse them itself before the connector is made."""
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(**{name: 2}), cache_config=SimpleNamespace(enable_prefix_caching=True)
-    )
-    with pytest.raises(ConfigError, match=f"{name}=2 is not supported"):
-        refuse_unsupported(config)
-
-
 def test_data_parallel_engines_listen_at_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them are given the same settings; two of three ranks each have ports 7100 to 7105."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
@@ -70,6 +62,13 @@ def test_data_parallel_engines_listen_at_ports_of_their_own(monkeypatch: pytest.
         config = read_config(SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel))
         assert config.peer is not None
         assert config.peer.port == port
+
+
+@pytest.mark.skipif(TELLS_FAILED_REQUESTS, reason="served with vLLM 0.32 and newer")
+@pytest.mark.parametrize("model", ["windows", "windows_alone"])
+def test_kv_transfers_of_windows_need_a_newer_vllm(tmp_path: Path, model: str, stable_hashes: None) -> None:
+    settings = transfer_config({"peer": {"secret": "0123456789abcdef"}})
+    assert "needs vLLM 0.32 or newer" in refusal(tmp_path, model, num_blocks=160, kv_transfer_config=settings)
 
 
 COMMON = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -87,17 +86,16 @@ def spec_of(name: str, **options: Any) -> Any:
     [
         ("RSWASpec", {"rswa_window": 64}, "drops blocks from the middle of a request"),
         ("HiddenStateCacheSpec", {}, "holds hidden states"),
-        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, "where in a chunk it ends"),
     ],
 )
 def test_kinds_of_attention_that_are_not_served(name: str, options: dict[str, Any], words: str) -> None:
     """Alone and beside plain attention in one group; some of them are derived from what is served."""
     spec, plain = spec_of(name, **COMMON, **options), kv_cache_interface.FullAttentionSpec(**COMMON)
-    assert to_block_group(KVCacheGroupSpec(["a"], plain), BLOCK_SIZE).window_blocks is None
+    assert to_block_group(KVCacheGroupSpec(["a"], plain), BLOCK_SIZE, BLOCK_SIZE).window_blocks is None
     both = UniformTypeKVCacheSpecs(block_size=BLOCK_SIZE, kv_cache_specs={"a": plain, "b": spec})
     for group in (KVCacheGroupSpec(["b"], spec), KVCacheGroupSpec(["a", "b"], both)):
         with pytest.raises(ConfigError, match=f"{name} is not supported: .*{words}"):
-            to_block_group(group, BLOCK_SIZE)
+            to_block_group(group, BLOCK_SIZE, BLOCK_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -108,15 +106,22 @@ def test_kinds_of_attention_that_are_not_served(name: str, options: dict[str, An
         ("SinkFullAttentionSpec", {"sink_len": 32}, BlockGroup()),
         ("SlidingWindowSpec", {"sliding_window": 65}, BlockGroup(2)),
         ("SlidingWindowMLASpec", {"sliding_window": 66}, BlockGroup(3)),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 128}, BlockGroup(chunk_blocks=4)),
     ],
 )
 def test_kinds_of_attention_that_are_served(name: str, options: dict[str, Any], expected: BlockGroup) -> None:
     group = KVCacheGroupSpec(["a"], spec_of(name, **COMMON, **options))
-    assert to_block_group(group, BLOCK_SIZE) == expected
-    smaller = to_block_group(group, BLOCK_SIZE // 4)
-    assert (smaller.window_blocks, smaller.hashes_per_block) == (expected.window_blocks, 4)
+    assert to_block_group(group, BLOCK_SIZE, BLOCK_SIZE) == expected
+    smaller = to_block_group(group, BLOCK_SIZE, BLOCK_SIZE // 4)
+    assert smaller == replace(expected, hashes_per_block=4)
     with pytest.raises(ConfigError, match="make --block-size a multiple"):
-        to_block_group(group, BLOCK_SIZE - 1)
+        to_block_group(group, BLOCK_SIZE, BLOCK_SIZE - 1)
+
+
+def test_chunks_end_with_blocks() -> None:
+    spec = spec_of("ChunkedLocalAttentionSpec", **COMMON, attention_chunk_size=48)
+    with pytest.raises(ConfigError, match=r"chunks of 48 tokens.*blocks of 32: make --block-size a divisor"):
+        to_block_group(KVCacheGroupSpec(["a"], spec), BLOCK_SIZE, BLOCK_SIZE)
 
 
 DENSE, LATENT = ("FullAttentionSpec", {}), ("MLAAttentionSpec", {})
@@ -168,11 +173,16 @@ def test_recurrent_states_are_served_where_vllm_says_which_block_holds_which() -
 
     if not TELLS_STATES:
         with pytest.raises(ConfigError, match=r"MambaSpec is not supported: .*vLLM 0.32 and newer do"):
-            to_block_group(group("align"), 32)
+            to_block_group(group("align"), 64, 32)
         return
-    assert to_block_group(group("align"), 32) == BlockGroup(1, 2, states_are_told=True)
+    assert to_block_group(group("align"), 64, 32) == BlockGroup(1, 2, states_are_told=True)
     with pytest.raises(ConfigError, match="mamba_cache_mode=none vLLM itself caches no prefixes"):
-        to_block_group(group("none"), 32)
+        to_block_group(group("none"), 64, 32)
+
+
+def vllm_config_of(decode: int = 1, **cache: Any) -> Any:
+    parallel = SimpleNamespace(decode_context_parallel_size=decode, prefill_context_parallel_size=1)
+    return SimpleNamespace(parallel_config=parallel, cache_config=SimpleNamespace(**cache))
 
 
 def config_of(*specs: Any, hash_block_size: int | None = None) -> Any:
@@ -183,25 +193,43 @@ def config_of(*specs: Any, hash_block_size: int | None = None) -> Any:
 def test_groups_are_read_in_our_order_with_blocks_of_their_own_size() -> None:
     window = spec_of("SlidingWindowSpec", **COMMON | {"block_size": 64}, sliding_window=100)
     full = spec_of("FullAttentionSpec", **COMMON)
-    size, served = read_groups(config_of(window, full, hash_block_size=16), SimpleNamespace())
+    size, served = read_groups(config_of(window, full, hash_block_size=16), vllm_config_of())
     assert size == 16
     assert [(entry.group_id, entry.group) for entry in served] == [(1, BlockGroup(None, 2)), (0, BlockGroup(2, 4))]
     with pytest.raises(ConfigError, match=r"\[32, 64\] tokens in one model are served with vLLM 0.32"):
-        read_groups(config_of(window, full), SimpleNamespace())
+        read_groups(config_of(window, full), vllm_config_of())
     with pytest.raises(ConfigError, match=r"\[16, 32\] tokens in one model are served with vLLM 0.32"):
-        read_groups(config_of(full, full), SimpleNamespace(hash_block_size=16))
+        read_groups(config_of(full, full), vllm_config_of(hash_block_size=16))
 
 
 def test_what_vllm_does_without_behind_its_own_hits_is_left_out() -> None:
     """Rings of rows that are still to be compressed are empty where a hit ends."""
     full, ring = spec_of("FullAttentionSpec", **COMMON), spec_of("CircularBufferSpec", **COMMON | {"block_size": 8})
-    size, served = read_groups(config_of(ring, full, hash_block_size=BLOCK_SIZE), SimpleNamespace())
+    size, served = read_groups(config_of(ring, full, hash_block_size=BLOCK_SIZE), vllm_config_of())
     assert [(entry.group_id, entry.group) for entry in served] == [(1, BlockGroup())]
     longer = spec_of("CircularBufferSpec", **COMMON | {"block_size": 48})
     with pytest.raises(ConfigError, match=r"'layer 0': blocks of 48 tokens.*multiples of 32"):
-        read_groups(config_of(longer, full, hash_block_size=size), SimpleNamespace())
+        read_groups(config_of(longer, full, hash_block_size=size), vllm_config_of())
     with pytest.raises(ConfigError, match="vLLM caches no prefixes of this model"):
-        read_groups(config_of(ring, hash_block_size=8), SimpleNamespace())
+        read_groups(config_of(ring, hash_block_size=8), vllm_config_of())
+
+
+@pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer")
+def test_ranks_that_share_out_a_context_have_whole_states_and_blocks_of_as_many_tokens_more() -> None:
+    """Two ranks, each with a part of attention's blocks: 64 tokens, where a state has 32."""
+    full = spec_of("FullAttentionSpec", **COMMON)
+    own = {"shapes": ((3, 8),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+    state = spec_of("MambaSpec", block_size=BLOCK_SIZE, **own)
+    size, served = read_groups(config_of(state, full, hash_block_size=BLOCK_SIZE), vllm_config_of(decode=2))
+    assert size == BLOCK_SIZE
+    assert [(entry.group_id, entry.group) for entry in served] == [
+        (1, BlockGroup(None, 2)),
+        (0, BlockGroup(1, 1, states_are_told=True)),
+    ]
+    ring = spec_of("CircularBufferSpec", **COMMON | {"block_size": 64, "dcp_sharded": False})
+    assert read_groups(config_of(ring, full, hash_block_size=64), vllm_config_of(decode=2))[0] == 64
+    with pytest.raises(ConfigError, match=r"blocks of 64 tokens.*multiples of 32"):
+        read_groups(config_of(ring, full, hash_block_size=BLOCK_SIZE), vllm_config_of())
 
 
 @pytest.mark.skipif(not TELLS_STATES, reason="older versions are asked in another way")

@@ -22,7 +22,8 @@ NEWER = json.loads((Path(__file__).parent / "vllm_surface_0.33.0.json").read_tex
 SECRET = "known to all of them"
 LEFT_TO_VLLM = {
     "bind_kv_cache_manager": "it gives the block pool to `bind_gpu_block_pool`",
-    "finish_forward": "nothing of a step ends with its forward pass alone",
+    "finish_forward": "nothing of a step ends with its forward pass alone; where `post_forward(defer_finalize=True)` "
+    "reports it before `wait_for_save`, its saves are told of with a later one",
     "get_finished_count": "every rank reports",
     "get_kv_connector_kv_cache_events": "events are the scheduler's",
     "get_mem_pool_context": "the cache may lie in any memory",
@@ -30,11 +31,12 @@ LEFT_TO_VLLM = {
     "register_finished_partial_tail": "states inside of a block are left to the device",
     "requires_piecewise_for_cudagraph": "full graphs are served",
     "reset_capture_state": "nothing of ours is captured",
-    "restore_kv_caches": "addresses are the same after sleep, and nothing was registered: see `supports_sleep_mode`",
+    "restore_kv_caches": "addresses are the same after a sleep, and what a NIC has registered may not sleep: see "
+    "`supports_sleep_mode`; what CUDA IPC exports is no memory that may sleep",
     "role": "as vLLM keeps it",
     "set_host_xfer_buffer_ops": "copies are ours",
     "supports_divergent_local_hybrid_hits": "states that lag behind on the device are not restored",
-    "unregister_kv_caches": "as `restore_kv_caches`",
+    "unregister_kv_caches": "as `restore_kv_caches`; no copy is under way, since `has_pending_push_work` is waited for",
 }
 """Calls of 0.33.0 that our connector does not answer itself, and why."""
 

@@ -1,8 +1,9 @@
 """What of a request can be loaded: the longest prefix whose bytes every block group still has on a tier.
 
 Layers that share a block table are a group. One of full attention needs every block of the prefix; one with a sliding
-window needs the last few, and the engine gives it no block at all for the others; one with a recurrent state needs the
-last one, which holds the state at its end. Blocks of different groups are different copies, so each has a key of its
+window needs the last few, and the engine gives it no block at all for the others; one whose attention is local to
+chunks needs those of the chunk that the next token is in; one with a recurrent state needs the last one, which holds
+the state at its end. Blocks of different groups are different copies, so each has a key of its
 own: the block's hash, and behind it the group where that is not the first.
 
 Groups may have blocks of different sizes. The engine hashes every so many tokens, no more than the smallest block has:
@@ -30,20 +31,37 @@ class BlockGroup:
 
     `window_blocks`: of its blocks those that must be there at the end of a prefix for the window to be whole, 1 for a
     recurrent state; None for full attention. `states_are_told`: a state is where the engine says (`base.StateBlock`),
-    since its block table is not in the order of tokens.
+    since its block table is not in the order of tokens. `chunk_blocks`: in place of a window, the blocks of a chunk of
+    local attention, of which those in front of the next token must be there.
     """
 
     window_blocks: int | None = None
     hashes_per_block: int = 1
     states_are_told: bool = False
+    chunk_blocks: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a prefix needs every block."""
+        return self.window_blocks is None and self.chunk_blocks is None
 
     def first_needed(self, end: int) -> int:
-        """Of a prefix of `end` blocks of this group, the first that must be there."""
+        """Of a prefix of `end` blocks of this group, the first that must be there; `end` where none must."""
+        if self.chunk_blocks is not None:
+            return end - end % self.chunk_blocks
         return 0 if self.window_blocks is None else max(0, end - self.window_blocks)
+
+    def first_held(self, num_tokens: int, block_tokens: int) -> int:
+        """The first block that an engine surely has yet of a request with so many tokens computed, its blocks in front
+        of the next token's window or chunk being gone."""
+        if self.chunk_blocks is not None:
+            return self.first_needed(num_tokens // block_tokens)
+        return self.first_needed(-(-num_tokens // block_tokens))
 
     def describe(self) -> str:
         """In words, of which other groups have others."""
         kind = "full" if self.window_blocks is None else f"window {self.window_blocks}"
+        kind = kind if self.chunk_blocks is None else f"chunk {self.chunk_blocks}"
         return f"{'state' if self.states_are_told else kind} of {self.hashes_per_block}"
 
 
@@ -51,6 +69,12 @@ def describe_groups(groups: Sequence[BlockGroup]) -> str:
     """What differs between models of other groups; "" for full attention alone."""
     is_plain = tuple(groups) in ((), (BlockGroup(),))
     return "" if is_plain else ", ".join(group.describe() for group in groups)
+
+
+def may_truncate(groups: Sequence[BlockGroup]) -> bool:
+    """Whether a request of which some blocks did not come may go on behind those in front of them: with full attention
+    alone. Of a window, and of states, a hit brings the last blocks only, and in front of them there are none."""
+    return len(groups) == 1 and groups[0].is_full
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +131,7 @@ class GroupedTree:
         self.drops_last_block = drop_last_block
         self.hashes_per_hit = math.lcm(*(group.hashes_per_block for group in groups))
         """A hit has a multiple of so many hashes: blocks of every group end there."""
-        self.windows = tuple(g for g, group in enumerate(self.groups) if group.window_blocks is not None)
+        self.windows = tuple(g for g, group in enumerate(self.groups) if not group.is_full)
         """Groups that keep only the newest blocks of a prefix."""
         self.full = tuple(g for g in range(len(self.groups)) if g not in self.windows)
         """Groups of full attention."""
@@ -129,7 +153,7 @@ class GroupedTree:
         full attention are a range."""
         keys = self.keys(hashes, group)
         blocks = range(len(keys)) if blocks is None else blocks
-        if isinstance(blocks, range) and self.groups[group].window_blocks is None:
+        if isinstance(blocks, range) and self.groups[group].is_full:
             return self.tree.insert_path(keys, now, blocks.start, blocks.stop)
         return self.tree.insert_apart([keys[block] for block in blocks], now)
 

@@ -61,7 +61,7 @@ class HitCounter:
         for anything."""
         is_of_use = []
         for group, nodes in zip(self._grouped.groups, known, strict=True):
-            if group.window_blocks is None:
+            if group.is_full:
                 first = num_local_tokens // (self._block_size * group.hashes_per_block)
                 is_of_use.append(np.arange(len(nodes)) >= first)
             else:

@@ -28,7 +28,8 @@ class StorageContext:
     identity: 32 bytes that name everything that decides a block's bytes (model, weights, layout, rank of how many).
         Keys name it too: it is of use to keep what belongs together in one place, and to no other end.
     object_bytes: bytes of every object: whole pages, in memory that begins on a page.
-    rank, world_size: of the engine's ranks. Each opens a backend of its own.
+    rank, world_size: of the engine's ranks. Each opens a backend of its own; of those with the same identity the first
+        on a machine alone.
     version: see `STORAGE_VERSION`.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -31,22 +31,14 @@ _UNWANTED = memoryview(bytearray())
 class StorageJobs:
     """Moves blocks between `storage` and host memory; one thread calls, and never waits."""
 
-    def __init__(
-        self, storage: GroupedStorage, blocks: NDArray[np.uint8], is_ours: Callable[[StorageJob], bool]
-    ) -> None:
-        """`blocks`: the host pool, of shape (num_blocks, block_bytes). Jobs that are not ours are another rank's, which
-        has the same host memory: they end at once."""
+    def __init__(self, storage: GroupedStorage, blocks: NDArray[np.uint8]) -> None:
+        """`blocks`: the host pool, of shape (num_blocks, block_bytes)."""
         self._storage = storage
         self._blocks = blocks
-        self._is_ours = is_ours
-        self._left: list[EndedStorageJob] = []  # to another rank
         self._running: dict[int, tuple[StorageJob, Future[Any]]] = {}
 
     def begin(self, job: StorageJob) -> None:
         """Hand a job to the backend, whose threads read or write its host blocks until it has ended."""
-        if not self._is_ours(job):
-            self._left.append(EndedStorageJob(job.job_id, True))
-            return
         keys = job.split_keys()
         future: Future[Any]
         if job.action is StorageAction.LOOK_UP:
@@ -67,7 +59,7 @@ class StorageJobs:
 
     def poll(self) -> list[EndedStorageJob]:
         """Those that have ended since the last call."""
-        ended, self._left = self._left, []
+        ended = []
         for job, future in [entry for entry in self._running.values() if entry[1].done()]:
             del self._running[job.job_id]
             if future.cancelled():
@@ -94,6 +86,34 @@ class StorageJobs:
     def close(self) -> None:
         """Wait for what is under way, then close the backend."""
         self._storage.close()
+
+
+class AnotherRanksJobs:
+    """Storage jobs that another rank does, which has the same host memory: here they end at once."""
+
+    group_blocks = 1
+
+    def __init__(self) -> None:
+        self._ended: list[EndedStorageJob] = []
+
+    def begin(self, job: StorageJob) -> None:
+        """See `StorageJobs.begin`."""
+        self._ended.append(EndedStorageJob(job.job_id, True))
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """None is under way."""
+
+    def poll(self) -> list[EndedStorageJob]:
+        """See `StorageJobs.poll`."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def counters(self) -> tuple[tuple[str, float], ...]:
+        """The other rank has them."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _bits(there: Sequence[bool]) -> int:

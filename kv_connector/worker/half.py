@@ -16,7 +16,7 @@ from ..config import Config
 from ..errors import KVConnectorError
 from ..peer.protocol.jobs import EndedPeerJob
 from ..storage.base import GroupedStorage
-from ..storage.jobs import EndedStorageJob, StorageJobs
+from ..storage.jobs import AnotherRanksJobs, EndedStorageJob, StorageJobs
 from ..transfer.costs.curves import LinkCosts
 from ..transfer.costs.known import link_costs
 from ..transfer.engine import TransferEngine
@@ -69,7 +69,7 @@ class WorkerHalf(KVConnectorWorker):
         self._make_path = make_path
         self._retries_loads = retries_loads
         self._open_storage = open_storage
-        self._storage: StorageJobs | None = None
+        self._storage: StorageJobs | AnotherRanksJobs | None = None
         self._open_peers = open_peers
         self._peers: StepPeers | None = None
         self._layout: CacheLayout | None = None
@@ -112,10 +112,12 @@ class WorkerHalf(KVConnectorWorker):
             path = self._make_path(layout, self._host, self._config, costs)
             fallback = make_fallback(layout, self._host) if self._retries_loads else None
             self._engine = TransferEngine(layout, self._host, self._config, path, fallback, costs)
-            if self._open_storage is not None:
+            if self._open_storage is not None and self._share.uses_storage:
                 blocks = self._host.tensor.numpy()
                 storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data, layout.arrangement)
-                self._storage = StorageJobs(storage, blocks, self._share.carries_out)
+                self._storage = StorageJobs(storage, blocks)
+            elif self._open_storage is not None:
+                self._storage = AnotherRanksJobs()
         if self._open_peers is not None:
             self._peers = StepPeers(layout, self._config, self._open_peers)
 

@@ -72,6 +72,7 @@ class StepPeers:
 
     def begin(self, plan: StepPlan) -> None:
         """A step begins; its blocks may be used by what is enqueued on the current stream."""
+        self._jobs.suspend(plan.suspended)
         self._jobs.withdraw(plan.withdrawn)
         if plan.peer:
             behind = self._lane.mark()

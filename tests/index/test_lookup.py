@@ -40,7 +40,10 @@ def mostly_held(draw: st.DrawFn) -> list[set[int]]:
 
 @given(
     groups=st.lists(
-        st.builds(BlockGroup, st.one_of(st.none(), st.integers(1, 4)), st.sampled_from([1, 1, 2, 3])),
+        st.one_of(
+            st.builds(BlockGroup, st.one_of(st.none(), st.integers(1, 4)), st.sampled_from([1, 1, 2, 3])),
+            st.builds(BlockGroup, st.none(), st.sampled_from([1, 1, 2]), chunk_blocks=st.integers(1, 4)),
+        ),
         min_size=1,
         max_size=3,
     ),
@@ -52,7 +55,7 @@ def mostly_held(draw: st.DrawFn) -> list[set[int]]:
 def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
     groups: list[BlockGroup], held: list[set[int]], first: int, stop: int
 ) -> None:
-    groups = sorted(groups, key=lambda group: group.window_blocks is not None)
+    groups = sorted(groups, key=lambda group: not group.is_full)
     grouped, tier = host_with(groups, held)
     hit_size = math.lcm(*(group.hashes_per_block for group in groups))
 
@@ -61,7 +64,10 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
         blocks = []
         for group in groups:
             size, window = group.hashes_per_block, group.window_blocks
-            start = first // size if window is None else max(first // size, end // size - window)
+            start = 0 if window is None else end // size - window
+            if group.chunk_blocks is not None:
+                start = end // (size * group.chunk_blocks) * group.chunk_blocks
+            start = max(first // size, start)
             blocks.append(range(start, end // size))
         return blocks
 
@@ -74,7 +80,7 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
     expected = longest(max(0, stop - first))
     proven = expected  # up to where full attention has whole blocks, if there is any
     for g, group in enumerate(groups):
-        if group.window_blocks is None:
+        if group.is_full:
             size = group.hashes_per_block
             have = next(b for b in range(first // size, 13) if b not in held[g] or b >= stop // size)
             proven = max(0, size * have - first) if g == 0 else min(proven, max(0, size * have - first))

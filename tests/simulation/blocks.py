@@ -77,7 +77,7 @@ class RequestBlocks:
         for index, group in enumerate(self._groups):
             names = hashes[group.hashes_per_block - 1 :: group.hashes_per_block]
             blocks = [self._pool.find(name, index) for name in names]
-            if group.window_blocks is None and None in blocks:
+            if group.is_full and None in blocks:
                 end = min(end, blocks.index(None) * self._sizes[index])
             found.append(blocks)
         end -= end % self._hit_tokens
@@ -217,6 +217,10 @@ class RequestBlocks:
             self._pool.free(self._deferred.popleft()[1])
 
     def _num_skipped(self, group: int, num_tokens: int) -> int:
-        """Leading blocks that lie in front of the window of the next token; of a state that is the token before it."""
+        """Leading blocks that lie in front of the window or chunk of the next token; of a state that is the token
+        before it."""
+        chunk = self._config.chunks[group]
+        if chunk is not None:
+            return num_tokens // chunk * chunk // self._sizes[group]
         window = 2 if self._config.layer_groups[group].is_recurrent else self._config.layer_groups[group].window
         return 0 if window is None else max(0, num_tokens - window + 1) // self._sizes[group]

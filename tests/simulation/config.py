@@ -16,7 +16,7 @@ from kv_connector.config import (
     StorageConfig,
     WritePolicy,
 )
-from kv_connector.index import BlockGroup
+from kv_connector.index import BlockGroup, may_truncate
 
 HOST_BLOCK_BYTES = 4096
 _NAMED_POLICIES = [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK]
@@ -26,11 +26,13 @@ _SECRET = "known to all of a world"
 @dataclass(frozen=True)
 class LayerGroup:
     """Layers that share a block table. `window`: tokens that they see, None for all. Blocks of recurrent layers hold
-    one state each, those of others a row for each token."""
+    one state each, those of others a row for each token. `chunk_blocks`: blocks of a chunk, of which a token sees what
+    is in front of it in its own."""
 
     window: int | None = None
     hashes_per_block: int = 1
     is_recurrent: bool = False
+    chunk_blocks: int | None = None
 
 
 _RECURRENT = LayerGroup(is_recurrent=True)
@@ -46,6 +48,8 @@ MIXED_GROUPS = (
     (_RECURRENT,),
 )
 """Of models whose layers are of several kinds."""
+LONE_WINDOW = (LayerGroup(window=9),)
+"""Of a model whose layers all have a window."""
 STATE_BLOCKS = 4
 """That a request has at most of a recurrent group at any time."""
 
@@ -60,6 +64,8 @@ class EngineConfig:
     num_ranks: int = 1
     num_heads: int = 0  # KV heads of the model, which ranks divide; 0: one for each rank, and nobody says so
     heads_first: bool = False  # a block has the rows of one head behind those of the other
+    num_parts: int = 1  # ranks share out a context: each has one of so many parts of every block's tokens
+    interleave: int = 1  # tokens of a part that lie together
     replicas: bool = False  # ranks cache the same bytes, and share one copy on the host
     pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
     reports_apart: bool = False  # ranks' reports of a step are taken in one by one, else together
@@ -129,8 +135,20 @@ class EngineConfig:
         return tuple(self.block_size * group.hashes_per_block for group in self.layer_groups)
 
     @property
+    def chunks(self) -> tuple[int | None, ...]:
+        """Tokens of a chunk, by group; None where attention is not local to chunks."""
+        pairs = zip(self.layer_groups, self.block_sizes, strict=True)
+        return tuple(size * group.chunk_blocks if group.chunk_blocks else None for group, size in pairs)
+
+    @property
     def is_recurrent(self) -> bool:
         return any(group.is_recurrent for group in self.layer_groups)
+
+    @property
+    def takes_invalid_blocks(self) -> bool:
+        """Whether it may be told of blocks that a load has not filled: with one group a request goes on behind those in
+        front, as in vLLM, with several it begins anew."""
+        return may_truncate(self.groups) or (len(self.groups) > 1 and not self.is_recurrent)
 
     @property
     def groups(self) -> tuple[BlockGroup, ...]:
@@ -139,7 +157,7 @@ class EngineConfig:
         for group, size in zip(self.layer_groups, self.block_sizes, strict=True):
             window = None if group.window is None else -(-(group.window - 1) // size)
             window = 1 if group.is_recurrent else window
-            groups.append(BlockGroup(window, group.hashes_per_block, states_are_told=group.is_recurrent))
+            groups.append(BlockGroup(window, group.hashes_per_block, group.is_recurrent, group.chunk_blocks))
         return tuple(groups)
 
     def connector(self) -> Config:
@@ -229,15 +247,16 @@ def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineC
         own = rng.choice(MIXED_GROUPS) if rng.random() < 0.5 else None
         groups = usual if config.prefetch is not None and rng.random() < 0.9 else own
         drawn.append(with_groups(config, groups) if groups is not None and config.role is None else config)
-    return drawn
+    has_lone_windows = rng.random() < 0.06 and all(config.role is None for config in configs)
+    return [with_groups(config, LONE_WINDOW) for config in drawn] if has_lone_windows else drawn
 
 
 def draw_replicas(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
-    """In some worlds the ranks of an engine cache the same bytes, but for stages of a pipeline. `rng` is one of its
-    own."""
+    """In some worlds the ranks of an engine cache the same bytes, but for stages of a pipeline and those that share out
+    a context. `rng` is one of its own."""
     if rng.random() < 0.7:
         return configs
-    return [replace(c, replicas=c.num_ranks > 1 and not c.pipeline) for c in configs]
+    return [replace(c, replicas=c.num_ranks > 1 and not c.pipeline and c.num_parts == 1) for c in configs]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:
@@ -251,10 +270,10 @@ def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineC
         + STATE_BLOCKS * sum(group.is_recurrent for group in groups),
         num_host_blocks=config.num_host_blocks * len(groups) // len(config.layer_groups),
     )
-    if not config.is_recurrent:
-        return config
+    if len(groups) == 1 or config.is_recurrent:
+        config = replace(config, fails_by_request=True)
     # What a rejected draft has done to a state is another mechanism of the engine's, and not modelled.
-    return replace(config, num_drafts=0, fails_by_request=True, truncates=False)
+    return replace(config, num_drafts=0, truncates=False) if config.is_recurrent else config
 
 
 def draw_group_blocks(rng: random.Random) -> list[int]:

@@ -53,7 +53,7 @@ def _host_shares(config: EngineConfig) -> list[HostShare]:
     """Of each rank."""
     if not config.replicas:
         return [ALONE] * config.num_ranks
-    file = os.memfd_create("simulated")
+    file = os.memfd_create("simulated", os.MFD_ALLOW_SEALING)
     shares = [HostShare(rank, config.num_ranks, os.dup(file)) for rank in range(config.num_ranks)]
     os.close(file)
     return shares
@@ -73,7 +73,10 @@ class Engine:
         self.shape = shape_of(config)
         split = ", the same on all ranks" if config.replicas else ""
         name, layout = f"simulated, weights {world.epochs[index]}", f"rows of {config.num_layers} layers{split}"
-        self.identity = CacheIdentity(name, "uint8", layout, config.block_size, tp_size=config.num_ranks)
+        shared_out = f"{config.num_parts} parts by {config.interleave}" if config.num_parts > 1 else ""
+        self.identity = CacheIdentity(
+            name, "uint8", layout, config.block_size, tp_size=config.num_ranks, settings=shared_out
+        )
         self.engine_id = f"engine{index}.{incarnation}"
         self.connector_config = config.connector()
         self.pool = BlockPool(config.num_device_blocks)
@@ -86,7 +89,7 @@ class Engine:
             tree=PrefixTree() if config.most_remembered is None else ForgetfulTree(config.most_remembered),
             clock=world.time.now,
             groups=config.groups,
-            fails_by_block=not config.is_recurrent,
+            fails_by_block=config.takes_invalid_blocks,
             unpins_when_idle=not config.is_recurrent,
             identity=self.identity,
             engine_id=self.engine_id,

@@ -28,3 +28,18 @@ def violations(outcomes: Iterable[Outcome]) -> list[tuple[int, str]]:
 def as_drawn(rng: object, configs: Any) -> Any:
     """A choice that changes nothing."""
     return configs
+
+
+def simulate_models(
+    seed: int, draw_actions: Callable[..., Any], draw_engines: Callable[..., Any], **choices: Callable[..., Any]
+) -> Outcome:
+    """A world of these engines, with the policies and memories that they were drawn with."""
+    made = {"draw_world": draw_engines, "draw_policies": as_drawn, "draw_remembered": as_drawn}
+    return simulate_made(seed, draw_actions, **made, **choices)
+
+
+def of_model(groups: tuple[config.LayerGroup, ...] | None) -> Callable[..., Any]:
+    """As `draw_groups`: engines have this model, or for None the one that they were drawn with."""
+    if groups is None:
+        return as_drawn
+    return lambda rng, configs: [config.with_groups(engine, groups) for engine in configs]

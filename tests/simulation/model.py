@@ -5,15 +5,18 @@
     token behind p                  mix(sum over KV heads of the last h[p])
 
 A recurrent layer keeps the sum itself, as a state of many words of which each depends on it, in place of rows.
-C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the head and the
-`epoch` of the weights: after an update of the weights no row of before fits any more. Layers of a windowed group attend
-to the last `window` positions only. `Oracle` computes the same without any cache.
+Ranks that share out a context have the rows of some positions each, and attend to those: the token rests on all ranks'.
+C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the head (the
+first of those that are alike) and the `epoch` of the weights: after an update of the weights no row of before fits any
+more. Layers of a windowed group attend to the last `window` positions only, those of a chunked one to the positions of
+their own chunk. `Oracle` computes the same without any cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,24 +52,40 @@ _COEFFICIENTS_LIST: list[int] = COEFFICIENTS.tolist()
 _POSITIONS: Words = np.arange(MOST_TOKENS, dtype=np.uint64) * np.uint64(_B)
 
 
+class Sight(NamedTuple):
+    """Which positions a layer attends to: all, the last few, or those of a chunk."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, position: int) -> int:
+        """The first position that the token at `position` attends to."""
+        if self.chunk is not None:
+            return position - position % self.chunk
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """`layer_groups[l]` is the block group of layer l; `windows[g]` the tokens that a group's layers see, or None;
-    `recurrent[g]` whether they keep states. `replicas`: all ranks compute, and cache, the same."""
+    """`layer_groups[l]` is the block group of layer l; `sights[g]` what a group's layers attend to;
+    `recurrent[g]` whether they keep states. `num_parts`, `interleave`: as in `EngineConfig`; ranks that share out a
+    context have a head each. `replicas`: all ranks compute, and cache, the same."""
 
     layer_groups: tuple[int, ...] = (0, 0)
-    windows: tuple[int | None, ...] = (None,)
+    sights: tuple[Sight, ...] = (Sight(),)
     recurrent: tuple[bool, ...] = (False,)
     num_heads: int = 1
+    num_parts: int = 1
+    interleave: int = 1
     replicas: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.layer_groups)
 
-    def part(self, rank: int) -> int:
-        """Which part of the model a rank computes."""
-        return 0 if self.replicas else rank
+    def first_alike(self, head: int) -> int:
+        """The first head that is the same."""
+        return 0 if self.replicas else head
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -76,8 +95,18 @@ class ModelShape:
     def is_recurrent(self, layer: int) -> bool:
         return self.recurrent[self.layer_groups[layer]]
 
-    def window(self, layer: int) -> int | None:
-        return self.windows[self.layer_groups[layer]]
+    def sight(self, layer: int) -> Sight:
+        return self.sights[self.layer_groups[layer]]
+
+    def has_row(self, head: int, layer: int, position: int) -> bool:
+        """Whether the head has the row of this position. A state is whole on every rank."""
+        part = position // self.interleave % self.num_parts
+        return self.is_recurrent(layer) or part == head % self.num_parts
+
+    def has_rows(self, head: int, layer: int, count: int) -> NDArray[np.bool_]:
+        """Of the first so many positions, whether the head has the row."""
+        parts = np.arange(count) // self.interleave % self.num_parts
+        return (parts == head % self.num_parts) | self.is_recurrent(layer)
 
 
 def _salt(epoch: int, head: int) -> int:
@@ -95,15 +124,16 @@ def rows_of(h: Words, layer: int) -> Words:
     return mix(h + np.uint64(mix_one(layer + 17)))
 
 
-def attend(h: Words, rows: Words, first: int, start: int, window: int | None) -> Words:
+def attend(h: Words, rows: Words, first: int, start: int, sight: Sight) -> Words:
     """h of the next layer at `start` and behind; `rows` are those from position `first` on, up to the last h's."""
     products = rows * COEFFICIENTS[first : first + len(rows)]
     if len(h) == 1:
         return mix(h + products.sum(dtype=np.uint64))
     sums = np.cumsum(products, dtype=np.uint64)
     behind = sums[start - first :]
-    if window is not None:
-        lows = np.arange(start, start + len(h)) - window - first  # the last position that is not attended to
+    if sight != Sight():
+        firsts = np.array([sight.first(position) for position in range(start, start + len(h))])
+        lows = firsts - 1 - first  # the last position that is not attended to
         behind = behind - np.where(lows >= 0, sums[np.maximum(lows, 0)], np.uint64(0))
     return mix(h + behind)
 
@@ -122,11 +152,6 @@ def first_state(num_words: int) -> Words:
     return COEFFICIENTS[:num_words].copy()
 
 
-def first_row(start: int, window: int | None) -> int:
-    """The first position that the token at `start` attends to."""
-    return 0 if window is None else max(0, start - window + 1)
-
-
 def token_of(words: int) -> int:
     """The token that the sum over heads of the last h says."""
     return mix_one(words) % VOCABULARY
@@ -141,7 +166,7 @@ class Oracle:
         self.tokens = list(tokens)
         self._sums = [[0] * shape.num_layers for _ in range(shape.num_heads)]
         self._products: list[list[list[int]]] = [[[] for _ in range(shape.num_layers)] for _ in range(shape.num_heads)]
-        self._salts = [_salt(epoch, shape.part(head)) for head in range(shape.num_heads)]
+        self._salts = [_salt(epoch, shape.first_alike(head)) for head in range(shape.num_heads)]
         self._known: list[int] = []  # tokens behind the sequence that were computed ahead
         self._num_ahead = len(self.tokens) - 1
         self._prefill()
@@ -163,15 +188,15 @@ class Oracle:
         """All but the last token at once."""
         start, tokens = 0, self.tokens[:-1]
         for head in range(self.shape.num_heads if tokens else 0):
-            h = embed(tokens, start, self.epoch, self.shape.part(head))
+            h = embed(tokens, start, self.epoch, self.shape.first_alike(head))
             for layer in range(self.shape.num_layers):
                 rows = rows_of(h, layer)
-                products = rows * COEFFICIENTS[: len(rows)]
-                window = self.shape.window(layer)
+                products = rows * COEFFICIENTS[: len(rows)] * self.shape.has_rows(head, layer, len(rows))
+                sight = self.shape.sight(layer)
                 self._products[head][layer] = products.tolist()
-                kept = products if window is None else products[max(0, len(products) - window) :]
+                kept = products[sight.first(len(products) - 1) :]
                 self._sums[head][layer] = int(kept.sum(dtype=np.uint64))
-                h = attend(h, rows, 0, 0, window)
+                h = attend(h, rows * self.shape.has_rows(head, layer, len(rows)), 0, 0, sight)
         self._num_ahead = len(tokens)
 
     def _extend(self) -> None:
@@ -183,10 +208,10 @@ class Oracle:
             h = mix_one(token * _D + position * _B + self._salts[head])
             for layer in range(self.shape.num_layers):
                 row = mix_one(h + mix_one(layer + 17))
-                product = row * _COEFFICIENTS_LIST[position] & _MASK
-                products, window = self._products[head][layer], self.shape.window(layer)
+                product = row * _COEFFICIENTS_LIST[position] & _MASK if self.shape.has_row(head, layer, position) else 0
+                products, sight = self._products[head][layer], self.shape.sight(layer)
                 products.append(product)
-                left = products[position - window] if window is not None and position >= window else 0
+                left = sum(products[sight.first(max(0, position - 1)) : sight.first(position)])
                 self._sums[head][layer] = (self._sums[head][layer] + product - left) & _MASK
                 h = mix_one(h + self._sums[head][layer])
             total += h

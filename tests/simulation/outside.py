@@ -72,7 +72,9 @@ class Outside:
             return None
         name = f"{engine.engine_id}/rank{rank}"
         groups = describe_groups(engine.config.groups)
-        digest = RankIdentity(engine.identity, engine.shape.part(rank), engine.config.num_ranks, groups=groups).digest()
+        digest = RankIdentity(
+            engine.identity, engine.shape.first_alike(rank), engine.config.num_ranks, groups=groups
+        ).digest()
         where, secret = (self.disk, name, digest, self._folder_bytes), self.secrets[engine.index]
         storage: SimulatedStorage
         if self.group_blocks:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from kv_connector.peer.base import Ids, PeerPool, Push
@@ -147,7 +148,7 @@ class SimulatedPeers(Process):
             self.wake(_GATED_SECONDS)
         elif (
             jobs._receives.num_open
-            or jobs._offers._early._nones
+            or any(jobs._offers._early._nones.values())
             or self._transport._is_busy()
             or not self._channel.is_quiet
             or any(link.quiet_at > self._transport._leases._ran for link in self._transport._leases._links.values())
@@ -202,8 +203,8 @@ class SimulatedPeers(Process):
             "offers": offers._offers,
             "sends": [*offers._by_job, *offers._by_push],
             "stops": offers._stops,
-            "wants": offers._early._wants,
-            "nones": offers._early._nones,
+            "wants": [*chain.from_iterable(offers._early._wants.values())],
+            "nones": [*chain.from_iterable(offers._early._nones.values())],
             "receives": receives._jobs,
             "events": transport._events,
             "lost links": [link for link in receives._peers if link not in transport._channel.ends],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kv_connector.worker import WorkerHalf
 
@@ -48,7 +49,7 @@ class Rank:
         self.shape = engine.shape
         num_tensors = max(self.shape.tensors) + 1
         self.heads = config.heads_of(index)
-        self._block_rows = max(config.block_sizes)
+        self._block_rows = max(config.block_sizes) // config.num_parts
         inside = (self._block_rows, len(self.heads))
         words = (num_tensors, config.num_device_blocks, *(inside[::-1] if config.heads_first else inside))
         self.kv = np.full(words, 0xAAAAAAAAAAAAAAAA, dtype=np.uint64)
@@ -219,7 +220,8 @@ class Rank:
             if layer == 0:
                 item.resolve()
                 where = item.inputs, item.start, item.device.epoch
-                item.h[self.index] = np.stack([model.embed(*where, self.shape.part(head)) for head in self.heads])
+                heads = [self.shape.first_alike(head) for head in self.heads]
+                item.h[self.index] = np.stack([model.embed(*where, head) for head in heads])
                 self._check_write(step, item)
             h = item.h[self.index]
             assert h is not None
@@ -228,24 +230,37 @@ class Rank:
                 self._write_rows(item, layer, written)
 
     def _write_rows(self, item: Item, layer: int, written: model.Words) -> None:
-        slots = item.slots[self.shape.layer_groups[layer]][item.start : item.end]
-        cells = self._cells[self.shape.tensors[layer]]
-        cells[slots // self._block_rows, slots % self._block_rows] = written.T
+        is_own, *where = self._places(item.slots[self.shape.layer_groups[layer]][item.start : item.end])
+        self._cells[self.shape.tensors[layer]][tuple(where)] = written.T[is_own]
 
     def _read(self, step: Step, layer: int) -> None:
-        group, cells = self.shape.layer_groups[layer], self._cells[self.shape.tensors[layer]]
-        window = self.shape.window(layer)
+        group, sight = self.shape.layer_groups[layer], self.shape.sight(layer)
         for item in step.items:
             h = item.h[self.index]
             assert h is not None
             if self.shape.is_recurrent(layer):
                 item.h[self.index] = self._go_on(item, layer, h)
                 continue
-            first = model.first_row(item.start, window)
-            slots = item.slots[group][first : item.end]
-            read = cells[slots // self._block_rows, slots % self._block_rows].T
-            attended = [model.attend(*both, first, item.start, window) for both in zip(h, read, strict=True)]
+            first = sight.first(item.start)
+            read = self._read_rows(layer, item.slots[group][first : item.end])
+            attended = [model.attend(*both, first, item.start, sight) for both in zip(h, read, strict=True)]
             item.h[self.index] = np.stack(attended)
+
+    def _read_rows(self, layer: int, slots: NDArray[np.int64]) -> model.Words:
+        """The rows of each head; nothing for those of other ranks."""
+        is_own, *where = self._places(slots)
+        read = np.zeros((len(slots), len(self.heads)), dtype=np.uint64)
+        read[is_own] = self._cells[self.shape.tensors[layer]][tuple(where)]
+        return read.T
+
+    def _places(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+        """Which of these slots of an engine's blocks lie on this rank, their blocks, and the rows of its part: as
+        vLLM's `ComputeSlotMappingKernel` has it."""
+        parts, run = self.shape.num_parts, self.shape.interleave
+        blocks, offsets = np.divmod(slots, self._block_rows * parts)
+        is_own = offsets // run % parts == self.index % parts
+        rows = offsets // (parts * run) * run + offsets % run
+        return is_own, blocks[is_own], rows[is_own]
 
     def _go_on(self, item: Item, layer: int, h: model.Words) -> model.Words:
         """A recurrent layer: the state in the step's block goes on with what the step computes."""

@@ -19,7 +19,7 @@ from kv_connector.types import BlockHash, StepPlan, StepReport
 
 from .config import EngineConfig
 from .device import SimulatedEvent
-from .model import ModelShape, Oracle, Words, token_of
+from .model import ModelShape, Oracle, Sight, Words, token_of
 
 
 class Status(Enum):
@@ -235,8 +235,10 @@ def shape_of(config: EngineConfig) -> ModelShape:
     groups = config.layer_groups
     return ModelShape(
         tuple(range(len(groups))) * config.num_layers,
-        tuple(group.window for group in groups),
+        tuple(map(Sight, (group.window for group in groups), config.chunks)),
         tuple(group.is_recurrent for group in groups),
         config.num_heads or config.num_ranks,
+        config.num_parts,
+        config.interleave,
         config.replicas,
     )

@@ -498,7 +498,7 @@ class SchedulerModel:
             elif self.config.prefetch is not None:
                 met[f"{job.action.value} {self.config.prefetch.value}"] += 1
         met["cancelled fetches"] += len(plan.cancelled_storage)
-        met["withdrawn transfers"] += len(plan.withdrawn)
+        met["withdrawn transfers"] += len(plan.suspended) + len(plan.withdrawn)
         met["cancelled receives"] += len(plan.cancelled_peer)
         for peer_job in plan.peer:
             if peer_job.action is PeerAction.RECEIVE and not peer_job.num_blocks:

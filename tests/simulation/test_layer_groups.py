@@ -15,11 +15,12 @@ from kv_connector.config import LoadChoice, WritePolicy
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
-from tests.simulation.made import as_drawn, simulate_made, violations
+from tests.simulation.made import of_model, simulate_models, violations
 from tests.simulation.workload import Action
 from tests.simulation.world import Outcome
 
-NUM_WORLDS = 54
+WORLDS = [(seed, drawn.MIXED_GROUPS[seed % len(drawn.MIXED_GROUPS)]) for seed in range(54)]
+WORLDS += [(seed, drawn.LONE_WINDOW) for seed in range(54, 62)]
 KINDS = {"arrive": 40, "abort": 2, "again": 1, "fail": 3, "freeze": 1, "reset": 0.5, "weights": 0.5, "trap": 6}
 POLICIES = [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK]
 
@@ -53,22 +54,18 @@ def draw_actions(rng: random.Random, configs: Sequence[EngineConfig]) -> list[Ac
     return actions
 
 
-def run(seed: int) -> Outcome:
-    """A world of each kind of model in turn."""
-    groups = drawn.MIXED_GROUPS[seed % len(drawn.MIXED_GROUPS)]
-    return simulate_made(
+def run(seed: int, groups: tuple[drawn.LayerGroup, ...]) -> Outcome:
+    return simulate_models(
         seed,
         draw_actions,
-        draw_world=draw_engines,
-        draw_policies=as_drawn,
-        draw_remembered=as_drawn,
-        draw_groups=lambda rng, configs: [drawn.with_groups(c, groups) for c in configs],
+        draw_engines,
+        draw_groups=of_model(groups),
     )
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
-    return [run(seed) for seed in range(NUM_WORLDS)]
+    return [run(seed, groups) for seed, groups in WORLDS]
 
 
 def test_layers_of_several_kinds_break_no_promise(outcomes: list[Outcome]) -> None:
@@ -76,6 +73,9 @@ def test_layers_of_several_kinds_break_no_promise(outcomes: list[Outcome]) -> No
 
 
 def test_models_of_every_kind_are_loaded(outcomes: list[Outcome]) -> None:
-    for kind in range(len(drawn.MIXED_GROUPS)):
-        met = sum((outcome.met for outcome in outcomes[kind :: len(drawn.MIXED_GROUPS)]), Counter[str]())
-        assert met["host_hit_tokens"] > 50, drawn.MIXED_GROUPS[kind]
+    met = {groups: Counter[str]() for _, groups in WORLDS}
+    for (_, groups), outcome in zip(WORLDS, outcomes, strict=True):
+        met[groups] += outcome.met
+    assert len(met) == len(drawn.MIXED_GROUPS) + 1
+    for groups, counts in met.items():
+        assert counts["host_hit_tokens"] > 50, groups

@@ -15,7 +15,7 @@ from kv_connector.config import LoadChoice, PeerRole, WritePolicy
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
-from tests.simulation.made import as_drawn, simulate_made, violations
+from tests.simulation.made import simulate_models, violations
 from tests.simulation.workload import Action
 from tests.simulation.world import Outcome
 
@@ -72,12 +72,10 @@ def run(seed: int) -> Outcome:
     def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
         return [drawn.with_groups(c, others if index == 1 else groups) for index, c in enumerate(configs)]
 
-    return simulate_made(
+    return simulate_models(
         seed,
         draw_actions,
-        draw_world=draw_engines,
-        draw_policies=as_drawn,
-        draw_remembered=as_drawn,
+        draw_engines,
         draw_groups=draw_groups,
     )
 

@@ -13,7 +13,7 @@ import pytest
 from tests.simulation import config as drawn
 from tests.simulation import test_layer_groups
 from tests.simulation.config import EngineConfig
-from tests.simulation.made import as_drawn, simulate_made, violations
+from tests.simulation.made import of_model, simulate_models, violations
 from tests.simulation.world import Outcome
 
 NUM_WORLDS = 36
@@ -28,15 +28,11 @@ def draw_engines(rng: random.Random) -> list[EngineConfig]:
 
 def run(seed: int) -> Outcome:
     groups = MODELS[seed % len(MODELS)]
-    return simulate_made(
+    return simulate_models(
         seed,
         test_layer_groups.draw_actions,
-        draw_world=draw_engines,
-        draw_policies=as_drawn,
-        draw_remembered=as_drawn,
-        draw_groups=as_drawn
-        if groups is None
-        else lambda rng, configs: [drawn.with_groups(c, groups) for c in configs],
+        draw_engines,
+        draw_groups=of_model(groups),
     )
 
 

@@ -14,7 +14,7 @@ from kv_connector.config import Prefetch
 from tests.simulation import config as drawn
 from tests.simulation import test_layer_groups
 from tests.simulation.config import EngineConfig
-from tests.simulation.made import as_drawn, simulate_made, violations
+from tests.simulation.made import as_drawn, of_model, simulate_models, violations
 from tests.simulation.world import Outcome
 
 NUM_WORLDS = 40
@@ -32,16 +32,12 @@ def draw_engines(rng: random.Random) -> list[EngineConfig]:
 
 def run(seed: int) -> Outcome:
     groups = MODELS[seed % len(MODELS)]
-    return simulate_made(
+    return simulate_models(
         seed,
         test_layer_groups.draw_actions,
-        draw_world=draw_engines,
-        draw_policies=as_drawn,
-        draw_remembered=as_drawn,
+        draw_engines,
         draw_replicas=as_drawn,
-        draw_groups=as_drawn
-        if groups is None
-        else lambda rng, configs: [drawn.with_groups(c, groups) for c in configs],
+        draw_groups=of_model(groups),
     )
 
 

@@ -16,6 +16,7 @@ SEEDS = {
     101197: "two requests whose loads had failed waited for one another",
     101621: "two requests whose loads had failed waited for one another, as in 101197",
     102346: "a block was saved that had left its window by drafts in flight, and had been given to another request",
+    3541: "a request whose load had failed went on behind blocks in front of its window, which nothing was to fill",
     290045: "a session with blocks waited behind a failed load's request: vLLM's own standstill, taken for ours",
 }
 

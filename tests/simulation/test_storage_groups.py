@@ -15,7 +15,7 @@ from kv_connector.config import Backup, LoadChoice, Prefetch, WritePolicy
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
-from tests.simulation.made import as_drawn, simulate_made, violations
+from tests.simulation.made import simulate_models, violations
 from tests.simulation.workload import Action
 from tests.simulation.world import Outcome
 
@@ -66,12 +66,10 @@ def run(seed: int) -> Outcome:
     def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
         return [drawn.with_groups(c, g) for c, g in zip(configs, (groups, others), strict=False)]
 
-    return simulate_made(
+    return simulate_models(
         seed,
         draw_actions,
-        draw_world=draw_engines,
-        draw_policies=as_drawn,
-        draw_remembered=as_drawn,
+        draw_engines,
         draw_groups=draw_groups,
         draw_group_blocks=lambda rng: [size, size] if size else [],
     )

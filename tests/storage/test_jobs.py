@@ -10,7 +10,6 @@ import pytest
 
 from kv_connector.storage.jobs import EndedStorageJob, StorageJobs
 from kv_connector.testing.memory import MemoryStorage
-from kv_connector.transfer.memory.host_share import ALONE
 from kv_connector.types import StorageAction, StorageJob
 from tests.storage.storages import BLOCK, content, key, put
 
@@ -22,7 +21,7 @@ def test_a_fetch_tells_which_of_its_blocks_are_missing(missing: tuple[int, ...])
     keys = [key(index) for index in range(2)]
     put(storage, [key_ for index, key_ in enumerate(keys) if index not in missing])
     host = np.zeros((4, BLOCK), np.uint8)
-    jobs = StorageJobs(storage, host, ALONE.carries_out)
+    jobs = StorageJobs(storage, host)
     jobs.begin(StorageJob(1, StorageAction.FETCH, b"".join(keys), np.array([3, 0])))
     storage.close()  # when it returns all jobs have ended
     assert jobs.poll() == [EndedStorageJob(1, ok=len(missing) < 2, missing=missing)]
@@ -58,7 +57,7 @@ def test_a_fetch_of_groups_fills_the_host_blocks_of_those_that_are_wanted(missin
             return future
 
     host = np.zeros((8, BLOCK), np.uint8)
-    jobs = StorageJobs(Groups(BLOCK, BLOCK), host, ALONE.carries_out)
+    jobs = StorageJobs(Groups(BLOCK, BLOCK), host)
     job = StorageJob(1, StorageAction.FETCH, b"".join(keys), np.array(host_ids), skipped)
     assert job.num_blocks == 3
     jobs.begin(job)
@@ -88,7 +87,7 @@ class Telling(MemoryStorage):
 def test_a_look_up_says_what_exists_in_front_of_a_gap_or_singly_all_of_it(singly: bool) -> None:
     storage, host = Telling(), np.zeros((5, BLOCK), np.uint8)
     keys = [key(index) for index in range(5)]
-    jobs = StorageJobs(storage, host, ALONE.carries_out)
+    jobs = StorageJobs(storage, host)
     kept = keys[:2] + keys[3:4]
     for number, (action, names, blocks) in enumerate(
         [
@@ -98,7 +97,8 @@ def test_a_look_up_says_what_exists_in_front_of_a_gap_or_singly_all_of_it(singly
         ]
     ):
         jobs.begin(StorageJob(number, action, b"".join(names), np.array(blocks, np.int64), singly=singly))
-    storage.close()
+        jobs._running[number][1].result()  # look-ups, reads and writes have threads of their own
     found = {job.job_id: job.found for job in jobs.poll()}
+    storage.close()
     assert found == {0: None, 1: None, 2: 0b01011 if singly else 0b00011}
     assert storage.told == [("write", singly), ("read", singly)]

@@ -14,11 +14,12 @@ from kv_connector.build import build_worker
 from kv_connector.config import Config
 from kv_connector.errors import ConfigError, KVConnectorError, LayoutError, TransferError
 from kv_connector.index import CacheIdentity
+from kv_connector.testing.memory import MemoryStorage
 from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.host_share import HostShare
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
-from kv_connector.types import CopyJob, Direction, StepPlan
+from kv_connector.types import CopyJob, Direction, StepPlan, StorageAction, StorageJob
 from kv_connector.worker import WorkerHalf
 from tests.engines import LateSubmitter, ManualLane, submit_all
 
@@ -356,7 +357,7 @@ def test_what_a_rank_has_registered_is_told_with_what_decides_its_bytes() -> Non
 
 def test_a_rank_that_shares_the_host_saves_its_share_and_loads_all(device: torch.device) -> None:
     """Two ranks that cache the same: what each reports makes up the job, and the bytes of a block count once."""
-    file = os.memfd_create("shared")
+    file = os.memfd_create("shared", os.MFD_ALLOW_SEALING)
     ranks = []
     for index in range(2):
         share = HostShare(index, 2, os.dup(file))
@@ -384,6 +385,32 @@ def test_a_rank_that_shares_the_host_saves_its_share_and_loads_all(device: torch
         )
         assert finish(worker) == ((3,), (), set())
         assert torch.equal(cache[:3], expected)
+        worker.shutdown()
+
+
+def test_storage_is_opened_by_the_first_of_the_ranks_that_share_the_host(device: torch.device) -> None:
+    """The others have nothing to read at their start, and report its jobs at once, also those that are called off."""
+    file = os.memfd_create("shared", os.MFD_ALLOW_SEALING)
+    opened, workers = [], []
+    for index in range(2):
+        share = HostShare(index, 2, os.dup(file))
+
+        def open_storage(*about: object, index: int = index) -> MemoryStorage:
+            opened.append(index)
+            return MemoryStorage(4096, 1 << 20)
+
+        config = Config.from_mapping({"host_memory": 8 * 4096})
+        worker = WorkerHalf(config, index, 2, open_storage=open_storage, open_share=lambda share=share: share)
+        worker.register_kv_caches(
+            {"layers.0": torch.zeros(NUM_BLOCKS, 8, dtype=torch.int32, device=device)}, NUM_BLOCKS
+        )
+    os.close(file)
+    assert opened == [0]
+    look_up = StorageJob(1, StorageAction.LOOK_UP, bytes(32), np.zeros(0, np.int64))
+    step(worker, StepPlan(1, storage=(look_up,), cancelled_storage=(1,)), full_graph=True)
+    report = worker.build_connector_worker_meta()
+    assert (report.done, report.failed, report.found) == ((1,), (), ())
+    for worker in workers:
         worker.shutdown()
 
 

@@ -113,7 +113,7 @@ def test_a_prompt_that_is_withdrawn_and_offered_anew_in_one_step_is_offered() ->
     producer = Producer()
     first = PeerJob(1, PeerAction.SEND, "t", 0, np.array([2]), names=b"".join(NAMES))
     producer.step(StepPlan(1, peer=(first,)))
-    producer.step(StepPlan(2, peer=(send(2),), withdrawn=("t",), reported_step=1))
+    producer.step(StepPlan(2, peer=(send(2),), suspended=("t",), reported_step=1))
     producer.num_sent()
     producer.worker.get_finished()
     assert 2 not in producer.worker.build_connector_worker_meta().failed

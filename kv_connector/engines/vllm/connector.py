@@ -219,7 +219,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.build_connector_worker_meta()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """None under MultiConnector: it hands every child what the first one has, and others need theirs."""
+        """None after a sleep, and under MultiConnector: it hands every child what the first one has, and others need
+        theirs."""
         return self._worker.get_handshake_metadata() if get_kv_transfer_group() is self else None
 
     # Both sides.

@@ -2,6 +2,10 @@
 
 How the blocks of a group come and go is its manager's doing (vLLM's `single_type_kv_cache_manager`), so a group is
 known by that class, and specs that are derived from others are what their manager makes of them.
+
+Under decode context parallel a block spans as many times its tokens as there are ranks that share out a context: each
+keeps a part of every block, under the same block id. So the block stays the unit, and a rank's part of it the piece
+that is copied, kept and sent.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core import single_type_kv_cache_manager as managers
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -27,6 +32,7 @@ TELLS_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields_
 
 _FULL = ("FullAttentionManager", "SinkFullAttentionManager")
 _WINDOW = "SlidingWindowManager"
+_CHUNK = "ChunkedLocalAttentionManager"
 _STATE = "MambaManager"
 _OF_ALL_HEADS = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
 """Specs of what every rank computes as a whole; those derived from them may be of anything."""
@@ -38,8 +44,6 @@ _HEADS_ALIKE = {
 """Architectures whose layers all have `num_key_value_heads`, of which vLLM gives ranks next to each other the same."""
 _REFUSED = {
     "RSWAManager": "it drops blocks from the middle of a request",
-    "ChunkedLocalAttentionManager": "how many blocks a prefix needs depends on where in a chunk it ends; "
-    "--disable-hybrid-kv-cache-manager makes full attention of it",
     "CrossAttentionManager": "its blocks belong to the encoder's input, which block hashes do not name",
 }
 """What is known of some others."""
@@ -54,37 +58,51 @@ class ServedGroup:
     event_kind: Mapping[str, Any]
 
 
-def read_groups(kv_cache_config: Any, cache_config: Any) -> tuple[int, list[ServedGroup]]:
+def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[int, list[ServedGroup]]:
     """Tokens of a block hash, and the groups that are kept: full attention first, whose prefixes are the longest.
 
     What vLLM itself caches no prefixes of is left out: it does without it behind every hit. Raises ConfigError, with
     the reason, for a model with a group that is not served.
     """
-    groups = list(enumerate(kv_cache_config.kv_cache_groups))
+    groups, parallel = list(enumerate(kv_cache_config.kv_cache_groups)), vllm_config.parallel_config
     kept = [(index, group) for index, group in groups if not _is_left_out(group)]
     if not kept:
         raise ConfigError("vLLM caches no prefixes of this model: start it without --kv-transfer-config")
     hash_block_size = getattr(kv_cache_config, "hash_block_size", None)
     if hash_block_size is None:
-        hash_block_size = _only_size(kept, cache_config)
-    served = [
-        ServedGroup(index, to_block_group(group, hash_block_size), _event_kind(group.kv_cache_spec))
-        for index, group in kept
-    ]
-    _check_hits_end_alike(kv_cache_config, hash_block_size * math.lcm(*(s.group.hashes_per_block for s in served)))
-    served.sort(key=lambda entry: entry.group.window_blocks is not None)
+        hash_block_size = _only_size(kept, vllm_config)
+    served = []
+    for index, group in kept:
+        block_size = tokens_per_block(group.kv_cache_spec, parallel)
+        served.append(
+            ServedGroup(index, to_block_group(group, block_size, hash_block_size), _event_kind(group.kv_cache_spec))
+        )
+    hit_tokens = hash_block_size * math.lcm(*(entry.group.hashes_per_block for entry in served))
+    _check_hits_end_alike(kv_cache_config, parallel, hit_tokens)
+    served.sort(key=lambda entry: not entry.group.is_full)
     return hash_block_size, served
 
 
-def to_block_group(group: Any, hash_block_size: int) -> BlockGroup:
-    """Our words for a group of vLLM's. Raises ConfigError, with the reason, for one that is not served."""
+def tokens_per_block(spec: Any, parallel: Any) -> int:
+    """Tokens that a block of a group spans over all ranks, of which each may keep a part.
+
+    Ranks of decode context parallel share them out, but for layers of which vLLM keeps a copy on each of them. Those of
+    prefill context parallel have copies of all; in versions that do not know of such layers they share out, too.
+    """
+    if hasattr(kv_cache_utils, "resolve_dcp_kv_block_size"):
+        return int(kv_cache_utils.resolve_dcp_kv_block_size(spec, parallel.decode_context_parallel_size))
+    return int(spec.block_size * parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size)
+
+
+def to_block_group(group: Any, block_size: int, hash_block_size: int) -> BlockGroup:
+    """Our words for a group of vLLM's whose blocks span `block_size` tokens. Raises ConfigError, with the reason, for
+    one that is not served."""
     specs = list(layer_specs(group.kv_cache_spec))
     layer = group.layer_names[0] if group.layer_names else "?"
     for spec in specs:
         reason = _refusal(group, spec)
         if reason:
             raise ConfigError(f"layer {layer!r}: {type(spec).__name__} is not supported: {reason}")
-    block_size = group.kv_cache_spec.block_size
     if block_size % hash_block_size:
         raise ConfigError(
             f"layer {layer!r}: blocks of {block_size} tokens are not supported where vLLM hashes {hash_block_size}: "
@@ -97,7 +115,20 @@ def to_block_group(group: Any, hash_block_size: int) -> BlockGroup:
     if manager == _WINDOW:
         kept = max(spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) for spec in specs)
         return BlockGroup(-(-kept // block_size), hashes_per_block)
+    if manager == _CHUNK:
+        return BlockGroup(None, hashes_per_block, chunk_blocks=_chunk_blocks(specs[0], block_size, layer))
     return BlockGroup(None, hashes_per_block)
+
+
+def _chunk_blocks(spec: Any, block_size: int, layer: str) -> int:
+    """Blocks of a chunk of local attention, each of which lies in one chunk."""
+    chunk = int(spec.attention_chunk_size)
+    if chunk % block_size:
+        raise ConfigError(
+            f"layer {layer!r}: chunks of {chunk} tokens are not supported with blocks of {block_size}: "
+            "make --block-size a divisor"
+        )
+    return chunk // block_size
 
 
 def layer_specs(spec: Any) -> Iterable[Any]:
@@ -130,7 +161,7 @@ def num_replicas(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = int(parallel.tensor_parallel_size)
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+    if parallel.decode_context_parallel_size > 1:
         return 1
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
     kinds = {type(spec).__name__ for spec in specs}
@@ -141,10 +172,10 @@ def num_replicas(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int
     return max(1, ranks // model.get_total_num_kv_heads()) if has_one_head and is_known else 1
 
 
-def _only_size(groups: Iterable[tuple[int, Any]], cache_config: Any) -> int:
+def _only_size(groups: Iterable[tuple[int, Any]], vllm_config: Any) -> int:
     """Of versions that do not tell what they hash, and name larger blocks in ways of their own."""
-    sizes = {group.kv_cache_spec.block_size for _, group in groups}
-    finer = getattr(cache_config, "hash_block_size", None)
+    sizes = {tokens_per_block(group.kv_cache_spec, vllm_config.parallel_config) for _, group in groups}
+    finer = getattr(vllm_config.cache_config, "hash_block_size", None)
     if finer is not None:
         sizes.add(finer)
     if len(sizes) > 1:
@@ -162,10 +193,10 @@ def _is_left_out(group: Any) -> bool:
     return in_device_pool and not getattr(group.kv_cache_spec, "prefix_cacheable", True)
 
 
-def _check_hits_end_alike(kv_cache_config: Any, hit_tokens: int) -> None:
+def _check_hits_end_alike(kv_cache_config: Any, parallel: Any, hit_tokens: int) -> None:
     """Groups that are left out count for where vLLM lets a hit end: at a multiple of every group's blocks."""
     for group in kv_cache_config.kv_cache_groups:
-        size = group.kv_cache_spec.block_size
+        size = tokens_per_block(group.kv_cache_spec, parallel)
         if hit_tokens % size:
             layer = group.layer_names[0] if group.layer_names else "?"  # of another stage
             raise ConfigError(
@@ -187,9 +218,9 @@ def _refusal(group: Any, spec: Any) -> str:
     manager = _manager(spec)
     if manager == _STATE:
         return _state_refusal(spec)
-    if manager in _FULL or manager == _WINDOW:
+    if manager in _FULL or manager in (_WINDOW, _CHUNK):
         return ""
-    return _REFUSED.get(manager, "only full attention, MLA, sliding windows and recurrent states are")
+    return _REFUSED.get(manager, "only full and chunked attention, MLA, sliding windows and recurrent states are")
 
 
 def _state_refusal(spec: Any) -> str:

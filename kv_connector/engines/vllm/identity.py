@@ -23,7 +23,7 @@ from ...index import CacheIdentity
 from .groups import layer_specs
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -155,8 +155,8 @@ def _hash(model: ModelConfig) -> str:
 
 
 def _settings(vllm_config: VllmConfig, has_states: bool) -> str:
-    """Of what is in the hash the part that a user sets and may want to read; and what decides images, states and which
-    layers a stage of a pipeline has, which is not."""
+    """Of what is in the hash the part that a user sets and may want to read; and what decides images, states, which
+    layers a stage of a pipeline has and which tokens of a block a rank has, which is not."""
     model = vllm_config.model_config
     overrides = model.hf_overrides
     mamba = getattr(vllm_config, "mamba_config", None) if has_states else None
@@ -168,6 +168,7 @@ def _settings(vllm_config: VllmConfig, has_states: bool) -> str:
         **multimodal,
         **{f"mamba_{name}": getattr(mamba, name, None) for name in _MAMBA},
         "stages": _stages(model, vllm_config.parallel_config.pipeline_parallel_size),
+        "context_parallel": _context_parallel(vllm_config.parallel_config),
     }
     return json.dumps({name: value for name, value in shown.items() if value}, sort_keys=True, default=str)
 
@@ -177,6 +178,20 @@ def _stages(model: ModelConfig, pp_size: int) -> list[tuple[int, int]]:
     blocks of one size."""
     num_layers = model.get_total_num_hidden_layers()
     return [get_pp_indices(num_layers, stage, pp_size) for stage in range(pp_size)] if pp_size > 1 else []
+
+
+def _context_parallel(parallel: ParallelConfig) -> dict[str, int]:
+    """What decides which of a block's tokens lie on which rank; empty where all of them lie on each."""
+    decode, prefill = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    if decode == prefill == 1:
+        return {}
+    older = parallel.dcp_kv_cache_interleave_size  # which goes first, but not in every process by now
+    return {
+        "decode": decode,
+        "prefill": prefill,
+        "tensor": parallel.tensor_parallel_size,
+        "interleave": older if older > 1 else parallel.cp_kv_cache_interleave_size,
+    }
 
 
 def _weights(model: ModelConfig, load: Any) -> str:

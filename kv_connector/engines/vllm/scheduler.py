@@ -12,7 +12,7 @@ from ...base import StateBlock
 from ...build import build_scheduler
 from ...config import Config
 from ...errors import ConfigError, KVConnectorError
-from ...index import CacheIdentity
+from ...index import CacheIdentity, may_truncate
 from .blocks import PoolBlocks
 from .events import EventFeed
 from .identity import Adapters
@@ -57,9 +57,9 @@ class SchedulerRole:
             adapter_of=Adapters(),
             engine_id=shape.engine_id,
             publishes_events=shape.publishes_events,
-            # Block ids do not say which group lost them: with several groups vLLM ends the engine over any. And a
-            # recurrent state is read before a step asks for its loads, so it is not loaded in that step.
-            fails_by_block=not TELLS_FAILED_REQUESTS or (len(shape.groups) == 1 and not shape.has_states),
+            # Told of blocks vLLM ends the engine over several groups, and with one goes on behind the blocks in front.
+            # And a recurrent state is read before a step asks for its loads, so it is not loaded in that step.
+            fails_by_block=not TELLS_FAILED_REQUESTS or may_truncate(shape.groups),
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
         self._live: dict[str, Request] = {}  # that were admitted
@@ -145,7 +145,8 @@ class SchedulerRole:
         looks for its request among those that load or run: not where the load was announced and the request waits for
         room, nor where the next step's plan has preempted it. And where it has planned on it takes the answer of the
         next step for the request's, and caches what that computes. Raised here and not by a worker: other stages of a
-        pipeline wait for what it computes.
+        pipeline wait for what it computes. With a window alone, and told of blocks, as older versions are, it goes on
+        behind blocks that were never loaded.
         """
         if output.invalid_block_ids:
             for request_id in self.half.holding(output.invalid_block_ids):
@@ -153,6 +154,12 @@ class SchedulerRole:
                     raise KVConnectorError(
                         f"the load of request {request_id} failed twice, and vLLM, which has no room for the request, "
                         "would give it wrong tokens: a smaller --max-num-seqs or more device memory leaves room"
+                    )
+                if self.shape.recomputes and not may_truncate(self.shape.groups):
+                    raise KVConnectorError(
+                        f"the load of request {request_id} failed twice, and this vLLM would compute it with wrong "
+                        "tokens, as its model has sliding windows: with kv_load_failure_policy=fail the request would "
+                        "end instead, and with vLLM 0.32 it would be computed"
                     )
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):

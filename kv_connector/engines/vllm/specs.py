@@ -11,7 +11,7 @@ from vllm.v1.core import kv_cache_utils
 
 from ...config import Config, PeerRole
 from ...errors import ConfigError
-from ...index import BlockGroup
+from ...index import BlockGroup, may_truncate
 from .groups import num_replicas, read_groups, read_kv_heads
 from .steps import TELLS_FAILED_REQUESTS
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class EngineShape:
     """What the halves need to know of the engine.
 
-    `block_size`: tokens of a block hash; a block of group g has `groups[g].hashes_per_block` of them.
+    `block_size`: tokens of a block hash; a block of group g has `groups[g].hashes_per_block` of them, over all ranks.
     `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
-    `recomputes_ahead`: it plans a step of a request before it knows how the last one ended, or the next chunk of its
-    prompt, as pipelines do, and is to compute what was not loaded.
+    `plans_ahead`: it plans a step of a request before it knows how the last one ended, or the next chunk of its prompt,
+    as pipelines do. `recomputes`: it is to compute what was not loaded.
     The caches of `num_replicas` ranks, from a multiple of that on, hold the same bytes.
     `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
     `kv_heads` are this rank's, by layer, where it is known how they lie: see `read_kv_heads`.
@@ -44,7 +44,8 @@ class EngineShape:
     group_ids: tuple[int, ...]
     group_kinds: tuple[Mapping[str, Any], ...]
     publishes_events: bool
-    recomputes_ahead: bool
+    plans_ahead: bool
+    recomputes: bool
     drop_last_block: bool
     kv_heads: Mapping[str, int]
     unpins_when_idle: bool
@@ -54,6 +55,11 @@ class EngineShape:
     def has_states(self) -> bool:
         """Whether any layer is recurrent."""
         return any(group.states_are_told for group in self.groups)
+
+    @property
+    def recomputes_ahead(self) -> bool:
+        """Whether it is to compute what was not loaded, and has planned on by then."""
+        return self.recomputes and self.plans_ahead
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -106,7 +112,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
             "start it without --kv-transfer-config"
         )
     refuse_unsupported(vllm_config)
-    block_size, served = read_groups(kv_cache_config, vllm_config.cache_config)
+    block_size, served = read_groups(kv_cache_config, vllm_config)
     speculative = vllm_config.speculative_config
     return EngineShape(
         block_size=block_size,
@@ -119,8 +125,8 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         group_ids=tuple(entry.group_id for entry in served),
         group_kinds=tuple(entry.event_kind for entry in served),
         publishes_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
-        recomputes_ahead=(bool(vllm_config.scheduler_config.async_scheduling) or parallel.pipeline_parallel_size > 1)
-        and getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
+        plans_ahead=bool(vllm_config.scheduler_config.async_scheduling) or parallel.pipeline_parallel_size > 1,
+        recomputes=getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
         drop_last_block=speculative is not None and _drops_last_block(speculative),
         kv_heads=read_kv_heads(kv_cache_config),
         # Freshly allocated blocks are zeroed before a connector can order anything in front of that.
@@ -139,22 +145,23 @@ def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise ConfigError, with the reason and the fix, for what no engine may be started with."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if not cache.enable_prefix_caching:
+    if not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError("enable_prefix_caching=False: blocks have no names without it; leave prefix caching on")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            raise ConfigError(f"{name}={size} is not supported: a block then holds a part of its tokens; set it to 1")
 
 
 def refuse_unserved(config: Config, shape: EngineShape) -> None:
     """Raise ConfigError for settings that this vLLM does not allow with the model's groups."""
-    if config.peer is not None and len(shape.groups) > 1 and not TELLS_FAILED_REQUESTS:
+    if config.peer is None or TELLS_FAILED_REQUESTS or may_truncate(shape.groups):
+        return
+    if len(shape.groups) > 1:
         raise ConfigError(
             f"peer with {len(shape.groups)} block groups needs vLLM 0.32 or newer, since older ones end where a KV "
             "transfer fails: use that, leave peer out, or try --disable-hybrid-kv-cache-manager"
         )
+    raise ConfigError(
+        "peer with sliding windows in all layers needs vLLM 0.32 or newer, since older ones end, or give wrong tokens, "
+        "where a KV transfer fails: use that, or leave peer out"
+    )
 
 
 def _drops_last_block(speculative: Any) -> bool:

@@ -53,6 +53,7 @@ class WorkerRole:
             retries_loads=True,
         )
         self._is_empty_step = False
+        self._has_told_ready = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         ordered = dict(sorted(kv_caches.items(), key=lambda item: _forward_order(item[0])))
@@ -88,8 +89,13 @@ class WorkerRole:
     def build_connector_worker_meta(self) -> ReportMetadata:
         return ReportMetadata((self.half.build_connector_worker_meta(),))
 
-    def get_handshake_metadata(self) -> ReadyMetadata:
-        """Called once, between `register_kv_caches` and the first step."""
+    def get_handshake_metadata(self) -> ReadyMetadata | None:
+        """Called between `register_kv_caches` and the first step; None where vLLM 0.33 asks again after a sleep: a
+        report says once that a job has ended, and of those given here vLLM hears one where several ranks have one key.
+        """
+        if self._has_told_ready:
+            return None
+        self._has_told_ready = True
         return ReadyMetadata(self.half.build_connector_worker_meta())
 
     def take_stats(self) -> TieredStats | None:

@@ -113,9 +113,14 @@ class PeerJobs:
             self._say(None, lambda job_id=job_id: self._offers.fail(job_id))  # type: ignore[misc]
 
     def withdraw(self, transfer_ids: Iterable[str]) -> None:
-        """Offer nothing of these KV transfers any more; their jobs end."""
+        """Offer nothing of these KV transfers any more, and refuse who asks for them; their jobs end."""
         for transfer_id in transfer_ids:
             self._say(None, lambda name=transfer_id: self._offers.withdraw(name))  # type: ignore[misc]
+
+    def suspend(self, transfer_ids: Iterable[str]) -> None:
+        """Offer nothing of these KV transfers until they are offered anew; their jobs end."""
+        for transfer_id in transfer_ids:
+            self._say(None, lambda name=transfer_id: self._offers.suspend(name))  # type: ignore[misc]
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """Receive these no more."""

@@ -10,8 +10,10 @@ asks, or wants nothing, must name the last block: names are chained hashes, so t
 of it, and who guesses the id of a KV transfer ends nothing.
 
 Each block group of a model is offered and wanted by itself, under the id of the KV transfer; all of them begin in one
-step, and are withdrawn together. Where the KV heads of this rank are divided over several ranks of the consumer, each
-of them asks for its own, and blocks are held until all of them have theirs.
+step, and are withdrawn together. Who asks for what was withdrawn, or had asked before it was offered, is refused; while
+the request of a KV transfer is preempted whoever asks waits, as before its beginning. Where the KV heads of this rank
+are divided over several ranks of the consumer, each of them asks for its own, and blocks are held until all of them
+have theirs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ...types import PeerJob
 from ..base import Connected, PeerError, PeerTransport, Push, Pushed, check_ids
 from ..identity import PeerIdentity
 from ..wire.messages import HASH_BYTES, Nothing, Refused, Stop, Stopped, Want, WireMessage
-from .early import Asker, EarlyWants, Key, Wanted
+from .early import NOT_HELD, Asker, Early, Key, Wanted
 
 
 @dataclass(slots=True)
@@ -79,7 +81,7 @@ class _Stop:
 
 class Offers:
     """Matches wants with offers. `ended` collects (job id, ok) for the owner to take. What is not wanted before it is
-    offered is remembered for `deadline_seconds`."""
+    offered, and what was withdrawn, is remembered for `deadline_seconds`."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class Offers:
         self._offers: dict[Key, _Offer] = {}
         self._by_job: dict[int, _Offer] = {}
         self._by_push: dict[int, tuple[_Offer, _Sending, Wanted]] = {}
-        self._early = EarlyWants(deadline_seconds, clock)
+        self._early = Early(deadline_seconds, clock)
         self._stops: list[_Stop] = []
         self._peers: dict[int, Connected] = {}  # by link
         self._numbers = count(1)
@@ -115,7 +117,7 @@ class Offers:
                 self.ended.append((job.job_id, False))
                 return
             offer = self._offers[key] = _Offer(key, job.first, names, len(names))
-            wants, nones = self._early.take(key, names[-1])
+            wants, nones = self._early.take(key, names)
             for want in wants:
                 self._accept(offer, want)
             for asker in nones:
@@ -141,18 +143,24 @@ class Offers:
         if offer is None:
             return
         if offer.sendings[job_id].pushed:
-            self.withdraw(offer.key[0])  # some of it is gone already: nobody may use it
+            self.suspend(offer.key[0])  # some of it is gone already: nobody may use it
         else:
             self._end(offer, offer.sendings[job_id], ok=False)
 
-    def withdraw(self, transfer_id: str, reason: str = "the blocks are not held any more") -> None:
-        """Offer nothing of it any more, of no block group."""
+    def suspend(self, transfer_id: str) -> None:
+        """Offer nothing of it any more, of no block group, until it is offered anew."""
         for key in [key for key in self._offers if key[0] == transfer_id]:
             offer = self._offers.pop(key)
             for want in offer.wants.values():
-                self._refuse(want, reason)
+                self._refuse(want, NOT_HELD)
             offer.wants.clear()
             self._let_go(offer)
+
+    def withdraw(self, transfer_id: str) -> None:
+        """Offer nothing of it any more, of no block group, and let nobody wait for it."""
+        self.suspend(transfer_id)
+        for want in self._early.withdraw(transfer_id):
+            self._refuse(want, NOT_HELD)
 
     # What peers say.
 
@@ -193,7 +201,8 @@ class Offers:
             self._advance(offer)
 
     def forget_overdue(self) -> None:
-        """Forget what was not wanted of KV transfers that nobody has begun in time: their ids may come again."""
+        """Forget what was withdrawn, and what was not wanted of KV transfers that nobody has begun in time: their ids
+        may come again."""
         self._early.forget_overdue()
 
     @property
@@ -224,7 +233,7 @@ class Offers:
             self._accept(offer, want)
             self._advance(offer)
         elif engine_id:
-            self._refuse(want, "the blocks are not held any more")
+            self._refuse(want, NOT_HELD)
         elif reason := self._early.want(key, want):
             self._refuse(want, reason)
 
@@ -234,7 +243,7 @@ class Offers:
         if message.engine not in ("", self._engine_id):
             return
         if offer is not None:
-            if offer.names[-1] == message.name:
+            if message.name in offer.names:
                 self._want_nothing(offer, asker)
                 self._advance(offer)
         elif not message.engine:

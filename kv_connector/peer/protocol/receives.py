@@ -90,7 +90,7 @@ class Receives:
         if len(job.ports) % self._identity.pp_size or not ranks:
             reason = f"it has {len(job.ports)} ranks, which do not divide what the ranks here hold: blocks are computed"
             self._log_limiter.fault(f"{job.host}:{job.ports[0]}", reason)
-            self._end_job(receiving, ok=False)
+            self._fail(receiving)
             return
         for rank in ranks:
             receiving.parts.append(self._part(receiving, Shard(rank, tp_size)))
@@ -132,7 +132,7 @@ class Receives:
             return True  # it has ended meanwhile
         if isinstance(message, Refused):
             self._log_limiter.fault(_shown(part), f"refuses blocks, they will be computed here: {message.reason}")
-            self._stop(part)
+            self._fail(part.receiving)
         elif part.phase is _Phase.STOPPING:
             self._end(part, ok=False)
         return True
@@ -164,7 +164,7 @@ class Receives:
             elif part.deadline <= now:
                 reason = f"nothing has come for {self._seconds:g} s: blocks are computed here"
                 self._log_limiter.fault(_shown(part), reason)
-                self._stop(part)
+                self._fail(part.receiving)
 
     @property
     def num_open(self) -> int:
@@ -224,23 +224,19 @@ class Receives:
             self._say(part, Want(job.transfer_id, job.engine_id, job.job_id, *what))
 
     def _fail(self, receiving: _Receiving) -> None:
-        """Every part that has not ended is called off."""
+        """Every part is called off; those that the producer may still write end when it cannot any more."""
         receiving.ok = False
-        for part in list(receiving.parts):
-            self._stop(part)
-
-    def _stop(self, part: _Part) -> None:
-        if part.phase is _Phase.STOPPING or part not in part.receiving.parts:
-            return
-        if part.phase is _Phase.ASKED:
-            self._transport.revoke(part.link, part.job.job_id)
-            self._say(part, Stop(part.job.job_id))
-        if part.phase is _Phase.ASKED and self._transport.is_one_sided and part in part.receiving.parts:
-            part.phase = _Phase.STOPPING
-            part.deadline = self._clock() + self._stop_seconds
-            self._fail(part.receiving)
-        else:
-            self._end(part, ok=False)
+        for part in [part for part in receiving.parts if part.phase is not _Phase.STOPPING]:
+            if part.phase is _Phase.ASKED:
+                self._transport.revoke(part.link, part.job.job_id)
+                self._say(part, Stop(part.job.job_id))
+            if part.phase is _Phase.ASKED and self._transport.is_one_sided:
+                part.phase = _Phase.STOPPING
+                part.deadline = self._clock() + self._stop_seconds
+            else:
+                receiving.parts.remove(part)
+        if not receiving.parts:
+            self._end_job(receiving)
 
     def _end(self, part: _Part, ok: bool) -> None:
         """Nothing comes for it any more, and nothing is written."""
@@ -252,12 +248,12 @@ class Receives:
             self._transport.revoke(part.link, part.job.job_id)
         if not ok:
             self._fail(receiving)
-        if not receiving.parts:
-            self._end_job(receiving, receiving.ok)
+        elif not receiving.parts:
+            self._end_job(receiving)
 
-    def _end_job(self, receiving: _Receiving, ok: bool) -> None:
+    def _end_job(self, receiving: _Receiving) -> None:
         if self._jobs.pop(receiving.job.job_id, None) is not None:
-            self.ended.append((receiving.job.job_id, ok))
+            self.ended.append((receiving.job.job_id, receiving.ok))
 
     def _say(self, part: _Part, message: WireMessage) -> None:
         try:

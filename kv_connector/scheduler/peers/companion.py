@@ -59,7 +59,7 @@ class PeerCompanion(Companion):
     def preempted(self, request_id: str) -> None:
         """What is offered of the request is let go of, and what it waits for is called off: else requests that hold
         each other's blocks wait for one another."""
-        self._outgoing.withdraw(request_id)
+        self._outgoing.suspend(request_id)
         self._incoming.lost_blocks(request_id)
 
     def given_up(self, request_id: str) -> None:
@@ -81,9 +81,9 @@ class PeerCompanion(Companion):
 
     def plan(self, plan: StepPlan) -> StepPlan:
         """Jobs that begin, and what ends before its time."""
-        sends, withdrawn = self._outgoing.plan()
+        plan = self._outgoing.plan(plan)
         receives, cancelled = self._incoming.plan()
-        return replace(plan, peer=(*sends, *receives), withdrawn=withdrawn, cancelled_peer=cancelled)
+        return replace(plan, peer=(*plan.peer, *receives), cancelled_peer=cancelled)
 
     def reported(self, report: StepReport) -> None:
         """Where a rank listens, and what its links have counted since its start. Where they are broken, nothing is

@@ -1,13 +1,14 @@
 """What this engine offers: prompts that another engine is to continue, and until when their blocks are held.
 
 admitted --SEND jobs, step by step, as the prompt is computed--> held until they were sent, nobody wants them, or the
-deadline has passed; a request that is preempted has its blocks let go, and they are offered anew
+deadline has passed; a request that is preempted has its blocks let go, and they are offered anew. What will not be
+offered is withdrawn, so that no other engine waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ...base import Request, ScheduledRequest, StateBlock
 from ...config import PeerConfig
 from ...index import adopt_hashes
 from ...log_limiter import LogLimiter
-from ...types import NO_BLOCK, PeerAction, PeerJob
+from ...types import NO_BLOCK, PeerAction, PeerJob, StepPlan
 from ..ledger import EndedJob, JobOwner
 from ..names import Roots
 from ..shared import Shared
@@ -69,30 +70,23 @@ class Outgoing:
         self._transfers: dict[str, _Transfer] = {}  # by transfer id
         self._sending: dict[str, _Transfer] = {}  # by request that computes its prompt
         self._begun: list[PeerJob] = []  # to be planned
-        self._withdrawn: list[str] = []  # to be told
+        self._suspended: list[str] = []  # to be told
+        self._withdrawn: list[str] = []  # likewise
         self._open: set[int] = set()  # jobs that some rank has not reported
         self._log_limiter = LogLimiter(shared.clock)
 
     @property
     def is_busy(self) -> bool:
         """Whether something waits for the next plan."""
-        return bool(self._begun or self._withdrawn)
+        return bool(self._begun or self._suspended or self._withdrawn)
 
     def admitted(self, request: Request) -> None:
         """A request has its device blocks, for the first time or again: what another engine is to continue is offered
         from now on."""
-        params = params_of(request)
-        if (
-            self.is_stopped
-            or not self._config.produces
-            or not params.get("do_remote_decode")
-            or request.request_id in self._sending
-        ):
+        transfer_id = self._id_of(request)
+        if not transfer_id or request.request_id in self._sending:
             return
-        transfer_id = text(params, "transfer_id") or request.request_id[:MOST_TEXT]
         end = transfer_end(request, self._shared)
-        if transfer_id in self._transfers or end < 1:
-            return
         transfer = _Transfer(transfer_id, end, self._parts(request, end))
         self._transfers[transfer_id] = self._sending[request.request_id] = transfer
 
@@ -123,8 +117,15 @@ class Outgoing:
                 self._offer(transfer, part, new[part.group])
         transfer.has_begun = True
 
+    def suspend(self, request_id: str) -> None:
+        """The request was preempted: its blocks are let go of, and offered anew when it is admitted again."""
+        transfer = self._sending.get(request_id)
+        if transfer is not None:
+            self._forget(transfer)
+            self._suspended.append(transfer.transfer_id)
+
     def withdraw(self, request_id: str) -> None:
-        """The request's blocks are let go of: it was preempted, or nobody is to continue it."""
+        """Nobody is to continue the request: its blocks are let go of."""
         transfer = self._sending.get(request_id)
         if transfer is not None:
             self._withdraw(transfer)
@@ -134,6 +135,8 @@ class Outgoing:
         are where it finds each rank."""
         transfer = self._sending.get(request.request_id)
         if transfer is None:
+            if transfer_id := self._id_of(request):
+                self._withdrawn.append(transfer_id)  # it was not admitted, or not again
             return None
         if not transfer.is_complete:
             self._withdraw(transfer)  # it was given up before its prompt was computed
@@ -156,8 +159,8 @@ class Outgoing:
             "tp_size": len(ports),
         }
 
-    def plan(self) -> tuple[tuple[PeerJob, ...], tuple[str, ...]]:
-        """Jobs that begin in this step, and transfers that are withdrawn."""
+    def plan(self, plan: StepPlan) -> StepPlan:
+        """Jobs that begin in this step, and transfers that are suspended or withdrawn."""
         now = self._shared.clock()
         for transfer in [t for t in self._transfers.values() if t.deadline is not None and t.deadline <= now]:
             self._shared.metrics.expired_transfers += 1
@@ -165,8 +168,9 @@ class Outgoing:
             self._log_limiter.fault("unknown", reason, f"{transfer.transfer_id!r}, {transfer.num_blocks} blocks")
             self._withdraw(transfer)
         begun, self._begun = self._begun, []
+        suspended, self._suspended = self._suspended, []
         withdrawn, self._withdrawn = self._withdrawn, []
-        return tuple(begun), tuple(withdrawn)
+        return replace(plan, peer=tuple(begun), suspended=tuple(suspended), withdrawn=tuple(withdrawn))
 
     def end(self, ended: EndedJob) -> None:
         """A SEND was reported by every rank. One that failed offered what was not computed after all: an engine may
@@ -189,6 +193,14 @@ class Outgoing:
         for transfer in list(self._transfers.values()):
             self._withdraw(transfer)
         return not self._open
+
+    def _id_of(self, request: Request) -> str:
+        """The KV transfer that is to be offered of a request; empty where none is, or it is another request's."""
+        params = params_of(request)
+        if self.is_stopped or not self._config.produces or not params.get("do_remote_decode"):
+            return ""
+        transfer_id = text(params, "transfer_id") or request.request_id[:MOST_TEXT]
+        return "" if transfer_id in self._transfers or transfer_end(request, self._shared) < 1 else transfer_id
 
     def _parts(self, request: Request, end: int) -> list[_Part]:
         """What a hit needs that ends at this block hash, of each group that it needs anything of."""
@@ -239,6 +251,9 @@ class Outgoing:
 
     def _withdraw(self, transfer: _Transfer) -> None:
         """Offer nothing of it any more, whatever the request computes until it is admitted again."""
+        self._forget(transfer)
+        self._withdrawn.append(transfer.transfer_id)
+
+    def _forget(self, transfer: _Transfer) -> None:
         del self._transfers[transfer.transfer_id]
         self._sending = {request_id: other for request_id, other in self._sending.items() if other is not transfer}
-        self._withdrawn.append(transfer.transfer_id)

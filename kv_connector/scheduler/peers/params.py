@@ -23,9 +23,14 @@ def params_of(request: Request) -> Mapping[str, Any]:
 
 def transfer_end(request: Request, shared: Shared) -> int:
     """Block hashes of the prompt that a KV transfer has: a hit of every block group may end there, and at least one
-    token is left to compute. Producer and consumer count alike."""
-    num_hashes = (request.num_tokens - 1) // shared.block_size
-    return num_hashes - num_hashes % shared.grouped.hashes_per_hit
+    token is left to compute. Producer and consumer count alike. Engines with draft layers keep the state in front of
+    the last whole block, as a hit of theirs leaves that to be computed."""
+    grouped, num_hashes = shared.grouped, (request.num_tokens - 1) // shared.block_size
+    state_sizes = [group.hashes_per_block for group in grouped.groups if group.states_are_told]
+    if grouped.drops_last_block and state_sizes:
+        size = max(state_sizes)
+        num_hashes = max(0, shared.num_useful(request.num_tokens) // size - 1) * size
+    return num_hashes - num_hashes % grouped.hashes_per_hit
 
 
 def text(params: Mapping[str, Any], name: str) -> str:

@@ -324,8 +324,8 @@ class SavePlanner:
         full = progress.num_hashes // size
         # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
         # them, it may have given to others in this very step.
-        num_left = (progress.num_computed_tokens - 1) // (size * self._shared.block_size) + 1
-        first = max(table.next_block, self._grouped.groups[group].first_needed(num_left))
+        held = self._grouped.groups[group].first_held(progress.num_computed_tokens, size * self._shared.block_size)
+        first = max(table.next_block, held)
         table.next_block = max(table.next_block, full)
         ids = table.block_ids
         return self._take_held(progress, group, {i: ids[i] for i in range(first, full) if ids[i] != NO_BLOCK})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kv_connector.peer.base import Connected, Lost, Message, Pushed
-from kv_connector.peer.protocol.early import MOST_EARLY_BLOCKS
+from kv_connector.peer.protocol.early import MOST_EARLY_BLOCKS, MOST_WITHDRAWN
 from kv_connector.peer.protocol.offers import Offers
 from kv_connector.peer.wire.messages import Nothing, Refused, Stop, Stopped, Want
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
@@ -30,7 +30,8 @@ class Producer:
             LoopbackTransport(net, Pool().pool, replace(info_of(pool), engine_id=f"consumer {number}"))
             for number in range(2)
         ]
-        self.offers = Offers(self.transport, "producer", replace(IDENTITY, pieces=(512,)), 60.0, lambda: 0.0)
+        self.now = 0.0
+        self.offers = Offers(self.transport, "producer", replace(IDENTITY, pieces=(512,)), 60.0, lambda: self.now)
         self.links = []
         for consumer in self.consumers:
             consumer.grant(consumer.connect("here", self.transport.port), 7, [0, 1])
@@ -184,6 +185,56 @@ def test_who_asks_for_what_another_did_not_want_is_told_at_once() -> None:
     assert producer.offers.ended == [(1, True), (2, True)]
 
 
+@pytest.mark.parametrize("asked", ["before", "behind"])
+@pytest.mark.parametrize("offered", [True, False])
+def test_what_will_not_be_offered_is_refused_whenever_it_is_asked_for(asked: str, offered: bool) -> None:
+    """A proxy asks both engines at once, and the producer finds that it cannot serve: else the consumer waits until its
+    deadline."""
+    producer = Producer()
+    if asked == "before":
+        producer.hear_want(0, "")
+    if offered:
+        producer.offers.offer(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2]), names=b"".join(NAMES)))
+    producer.offers.withdraw("t")
+    if asked == "behind":
+        producer.hear_want(0, "")
+    assert producer.said_to(0) == [Refused(7, "the blocks are not held any more")]
+
+
+def test_whoever_asks_while_the_request_is_preempted_waits_for_the_next_offer() -> None:
+    producer = Producer()
+    producer.compute()
+    producer.offers.suspend("t")
+    producer.hear_want(0, "")
+    producer.compute(job_id=2)
+    producer.transport.poll(0.0)
+    assert producer.said_to(0) == []
+    assert producer.consumers[0].counters.received_bytes > 0
+
+
+@pytest.mark.parametrize("is_offered", [True, False])
+def test_the_id_of_what_was_withdrawn_may_come_again(is_offered: bool) -> None:
+    """With an offer, or after a while."""
+    producer = Producer()
+    producer.offers.withdraw("t")
+    if is_offered:
+        producer.compute()
+    else:
+        producer.now = 60.0
+        producer.offers.forget_overdue()
+    producer.hear_want(0, "")
+    assert producer.said_to(0) == []
+
+
+def test_what_was_withdrawn_takes_a_bounded_memory() -> None:
+    producer = Producer()
+    for number in range(MOST_WITHDRAWN + 5):
+        producer.offers.withdraw(f"t{number}")
+    producer.offers.hear(producer.links[0], Want("t4", "", 7, 0, 2, NAMES[-1], (0, 1)))
+    producer.offers.hear(producer.links[0], Want("t5", "", 8, 0, 2, NAMES[-1], (0, 1)))
+    assert producer.said_to(0) == [Refused(8, "the blocks are not held any more")], "only the oldest went"
+
+
 def test_what_is_wanted_early_takes_a_bounded_memory() -> None:
     """Whoever asks for more is told at once, and computes."""
     producer = Producer()
@@ -193,7 +244,7 @@ def test_what_is_wanted_early_takes_a_bounded_memory() -> None:
         want = Want(f"never begun {number}", "", number, 0, count, bytes(32), tuple(range(count)))
         producer.offers.hear(link, want)
     assert [type(message) for message in producer.said_to(0)] == [Refused] * 5
-    assert sum(want.block_ids.nbytes for want in producer.offers._early._wants.values()) == 8 * MOST_EARLY_BLOCKS
+    assert sum(want.block_ids.nbytes for want in producer.offers._early._wants[0].values()) == 8 * MOST_EARLY_BLOCKS
 
 
 class TwoGroups(Producer):

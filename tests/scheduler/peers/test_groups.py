@@ -21,9 +21,9 @@ STATES = (BlockGroup(), BlockGroup(window_blocks=1, states_are_told=True))
 Tables = Sequence[Sequence[int]]
 
 
-def make(groups: Sequence[BlockGroup], role: str) -> tuple[SchedulerHalf, ForeignBlocks]:
+def make(groups: Sequence[BlockGroup], role: str, drop_last_block: bool = False) -> tuple[SchedulerHalf, ForeignBlocks]:
     config = Config.from_mapping({"host_memory": 1 << 20, "peer": {"secret": "x" * 20, "role": role}})
-    half = SchedulerHalf(config, 4, 1, clock=Clock(), groups=groups)
+    half = SchedulerHalf(config, 4, 1, clock=Clock(), groups=groups, drop_last_block=drop_last_block)
     blocks = ForeignBlocks()
     half.bind_block_pool(blocks)
     half.update_connector_output([StepReport(0, 0)])
@@ -94,6 +94,26 @@ def test_a_transfer_ends_where_blocks_of_every_size_do() -> None:
     """Of 31 tokens a hit has 24: six blocks of four tokens, and two of twelve."""
     jobs = offered(SIZES, 31)
     assert [(job.group, job.device_ids.tolist()) for job in jobs] == [(0, [0, 1, 2, 3, 4, 5]), (1, [20, 21])]
+
+
+@pytest.mark.parametrize("num_tokens", range(17, 34))
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_a_transfer_ends_with_the_last_state_that_engines_keep(has_drafts: bool, size: int, num_tokens: int) -> None:
+    """As vLLM's `get_mamba_prefill_checkpoint_position`: behind the last whole block, or with draft layers in front of
+    it; else all of the prompt is withdrawn. Both sides count alike."""
+    groups = (BlockGroup(), BlockGroup(1, size, states_are_told=True))
+    whole = (num_tokens if has_drafts else num_tokens - 1) // (4 * size) * 4 * size
+    kept = whole - 4 * size * has_drafts
+    half, _ = make(groups, "producer", has_drafts)
+    request = Prompted("r", list(range(num_tokens)))
+    half.update_state_after_alloc(request, tables_of(groups, num_tokens), 0, 0)
+    compute(half, 0, kept, state(30, kept))
+    compute(half, kept, num_tokens - kept)
+    _, params = half.request_finished(request)
+    assert params is not None and params["remote_num_tokens"] == kept
+    consumer, _ = make(groups, "consumer", has_drafts)
+    assert consumer.get_num_new_matched_tokens(Continued("r", list(range(num_tokens))), 0) == (kept, True)
 
 
 def test_what_the_engine_does_not_hold_is_not_offered() -> None:

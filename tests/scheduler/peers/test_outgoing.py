@@ -77,7 +77,7 @@ def test_a_preempted_prompt_is_offered_anew_with_its_names() -> None:
     before = step(half, ("r", 0, 12))
     assert sends(before) == [(0, [0, 1, 2], True)]
     lost = step(half, preempted=("r",))
-    assert lost.withdrawn == ("r",)
+    assert (lost.suspended, lost.withdrawn) == (("r",), ())
     report(half, before, 0)
     half.update_state_after_alloc(request, [[10, 11, 12, 13, 14]], 0, 0)
     after = step(half, ("r", 0, 20))
@@ -86,6 +86,21 @@ def test_a_preempted_prompt_is_offered_anew_with_its_names() -> None:
     assert params is not None
     report(half, after)
     assert blocks.pins() == {}
+
+
+@pytest.mark.parametrize("is_preempted", [True, False])
+def test_of_a_request_that_ends_before_it_is_admitted_nobody_waits_for_anything(is_preempted: bool) -> None:
+    """Another engine may have asked for it already: it is aborted while it waits, or waits again."""
+    half, _ = producer()
+    request = Prompted("r", list(range(20)))
+    if is_preempted:
+        half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, 0)
+        step(half, ("r", 0, 12))
+        step(half, preempted=("r",))
+    half.abort_transfer("r")
+    assert half.request_finished(request) == (False, None)
+    assert half.has_pending_push_work()
+    assert step(half).withdrawn == ("r",)
 
 
 @pytest.mark.parametrize("offered", [0, 12])

@@ -78,16 +78,18 @@ def draw(rng: random.Random, drop_last_block: bool) -> World:
     groups = []
     for _ in range(rng.choice([1, 2, 2, 3])):
         size = rng.choice([1, 1, 2, 3])
-        kinds = BlockGroup(None, size), BlockGroup(rng.choice([1, 2, 3, 5]), size), BlockGroup(1, size, True)
-        groups.append(rng.choices(kinds, (45, 25, 30))[0])
-    groups.sort(key=lambda group: group.window_blocks is not None)
+        window, chunk = BlockGroup(rng.choice([1, 2, 3, 5]), size), BlockGroup(None, size, False, rng.choice([1, 2, 4]))
+        groups.append(
+            rng.choices((BlockGroup(None, size), window, chunk, BlockGroup(1, size, True)), (40, 20, 20, 20))[0]
+        )
+    groups.sort(key=lambda group: not group.is_full)
     tree = PrefixTree()
     hashes = [BlockHash(bytes((i,)) * 32) for i in range(rng.randrange(1, 50))]
     host = CacheTier(tree, Tier.HOST, 4000, order=Recency())
     world = World(GroupedTree(tree, groups, drop_last_block), host, hashes, rng.choice([1, 1, 2, 4]))
     for g, group in enumerate(groups):
         count = len(hashes) // group.hashes_per_block
-        if group.window_blocks is None:
+        if group.is_full:
             world.held.append(set(range(rng.choice([0, rng.randrange(count + 1)]))))
             world.stored.append(set(range(rng.choice([0, count, rng.randrange(count + 1)]))))
         else:

@@ -48,6 +48,16 @@ IDENTITY: tuple[Mutant, ...] = (
         tested("tests/test_fingerprint.py"),
     ),
     Mutant(
+        "rank-unnamed",
+        "ranks that have a part of a block each are given one another's",
+        (
+            Patch(
+                "kv_connector/index/identity.py", 'f"{self.rank} of {self.world_size}"', 'f"any of {self.world_size}"'
+            ),
+        ),
+        tested("tests/simulation/test_context.py::test_ranks_that_share_out_a_context_break_no_promise"),
+    ),
+    Mutant(
         "arrangement-unnamed",
         "a folder takes blocks with heads in front of tokens for those with heads behind",
         (

@@ -51,6 +51,18 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         _WORLDS,
     ),
     Mutant(
+        "chunk-begins-behind",
+        "a hit does without the first block of the chunk that its next token is in",
+        (Patch(_LOOKUP, "return end - end % self.chunk_blocks", "return end - max(0, end % self.chunk_blocks - 1)"),),
+        tested("tests/simulation/test_chunks.py::test_chunked_attention_breaks_no_promise"),
+    ),
+    Mutant(
+        "windows-truncated",
+        "a request goes on behind blocks in front of its window, which no load was to fill",
+        (Patch(_LOOKUP, "len(groups) == 1 and groups[0].is_full", "len(groups) == 1"),),
+        _WORLDS,
+    ),
+    Mutant(
         "ends-within-a-block",
         "a hit may end within a block of a group",
         (Patch(_LOOKUP, "fitted = end - end % self.hashes_per_hit", "fitted = end"),),
@@ -148,7 +160,13 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "window-ends-too-soon",
         "the block that a hit ends with is taken to have left the window",
-        (Patch(_PLANNER, "(progress.num_computed_tokens - 1) // (size", "progress.num_computed_tokens // (size"),),
+        (
+            Patch(
+                _LOOKUP,
+                "self.first_needed(-(-num_tokens // block_tokens))",
+                "self.first_needed(num_tokens // block_tokens + 1)",
+            ),
+        ),
         tested(f"{_WINDOWS}::test_a_block_that_a_hit_ends_with_is_in_the_window"),
     ),
 )

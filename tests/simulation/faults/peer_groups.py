@@ -67,8 +67,20 @@ PEER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "peer-ends-within-a-block",
         "a KV transfer ends where a block of some group does not",
-        (Patch(_PARAMS, "num_hashes - num_hashes % shared.grouped.hashes_per_hit", "num_hashes"),),
+        (Patch(_PARAMS, "num_hashes - num_hashes % grouped.hashes_per_hit", "num_hashes"),),
         tested(f"{_GROUPS}::test_a_transfer_ends_where_blocks_of_every_size_do"),
+    ),
+    Mutant(
+        "peer-ends-behind-states",
+        "with draft layers a KV transfer ends where engines keep no state",
+        (Patch(_PARAMS, "if grouped.drops_last_block and state_sizes:", "if False:"),),
+        tested(f"{_GROUPS}::test_a_transfer_ends_with_the_last_state_that_engines_keep"),
+    ),
+    Mutant(
+        "peer-ends-within-a-states-block",
+        "with draft layers a KV transfer ends one hash in front of the prompt's, and not one block of states",
+        (Patch(_PARAMS, "size = max(state_sizes)", "size = 1"),),
+        tested(f"{_GROUPS}::test_a_transfer_ends_with_the_last_state_that_engines_keep"),
     ),
     Mutant(
         "peer-begins-within-a-block",

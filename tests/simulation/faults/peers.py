@@ -19,6 +19,7 @@ _STEP = "kv_connector/worker/peers.py"
 _OFFERED = "tests/scheduler/peers/test_outgoing.py"
 _ASKED = "tests/scheduler/peers/test_companion.py"
 _STOPS = "tests/peer/test_stops.py"
+_WANTS = "tests/peer/protocol/test_offers.py"
 _RECEIVED = "tests/peer/protocol/test_receives.py"
 _WIRE = "tests/peer/wire/test_unauthenticated.py"
 _SENT = "tests/worker/test_peers.py"
@@ -42,7 +43,7 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _COMPANION,
-                'wait for one another."""\n        self._outgoing.withdraw(request_id)\n',
+                'wait for one another."""\n        self._outgoing.suspend(request_id)\n',
                 'wait for one another."""\n',
             ),
         ),
@@ -110,9 +111,8 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _EARLY,
-                "        while len(self._nones) >= MOST_EARLY_NONES:\n"
-                "            del self._nones[next(iter(self._nones))]\n",
-                "        if len(self._nones) >= MOST_EARLY_NONES:\n            return\n",
+                "        while len(nones) >= MOST_EARLY_NONES:\n            del nones[next(iter(nones))]\n",
+                "        if len(nones) >= MOST_EARLY_NONES:\n            return\n",
             ),
         ),
         tested(
@@ -123,8 +123,44 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "nones-for-ever",
         "what was not wanted before it was offered is remembered as long as the link lives",
-        (Patch(_EARLY, "            if none.deadline > now:\n", "            if True:\n"),),
+        (Patch(_EARLY, "nones and next(iter(nones.values())).deadline <= now:", "False:"),),
         simulated(20),
+    ),
+    Mutant(
+        "withdrawn-awaited",
+        "who has asked before anything was offered is not told that nothing will be",
+        (
+            Patch(
+                _OFFERS,
+                "            self._refuse(want, NOT_HELD)\n\n    # What",
+                "            pass\n\n    # What",
+            ),
+        ),
+        tested(f"{_WANTS}::test_what_will_not_be_offered_is_refused_whenever_it_is_asked_for"),
+    ),
+    Mutant(
+        "withdrawn-unknown",
+        "who asks for what was withdrawn waits for it until its deadline",
+        (Patch(_EARLY, "if key[0] in self._withdrawn:", "if False:"),),
+        tested(f"{_WANTS}::test_what_will_not_be_offered_is_refused_whenever_it_is_asked_for"),
+    ),
+    Mutant(
+        "withdrawn-for-ever",
+        "the id of a KV transfer that was withdrawn is refused for as long as the engine lives",
+        (Patch(_EARLY, "next(iter(self._withdrawn.values())) <= now:", "False:"),),
+        tested(f"{_WANTS}::test_the_id_of_what_was_withdrawn_may_come_again"),
+    ),
+    Mutant(
+        "preempted-for-good",
+        "whoever waits for a request that is preempted is refused, though it is offered anew",
+        (Patch(_COMPANION, "self._outgoing.suspend(request_id)", "self._outgoing.withdraw(request_id)"),),
+        tested(f"{_OFFERED}::test_a_preempted_prompt_is_offered_anew_with_its_names"),
+    ),
+    Mutant(
+        "never-admitted-awaited",
+        "nobody is told that a request has ended without having been admitted, or admitted again",
+        (Patch(_OUTGOING, "if transfer_id := self._id_of(request):", 'if transfer_id := "":'),),
+        tested(f"{_OFFERED}::test_of_a_request_that_ends_before_it_is_admitted_nobody_waits_for_anything"),
     ),
     Mutant(
         "none-of-nothing",
@@ -208,7 +244,7 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "if part.phase is _Phase.ASKED and self._transport.is_one_sided and part in part.receiving.parts:",
+                "if part.phase is _Phase.ASKED and self._transport.is_one_sided:",
                 "if False:",
             ),
         ),
@@ -440,7 +476,7 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _OFFERS,
-                "if offer.names[-1] == message.name:",
+                "if message.name in offer.names:",
                 "if True:",
             ),
         ),

@@ -32,23 +32,19 @@ REPLICAS: tuple[Mutant, ...] = (
     Mutant(
         "share-not-fetched",
         "what storage has is read by no rank",
-        (
-            Patch(
-                _SHARE, "return job.job_id % self.count == self.index", "return job.job_id % self.count == self.count"
-            ),
-        ),
+        (Patch(_SHARE, "return self.index == 0", "return self.index == self.count"),),
         _WORLDS,
     ),
     Mutant(
         "share-of-another-file",
         "a rank takes a file for the one that was offered which has its number now",
-        (Patch(_SHARE, "if os.fstat(file).st_ino == offer.inode:", "if True:"),),
+        (Patch(_SHARE, "if os.pread(file, _MARK_BYTES, 0) == offer.mark:", "if True:"),),
         tested(f"{_TESTS}::test_a_file_that_is_not_the_one_offered_is_not_mapped"),
     ),
     Mutant(
         "share-alone",
         "ranks share although one of them could not open the memory",
-        (Patch(_SHARE, "all(has_opened[rank] for rank in here)", "has_opened[offers.index(own)]"),),
+        (Patch(_SHARE, "all((offer, True) in has_opened for offer in here)", "file >= 0"),),
         tested(f"{_TESTS}::test_where_one_rank_cannot_open_the_memory_each_has_its_own"),
     ),
     Mutant(
@@ -57,8 +53,9 @@ REPLICAS: tuple[Mutant, ...] = (
         (
             Patch(
                 _SHARE,
-                "    has_opened = exchange(file >= 0)\n    os.close(own.file)  # nobody will open it any more\n",
-                "    os.close(own.file)\n    has_opened = exchange(file >= 0)\n",
+                "    has_opened = exchange((own, file >= 0))\n    if own is not None:\n        os.close(own.file)",
+                "    if own is not None:\n        os.close(own.file)\n"
+                "    has_opened = exchange((own, file >= 0))\n    if own is None:\n        pass",
             ),
         ),
         tested(f"{_TESTS}::test_the_memory_is_there_until_the_slowest_has_opened_it"),

@@ -137,11 +137,20 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/scheduler/saves/planner.py",
-                "first = max(table.next_block, self._grouped.groups[group].first_needed(num_left))",
+                "first = max(table.next_block, held)",
                 "first = table.next_block",
             ),
         ),
         tested("tests/scheduler/test_steps.py::test_a_block_that_has_left_its_window_by_drafts_in_flight_is_not_saved"),
+    ),
+    Mutant(
+        "left-chunk-saved",
+        "blocks are saved that lie in front of the chunk that the engine is in, and may be anybody's",
+        (Patch("kv_connector/index/lookup.py", "return self.first_needed(num_tokens // block_tokens)", "return 0"),),
+        tested(
+            "tests/scheduler/saves/test_windows.py"
+            "::test_of_a_chunk_is_saved_what_the_next_token_or_another_request_may_see"
+        ),
     ),
     Mutant(
         "computed-anew-unsaved",

@@ -8,6 +8,8 @@ _ENVIRONMENT = ".venv-vllm-0.32.0"
 _FOLDER = "kv_connector/engines/vllm"
 _TESTS = "integration/tests"
 _HYBRID = f"{_TESTS}/test_vllm_hybrid.py"
+_CONTEXT = f"{_TESTS}/test_vllm_context.py"
+_ALONE = "test_with_windows_alone_a_load_that_fails_gives_no_wrong_token"
 
 
 def _mutant(name: str, title: str, patch: Patch, *tests: str) -> Mutant:
@@ -24,13 +26,13 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "windows-in-the-step",
         "a model of several groups loads in the step, where a failure ends the engine",
-        Patch(f"{_FOLDER}/scheduler.py", "(len(shape.groups) == 1 and not shape.has_states)", "True"),
+        Patch(f"{_FOLDER}/scheduler.py", "not TELLS_FAILED_REQUESTS or may_truncate(shape.groups)", "True"),
         f"{_TESTS}/test_vllm_engine.py::test_a_failed_load_is_a_miss_or_one_failed_request",
     ),
     _mutant(
         "states-in-the-step",
         "a recurrent state is loaded in the step, which has read it by then",
-        Patch(f"{_FOLDER}/scheduler.py", "len(shape.groups) == 1 and not shape.has_states", "len(shape.groups) == 1"),
+        Patch(f"{_FOLDER}/scheduler.py", "or may_truncate(shape.groups)", "or len(shape.groups) == 1"),
         f"{_HYBRID}::test_what_comes_from_the_host_answers_as_the_device_and_as_computing_do[states_only]",
     ),
     _mutant(
@@ -82,6 +84,63 @@ VLLM: tuple[Mutant, ...] = (
         "stages that have other layers, and blocks of the same size, have the names of this pipeline's",
         Patch(f"{_FOLDER}/identity.py", "if pp_size > 1 else []", "if pp_size > 9 else []"),
         f"{_TESTS}/test_vllm_pipeline.py::test_storage_is_found_by_no_other_split_of_the_layers",
+    ),
+    Mutant(
+        "windows-alone-on-older",
+        "an older vLLM goes on behind blocks of a window that were never loaded",
+        (
+            Patch(
+                f"{_FOLDER}/scheduler.py",
+                "if self.shape.recomputes and not may_truncate(self.shape.groups):",
+                "if False:",
+            ),
+        ),
+        tested("-W", "ignore", f"{_TESTS}/test_vllm_failed_loads.py::{_ALONE}"),
+        ".venv-vllm-0.25.1",
+    ),
+    _mutant(
+        "tokens-of-one-rank",
+        "a block that ranks share out has the tokens of one rank's part",
+        Patch(
+            f"{_FOLDER}/groups.py",
+            "return int(kv_cache_utils.resolve_dcp_kv_block_size(spec, parallel.decode_context_parallel_size))",
+            "return int(spec.block_size)",
+        ),
+        f"{_CONTEXT}::test_a_block_spans_what_vllm_says",
+    ),
+    _mutant(
+        "tokens-of-every-rank",
+        "a block of layers that every rank has whole has the tokens of all of them",
+        Patch(
+            f"{_FOLDER}/groups.py",
+            "kv_cache_utils.resolve_dcp_kv_block_size(spec, parallel.decode_context_parallel_size)",
+            "spec.block_size * parallel.decode_context_parallel_size",
+        ),
+        f"{_CONTEXT}::test_layers_that_are_not_shared_out_have_smaller_blocks_and_are_copied_whole",
+    ),
+    _mutant(
+        "parts-of-any-rank",
+        "storage gives a rank another one's part of a block",
+        Patch("kv_connector/index/identity.py", 'f"{self.rank} of {self.world_size}"', 'f"any of {self.world_size}"'),
+        f"{_CONTEXT}::test_the_next_engine_of_the_same_sizes_answers_from_storage_and_no_other",
+    ),
+    _mutant(
+        "parts-of-any-interleave",
+        "engines that share out a block's tokens in other runs are taken for the same",
+        Patch(f"{_FOLDER}/identity.py", "older if older > 1 else parallel.cp_kv_cache_interleave_size", "1"),
+        f"{_CONTEXT}::test_the_next_engine_of_the_same_sizes_answers_from_storage_and_no_other",
+    ),
+    _mutant(
+        "chunk-as-full",
+        "a hit needs every block of chunked attention, of which vLLM holds the last chunk's",
+        Patch(f"{_FOLDER}/groups.py", "if manager == _CHUNK:", "if False:"),
+        f"{_TESTS}/test_vllm_chunks.py::test_hits_end_where_those_of_vllm_do_whatever_is_left_of_a_chunk",
+    ),
+    _mutant(
+        "ended-in-sleep",
+        "what ends while the engine sleeps is told where vLLM hears one rank of several",
+        Patch(f"{_FOLDER}/worker.py", "        if self._has_told_ready:\n", "        if False:\n"),
+        f"{_CONTEXT}::test_what_has_ended_during_a_sleep_is_told_with_the_next_step",
     ),
     _mutant(
         "planned-on",

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from kv_connector.errors import ConfigError
 from kv_connector.transfer.memory import host_share
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.host_share import ALONE, Exchange, HostShare, share_host
-from kv_connector.types import CopyJob, Direction, StorageAction, StorageJob
+from kv_connector.types import CopyJob, Direction
 
 NUM_RANKS = 3
 
@@ -143,7 +144,7 @@ def test_a_file_that_is_not_the_one_offered_is_not_mapped() -> None:
     def second(value: object) -> Sequence[object]:
         told = list(room[1](value))
         if isinstance(told[0], host_share._Offer):
-            told[0] = told[0]._replace(inode=1)
+            told[0] = told[0]._replace(mark=bytes(16))
         return told
 
     before = num_files()
@@ -192,12 +193,38 @@ def test_every_block_is_saved_by_one_rank() -> None:
     assert ALONE.own_saves(jobs) is jobs
 
 
-def test_every_storage_job_is_carried_out_by_one_rank() -> None:
-    shares = [HostShare(index, NUM_RANKS) for index in range(NUM_RANKS)]
-    for number in range(7):
-        job = StorageJob(number, StorageAction.LOOK_UP, b"", np.zeros(0, np.int64))
-        assert sum(share.carries_out(job) for share in shares) == 1
-        assert ALONE.carries_out(job)
+def test_one_rank_uses_storage_for_all() -> None:
+    assert [HostShare(index, NUM_RANKS).uses_storage for index in range(NUM_RANKS)] == [True, False, False]
+    assert ALONE.uses_storage
+
+
+@pytest.mark.parametrize("name", ["memfd_create", "pwrite", "readlink"])
+def test_a_rank_that_has_nothing_to_offer_says_so_and_all_start(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Nobody waits for it: it takes part in what the others tell each other."""
+    calls, inner = iter(range(10)), getattr(os, name)
+
+    def refuse(*args: object) -> object:
+        if next(calls) == 0:
+            raise PermissionError("not here")
+        return inner(*args)
+
+    monkeypatch.setattr(host_share.os, name, refuse)
+    before = num_files()
+    assert share_among(in_a_room(NUM_RANKS)) == [ALONE] * NUM_RANKS
+    assert num_files() == before
+
+
+def test_ranks_of_other_sizes_do_not_start() -> None:
+    """What one of them would see beyond its end is nobody's memory."""
+    first, second = share_among(in_a_room(2))
+    first.map(8192)
+    with pytest.raises(ConfigError, match="12288 bytes of host memory that ranks share cannot be had"):
+        second.map(12288)
+
+
+def test_shared_memory_is_zero_at_first() -> None:
+    first, second = share_among(in_a_room(2))
+    assert second.map(64)[:] == first.map(64)[:] == bytes(64)
 
 
 def _rank_on_a_gpu(pipe: Connection) -> None:
