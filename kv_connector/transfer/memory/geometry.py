@@ -63,6 +63,17 @@ def heads_of(tensor: torch.Tensor, head_dim: int | None, piece_bytes: int) -> tu
     return (num_heads, head_bytes) if head_bytes < piece_bytes else (0, 0)
 
 
+def head_dim(layer: str, tensor: torch.Tensor, dim: int, given: int) -> int:
+    """Which dimension counts KV heads, as the engine says; `dim` counts blocks. Raises LayoutError where it cannot."""
+    shape = tuple(tensor.shape)
+    if not -len(shape) <= given < len(shape) or given % len(shape) == dim:
+        raise LayoutError(
+            f"layer {layer!r}: head_dims says dimension {given} of shape {shape} counts KV heads, and {dim} counts "
+            "blocks; name another, None where every rank holds the same, or leave the layer out"
+        )
+    return given % len(shape)
+
+
 def block_dim(layer: str, tensor: torch.Tensor, num_blocks: int, given: int | None) -> int:
     """Which dimension counts blocks: `given` where the engine says so. Raises LayoutError where it cannot be told."""
     shape = tuple(tensor.shape)

@@ -23,6 +23,7 @@ from .geometry import (
     block_dim,
     byte_strides,
     check_apart,
+    head_dim,
     heads_of,
     join_overlaid,
     piece_views,
@@ -98,26 +99,26 @@ class _Tensors:
     def add(self, name: str, tensor: torch.Tensor) -> range:
         """Its pieces."""
         geometry = (tensor.data_ptr(), tuple(tensor.shape), byte_strides(tensor), tensor.itemsize)
-        head_dim = self._head_dims.get(name, _UNKNOWN)
+        given = self._head_dims.get(name, _UNKNOWN)
         entry = self.entries.get(geometry)
         if entry is None:
-            entry = self.entries[geometry] = self._look(name, tensor, head_dim)
-        elif entry.head_dim != head_dim:
+            entry = self.entries[geometry] = self._look(name, tensor, given)
+        elif entry.head_dim != given:
             for piece in entry.pieces:
                 self.heads[piece] = 0, 0
         return entry.pieces
 
-    def _look(self, name: str, tensor: torch.Tensor, head_dim: int | str | None) -> _Tensor:
+    def _look(self, name: str, tensor: torch.Tensor, given: int | str | None) -> _Tensor:
         dim = block_dim(name, tensor, self._num_blocks, self._block_dims.get(name))
         views = piece_views(name, tensor, self._num_blocks, dim)
         arrangement = undivided = arrangement_of(tensor, dim, [view.shape[1] for view in views])
-        if isinstance(head_dim, int):
-            undivided = undivided_arrangement_of(tensor, dim, head_dim)
+        if isinstance(given, int):
+            undivided = undivided_arrangement_of(tensor, dim, head_dim(name, tensor, dim, given))
         first = len(self.pieces)
         self.pieces.extend((name, view) for view in views)
         for view in views:
-            self.heads.append((0, 0) if isinstance(head_dim, str) else heads_of(tensor, head_dim, view.shape[1]))
-        return _Tensor(arrangement, undivided, head_dim, range(first, len(self.pieces)))
+            self.heads.append((0, 0) if isinstance(given, str) else heads_of(tensor, given, view.shape[1]))
+        return _Tensor(arrangement, undivided, given, range(first, len(self.pieces)))
 
 
 class CacheLayout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kv_connector.errors import LayoutError
 from kv_connector.transfer.memory.layout import CacheLayout
 
 B, N, H, D = 6, 4, 2, 8  # blocks, tokens of each, heads, words of each
@@ -47,6 +48,33 @@ def test_layers_that_share_bytes_must_agree() -> None:
     assert heads_of({"a": 2}, a=tensor, b=tensor) == [(0, 0)]
     assert heads_of({"a": 2, "b": None}, a=tensor, b=tensor) == [(0, 0)]
     assert heads_of({"a": 2, "b": 1}, a=tensor, b=tensor.view(B, N * H, D)) == [(0, 0)]
+
+
+@pytest.mark.parametrize("dim", [4, -5, 0, -4])
+def test_what_cannot_count_heads_is_refused(dim: int) -> None:
+    """Blocks are counted by dimension 0 of four."""
+    with pytest.raises(LayoutError, match="counts KV heads"):
+        heads_of({"a": dim}, a=zeros(B, N, H, D))
+
+
+def test_heads_may_be_counted_from_behind() -> None:
+    few, many = zeros(B, N, H, D), zeros(B, N, 4 * H, D)
+    texts = {
+        CacheLayout.from_tensors({"a": tensor}, B, None, {"a": dim}).undivided_arrangement
+        for tensor in (few, many)
+        for dim in (2, -2)
+    }
+    assert len(texts) == 1
+
+
+def test_layers_over_each_other_say_in_which_order_their_heads_lie() -> None:
+    """It is not known how heads lie there, so nothing else does."""
+    texts = []
+    for shape, dim in (((B, N, H, D), 2), ((B, H, N, D), 1)):
+        tensor = zeros(*shape)
+        kv_caches = {"a": tensor, "b": tensor.view(B, N * H, D)}
+        texts.append(CacheLayout.from_tensors(kv_caches, B, None, {"a": dim, "b": 1}).undivided_arrangement)
+    assert texts[0] != texts[1]
 
 
 def test_arrangements_are_equal_but_for_the_number_of_heads() -> None:
