@@ -8,7 +8,7 @@ from typing import Any
 
 from ..values import shown
 from .base import PeerError
-from .shards import Shard
+from .shards import MOST_PARTNERS, Shard
 
 _DIVIDED = ("tp_size", "rank", "pieces", "heads", "head_bytes")
 """What may differ between engines of two TP sizes."""
@@ -77,7 +77,7 @@ class PeerIdentity:
         """Why ranks of two TP sizes cannot exchange heads; empty where they can."""
         partners = self.shard.partners(other.tp_size)
         if not partners:
-            return "of two TP sizes one must be a multiple of the other"
+            return f"of two TP sizes one must be a multiple of the other, of {MOST_PARTNERS} times at most"
         if other.rank not in partners:
             return f"rank {other.rank} there holds no heads of rank {self.rank} here"
         small, large = (self, other) if self.tp_size < other.tp_size else (other, self)

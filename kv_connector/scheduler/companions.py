@@ -38,7 +38,8 @@ class Companions:
         if config.peer is not None:
             undivided = identity.undivided() if identity is not None else None
             roots = Roots.named(undivided, adapter_of)
-            self._companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size))
+            tp_size = identity.tp_size if identity is not None else world_size
+            self._companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size, tp_size))
         if config.storage is not None:
             roots = Roots.named(identity, adapter_of)
             self._companions.append(StorageCompanion(config.storage, shared, loads, ranks, roots))

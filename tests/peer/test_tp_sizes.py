@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from kv_connector.peer.identity import PeerIdentity
+from kv_connector.peer.shards import MOST_PARTNERS
 from kv_connector.testing.loopback import LoopbackNet
 from tests.peer.tp_engines import Engines, Layer, Rank, Reached, apart, heads_outside, hnd, mla, nhd
 
@@ -29,9 +31,9 @@ Open = Callable[..., Engines]
 def make(request: pytest.FixtureRequest) -> Iterator[Open]:
     opened: list[Engines] = []
 
-    def make(layers: list[Layer], producer: int, consumer: int) -> Engines:
+    def make(layers: list[Layer], producer: int, consumer: int, num_stages: int = 1) -> Engines:
         net = LoopbackNet() if request.param == "loopback" else None
-        opened.append(Engines(layers, producer, consumer, net))
+        opened.append(Engines(layers, producer, consumer, net, num_stages))
         return opened[-1]
 
     yield make
@@ -160,7 +162,126 @@ def test_ranks_that_are_told_in_another_order_or_number_give_nothing(make: Open,
     assert engines.until_ended(received, engines.consumer) == [False]
 
 
-def identity(layers: list[Layer], rank: int, tp_size: int, **named: str) -> PeerIdentity:
+@pytest.mark.parametrize(("producer", "consumer"), [(1, 2), (2, 1), (2, 2)])
+def test_each_stage_of_a_pipeline_has_ranks_of_its_own(make: Open, producer: int, consumer: int) -> None:
+    engines = make(MODELS["NHD"], producer, consumer, num_stages=2)
+    engines.compute(SOURCES)
+    sent, received = engines.offer(SOURCES), engines.ask(TARGETS, len(SOURCES))
+    engines.ready(sent)
+    assert all(engines.until_ended(received, engines.consumer))
+    assert all(engines.until_ended(sent, engines.producer))
+    engines.check(TARGETS)
+
+
+@pytest.mark.parametrize(("producer", "consumer"), [(1, 1), (4, 1), (4, 2), (1, 4)])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_who_wants_less_than_is_offered_holds_nothing_else(
+    make: Open, is_early: bool, producer: int, consumer: int
+) -> None:
+    """Nor on the ranks that hold the same and are not asked."""
+    engines = make(MODELS["MLA"], producer, consumer)
+    engines.compute(SOURCES)
+    sent = 0 if is_early else engines.offer(SOURCES)
+    received = engines.ask(TARGETS[:-1], len(SOURCES) - 1)
+    for _ in range(10):
+        engines.turn()
+    sent = sent or engines.offer(SOURCES)
+    engines.ready(sent)
+    assert all(engines.until_ended(received, engines.consumer))
+    assert all(engines.until_ended(sent, engines.producer)), "some hold blocks that nobody will ask for"
+    engines.check(TARGETS[:-1])
+
+
+@pytest.mark.parametrize(("producer", "consumer"), [(1, 1), (1, 2), (1, 8), (8, 1)])
+def test_as_many_kv_transfers_may_be_unwanted_before_they_begin_whatever_the_sizes(
+    make: Open, producer: int, consumer: int
+) -> None:
+    engines = make([nhd(8)], producer, consumer)
+    engines.ask([], len(SOURCES))
+    last = 0
+    for number in range(200):
+        last = engines.ask([], len(SOURCES), transfer_id=f"never begun {number}")
+    engines.until_ended(last, engines.consumer)
+    for _ in range(10):
+        engines.turn()
+    sent = engines.offer(SOURCES)
+    assert all(engines.until_ended(sent, engines.producer)), "it is held, though nobody wants it"
+
+
+@pytest.mark.parametrize(("producer", "consumer"), [(1, 1), (1, 8)])
+def test_as_many_kv_transfers_may_be_wanted_before_they_begin_whatever_the_sizes(
+    make: Open, producer: int, consumer: int
+) -> None:
+    engines = make([nhd(8)], producer, consumer)
+    asked = [engines.ask([1], 1, transfer_id=f"transfer {number}") for number in range(200)]
+    for _ in range(20):
+        engines.turn()
+    for number in (0, 199):
+        engines.ready(engines.offer([1], transfer_id=f"transfer {number}"))
+        assert all(engines.until_ended(asked[number], engines.consumer))
+
+
+def test_heads_that_an_engine_of_another_size_has_asked_for_are_refused_to_the_next() -> None:
+    """It is told at once, and computes; else one waits for what the other keeps from it."""
+    net = LoopbackNet()
+    first, second = Engines(MODELS["NHD"], 1, 1, net), Engines(MODELS["NHD"], 1, 2, net)
+    first.compute(SOURCES)
+    sent = first.offer(SOURCES)
+    received = first.ask(TARGETS, len(SOURCES))
+    for _ in range(10):
+        first.turn()
+    refused = second.ask(TARGETS, len(SOURCES), first.ports)
+    while not all(refused in rank.ended for rank in second.consumer):
+        first.turn()
+        second.turn()
+    first.ready(sent)
+    assert first.until_ended(received, first.consumer) == [True]
+    assert [rank.ended[refused] for rank in second.consumer] == [False, False]
+    assert first.until_ended(sent, first.producer) == [True]
+    first.check(TARGETS)
+    for engines in (first, second):
+        engines.close()
+
+
+def test_where_one_rank_is_a_wrong_one_no_other_is_asked(make: Open) -> None:
+    """Links are open, so that each rank is known at once: what has failed may be given to another request."""
+    engines = make(MODELS["HND"], 4, 1)
+    for rank in engines.producer:
+        rank.turn()
+    assert engines.until_ended(engines.ask([], 1, transfer_id="another"), engines.consumer) == [True]
+    engines.compute(SOURCES)
+    engines.ready(engines.offer(SOURCES))
+    ports = engines.ports
+    received = engines.ask(TARGETS, len(SOURCES), (ports[1], *ports[1:]))
+    assert engines.until_ended(received, engines.consumer) == [False]
+    for _ in range(30):
+        engines.turn()
+    engines.check([])
+
+
+@pytest.mark.parametrize("count", [33, 64, 100, 256])
+def test_a_request_that_names_many_ranks_costs_a_computation(make: Open, count: int) -> None:
+    """No link to any of them, and nothing of what comes behind it."""
+    engines = make(MODELS["MLA"], 1, 1)
+    engines.compute(SOURCES)
+    refused = engines.ask(TARGETS, len(SOURCES), tuple(range(20001, 20001 + count)))
+    assert engines.until_ended(refused, engines.consumer) == [False]
+    engines.ready(engines.offer(SOURCES))
+    received = engines.ask(TARGETS, len(SOURCES))
+    assert engines.until_ended(received, engines.consumer) == [True]
+    counters = engines.consumer[0].transport.counters
+    assert counters.lost_links == counters.refused_links == 0
+
+
+def test_of_as_many_ranks_as_there_may_be_nobody_listens() -> None:
+    """Each link of them is lost, one behind the other."""
+    engines = Engines(MODELS["MLA"], 1, 1, LoopbackNet())
+    received = engines.ask(TARGETS, len(SOURCES), tuple(range(20001, 20001 + MOST_PARTNERS)))
+    assert engines.until_ended(received, engines.consumer) == [False]
+    engines.close()
+
+
+def identity(layers: list[Layer], rank: int, tp_size: int, **named: Any) -> PeerIdentity:
     return Rank(LoopbackNet(), layers, rank, tp_size, **named).identity
 
 
@@ -173,6 +294,8 @@ def identity(layers: list[Layer], rank: int, tp_size: int, **named: str) -> Peer
         (identity([nhd()], 0, 1), identity([nhd(), nhd()], 0, 2), "is not known"),
         (identity([nhd()], 0, 2), identity([nhd()], 2, 4), "holds no heads of rank"),
         (identity([nhd(6)], 0, 1), identity([nhd(6)], 0, 4), "not divided alike"),
+        (identity([nhd()], 0, 1), identity([nhd()], 0, 2, pieces=(512,)), "not divided alike"),
+        (identity([mla()], 0, 1), identity([mla()], 0, 64), "32 times at most"),
         (identity([nhd()], 0, 1), identity([nhd()], 0, 2, weights="others"), "weights is"),
         (identity([mla()], 0, 1), identity([nhd(1)], 0, 2), "arrangement|not divided alike"),
         (identity([heads_outside()], 0, 1), identity([heads_outside()], 0, 2), "is not known"),

@@ -74,12 +74,12 @@ def heads_outside(num_heads: int = 4) -> Layer:
 
 
 class Rank:
-    """A rank of an engine."""
+    """A rank of an engine; those of a pipeline's stages follow each other, with layers of their own."""
 
-    def __init__(self, net: LoopbackNet | None, layers: Sequence[Layer], rank: int, tp_size: int, **named: str) -> None:
+    def __init__(self, net: LoopbackNet | None, layers: Sequence[Layer], rank: int, tp_size: int, **named: Any) -> None:
         self.layers = layers
-        self.rank, self.tp_size = rank, tp_size
-        self.tensors = [layer.make(len(layer.heads_of(rank, tp_size))) for layer in layers]
+        self.rank, self.position, self.tp_size = rank, rank % tp_size, tp_size
+        self.tensors = [layer.make(len(layer.heads_of(self.position, tp_size))) for layer in layers]
         names = [f"layers.{index}" for index in range(len(layers))]
         layout = CacheLayout.from_tensors(
             dict(zip(names, self.tensors, strict=True)),
@@ -125,15 +125,23 @@ class Reached:
 class Engines:
     """A producer and a consumer of the same model. `net` is where they meet; without, they share memory."""
 
-    def __init__(self, layers: Sequence[Layer], producer: int, consumer: int, net: LoopbackNet | None) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], producer: int, consumer: int, net: LoopbackNet | None, num_stages: int = 1
+    ) -> None:
+        """`producer` and `consumer` are TP sizes."""
         self.layers = layers
-        self.producer = [Rank(net, layers, rank, producer) for rank in range(producer)]
-        self.consumer = [Rank(net, layers, rank, consumer) for rank in range(consumer)]
+        self.num_stages = num_stages
+        self.producer = self._engine(net, producer)
+        self.consumer = self._engine(net, consumer)
         self._ranks = [*self.producer, *self.consumer]  # some may be left out of a test, for a while
 
-    def content(self, layer: int, position: int, head: int, like: torch.Tensor) -> torch.Tensor:
+    def _engine(self, net: LoopbackNet | None, tp_size: int) -> list[Rank]:
+        count = tp_size * self.num_stages
+        return [Rank(net, self.layers, rank, tp_size, pp_size=self.num_stages) for rank in range(count)]
+
+    def content(self, stage: int, layer: int, position: int, head: int, like: torch.Tensor) -> torch.Tensor:
         """What a head of a layer computes for a block: every word of it tells which it is."""
-        first = ((layer * 100 + position) * 100 + head) * 1000
+        first = (((stage * 100 + layer) * 100 + position) * 100 + head) * 1000
         return torch.arange(first, first + like.numel(), dtype=torch.int64).reshape(like.shape)
 
     def compute(self, blocks: Sequence[int]) -> None:
@@ -155,18 +163,18 @@ class Engines:
     def _each(self, rank: Rank, blocks: Sequence[int], act: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
         for layer, entry in enumerate(self.layers):
             for position, block in enumerate(blocks):
-                for index, head in enumerate(entry.heads_of(rank.rank, rank.tp_size)):
+                for index, head in enumerate(entry.heads_of(rank.position, rank.tp_size)):
                     piece = rank.block(layer, block)[index]
-                    act(piece, self.content(layer, position, head, piece))
+                    act(piece, self.content(rank.rank // rank.tp_size, layer, position, head, piece))
 
     @property
     def ports(self) -> tuple[int, ...]:
         return tuple(rank.jobs.port for rank in self.producer)
 
-    def offer(self, blocks: Sequence[int], group: int = 0) -> int:
+    def offer(self, blocks: Sequence[int], group: int = 0, transfer_id: str = "t") -> int:
         """The producer offers them; returns the job."""
         names = b"".join(name_of(position) for position in range(len(blocks)))
-        job = PeerJob(next(JOBS), PeerAction.SEND, "t", 0, np.array(blocks), names=names, group=group)
+        job = PeerJob(next(JOBS), PeerAction.SEND, transfer_id, 0, np.array(blocks), names=names, group=group)
         for rank in self.producer:
             rank.jobs.begin(job, Reached())
         return job.job_id
@@ -176,17 +184,27 @@ class Engines:
         for rank in self.producer:
             rank.jobs.ready([job_id], regions or len(rank.identity.pieces), Reached())
 
-    def ask(self, blocks: Sequence[int], count: int, ports: tuple[int, ...] = (), group: int = 0) -> int:
+    def ask(
+        self,
+        blocks: Sequence[int],
+        count: int,
+        ports: tuple[int, ...] = (),
+        group: int = 0,
+        transfer_id: str = "t",
+        name: bytes = b"",
+    ) -> int:
         """The consumer wants the last of `count` blocks there; returns the job."""
+        ports = ports or self.ports
         job = PeerJob(
             next(JOBS),
             PeerAction.RECEIVE,
-            "t",
+            transfer_id,
             count - len(blocks),
             np.array(blocks, dtype=np.int64),
-            names=name_of(count - 1),
+            names=name or name_of(count - 1),
             host="127.0.0.1",
-            ports=ports or self.ports,
+            ports=ports,
+            tp_size=len(ports) // self.num_stages,
             request_id="request",
             group=group,
         )

@@ -85,15 +85,14 @@ class Receives:
     def receive(self, job: PeerJob) -> None:
         """Ask the producer for the job's blocks, which nothing uses any more."""
         receiving = self._jobs[job.job_id] = _Receiving(job)
-        tp_size = len(job.ports) // self._identity.pp_size
-        ranks = self._identity.shard.partners(tp_size) if tp_size else range(0)
-        if len(job.ports) % self._identity.pp_size or not ranks:
+        ranks = self._identity.shard.partners(job.tp_size)
+        if not ranks or ranks.stop > len(job.ports):
             reason = f"it has {len(job.ports)} ranks, which do not divide what the ranks here hold: blocks are computed"
             self._log_limiter.fault(f"{job.host}:{job.ports[0]}", reason)
             self._fail(receiving)
             return
         for rank in ranks:
-            receiving.parts.append(self._part(receiving, Shard(rank, tp_size)))
+            receiving.parts.append(self._part(receiving, Shard(rank, job.tp_size)))
         for part in list(receiving.parts):
             if part.link in self._peers:
                 self._ask(part)

@@ -94,7 +94,7 @@ TP_SIZES: tuple[Mutant, ...] = (
     Mutant(
         "undeclared-heads-trusted",
         "bytes that another layer has, too, which does not say how its heads lie, are divided",
-        (Patch(_LAYOUT, "        elif entry.head_dim != head_dim:\n", "        elif False:\n"),),
+        (Patch(_LAYOUT, "        elif entry.head_dim != given:\n", "        elif False:\n"),),
         tested("tests/transfer/memory/test_heads.py"),
     ),
 )
