@@ -7,6 +7,7 @@ from .mutant import Mutant, Patch, tested
 _IDENTITY = "kv_connector/peer/identity.py"
 _RECEIVES = "kv_connector/peer/protocol/receives.py"
 _OFFERS = "kv_connector/peer/protocol/offers.py"
+_EARLY = "kv_connector/peer/protocol/early.py"
 _LAYOUT = "kv_connector/transfer/memory/layout.py"
 _WORLDS = tested("tests/simulation/test_tp_sizes.py::test_kv_transfers_between_tp_sizes_break_no_promise")
 _CONTINUED = "tests/simulation/test_tp_sizes.py::test_every_pair_of_sizes_continues_prompts_of_every_model"
@@ -96,5 +97,107 @@ TP_SIZES: tuple[Mutant, ...] = (
         "bytes that another layer has, too, which does not say how its heads lie, are divided",
         (Patch(_LAYOUT, "        elif entry.head_dim != given:\n", "        elif False:\n"),),
         tested("tests/transfer/memory/test_heads.py"),
+    ),
+    Mutant(
+        "overlaid-order-forgotten",
+        "where layers lie over each other nothing says in which order their heads lie",
+        (Patch(_LAYOUT, "part.undivided if is_known else part.arrangement", "part.undivided"),),
+        tested("tests/transfer/memory/test_heads.py"),
+    ),
+    Mutant(
+        "any-dimension-counts-heads",
+        "a dimension that there is not, or that counts blocks, is said to count heads",
+        (
+            Patch(
+                "kv_connector/transfer/memory/geometry.py",
+                "if not -len(shape) <= given < len(shape) or given % len(shape) == dim:",
+                "if False:",
+            ),
+        ),
+        tested("tests/transfer/memory/test_heads.py"),
+    ),
+    Mutant(
+        "sizes-of-heads-trusted",
+        "pieces of any size are divided by heads",
+        (Patch(_IDENTITY, " and same_bytes and same_order", " and same_order"),),
+        tested(f"{_BYTES}::test_who_cannot_be_served_is_told_why"),
+    ),
+    Mutant(
+        "two-sizes-promised",
+        "engines of two TP sizes are both promised one prompt, and neither has it whole",
+        (Patch(_OFFERS, "is_other = self.num_askers not in (0, asker.count)", "is_other = False"),),
+        tested(f"{_BYTES}::test_heads_that_an_engine_of_another_size_has_asked_for_are_refused_to_the_next"),
+    ),
+    Mutant(
+        "asked-for-after-it-failed",
+        "of a receive that has failed other ranks are asked for their parts, which come to blocks of other requests",
+        (Patch(_RECEIVES, "            return  # another one has failed\n", "            pass\n"),),
+        tested(f"{_BYTES}::test_where_one_rank_is_a_wrong_one_no_other_is_asked"),
+    ),
+    Mutant(
+        "nones-of-one-rank",
+        "of several ranks that want nothing before it is offered the last one is remembered",
+        (Patch(_EARLY, "nones, where = self._nones[asker.place],", "nones, where = self._nones[0],"),),
+        tested(f"{_BYTES}::test_as_many_kv_transfers_may_be_unwanted_before_they_begin_whatever_the_sizes"),
+    ),
+    Mutant(
+        "wants-counted-together",
+        "the more ranks another engine has, the fewer prompts of it may be asked for early",
+        (Patch(_EARLY, "if len(wants) >= MOST_EARLY_WANTS", "if sum(map(len, self._wants.values())) >= 1024"),),
+        tested(f"{_BYTES}::test_as_many_kv_transfers_may_be_wanted_before_they_begin_whatever_the_sizes"),
+    ),
+    Mutant(
+        "shorter-prompts-held",
+        "ranks that are not asked hold their blocks where less is wanted than they offer",
+        (Patch(_OFFERS, "if message.name in offer.names:", "if message.name == offer.names[-1]:"),),
+        tested(f"{_BYTES}::test_who_wants_less_than_is_offered_holds_nothing_else"),
+    ),
+    Mutant(
+        "shorter-prompts-held-early",
+        "the same where they were told before they had offered",
+        (Patch(_EARLY, "found, known = [], set(names)", "found, known = [], {[*names][-1]}"),),
+        tested(f"{_BYTES}::test_who_wants_less_than_is_offered_holds_nothing_else"),
+    ),
+    Mutant(
+        "any-number-of-ranks",
+        "a request that names many ranks has a link made to each of them",
+        (Patch("kv_connector/peer/shards.py", " or large // small > MOST_PARTNERS", ""),),
+        tested(f"{_BYTES}::test_a_request_that_names_many_ranks_costs_a_computation"),
+    ),
+    Mutant(
+        "calls-without-end",
+        "hosts that never answer take every descriptor of the process",
+        (Patch("kv_connector/peer/wire/channel.py", "for c in self._links.values()) >= MOST_CALLS:", "for c in ()):"),),
+        tested(
+            "tests/peer/wire/test_unauthenticated.py::test_those_who_never_answer_take_a_bounded_number_of_descriptors"
+        ),
+    ),
+    Mutant(
+        "stages-forgotten",
+        "who passes on vLLM's TP size alone names the ranks of one stage",
+        (Patch("kv_connector/scheduler/peers/params.py", "first + size * num_stages", "first + size"),),
+        tested("tests/scheduler/peers/test_params.py"),
+    ),
+    Mutant(
+        "stages-counted",
+        "an engine says as its TP size how many ranks it has",
+        (Patch("kv_connector/scheduler/peers/outgoing.py", '"tp_size": tp_size,', '"tp_size": len(ports),'),),
+        tested("tests/scheduler/peers/test_companion.py::test_a_pipeline_says_its_tp_size_and_where_each_rank_is"),
+    ),
+    Mutant(
+        "dummies-alike",
+        "dummy weights are the same for any TP size, though each rank draws its own",
+        (
+            Patch(
+                "kv_connector/engines/vllm/identity.py",
+                'ranks = "" if load_format in _FROM_FILES - _BY_RANK else f", of TP size {tp_size}"',
+                'ranks = ""',
+            ),
+        ),
+        tested(
+            "integration/tests/test_vllm_identity.py"
+            "::test_weights_that_depend_on_how_ranks_divide_them_are_others_for_another_tp_size"
+        ),
+        ".venv-vllm-0.32.0",
     ),
 )
