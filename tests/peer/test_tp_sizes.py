@@ -243,6 +243,31 @@ def test_heads_that_an_engine_of_another_size_has_asked_for_are_refused_to_the_n
         engines.close()
 
 
+def test_of_engines_of_two_sizes_that_ask_early_the_first_is_served() -> None:
+    """All of its ranks, though another has asked in between."""
+    net = LoopbackNet()
+    first, second = Engines(MODELS["NHD"], 1, 2, net), Engines(MODELS["NHD"], 1, 1, net)
+    later, *first.consumer = first.consumer
+    received = first.ask(TARGETS, len(SOURCES))
+    for _ in range(10):
+        first.turn()
+    refused = second.ask(TARGETS, len(SOURCES), first.ports)
+    while refused not in second.consumer[0].ended:
+        first.turn()
+        second.turn()
+    first.compute(SOURCES)
+    sent = first.offer(SOURCES)
+    first.ready(sent)
+    assert first.until_ended(received, first.consumer) == [True]
+    first.consumer = [later]
+    assert first.until_ended(first.ask(TARGETS, len(SOURCES)), first.consumer) == [True]
+    assert first.until_ended(sent, first.producer) == [True]
+    assert second.consumer[0].ended[refused] is False
+    first.check(TARGETS)
+    for engines in (first, second):
+        engines.close()
+
+
 def test_where_one_rank_is_a_wrong_one_no_other_is_asked(make: Open) -> None:
     """Links are open, so that each rank is known at once: what has failed may be given to another request."""
     engines = make(MODELS["HND"], 4, 1)
@@ -259,7 +284,7 @@ def test_where_one_rank_is_a_wrong_one_no_other_is_asked(make: Open) -> None:
     engines.check([])
 
 
-@pytest.mark.parametrize("count", [33, 64, 100, 256])
+@pytest.mark.parametrize("count", [33, 64, 100, 256, 1024])
 def test_a_request_that_names_many_ranks_costs_a_computation(make: Open, count: int) -> None:
     """No link to any of them, and nothing of what comes behind it."""
     engines = make(MODELS["MLA"], 1, 1)

@@ -68,14 +68,15 @@ class Early:
 
     def want(self, key: Key, wanted: Wanted) -> str:
         """Remember it; answers why not, or nothing."""
-        place = wanted.asker.place
+        place, count = wanted.asker.place, wanted.asker.count
         wants = self._wants[place]
+        counts = {others[key].asker.count for others in self._wants.values() if key in others}
         num_blocks = sum(len(early.block_ids) for early in wants.values())
         if key[0] in self._withdrawn:
             return NOT_HELD
         if len(wants) >= MOST_EARLY_WANTS or num_blocks + len(wanted.block_ids) > MOST_EARLY_BLOCKS:
             return "too many blocks are asked for of KV transfers that nobody has begun"
-        if key in wants:
+        if key in wants or counts - {count}:
             return "the KV transfer is asked for twice, and nobody has begun it"
         if (key[0], wanted.name) in self._nones[place]:
             return "the blocks were not wanted before"

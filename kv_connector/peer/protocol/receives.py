@@ -88,7 +88,7 @@ class Receives:
         ranks = self._identity.shard.partners(job.tp_size)
         if not ranks or ranks.stop > len(job.ports):
             reason = f"it has {len(job.ports)} ranks, which do not divide what the ranks here hold: blocks are computed"
-            self._log_limiter.fault(f"{job.host}:{job.ports[0]}", reason)
+            self._log_limiter.fault(job.host, reason)
             self._fail(receiving)
             return
         for rank in ranks:

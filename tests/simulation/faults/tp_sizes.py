@@ -129,6 +129,12 @@ TP_SIZES: tuple[Mutant, ...] = (
         tested(f"{_BYTES}::test_heads_that_an_engine_of_another_size_has_asked_for_are_refused_to_the_next"),
     ),
     Mutant(
+        "two-sizes-promised-early",
+        "the same before anything is offered",
+        (Patch(_EARLY, "if key in wants or counts - {count}:", "if key in wants:"),),
+        tested(f"{_BYTES}::test_of_engines_of_two_sizes_that_ask_early_the_first_is_served"),
+    ),
+    Mutant(
         "asked-for-after-it-failed",
         "of a receive that has failed other ranks are asked for their parts, which come to blocks of other requests",
         (Patch(_RECEIVES, "            return  # another one has failed\n", "            pass\n"),),
