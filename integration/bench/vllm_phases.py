@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import mean
 from typing import Any
 
@@ -41,13 +42,23 @@ class _Times:
     ended: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Of one step: when it was planned, how many requests it runs, and whether each of them computes one token."""
+
+    when: float
+    num_requests: int
+    only_decodes: bool
+
+
 class Phases:
     """Follows the requests of one run. `scheduler` is vLLM's; call `stop` once."""
 
     def __init__(self, scheduler: Any) -> None:
         self._requests: dict[str, _Times] = defaultdict(_Times)
         self._spent: dict[str, float] = defaultdict(float)
-        self._plans: list[tuple[float, int]] = []  # when a step was planned, and how many requests it runs
+        self._plans: list[_Plan] = []
+        self._spent_decoding = 0.0  # of all calls, between the plan of a step that only decodes and the next
         self._external_tokens = 0
         self._undo: list[Callable[[], None]] = []
         self._wrap(scheduler, "schedule", self._on_schedule)
@@ -73,19 +84,24 @@ class Phases:
 
     def stop(self) -> dict[str, float]:
         """Undo all wrapping. Mean ms of each phase over requests that `answered` was told have finished, and of what
-        the connector's calls took for each step that computes, under `call_...`; `external_tokens` of prompts came
-        from the connector, by what it told the scheduler."""
+        the connector's calls took for each step that computes, under `call_...`, and all of them together for each
+        that only decodes; `external_tokens` of prompts came from the connector, by what it told the scheduler."""
         for undo in self._undo:
             undo()
         result = self._phases([times for times in self._requests.values() if times.ended])
         result["external_tokens"] = self._external_tokens
-        busy = [(when, count) for when, count in self._plans if count]
+        busy = [plan for plan in self._plans if plan.num_requests]
         result["steps"] = len(busy)
         if not busy:
             return result
-        result["requests_per_step"] = mean(count for _, count in busy)
-        gaps = [b[0] - a[0] for a, b in zip(self._plans, self._plans[1:], strict=False) if a[1] and b[1]]
-        result["step_ms"] = 1e3 * mean(gaps) if gaps else 0.0
+        result["requests_per_step"] = mean(plan.num_requests for plan in busy)
+        pairs = [pair for pair in pairwise(self._plans) if pair[0].num_requests and pair[1].num_requests]
+        decoding = [pair for pair in pairs if pair[0].only_decodes and pair[1].only_decodes]
+        for name, chosen in (("step_ms", pairs), ("decode_step_ms", decoding)):
+            result[name] = 1e3 * mean(b.when - a.when for a, b in chosen) if chosen else 0.0
+        num_decoding = sum(plan.only_decodes for plan in busy)
+        result["decode_steps"] = num_decoding
+        result["decode_calls_ms"] = 1e3 * self._spent_decoding / max(1, num_decoding)
         return result | {f"call_{name}_ms": 1e3 * spent / len(busy) for name, spent in self._spent.items()}
 
     @staticmethod
@@ -116,7 +132,8 @@ class Phases:
 
     def _on_schedule(self, name: str, args: tuple[Any, ...], output: Any, begin: float) -> None:
         now = time.perf_counter()
-        self._plans.append((now, len(output.num_scheduled_tokens)))
+        counts = output.num_scheduled_tokens
+        self._plans.append(_Plan(now, len(counts), sum(counts.values()) == len(counts) > 0))
         for request_id in output.num_scheduled_tokens:
             times = self._requests[_name(request_id)]
             times.scheduled = times.scheduled or now
@@ -124,6 +141,8 @@ class Phases:
     def _on_call(self, name: str, args: tuple[Any, ...], result: Any, begin: float) -> None:
         now = time.perf_counter()
         self._spent[name] += now - begin
+        if self._plans and self._plans[-1].only_decodes:
+            self._spent_decoding += now - begin
         if name == "update_state_after_alloc":
             times = self._requests[_name(args[0].request_id)]
             times.admitted = times.admitted or now
