@@ -34,6 +34,22 @@ def test_an_upload_behind_a_large_copy_has_waited_since_its_stream_was_free() ->
     assert found["load_share"] == 400 / 415
 
 
+def test_tokens_that_queue_behind_a_save_have_waited_for_it() -> None:
+    def download(correlation: int, at: float, duration: float, stream: int, num_bytes: int) -> dict[str, Any]:
+        found = {"correlation": correlation, "stream": stream, "bytes": num_bytes}
+        name = "Memcpy DtoH (Device -> Pinned)"
+        return {"cat": "gpu_memcpy", "name": name, "ts": at, "dur": duration, "args": found}
+
+    found = summarize([
+        call(1, 0), download(1, 10, 300, stream=9, num_bytes=SMALL_BYTES),
+        call(2, 20), download(2, 310, 2, stream=8, num_bytes=64),
+    ])  # fmt: skip
+    assert found["downloads"] == 1
+    assert found["download_us"] == 312 - 20
+    assert found["save_share"] == 300 / 302
+    assert found["uploads"] == found["load_share"] == 0
+
+
 def test_an_upload_to_an_idle_stream_waits_from_its_call() -> None:
     found = summarize([call(1, 0), kernel(1, 0, 10), call(2, 100), upload(2, 103, 2)])
     assert found["upload_us"] == found["upload_most_us"] == 5

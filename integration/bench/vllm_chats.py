@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from integration.bench.vllm_engine import EngineServer
-from integration.bench.vllm_peers import is_peer, no_hits
+from integration.bench.vllm_peers import is_peer, no_hits, slug
 from integration.bench.vllm_phases import Phases
 from integration.bench.vllm_timeline import timeline
 
@@ -192,7 +192,7 @@ def run_window(server: EngineServer, window: Window) -> ChatResult:
 
 def trace_window(server: EngineServer, window: Window) -> dict[str, float]:
     """Runs in the engine's process: what the GPU does in a window; the trace is kept beside its log."""
-    kept = server.options.logs / f"trace_{server.options.connector.replace(':', '_')}.json.gz"
+    kept = server.options.logs / f"trace_{slug(server.options.connector)}.json.gz"
     return timeline(lambda: server.kept.run(window), kept)
 
 

@@ -32,7 +32,9 @@ from integration.bench.regimes import (
 from integration.bench.vllm_chats import ChatShape, Window, begin_chats, chat_row, run_window, trace_window
 from integration.bench.vllm_engine import Engines, EngineServer, start_engines
 from integration.bench.vllm_options import EngineOptions, add_arguments, bytes_per_token, engine_options, unavailable
+from integration.bench.vllm_peers import slug
 from integration.bench.vllm_phases import Phases
+from integration.bench.vllm_timeline import timeline
 from integration.report import Report, hardware
 from kv_connector.errors import ConfigError
 
@@ -57,6 +59,12 @@ def follow_misses(server: EngineServer, seed: int, prompts: int, length: int, an
     phases = Phases(server.scheduler)
     run_misses(server, seed, prompts, length, answer)
     return phases.stop()
+
+
+def trace_misses(server: EngineServer, seed: int, prompts: int, length: int, answer: int) -> dict[str, float]:
+    """Runs in the engine's process: what the GPU does in such a batch; the trace is kept beside its log."""
+    kept = server.options.logs / f"trace_{slug(server.options.connector)}.json.gz"
+    return timeline(lambda: run_misses(server, seed, prompts, length, answer), kept)
 
 
 def main() -> int:
@@ -94,6 +102,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, host_memory="1x", device_tokens=24576)
     parser.add_argument("--rounds", type=int, default=0, help="of the miss path; 0 leaves it out")
+    parser.add_argument("--trace-misses", action="store_true", help="at last, a batch of it under a profiler")
     parser.add_argument("--miss-prompts", type=int, default=20, help="in a batch of the miss path")
     parser.add_argument("--miss-length", type=int, default=2048)
     parser.add_argument("--miss-answer", type=int, default=64)
@@ -179,6 +188,15 @@ def measure_misses(options: argparse.Namespace, report: Report, engines: Engines
             spread = f"{row['over_none']:.4f} ({row['over_none_p10']:.4f} to {row['over_none_p90']:.4f})"
             print(f"{name}: {spread} of the throughput without a connector, calls take {row['calls_ms']:.3f} ms a step")
             claim_misses(report, row)
+    if options.trace_misses:
+        add_timelines(report, engines.everywhere(trace_misses, len(rounds) + 1, *lengths))
+
+
+def add_timelines(report: Report, found: dict[str, dict[str, float]]) -> None:
+    """A row for each engine that was traced."""
+    for name, shares in found.items():
+        report.rows.append({"part": "timeline", "connector": name, **shares})
+        print(f"{name:20}" + "".join(f"  {key} {value:.4g}" for key, value in shares.items()), flush=True)
 
 
 def miss_row(name: str, rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -223,9 +241,7 @@ def measure_chats(
         report.write(options.json)
     if options.trace:
         traced = replace(windows[-1], number=len(windows) + 1, lead=0.0, seconds=options.trace)
-        for name, found in engines.everywhere(trace_window, traced).items():
-            report.rows.append({"part": "timeline", "connector": name, **found})
-            print(f"{name:20}" + "".join(f"  {key} {value:.4g}" for key, value in found.items()), flush=True)
+        add_timelines(report, engines.everywhere(trace_window, traced))
 
 
 def claim_regimes(report: Report, window: Window) -> None:

@@ -1,7 +1,8 @@
-"""What the GPU did while an engine served: how much of the time kernels ran, and how long uploads had to wait.
+"""What the GPU did while an engine served: how much of the time kernels ran, and how long small copies had to wait.
 
-From a trace of torch's profiler. A model uploads a few small arrays in front of every step; where those queue behind
-large copies on the same link, the step waits, and no count of kernels or of the connector's calls tells.
+From a trace of torch's profiler. A model uploads a few small arrays in front of every step, and downloads its tokens
+behind it; where those queue behind large copies on the same link, the step waits, and no count of kernels or of the
+connector's calls tells.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,7 +19,9 @@ import numpy as np
 import torch
 
 SMALL_BYTES = 1 << 18
-"""An upload of the model has less: arrays of a step; a block that is loaded has more."""
+"""A copy of the model's own has less: arrays of a step; a block that is loaded or saved has more."""
+_WAYS = {"HtoD": ("upload", "load"), "DtoH": ("download", "save")}
+"""How the profiler marks copies, and what the small and the large ones are called here."""
 
 
 def timeline(run: Callable[[], object], kept: Path | None = None) -> dict[str, float]:
@@ -41,11 +44,11 @@ def timeline(run: Callable[[], object], kept: Path | None = None) -> dict[str, f
 
 
 def summarize(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Shares of the traced time, and mean, 90th percentile and most of what small uploads took, in microseconds.
+    """Shares of the traced time, and mean, 90th percentile and most of what small copies took, in microseconds.
 
-    `upload_us`: from the moment at which an upload could begin (it was called, and what is in front of it in its stream
-    has ended) to its end. `upload_share`: the sum of these over the traced time. `kernel_share`, `load_share`: the time
-    in which any kernel, or any large upload, ran.
+    `upload_us`, `download_us`: from the moment at which the copy could begin (it was called, and what is in front of it
+    in its stream has ended) to its end. `upload_share`, `download_share`: the sum of these over the traced time.
+    `kernel_share`, `load_share`, `save_share`: the time in which any kernel, or any large copy of that way, ran.
     """
     calls: dict[int, float] = {}  # when an operation was called, by the trace's correlation
     done: list[tuple[float, float, str, dict[str, Any]]] = []  # (begin, end, kind, arguments) of what the GPU did
@@ -59,29 +62,35 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     if not done:
         return {}
     last_end: dict[Any, float] = {}
-    waits: list[float] = []
-    kernels, loads = [], []
+    waits: dict[str, list[float]] = {small: [] for small, _ in _WAYS.values()}
+    running: dict[str, list[tuple[float, float]]] = {"kernel": []} | {large: [] for _, large in _WAYS.values()}
     for begin, end, kind, found in done:
+        way = next((names for mark, names in _WAYS.items() if mark in found["name"]), None)
         if kind == "kernel":
-            kernels.append((begin, end))
-        elif kind == "gpu_memcpy" and "HtoD" in found["name"]:
+            running["kernel"].append((begin, end))
+        elif kind == "gpu_memcpy" and way is not None:
             if found.get("bytes", 0) < SMALL_BYTES:
                 possible = max(last_end.get(found["stream"], 0.0), calls.get(found.get("correlation", -1), begin))
-                waits.append(end - min(possible, begin))
+                waits[way[0]].append(end - min(possible, begin))
             else:
-                loads.append((begin, end))
+                running[way[1]].append((begin, end))
         last_end[found["stream"]] = max(end, last_end.get(found["stream"], 0.0))
     wall = max(end for _, end, _, _ in done) - done[0][0]
-    return {
-        "traced_ms": wall / 1e3,
-        "kernel_share": covered(kernels) / wall,
-        "load_share": covered(loads) / wall,
-        "uploads": float(len(waits)),
-        "upload_share": sum(waits) / wall,
-        "upload_us": mean(waits) if waits else 0.0,
-        "upload_p90_us": float(np.percentile(waits, 90)) if waits else 0.0,
-        "upload_most_us": max(waits, default=0.0),
-    }
+    shares = {f"{name}_share": covered(intervals) / wall for name, intervals in running.items()}
+    return {"traced_ms": wall / 1e3} | shares | _of_waits(waits, wall)
+
+
+def _of_waits(waits: Mapping[str, Sequence[float]], wall: float) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, times in waits.items():
+        found |= {
+            f"{name}s": float(len(times)),
+            f"{name}_share": sum(times) / wall,
+            f"{name}_us": mean(times) if times else 0.0,
+            f"{name}_p90_us": float(np.percentile(times, 90)) if times else 0.0,
+            f"{name}_most_us": max(times, default=0.0),
+        }
+    return found
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:

@@ -49,6 +49,7 @@ from .pins import PinnedPrefixes
 from .ranks import RankStates
 from .requests import RequestState, RequestTable, num_blocks_of
 from .saves.budget import SaveBudget
+from .saves.later import ComputedSaves, SavesLater, SavesNow
 from .saves.planner import SavePlanner
 from .shared import DevicePool, Shared
 from .steps import InFlightSteps, first_written
@@ -60,9 +61,10 @@ class SchedulerHalf(KVConnectorScheduler):
 
     `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `GroupedTree`.
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
-    `fails_by_block`: see `LoadPlanner`. `publishes_events`: somebody reads `take_events`. An engine that keeps its own
-    device blocks in our index passes its `tree`, so that one tree knows every tier. `clock` gives seconds that never go
-    back; it orders evictions and times loads.
+    `plans_ahead`: it plans the next step before it hears how one went. `fails_by_block`: see `LoadPlanner`.
+    `publishes_events`: somebody reads `take_events`. An engine that keeps its own device blocks in our index passes its
+    `tree`, so that one tree knows every tier. `clock` gives seconds that never go back; it orders evictions and times
+    loads.
     `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
     and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
     `adapter_of` tells adapters apart that the engine's hashes do not: see `Roots`.
@@ -78,6 +80,7 @@ class SchedulerHalf(KVConnectorScheduler):
         groups: Sequence[BlockGroup] = (BlockGroup(),),
         drop_last_block: bool = False,
         unpins_when_idle: bool = True,
+        plans_ahead: bool = False,
         fails_by_block: bool = True,
         publishes_events: bool = True,
         identity: CacheIdentity | None = None,
@@ -111,6 +114,9 @@ class SchedulerHalf(KVConnectorScheduler):
         is_in_storage = config.storage is not None
         policy = SavePolicy.from_config(config)
         self._saves = SavePlanner(shared, policy, self.reuse, self._budget, self._companions.saved, is_in_storage)
+        # What a window leaves behind is gone, and so may be what write_back has not saved, a step later.
+        waits = plans_ahead and not self._grouped.has_windows and not policy.saves_before_reuse
+        self._computed: ComputedSaves = SavesLater(self._saves, block_size) if waits else SavesNow(self._saves)
         self._hits = HitCounter(shared, self.reuse)
         self._pins = PinnedPrefixes(shared)
         self._fence = Fence(self._ledger)
@@ -209,6 +215,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._budget.block_bytes = self._ranks.block_bytes
         self._ranks.fit_host()  # what a look-up has found needs room
         for report in reports:
+            if report.failed or report.lost_blocks:
+                self._computed.distrust()
             if report.lost_blocks:
                 self._requests.lose(report.lost_blocks)
             self._ledger.take_in(report)
@@ -371,6 +379,8 @@ class SchedulerHalf(KVConnectorScheduler):
 
     def _plan_scheduled(self, output: SchedulerOutput, now: float) -> int:
         """What the step saves and writes to; returns how many tokens it computes."""
+        if not self._watchdog.hangs:
+            self._computed.begin(now)
         num_tokens, sizes = 0, self._group_sizes
         written: list[int] = []
         told: dict[str, list[StateBlock]] = {}
@@ -400,7 +410,7 @@ class SchedulerHalf(KVConnectorScheduler):
     ) -> None:
         """What is saved, and offered to others, of what the step computes of a request."""
         if not self._watchdog.hangs:
-            self._saves.plan(state, item, told, now)
+            self._computed.add(state, item, told, now)
         self._companions.scheduled(item, state.tables, told)
 
     # What it owns.

@@ -89,6 +89,7 @@ class Engine:
             tree=PrefixTree() if config.most_remembered is None else ForgetfulTree(config.most_remembered),
             clock=world.time.now,
             groups=config.groups,
+            plans_ahead=config.asynchronous,
             fails_by_block=config.takes_invalid_blocks,
             unpins_when_idle=not config.is_recurrent,
             identity=self.identity,

@@ -57,6 +57,7 @@ class SchedulerRole:
             adapter_of=Adapters(),
             engine_id=shape.engine_id,
             publishes_events=shape.publishes_events,
+            plans_ahead=shape.plans_ahead,
             # Told of blocks vLLM ends the engine over several groups, and with one goes on behind the blocks in front.
             # And a recurrent state is read before a step asks for its loads, so it is not loaded in that step.
             fails_by_block=not TELLS_FAILED_REQUESTS or may_truncate(shape.groups),

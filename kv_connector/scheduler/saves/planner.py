@@ -358,7 +358,8 @@ class SavePlanner:
         """Make host blocks the copies of what they were taken for, but for what another group has declined since."""
         saved = self._reachable(state, taken.group, taken.keys, taken.saved)
         self._host.release(taken.host_ids[len(saved) :])
-        host_ids = taken.host_ids[: len(saved)]
+        device_ids = [taken.device_ids[index] for index in saved]
+        host_ids = _in_order_of(device_ids, taken.host_ids[: len(saved)])
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
         if taken.group in self._grouped.full:
             targets, nodes = self._nodes(taken, saved, now)
@@ -368,7 +369,7 @@ class SavePlanner:
             targets = [node_of[index] for index in saved]
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
-        self._device_ids += [taken.device_ids[index] for index in saved]
+        self._device_ids += device_ids
         self._host_ids += host_ids
         num_pinned = self._num_pinned(taken.keys, saved)
         num_hit_blocks = state.num_hit_hashes // self._hashes_per_block[taken.group]
@@ -409,3 +410,14 @@ class SavePlanner:
         if self._host.node_state(node) is not BlockState.ABSENT:
             return False
         return self._policy.wants(self._tree.hits[node], self._tree.pins[node] > 0)
+
+
+def _in_order_of(device_ids: Sequence[int], host_ids: Sequence[int]) -> list[int]:
+    """These host ids, for these device ids one by one: who are neighbours on the device become neighbours on the host,
+    as far as there are any, and such are copied together."""
+    ordered = [0] * len(host_ids)
+    for place, host_id in zip(
+        sorted(range(len(device_ids)), key=device_ids.__getitem__), sorted(host_ids), strict=True
+    ):
+        ordered[place] = host_id
+    return ordered

@@ -25,14 +25,19 @@ LEAST_PITCHED_BYTES = 128 << 10
 and 0.986, beside large products 0.985 and 0.956, and packed 0.963 and 0.975, beside them 0.917 and 0.905; of 128 KiB
 0.980 and 0.975, beside them 0.975 and 0.914, and packed 0.962 and 0.974, beside them 0.918 and 0.910. Packing is the
 faster one for saves of 64 KiB beside products, and for all copies in pieces of 16 KiB, by a quarter."""
+LEAST_ALONG_BYTES = 32 << 10
+"""Of a piece that neighbouring blocks have in one layer."""
 DISTURBING_US = 35.0
 """A kernel over the link slows the model by 15 to 57 % (H200, 2026-11-21) while it runs: longer than this it runs only
 for a copy that the model waits for."""
 _WORTH_PACKING = {Direction.LOAD: 0.97, Direction.SAVE: 0.9}
 """Packing is chosen where it takes less than this share of DMA's time: it takes multiprocessors and memory bandwidth,
-which DMA does not. Nobody waits for a save, so what counts is the model: with saves of 64 KiB pieces, of which packing
-moves 0.96 of the link and DMA 0.92, vLLM computes 0.974, and 0.982 to 0.988, of what it does without a connector (H200,
-vLLM 0.25.1, two hosts, 2026-11-23)."""
+which DMA does not."""
+LONG_SAVED_BYTES = 64 << 10
+"""Of a segment that is saved. Nobody waits for a save, so what counts is the model: with saves of 64 KiB pieces, of
+which packing moves 0.96 of the link and DMA 0.75 to 0.92, vLLM computes 0.974 to 0.976, and 0.985 to 0.988, of what it
+does without a connector (H200, vLLM 0.25.1, four hosts, 2026-11-23). Of shorter ones DMA takes the driver's time."""
+_WORTH_PACKING_LONG_SAVES = 0.5
 _GROUP_STARTS = 20
 """A layer group takes as long as so many starts of a copy, so that starting costs it a twentieth."""
 _LIMIT = 1 << 16  # characters of a file
@@ -117,7 +122,9 @@ class LinkCosts:
         )
         if direct < min(runs, staged) and (urgent or direct <= DISTURBING_US):
             return PathName.DIRECT
-        return PathName.STAGED if staged < _WORTH_PACKING[direction] * runs else PathName.RUNS
+        is_long_save = direction is Direction.SAVE and segment_bytes >= LONG_SAVED_BYTES
+        worth = _WORTH_PACKING_LONG_SAVES if is_long_save else _WORTH_PACKING[direction]
+        return PathName.STAGED if staged < worth * runs else PathName.RUNS
 
     def rows_at(self, share: float) -> int:
         """Bytes of the shortest row, a power of two, that DMA loads at this share of its best rate."""

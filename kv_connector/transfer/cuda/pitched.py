@@ -23,12 +23,12 @@ ON_HOST, ON_DEVICE = 1, 2
 
 
 class Pitch(NamedTuple):
-    """`num_pieces` of `piece_bytes`, so many bytes apart on the device and on the host."""
+    """`num_pieces` of `piece_bytes`, so many bytes apart on the device and on the host: for all copies, or for each."""
 
-    num_pieces: int
-    piece_bytes: int
-    device_bytes: int
-    host_bytes: int
+    num_pieces: int | NDArray[np.int64]
+    piece_bytes: int | NDArray[np.int64]
+    device_bytes: int | NDArray[np.int64]
+    host_bytes: int | NDArray[np.int64]
 
 
 class PitchedCopier(Protocol):

@@ -71,7 +71,7 @@ class AutoPath:
 def make_fallback(layout: CacheLayout, host: HostPool) -> CopyPath:
     """The path that needs least: no kernels, no staging, no pitch, any memory."""
     on_cpu = layout.device.type == "cpu"
-    return TorchPath(layout, host) if on_cpu else RunsPath(layout, host, least_pitched=layout.block_bytes + 1)
+    return TorchPath(layout, host) if on_cpu else RunsPath(layout, host, pitches=False)
 
 
 def make_path(layout: CacheLayout, host: HostPool, config: Config, costs: LinkCosts = BUILT_IN) -> CopyPath:

@@ -1,7 +1,8 @@
 """The runs path: what the DMA engines copy by themselves, which leave the model alone.
 
-Neighbours are merged into long segments; a block's pieces that are long and lie evenly apart in one allocation are one
-pitched copy. A driver that refuses one is asked for no other: pieces are segments from then on.
+Neighbours are merged into long segments. Pieces that are long and lie evenly apart in one allocation are one pitched
+copy: all of a block, where layers share the allocation, or else those that neighbouring blocks have in a layer. A
+driver that refuses one is asked for no other: pieces are segments from then on.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import TransferError
 from ...types import Direction
-from ..costs.curves import LEAST_PITCHED_BYTES
+from ..costs.curves import LEAST_ALONG_BYTES, LEAST_PITCHED_BYTES
 from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
-from ..cuda.pitched import MOST_PITCH, Pitch, PitchedCopier, copy_pitched, pitched_copies
+from ..cuda.pitched import COPY, MOST_PITCH, Pitch, PitchedCopier, copy_pitched, pitched_copies
 from ..memory.host_pool import HostPool
 from ..memory.layout import CacheLayout
 from .base import SLICE_BYTES, BlockCopy, Int64s
@@ -27,6 +29,12 @@ logger = logging.getLogger("kv_connector.transfer")
 CALL_BYTES = 64 << 20
 """Of one call of the driver, at least: its first copy begins when the last was taken in. 2.25 GiB in segments of 1 MiB
 move at 0.99 of the link in calls of 42 MiB, and at 0.975 in two calls (H200, 2026-11-23)."""
+
+
+LEAST_NEIGHBOURS = 4
+"""Of blocks that are neighbours on both sides, on average, where each piece of theirs is a pitched copy. The driver
+takes 0.85 us for a segment of 64 KiB (H200, 2026-11-23), in which the model cannot launch anything, and about as long
+for a pitched copy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +62,9 @@ def merge_runs(device: Int64s, host: Int64s, sizes: Int64s, pieces: Int64s) -> S
 class _Columns(NamedTuple):
     """Regions, those joined that are adjacent on both sides: an entry each, `piece_bytes` are `sizes` again.
 
-    `pitch` says how they lie, where a copy engine takes all of a block's at once. `may_join`: a block is one piece, and
-    may be adjacent to another on both sides; else no two are, whatever their ids, and nothing needs an order.
+    `pitch` says how they lie, where a copy engine takes all of a block's at once. `is_pitched_along`: it takes each of
+    neighbouring blocks at once. `may_join`: a block is one piece, and may be adjacent to another on both sides; else no
+    two are, whatever their ids, and nothing needs an order.
     """
 
     bases: Int64s
@@ -64,6 +73,7 @@ class _Columns(NamedTuple):
     offsets: Int64s
     piece_bytes: tuple[int, ...]
     pitch: Pitch | None
+    is_pitched_along: bool
     may_join: bool
 
 
@@ -77,20 +87,22 @@ class RunsPath:
         copier: Copier | None = None,
         pitched: PitchedCopier = copy_pitched,
         least_pitched: int = LEAST_PITCHED_BYTES,
+        pitches: bool = True,
     ) -> None:
-        """`copier` and `pitched` replace the CUDA driver in tests. Pieces of less than `least_pitched` bytes are
-        segments, however they lie."""
+        """`copier` and `pitched` replace the CUDA driver in tests. Pieces of a block that have less than
+        `least_pitched` bytes are not one copy, however they lie; no pieces are where it does not pitch at all."""
         self._layout = layout
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
         self._pitched = pitched
         self._least_pitched = least_pitched
-        self._is_refused = False  # a pitched copy was
+        self._is_refused = not pitches  # a pitched copy was, or may not be asked for
         self._columns: dict[range, _Columns] = {}
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        if not self.is_pitched(copy.regions) or not self._copy_pitched(copy):
+        copies = self._across(copy) if self.is_pitched(copy.regions) else self._along(copy)
+        if not len(copies) or not self._copy_pitched(copy, copies):
             self.submit(copy, self.plan(copy))
 
     def slice_bytes(self, direction: Direction) -> int:
@@ -135,15 +147,39 @@ class RunsPath:
         host = host_ids[:, None] * self._host.block_bytes + (columns.offsets + self._host.tensor.data_ptr())
         return Segments(device.ravel(), host.ravel(), np.tile(columns.sizes, len(device)))
 
-    def _copy_pitched(self, copy: BlockCopy) -> bool:
-        """False where the driver refuses one of the copies: those in front of it are enqueued, and may be again."""
+    def _across(self, copy: BlockCopy) -> NDArray[np.void]:
+        """A pitched copy for each block, of all its pieces."""
         columns = self._merged_columns(copy.regions)
         assert columns.pitch is not None, "the caller has asked"
         device = columns.bases[0] + copy.device_ids * columns.strides[0]
         host = self._host.tensor.data_ptr() + copy.host_ids * self._host.block_bytes + columns.offsets[0]
+        return pitched_copies(copy.direction, columns.pitch, device, host)
+
+    def _along(self, copy: BlockCopy) -> NDArray[np.void]:
+        """A pitched copy for each piece of blocks that are neighbours on both sides; none where too few are."""
+        columns, none = self._merged_columns(copy.regions), np.zeros(0, COPY)
+        if not columns.is_pitched_along or self._is_refused or not self._host.is_pinned:
+            return none
+        order = np.argsort(copy.host_ids, kind="stable")
+        device_ids, host_ids = copy.device_ids[order], copy.host_ids[order]
+        in_pieces = host_ids // self._host.blocks_per_piece
+        ends = (np.diff(device_ids) != 1) | (np.diff(host_ids) != 1) | (np.diff(in_pieces) != 0)
+        starts = np.concatenate(([0], np.flatnonzero(ends) + 1))
+        if LEAST_NEIGHBOURS * len(starts) > len(host_ids):
+            return none
+        runs = self._segments(device_ids[starts], host_ids[starts], columns)
+        counts = np.diff(starts, append=len(host_ids))
+        num_columns = len(columns.bases)
+        pitch = Pitch(
+            np.repeat(counts, num_columns), runs.sizes, np.tile(columns.strides, len(starts)), self._host.block_bytes
+        )
+        return pitched_copies(copy.direction, pitch, runs.device, runs.host)
+
+    def _copy_pitched(self, copy: BlockCopy, copies: NDArray[np.void]) -> bool:
+        """False where the driver refuses one of the copies: those in front of it are enqueued, and may be again."""
         handle = None if copy.stream is None else copy.stream.cuda_stream
         try:
-            self._pitched(pitched_copies(copy.direction, columns.pitch, device, host), handle)
+            self._pitched(copies, handle)
         except TransferError as error:  # saves have no other path to be tried on
             if not self._is_refused:  # as the other direction's thread may have found out
                 logger.warning("no pitched copies from now on, pieces are copied one by one: %s", error)
@@ -168,9 +204,17 @@ class RunsPath:
                 *columns,
                 piece_bytes=tuple(merged.sizes.tolist()),
                 pitch=_pitch_of(*columns, self._least_pitched) if is_one else None,
+                is_pitched_along=self._is_pitched_along(merged.sizes, strides[kept]),
                 may_join=merged.sizes.tolist() == strides[kept].tolist() == [self._host.block_bytes],
             )
         return self._columns[regions]
+
+    def _is_pitched_along(self, sizes: Int64s, strides: Int64s) -> bool:
+        """Whether a copy engine takes pieces of these lengths, of blocks so many bytes apart on the device."""
+        is_long = len(sizes) > 1 and int(sizes.min()) >= LEAST_ALONG_BYTES
+        return (
+            is_long and bool((sizes <= strides).all()) and max(int(strides.max()), self._host.block_bytes) <= MOST_PITCH
+        )
 
 
 def _pitch_of(bases: Int64s, strides: Int64s, sizes: Int64s, offsets: Int64s, least: int) -> Pitch | None:

@@ -6,6 +6,8 @@ from .mutant import Mutant, Patch, tested
 from .scheduler import WORLDS
 
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
+_LATER = "kv_connector/scheduler/saves/later.py"
+_LATER_TESTS = tested("tests/scheduler/saves/test_later.py")
 _TESTS = "tests/index/test_tier.py"
 _TIER = "kv_connector/index/tier.py"
 
@@ -39,6 +41,30 @@ SAVES: tuple[Mutant, ...] = (
             ),
         ),
         WORLDS,
+    ),
+    Mutant(
+        "later-whoever",
+        "what a step computed is saved a step later from the blocks that its request has got since",
+        (Patch(_LATER, "            if state.admission == admission:\n", "            if state.tables:\n"),),
+        _LATER_TESTS,
+    ),
+    Mutant(
+        "later-drafts",
+        "drafts that a step computed are saved a step later as the tokens that are known then",
+        (Patch(_LATER, "min(item.num_scheduled_tokens, num_known)", "item.num_scheduled_tokens"),),
+        _LATER_TESTS,
+    ),
+    Mutant(
+        "later-trusted",
+        "what was computed on a load that failed is saved a step later",
+        (Patch(_LATER, "        self._noted.clear()\n", "        pass\n"),),
+        _LATER_TESTS,
+    ),
+    Mutant(
+        "windows-later",
+        "blocks of windows are saved a step later, when others may have them",
+        (Patch("kv_connector/scheduler/half.py", "plans_ahead and not self._grouped.has_windows", "plans_ahead"),),
+        _LATER_TESTS,
     ),
     Mutant(
         "look-ahead-not-renewed",

@@ -178,6 +178,41 @@ def test_pieces_that_lie_evenly_apart_are_one_copy_a_block(direction: Direction,
     pool.close()
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_neighbouring_blocks_are_one_copy_a_layer_where_layers_have_memory_of_their_own(
+    direction: Direction, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where blocks come in another order, lie further apart than they are long, and layers differ."""
+    monkeypatch.setattr(runs_module, "LEAST_ALONG_BYTES", 40)
+    on_cpu, pitched = device.type == "cpu", PitchedNow()
+    memory = [torch.randint(0, 256, (NUM_DEVICE, 48), dtype=torch.uint8).to(device) for _ in range(3)]
+    caches = {"0": memory[0], "1": memory[1][:, :40], "2": memory[2]}
+    layout = CacheLayout.from_tensors(caches, NUM_DEVICE, dict.fromkeys(caches, 0))
+    pool = make_pool(layout)
+    pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
+    path = RunsPath(layout, pool, copy_now, pitched) if on_cpu else RunsPath(layout, pool)
+    run = [(2, 4), (3, 5), (4, 6), (5, 7)]
+    for pairs, num_copies in (
+        (run, 1),
+        (run[::-1], 1),
+        ([run[2], (9, 0), run[0], (10, 1), run[3], (11, 2), run[1], (12, 3)], 2),
+        ([(block, block - 1) for block in range(1, 9)], 2),  # host blocks 3 and 4 are page-locked apart
+        ([(2, 7), (3, 6), (4, 5), (5, 4)], 0),  # one side ascends and the other descends
+        ([*run, (9, 0)], 0),  # too few on average
+    ):
+        for regions in (range(3), range(1, 3)):
+            before = pitched.count
+            check_copy(path, layout, pool, direction, regions, pairs)
+            assert pitched.count - before == (num_copies * len(regions) if on_cpu else 0)
+    for other in (RunsPath(layout, pool, copy_now, pitched, pitches=False), RunsPath(layout, pool, copy_now, pitched)):
+        before = pitched.count
+        monkeypatch.setattr(runs_module, "LEAST_ALONG_BYTES", 41)  # for the second
+        if on_cpu:
+            check_copy(other, layout, pool, direction, range(3), run)
+            assert pitched.count == before
+    pool.close()
+
+
 def test_long_pieces_that_lie_evenly_apart_need_no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     pitched = PitchedNow()
     for module in (runs_module, staging):
