@@ -21,11 +21,12 @@ import numpy as np
 
 from integration.attack import Attack, Outcome
 from integration.relay import POLICIES, Relay, Said
-from kv_connector.peer.base import VERSION, PeerIdentity, PeerPool, PeerTransport, PoolRegion
+from kv_connector.peer.base import VERSION, PeerPool, PeerTransport, PoolRegion
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.nixl_agent import start_agent, why_not
 from kv_connector.peer.carriers.staged.nixl import NixlStagedTransport
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
+from kv_connector.peer.identity import PeerIdentity
 from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.peer.wire.frames import MAX_FRAME, FrameReader, frame
 from kv_connector.peer.wire.messages import (
@@ -83,7 +84,7 @@ class Rank:
             self.transport = NixlStagedTransport(start_agent(), pool, *where, 1 << 20)
         else:
             self.transport = SharedMemoryTransport(pool, *where, 1 << 20)
-        self.jobs = PeerJobs(self.transport, engine_id, len(PIECES), 0, deadline, TIMEOUT)
+        self.jobs = PeerJobs(self.transport, engine_id, self.info.identity, deadline, TIMEOUT)
         self.jobs.start()
         self.ended: dict[int, bool] = {}
 

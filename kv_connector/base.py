@@ -208,11 +208,14 @@ class KVConnectorWorker(ABC):
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         num_blocks: int,
         block_dims: Mapping[str, int] | None = None,
+        head_dims: Mapping[str, int | None] | None = None,
     ) -> None:
         """Name the cache tensors, by layer in the order of the forward pass; called once, before the first step.
 
         Every tensor that a block needs belongs here: keys, values, scales, draft layers. Any strides will do.
-        `block_dims` names, by layer, the dimension that counts blocks where sizes do not tell it. Raises LayoutError.
+        `block_dims` names, by layer, the dimension that counts blocks where sizes do not tell it, and
+        `head_dims` the one that counts this rank's KV heads, or None where every rank holds the same (MLA). Layers that
+        are not in `head_dims` are exchanged with engines of the same TP size alone. Raises LayoutError.
         """
 
     def handle_preemptions(self, plan: StepPlan) -> None:

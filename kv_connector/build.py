@@ -17,7 +17,8 @@ from .values import shortened, shown
 if TYPE_CHECKING:
     from .config import Config, PeerConfig, StorageConfig
     from .index import BlockGroup, CacheIdentity
-    from .peer.base import PeerIdentity, PeerPool, PeerTransport
+    from .peer.base import PeerPool, PeerTransport, PoolRegion
+    from .peer.identity import PeerIdentity
     from .peer.protocol.jobs import PeerJobs
     from .peer.wire.peer_info import PeerInfo
     from .scheduler import SchedulerHalf
@@ -136,24 +137,24 @@ _Open = Callable[[], "PeerTransport"]
 def _open_peers(config: PeerConfig, identity: RankIdentity, engine_id: str, pool: PeerPool) -> PeerJobs:
     from .peer.protocol.jobs import PeerJobs
 
-    known = _peer_identity(replace(identity, arrangement=pool.arrangement), pool.pieces)
+    known = _peer_identity(replace(identity, arrangement=pool.arrangement), pool.regions)
     transport = open_transport(config, known, engine_id, pool)
     deadline, timeout = config.deadline_ms / 1e3, config.timeout_ms / 1e3
-    jobs = PeerJobs(
-        transport, engine_id, len(pool.regions), identity.rank, deadline, timeout, prepare_thread=pool.prepare_thread
-    )
+    jobs = PeerJobs(transport, engine_id, known, deadline, timeout, prepare_thread=pool.prepare_thread)
     jobs.start()
     return jobs
 
 
-def _peer_identity(identity: RankIdentity, pieces: tuple[int, ...]) -> PeerIdentity:
-    from .peer.base import PeerIdentity
+def _peer_identity(identity: RankIdentity, regions: Sequence[PoolRegion]) -> PeerIdentity:
+    from .peer.identity import PeerIdentity
 
     cache, rank = identity.cache, identity.rank
     if cache is None:
         raise ConfigError("peer needs the engine's identity: pass it to build_scheduler and build_worker")
     own = {name: getattr(identity, name) for name in ("backend", "arrangement", "groups")}
-    return PeerIdentity(**asdict(cache), rank=rank, pieces=pieces, **own)
+    pieces = tuple(region.piece_bytes for region in regions)
+    heads = tuple(region.num_heads for region in regions), tuple(region.head_bytes for region in regions)
+    return PeerIdentity(**asdict(cache), rank=rank, pieces=pieces, heads=heads[0], head_bytes=heads[1], **own)
 
 
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:

@@ -129,9 +129,9 @@ class PeerJob:
     `transfer_id` names the KV transfer on both sides; the blocks are those of one block group, `group`, of the prompt
     from position `first` on. A SEND has in `names`, where it is the first of its KV transfer and group, the names of
     all blocks that will be offered from `first` on, 32 bytes each; without blocks it says no more than that. A RECEIVE
-    has the name of its last block there, and asks `engine_id` (any where empty) at `host` and `ports`, one for each
-    rank or that of rank 0. Without blocks it tells the producer that nothing is wanted of this group of the prompt
-    whose last whole block has that name.
+    has the name of its last block there, and asks `engine_id` (any where empty) at `host` and `ports`, one for each of
+    that engine's ranks: `tp_size` of each stage of its pipeline, 0 where there are no whole stages. Without blocks it
+    tells the producer that nothing is wanted of this group of the prompt whose last whole block has that name.
     `request_id` names the request that waits for it, and `admission` numbers that wait, since ids come again.
     """
 
@@ -143,6 +143,7 @@ class PeerJob:
     names: bytes = b""
     host: str = ""
     ports: tuple[int, ...] = ()
+    tp_size: int = 1
     engine_id: str = ""
     request_id: str | None = None
     admission: int = 0

@@ -30,7 +30,8 @@ from integration.mini_engine.pd import Ask, EngineProcess, EngineShape, make_eng
 from integration.report import Report
 from kv_connector.build import open_transport
 from kv_connector.config import PeerConfig
-from kv_connector.peer.base import Arrived, Connected, PeerIdentity, PeerTransport, Push
+from kv_connector.peer.base import Arrived, Connected, PeerTransport, Push
+from kv_connector.peer.identity import PeerIdentity
 from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.worker.peers import pool_of

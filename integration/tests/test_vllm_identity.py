@@ -195,7 +195,7 @@ def test_scales_that_change_with_every_start_are_refused(tmp_path: Path) -> None
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def weights_of(model: str, load_format: str = "auto", model_weights: str = "", **load: Any) -> str:
+def weights_of(model: str, load_format: str = "auto", model_weights: str = "", tp_size: int = 1, **load: Any) -> str:
     """What the weights are known by, of a model and a load configuration as vLLM has them."""
     config = SimpleNamespace(model=model, model_weights=model_weights, revision=None, seed=3)
     load = {
@@ -204,7 +204,7 @@ def weights_of(model: str, load_format: str = "auto", model_weights: str = "", *
         "model_loader_extra_config": {},
         "ignore_patterns": [],
     } | load
-    return identity._weights(config, SimpleNamespace(**load))
+    return identity._weights(config, SimpleNamespace(**load), tp_size)
 
 
 def test_what_weights_are_known_by(tmp_path: Path) -> None:
@@ -222,7 +222,22 @@ def test_what_weights_are_known_by(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert weights_of(str(tmp_path / "model.gguf"), "gguf").startswith("1 file of 4 bytes, ")
     assert weights_of(str(tmp_path / "local"), "runai_streamer").startswith("1 file of 7 bytes, ")
-    assert weights_of(str(tmp_path / "local"), "dummy") == "dummy, seed 3"
+    assert weights_of(str(tmp_path / "local"), "dummy").startswith("dummy, seed 3")
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "sharded_state", "bitsandbytes", "tensorizer", "a_plugin"])
+def test_weights_that_depend_on_how_ranks_divide_them_are_others_for_another_tp_size(
+    tmp_path: Path, load_format: str
+) -> None:
+    """The ranks of TP 2 draw dummies that are no parts of those of TP 1: what one computes is another model's."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert weights_of(str(tmp_path), load_format, tp_size=1) != weights_of(str(tmp_path), load_format, tp_size=2)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "gguf", "runai_streamer"])
+def test_weights_that_ranks_divide_are_the_same_for_any_tp_size(tmp_path: Path, load_format: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert weights_of(str(tmp_path), load_format, tp_size=1) == weights_of(str(tmp_path), load_format, tp_size=2)
 
 
 def test_what_cannot_be_looked_at_is_known_by_its_place_and_said_once(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 _U32 = struct.Struct("<I")
 
@@ -38,6 +38,10 @@ class CacheIdentity:
     settings: str = ""
     weights: str = ""
     draft_weights: str = ""
+
+    def undivided(self) -> CacheIdentity:
+        """The same for an engine of any TP size."""
+        return replace(self, tp_size=1)
 
     def encode(self) -> bytes:
         """The identity as bytes: each field as `field`, in the order above, numbers as decimal text."""

@@ -9,10 +9,10 @@
     Pushed(number, ok)                             revoke(link, number)
 
 Memory model: the pool is registered once, as regions of equal pieces, one a block. A push names blocks of both pools
-and a run of regions; it goes to positions of a grant, the list of blocks that the receiver has set aside for it. Where
-`is_one_sided`, the pusher's own copies write into the receiver's pool: after `revoke` they may still do so until the
-pusher has said that it stopped, or until `quiet_in` is 0 where the link was lost. Elsewhere the receiver copies, and
-nothing is written behind `revoke`.
+and a run of regions, and moves of their pieces the KV heads that both ranks hold; it goes to positions of a grant, the
+list of blocks that the receiver has set aside for it. Where `is_one_sided`, the pusher's own copies write into the
+receiver's pool: after `revoke` they may still do so until the pusher has said that it stopped, or until `quiet_in` is 0
+where the link was lost. Elsewhere the receiver copies, and nothing is written behind `revoke`.
 
 Lifecycle: each push ends exactly once, in Pushed, also where the link is lost. A link is lost once, in Lost, and is
 never used again; connecting anew gives another link.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 
 from ..errors import KVConnectorError
 from ..transfer.cuda.driver import Copier
-from ..values import shown
+from .shards import Shard
 
 if TYPE_CHECKING:
     from .wire.messages import WireMessage
 
-VERSION = 4
+VERSION = 5
 """Of the messages between peers; both sides must speak the same."""
 
 Ids = NDArray[np.int64]
@@ -49,59 +49,35 @@ class PeerError(KVConnectorError):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerIdentity:
-    """What must be equal on both sides: the fields of `index.RankIdentity`. `pieces` are the bytes of one block in each
-    region, in order; `groups` says in words which block groups there are, where they are several or special."""
-
-    model: str
-    cache_dtype: str
-    layout: str
-    block_size: int
-    tp_size: int
-    pp_size: int
-    rank: int
-    pieces: tuple[int, ...]
-    engine: str = ""
-    config: str = ""
-    settings: str = ""
-    weights: str = ""
-    draft_weights: str = ""
-    backend: str = ""
-    arrangement: str = ""
-    groups: str = ""
-
-    def differences(self, other: PeerIdentity) -> list[str]:
-        """Each field that differs, with both values; "here" is this identity."""
-        pairs = [(part.name, getattr(self, part.name), getattr(other, part.name)) for part in fields(self)]
-        return [
-            f"{name} is {shown(ours)} here and {shown(theirs)} there" for name, ours, theirs in pairs if ours != theirs
-        ]
-
-    def encode(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return asdict(self) | {"pieces": list(self.pieces)}
-
-    @classmethod
-    def decode(cls, body: object) -> PeerIdentity:
-        """The reverse of `encode`; raises PeerError for anything else."""
-        types = {part.name: str(part.type).partition("[")[0].replace("tuple", "list") for part in fields(cls)}
-        if not isinstance(body, Mapping) or sorted(body) != sorted(types):
-            raise PeerError(f"an identity has the fields {', '.join(types)}")
-        for name, wanted in types.items():
-            if type(body[name]).__name__ != wanted:
-                raise PeerError(f"the identity's {name} is not of type {wanted}")
-        if not all(type(piece) is int for piece in body["pieces"]):
-            raise PeerError("the identity's pieces are not integers")
-        return cls(**{**body, "pieces": tuple(body["pieces"])})
-
-
-@dataclass(frozen=True, slots=True)
 class PoolRegion:
-    """Block b's piece lies at `address + b * block_stride` and has `piece_bytes` bytes."""
+    """Block b's piece begins at `address + b * block_stride` and has `piece_bytes` bytes: `num_runs` runs of equal
+    length, which begin `run_stride` bytes apart.
+
+    `num_heads` are the KV heads of this rank in it, 0 where that is not known: `head_bytes` of the first, as many of
+    each other, and so on again to the end of the piece. What every rank holds alike is one head.
+    """
 
     address: int
     block_stride: int
     piece_bytes: int
+    num_heads: int = 0
+    head_bytes: int = 0
+    num_runs: int = 1
+    run_stride: int = 0
+
+    def part(self, heads: range) -> PoolRegion:
+        """Of a piece that is one run, what these heads have."""
+        if len(heads) == self.num_heads:
+            return self
+        stride = self.num_heads * self.head_bytes
+        return replace(
+            self,
+            address=self.address + heads.start * self.head_bytes,
+            piece_bytes=self.piece_bytes // self.num_heads * len(heads),
+            num_heads=len(heads),
+            num_runs=self.piece_bytes // stride,
+            run_stride=stride,
+        )
 
 
 class Writer(Protocol):
@@ -183,7 +159,8 @@ class PeerPool:
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
     """Blocks `source_ids` of this pool to `target_ids` of the peer's, which are positions `first` and following of the
-    peer's grant `grant`; in each of `regions`. `number` is the caller's, and in use once at a time."""
+    peer's grant `grant`; in each of `regions`, of the heads that both hold. `number` is the caller's, and in use once
+    at a time."""
 
     number: int
     grant: int
@@ -195,11 +172,13 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A link is open. `engine_id` names the peer's start, `num_blocks` are those of its pool."""
+    """A link is open. `engine_id` names the peer's start, `num_blocks` are those of its pool, `shard` the part of its
+    engine's cache that it holds."""
 
     link: int
     engine_id: str
     num_blocks: int
+    shard: Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +250,7 @@ class PeerTransport(Protocol):
         """
 
     def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
-        """Let the peer fill these blocks, position by position. `number` is in use once at a time, over all links."""
+        """Let the peer fill these blocks, position by position. `number` is in use once at a time on a link."""
 
     def revoke(self, link: int, number: int) -> None:
         """The peer is to fill them no more; see `is_one_sided`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..base import Request, ScheduledRequest, StateBlock
 from ..config import Config
+from ..index import CacheIdentity
 from ..types import StepPlan, StepReport
 from .companion import Admission, Companion
 from .loads.choice import LoadPlanner
@@ -27,15 +28,20 @@ class Companions:
         shared: Shared,
         loads: LoadPlanner,
         ranks: RankStates,
-        roots: Roots,
+        identity: CacheIdentity | None,
+        adapter_of: Callable[[Request], str],
         engine_id: str,
         world_size: int,
     ) -> None:
         # What another engine brings is not looked up in storage: peers are first.
         self._companions: list[Companion] = []
         if config.peer is not None:
-            self._companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size))
+            undivided = identity.undivided() if identity is not None else None
+            roots = Roots.named(undivided, adapter_of)
+            tp_size = identity.tp_size if identity is not None else world_size
+            self._companions.append(PeerCompanion(config.peer, shared, roots, engine_id, world_size, tp_size))
         if config.storage is not None:
+            roots = Roots.named(identity, adapter_of)
             self._companions.append(StorageCompanion(config.storage, shared, loads, ranks, roots))
 
     def arrived(self, request: Request) -> None:

@@ -33,7 +33,6 @@ from ..index import (
     Recency,
     ReuseModel,
     SavePolicy,
-    root_hash,
 )
 from ..metrics import CacheMetrics
 from ..types import BlockHash, CopyJob, StepPlan, StepReport, Tier
@@ -45,7 +44,7 @@ from .ledger import JobLedger
 from .loads.choice import LoadPlanner
 from .loads.leases import LoadLeases
 from .loads.rates import LoadMode
-from .names import Roots, no_adapter
+from .names import no_adapter
 from .pins import PinnedPrefixes
 from .ranks import RankStates
 from .requests import RequestState, RequestTable, num_blocks_of
@@ -105,9 +104,8 @@ class SchedulerHalf(KVConnectorScheduler):
         self._steps = InFlightSteps()
         self._requests = RequestTable(self._leases, self._steps, self.metrics)
         self._ranks = RankStates(world_size, self.host)
-        root = root_hash(identity) if identity is not None else BlockHash(bytes(32))
         self._companions = Companions(
-            config, shared, self._loads, self._ranks, Roots(root, adapter_of), engine_id, world_size
+            config, shared, self._loads, self._ranks, identity, adapter_of, engine_id, world_size
         )
         self._budget = SaveBudget(config.save_bandwidth)
         is_in_storage = config.storage is not None

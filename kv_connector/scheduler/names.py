@@ -2,6 +2,8 @@
 
     name = root of the engine's identity  XOR  digest of the adapter, if the block was computed with one  XOR  hash
 
+To other engines a block has the same name whatever the TP size: who holds which heads of it, their links know.
+
 Keys of block groups but the first are the hash and a byte: such a key is hashed first (`index.adopt_hashes`), so that
 no two groups' blocks have one name, and those of the first are named as in a model that has no other.
 
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..base import Request
-from ..index import GroupedTree, adopt_hash, adopt_hashes, group_key, split_key
+from ..index import CacheIdentity, GroupedTree, adopt_hash, adopt_hashes, group_key, root_hash, split_key
 from ..types import BlockHash
 
 _LEAST = 1 << 12
@@ -37,6 +39,11 @@ class Roots:
     def __init__(self, root: BlockHash, adapter_of: Callable[[Request], str] = no_adapter) -> None:
         self.root = root
         self._adapter_of = adapter_of
+
+    @classmethod
+    def named(cls, identity: CacheIdentity | None, adapter_of: Callable[[Request], str]) -> Roots:
+        """Of an engine; without an identity nothing is kept or told for which names are needed."""
+        return cls(root_hash(identity) if identity is not None else BlockHash(bytes(32)), adapter_of)
 
     def of(self, request: Request) -> BlockHash:
         """32 bytes."""

@@ -10,8 +10,8 @@ from itertools import count
 
 import numpy as np
 
-from ..peer.base import Arrived, Connected, Ids, Lost, Message, PeerCounters, PeerEvent, PeerPool, Push, Pushed
-from ..peer.carriers.pool import HostBlocks
+from ..peer.base import Arrived, Ids, Lost, Message, PeerCounters, PeerEvent, PeerPool, Push, Pushed
+from ..peer.carriers.pool import HostBlocks, shared_part
 from ..peer.wire.messages import WireMessage, decode, encode
 from ..peer.wire.peer_info import PeerInfo
 
@@ -56,7 +56,6 @@ class LoopbackTransport:
         self.ends: dict[int, tuple[LoopbackTransport, int]] = {}  # by link: the other transport, and its link
         self._net = net
         self._pool = pool
-        self._blocks = HostBlocks(pool)
         self._info = info
         self._secret = secret
         self._grants: dict[tuple[int, int], Ids] = {}
@@ -77,8 +76,8 @@ class LoopbackTransport:
                 return link
             back = next(self._net.links)
             self.ends[link], other.ends[back] = (other, back), (self, link)
-            self._tell(Connected(link, other._info.engine_id, other._info.num_blocks))
-            other._tell(Connected(back, self._info.engine_id, self._info.num_blocks))
+            self._tell(other._info.connected(link))
+            other._tell(self._info.connected(back))
             return link
 
     def send(self, link: int, message: WireMessage) -> None:
@@ -162,6 +161,9 @@ class LoopbackTransport:
             return "it does not know the secret"
         return "; ".join(self._info.identity.differences(other._info.identity))
 
+    def _part_for(self, other: LoopbackTransport) -> PeerPool:
+        return shared_part(self._pool, self._info.identity, other._info.identity)
+
     def _carry(self, link: int, push: Push) -> None:
         other, back = self.ends[link]
         granted = other._grants.get((back, push.grant))
@@ -170,10 +172,11 @@ class LoopbackTransport:
             other.drop(back, "blocks that were not granted")
             return
         if granted is not None:
-            count_, size = len(push.source_ids), self._pool.bytes_of(push.regions)
+            ours, theirs = self._part_for(other), other._part_for(self)
+            count_, size = len(push.source_ids), ours.bytes_of(push.regions)
             packed = np.empty((count_, size), dtype=np.uint8)
-            self._blocks.pack(push.source_ids, push.regions, packed)
-            other._blocks.unpack(granted[push.first : push.first + count_], push.regions, packed)
+            HostBlocks(ours).pack(push.source_ids, push.regions, packed)
+            HostBlocks(theirs).unpack(granted[push.first : push.first + count_], push.regions, packed)
             self.counters.sent_bytes += packed.size
             other.counters.received_bytes += packed.size
             other._tell(Arrived(back, push.grant, push.first, count_, push.regions))

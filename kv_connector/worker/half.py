@@ -93,8 +93,9 @@ class WorkerHalf(KVConnectorWorker):
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         num_blocks: int,
         block_dims: Mapping[str, int] | None = None,
+        head_dims: Mapping[str, int | None] | None = None,
     ) -> None:
-        layout = CacheLayout.from_tensors(kv_caches, num_blocks, block_dims)
+        layout = CacheLayout.from_tensors(kv_caches, num_blocks, block_dims, head_dims)
         self._layout = layout
         self._layers = frozenset(layout.layer_names)
         if self._config.host_memory:

@@ -148,9 +148,11 @@ def awaits(job: PeerJob) -> bool:
 
 def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
     """The cache tensors as peers are shown them; copies between devices run on the lane."""
-    regions = tuple(PoolRegion(r.data_ptr, r.block_stride, r.piece_bytes) for r in layout.regions)
+    regions = tuple(
+        PoolRegion(r.data_ptr, r.block_stride, r.piece_bytes, r.num_heads, r.head_bytes) for r in layout.regions
+    )
     if layout.device.type != "cuda":
-        return PeerPool(layout.num_blocks, regions, layout.arrangement, keeps=layout)
+        return PeerPool(layout.num_blocks, regions, layout.undivided_arrangement, keeps=layout)
 
     @cache
     def writers() -> RemoteWriters:
@@ -166,7 +168,7 @@ def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
     return PeerPool(
         layout.num_blocks,
         regions,
-        layout.arrangement,
+        layout.undivided_arrangement,
         device=layout.device.index or 0,
         copy=driver_copier(),
         writer=writer,

@@ -17,7 +17,6 @@ from kv_connector.peer.base import (
     Lost,
     Message,
     PeerEvent,
-    PeerIdentity,
     PeerPool,
     PeerTransport,
     PoolRegion,
@@ -28,6 +27,7 @@ from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.nixl_agent import start_agent, why_not
 from kv_connector.peer.carriers.staged.nixl import NixlStagedTransport
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
+from kv_connector.peer.identity import PeerIdentity
 from kv_connector.peer.wire.peer_info import PeerInfo
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 
@@ -60,6 +60,11 @@ def info_of(pool: Pool, engine_id: str = "engine", transport: str = "shared_memo
     """What a side says of itself."""
     extra = {"transport": transport, "socket": "", "slot_bytes": STAGING // 8}
     return PeerInfo(replace(IDENTITY, **changes), engine_id, pool.pool.num_blocks, extra)
+
+
+def linked(link: int, num_blocks: int = 40) -> Connected:
+    """A link to a rank like this one is open."""
+    return Connected(link, "engine", num_blocks, IDENTITY.shard)
 
 
 class Backend:

@@ -8,10 +8,12 @@ import pytest
 
 from kv_connector.build import _peer_identity
 from kv_connector.index import BlockGroup, CacheIdentity, RankIdentity, describe_groups
-from kv_connector.peer.base import PeerError, PeerIdentity
+from kv_connector.peer.base import PeerError, PoolRegion
+from kv_connector.peer.identity import PeerIdentity
 
 CACHE = CacheIdentity("m@", "auto/bfloat16", "", 16, weights="commit a")
-HERE = _peer_identity(RankIdentity(CACHE, 0, 1, "FlashAttention", "2 x bfloat16[1:16 2:8] in 256"), (256, 256))
+REGIONS = (PoolRegion(0, 256, 256), PoolRegion(0, 256, 256))
+HERE = _peer_identity(RankIdentity(CACHE, 0, 1, "FlashAttention", "2 x bfloat16[1:16 2:8] in 256"), REGIONS)
 
 
 def test_an_identity_of_a_rank_is_told_as_a_whole() -> None:
@@ -19,7 +21,7 @@ def test_an_identity_of_a_rank_is_told_as_a_whole() -> None:
     assert PeerIdentity.decode(HERE.encode()) == HERE
     left_out = {"cache", "world_size"}
     named = {part.name for part in (*fields(CacheIdentity), *fields(RankIdentity))} - left_out
-    assert {part.name for part in fields(PeerIdentity)} == named | {"pieces"}
+    assert {part.name for part in fields(PeerIdentity)} == named | {"pieces", "heads", "head_bytes"}
     assert (HERE.weights, HERE.backend, HERE.arrangement[:3]) == ("commit a", "FlashAttention", "2 x")
 
 
@@ -42,5 +44,5 @@ def test_what_is_none_is_refused(change: dict[str, object]) -> None:
 def test_block_groups_are_told() -> None:
     """And those of full attention alone are what they were before there were others."""
     groups = describe_groups((BlockGroup(), BlockGroup(window_blocks=3)))
-    there = _peer_identity(RankIdentity(CACHE, 0, 1, HERE.backend, HERE.arrangement, groups), HERE.pieces)
+    there = _peer_identity(RankIdentity(CACHE, 0, 1, HERE.backend, HERE.arrangement, groups), REGIONS)
     assert HERE.differences(there) == ["groups is '' here and 'full of 1, window 3 of 1' there"]

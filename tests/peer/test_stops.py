@@ -12,7 +12,7 @@ from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.peer.wire.messages import Want
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
-from tests.peer.peers import PIECES, Pool, info_of
+from tests.peer.peers import IDENTITY, PIECES, Pool, info_of
 from tests.simulation.clock import VirtualTime
 from tests.simulation.network import Network
 from tests.simulation.peers import SimulatedPeers
@@ -85,7 +85,7 @@ def test_who_wants_blocks_outside_of_its_pool_is_dropped(blocks: tuple[int, ...]
     net, pool = LoopbackNet(), Pool(40)
     transport = LoopbackTransport(net, Pool(60).pool, info_of(pool, "producer"))
     hostile = LoopbackTransport(net, pool.pool, info_of(pool, "hostile"))
-    jobs = PeerJobs(transport, "producer", len(PIECES), 0, 10.0, 5.0)
+    jobs = PeerJobs(transport, "producer", IDENTITY, 10.0, 5.0)
     jobs.begin(send(), Done())
     jobs.ready([1], len(PIECES), Done())
     link = hostile.connect("here", transport.port)

@@ -62,6 +62,8 @@ class EngineConfig:
     num_drafts: int = 0
     acceptance: float = 0.5  # of a draft
     num_ranks: int = 1
+    num_heads: int = 0  # KV heads of the model, which ranks divide; 0: one for each rank, and nobody says so
+    heads_first: bool = False  # a block has the rows of one head behind those of the other
     num_parts: int = 1  # ranks share out a context: each has one of so many parts of every block's tokens
     interleave: int = 1  # tokens of a part that lie together
     replicas: bool = False  # ranks cache the same bytes, and share one copy on the host
@@ -116,6 +118,16 @@ class EngineConfig:
     @property
     def consumes(self) -> bool:
         return self.role is not None and self.role is not PeerRole.PRODUCER
+
+    def heads_of(self, rank: int) -> range:
+        """Where there are fewer heads than ranks, several ranks hold the same."""
+        num_heads = self.num_heads or self.num_ranks
+        first = rank * num_heads // self.num_ranks
+        return range(first, first + max(1, num_heads // self.num_ranks))
+
+    def leads(self, rank: int) -> bool:
+        """Whether no rank in front holds the same heads."""
+        return rank == 0 or self.heads_of(rank) != self.heads_of(rank - 1)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:

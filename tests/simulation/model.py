@@ -2,14 +2,14 @@
 
     row of layer l at position p    mix(h_l[p] + a constant of the layer), which is what lies in the KV cache
     h_(l+1)[p]                      mix(h_l[p] + sum over the rows q that p attends to of row[q] * C[q])
-    token behind p                  mix(sum over ranks of the last h[p])
+    token behind p                  mix(sum over KV heads of the last h[p])
 
 A recurrent layer keeps the sum itself, as a state of many words of which each depends on it, in place of rows.
 Ranks that share out a context have the rows of some positions each, and attend to those: the token rests on all ranks'.
-C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the rank (the
-first of those that cache the same) and the `epoch` of the weights: after an update of the weights no row of before fits
-any more. Layers of a windowed group attend to the last `window` positions only, those of a chunked one to the positions
-of their own chunk. `Oracle` computes the same without any cache.
+C[q] is odd, so one wrong row changes the sum whatever it is. h_0 depends on the token, its position, the head (the
+first of those that are alike) and the `epoch` of the weights: after an update of the weights no row of before fits any
+more. Layers of a windowed group attend to the last `window` positions only, those of a chunked one to the positions of
+their own chunk. `Oracle` computes the same without any cache.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Sight(NamedTuple):
 @dataclass(frozen=True)
 class ModelShape:
     """`layer_groups[l]` is the block group of layer l; `sights[g]` what a group's layers attend to;
-    `recurrent[g]` whether they keep states. `num_parts`, `interleave`: as in `EngineConfig`. `replicas`: all ranks
-    compute, and cache, the same."""
+    `recurrent[g]` whether they keep states. `num_parts`, `interleave`: as in `EngineConfig`; ranks that share out a
+    context have a head each. `replicas`: all ranks compute, and cache, the same."""
 
     layer_groups: tuple[int, ...] = (0, 0)
     sights: tuple[Sight, ...] = (Sight(),)
     recurrent: tuple[bool, ...] = (False,)
-    num_ranks: int = 1
+    num_heads: int = 1
     num_parts: int = 1
     interleave: int = 1
     replicas: bool = False
@@ -83,9 +83,9 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.layer_groups)
 
-    def first_alike(self, rank: int) -> int:
-        """The first rank that computes, and caches, the same."""
-        return 0 if self.replicas else rank
+    def first_alike(self, head: int) -> int:
+        """The first head that is the same."""
+        return 0 if self.replicas else head
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -98,25 +98,25 @@ class ModelShape:
     def sight(self, layer: int) -> Sight:
         return self.sights[self.layer_groups[layer]]
 
-    def has_row(self, rank: int, layer: int, position: int) -> bool:
-        """Whether the rank has the row of this position. A state is whole on every rank."""
+    def has_row(self, head: int, layer: int, position: int) -> bool:
+        """Whether the head has the row of this position. A state is whole on every rank."""
         part = position // self.interleave % self.num_parts
-        return self.is_recurrent(layer) or part == rank % self.num_parts
+        return self.is_recurrent(layer) or part == head % self.num_parts
 
-    def has_rows(self, rank: int, layer: int, count: int) -> NDArray[np.bool_]:
-        """Of the first so many positions, whether the rank has the row."""
+    def has_rows(self, head: int, layer: int, count: int) -> NDArray[np.bool_]:
+        """Of the first so many positions, whether the head has the row."""
         parts = np.arange(count) // self.interleave % self.num_parts
-        return (parts == rank % self.num_parts) | self.is_recurrent(layer)
+        return (parts == head % self.num_parts) | self.is_recurrent(layer)
 
 
-def _salt(epoch: int, rank: int) -> int:
-    return mix_one(epoch * _D + rank * _A + 1)
+def _salt(epoch: int, head: int) -> int:
+    return mix_one(epoch * _D + head * _A + 1)
 
 
-def embed(tokens: Sequence[int], start: int, epoch: int, rank: int) -> Words:
+def embed(tokens: Sequence[int], start: int, epoch: int, head: int) -> Words:
     """h_0 of these tokens, the first of them at position `start`."""
     words = np.array(tokens, dtype=np.uint64) * np.uint64(_D) + _POSITIONS[start : start + len(tokens)]
-    return mix(words + np.uint64(_salt(epoch, rank)))
+    return mix(words + np.uint64(_salt(epoch, head)))
 
 
 def rows_of(h: Words, layer: int) -> Words:
@@ -153,7 +153,7 @@ def first_state(num_words: int) -> Words:
 
 
 def token_of(words: int) -> int:
-    """The token that the sum over ranks of the last h says."""
+    """The token that the sum over heads of the last h says."""
     return mix_one(words) % VOCABULARY
 
 
@@ -164,9 +164,9 @@ class Oracle:
         self.shape = shape
         self.epoch = epoch
         self.tokens = list(tokens)
-        self._sums = [[0] * shape.num_layers for _ in range(shape.num_ranks)]
-        self._products: list[list[list[int]]] = [[[] for _ in range(shape.num_layers)] for _ in range(shape.num_ranks)]
-        self._salts = [_salt(epoch, shape.first_alike(rank)) for rank in range(shape.num_ranks)]
+        self._sums = [[0] * shape.num_layers for _ in range(shape.num_heads)]
+        self._products: list[list[list[int]]] = [[[] for _ in range(shape.num_layers)] for _ in range(shape.num_heads)]
+        self._salts = [_salt(epoch, shape.first_alike(head)) for head in range(shape.num_heads)]
         self._known: list[int] = []  # tokens behind the sequence that were computed ahead
         self._num_ahead = len(self.tokens) - 1
         self._prefill()
@@ -187,16 +187,16 @@ class Oracle:
     def _prefill(self) -> None:
         """All but the last token at once."""
         start, tokens = 0, self.tokens[:-1]
-        for rank in range(self.shape.num_ranks if tokens else 0):
-            h = embed(tokens, start, self.epoch, self.shape.first_alike(rank))
+        for head in range(self.shape.num_heads if tokens else 0):
+            h = embed(tokens, start, self.epoch, self.shape.first_alike(head))
             for layer in range(self.shape.num_layers):
                 rows = rows_of(h, layer)
-                products = rows * COEFFICIENTS[: len(rows)] * self.shape.has_rows(rank, layer, len(rows))
+                products = rows * COEFFICIENTS[: len(rows)] * self.shape.has_rows(head, layer, len(rows))
                 sight = self.shape.sight(layer)
-                self._products[rank][layer] = products.tolist()
+                self._products[head][layer] = products.tolist()
                 kept = products[sight.first(len(products) - 1) :]
-                self._sums[rank][layer] = int(kept.sum(dtype=np.uint64))
-                h = attend(h, rows * self.shape.has_rows(rank, layer, len(rows)), 0, 0, sight)
+                self._sums[head][layer] = int(kept.sum(dtype=np.uint64))
+                h = attend(h, rows * self.shape.has_rows(head, layer, len(rows)), 0, 0, sight)
         self._num_ahead = len(tokens)
 
     def _extend(self) -> None:
@@ -204,16 +204,16 @@ class Oracle:
         position = self._num_ahead
         token = self.tokens[position] if position < len(self.tokens) else self._known[position - len(self.tokens)]
         total = 0
-        for rank in range(self.shape.num_ranks):
-            h = mix_one(token * _D + position * _B + self._salts[rank])
+        for head in range(self.shape.num_heads):
+            h = mix_one(token * _D + position * _B + self._salts[head])
             for layer in range(self.shape.num_layers):
                 row = mix_one(h + mix_one(layer + 17))
-                product = row * _COEFFICIENTS_LIST[position] & _MASK if self.shape.has_row(rank, layer, position) else 0
-                products, sight = self._products[rank][layer], self.shape.sight(layer)
+                product = row * _COEFFICIENTS_LIST[position] & _MASK if self.shape.has_row(head, layer, position) else 0
+                products, sight = self._products[head][layer], self.shape.sight(layer)
                 products.append(product)
                 left = sum(products[sight.first(max(0, position - 1)) : sight.first(position)])
-                self._sums[rank][layer] = (self._sums[rank][layer] + product - left) & _MASK
-                h = mix_one(h + self._sums[rank][layer])
+                self._sums[head][layer] = (self._sums[head][layer] + product - left) & _MASK
+                h = mix_one(h + self._sums[head][layer])
             total += h
         self._num_ahead += 1
         self._known.append(token_of(total))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_connector.peer.base import Connected, Lost, Message, PeerCounters, PeerEvent
+from kv_connector.peer.base import Lost, Message, PeerCounters, PeerEvent
 from kv_connector.peer.wire.messages import Introduction, WireMessage, decode, encode
 from kv_connector.peer.wire.peer_info import PeerInfo
 
@@ -392,7 +392,7 @@ class SimulatedChannel:
     def _opened(self, end: End, info: PeerInfo) -> None:
         end.is_open, end.deadline = True, None
         self._peers[end.link] = info
-        self._events.append(Connected(end.link, info.engine_id, info.num_blocks))
+        self._events.append(info.connected(end.link))
 
     def _lose(self, end: End, reason: str) -> None:
         del self.ends[end.link]

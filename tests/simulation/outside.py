@@ -93,7 +93,7 @@ class Outside:
             self.network,
             f"{engine.engine_id}/rank{rank}",
             self.carrier,
-            repr(engine.identity),
+            repr(engine.identity.undivided()),
             rank,
             config.num_ranks,
             config.deadline_ms / 1e3,

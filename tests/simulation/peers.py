@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
-from kv_connector.peer.base import Ids, PeerIdentity, PeerPool, Push
+from kv_connector.peer.base import Ids, PeerPool, Push
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.staged.transport import StagedTransport
+from kv_connector.peer.identity import PeerIdentity
 from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.peer.wire.peer_info import PeerInfo
 
@@ -108,7 +110,9 @@ class SimulatedPeers(Process):
         self._num_starts += 1
         self.is_alive, self.is_frozen = True, False
         self.engine_id = self._given_id or f"{self.name} start {self._num_starts}"
-        info = PeerInfo(self._identity(pool.pieces), self.engine_id, pool.num_blocks)
+        heads = tuple(region.num_heads for region in pool.regions), tuple(region.head_bytes for region in pool.regions)
+        identity = self._identity(pool.pieces, heads=heads[0], head_bytes=heads[1])
+        info = PeerInfo(identity, self.engine_id, pool.num_blocks)
         deadline, timeout = self._seconds
         clock = VirtualClock(self.network)
         where = info, "", self._port, self._secret, timeout
@@ -116,7 +120,7 @@ class SimulatedPeers(Process):
             self._below = SharedSlots(self.network)
             self._transport = _Staged(self._below, pool, *where, self._staging_bytes, self._open_channel, clock)
         elif self.carrier == "nixl":
-            self._below = SimulatedAgent(self, self.engine_id)
+            self._below = SimulatedAgent(self, f"{self.engine_id} rank {self._rank}")
             self._transport = NixlTransport(self._below, pool, *where, self._open_channel, clock)
         else:
             self._below = Stream(self)
@@ -127,7 +131,7 @@ class SimulatedPeers(Process):
         if self.carrier != "staged":
             self._name_pushes()
         self._transport._process_of = self._process_of
-        self.jobs = PeerJobs(self._transport, self.engine_id, len(pool.regions), self._rank, deadline, timeout, clock)
+        self.jobs = PeerJobs(self._transport, self.engine_id, identity, deadline, timeout, clock)
         return self.jobs
 
     def turn(self) -> None:
@@ -144,7 +148,7 @@ class SimulatedPeers(Process):
             self.wake(_GATED_SECONDS)
         elif (
             jobs._receives.num_open
-            or jobs._offers._early_nones
+            or any(jobs._offers._early._nones.values())
             or self._transport._is_busy()
             or not self._channel.is_quiet
             or any(link.quiet_at > self._transport._leases._ran for link in self._transport._leases._links.values())
@@ -199,11 +203,11 @@ class SimulatedPeers(Process):
             "offers": offers._offers,
             "sends": [*offers._by_job, *offers._by_push],
             "stops": offers._stops,
-            "wants": offers._early,
-            "nones": offers._early_nones,
+            "wants": [*chain.from_iterable(offers._early._wants.values())],
+            "nones": [*chain.from_iterable(offers._early._nones.values())],
             "receives": receives._jobs,
             "events": transport._events,
-            "lost links": [link for link in receives._open_links if link not in transport._channel.ends],
+            "lost links": [link for link in receives._peers if link not in transport._channel.ends],
         }
         if self.carrier == "staged":
             left["grants"] = [entry.receiver._grants for entry in transport._links.values() if entry.receiver._grants]

@@ -66,7 +66,7 @@ class Proxy:
         if way == "at once" and engine.config.port:
             params["transfer_id"] = f"transfer {number}"
             other = params | {"do_remote_decode": False, "do_remote_prefill": True, "remote_host": "127.0.0.1"}
-            other["remote_port"] = engine.config.port
+            other |= {"remote_port": engine.config.port, "tp_size": engine.config.num_ranks}
             if number % 2:
                 other["remote_engine_id"] = engine.engine_id
             met["handed over at once"] += 1

@@ -48,9 +48,13 @@ class Rank:
         self.device.on_copy = lambda copy: self.book.copied(index, copy)
         self.shape = engine.shape
         num_tensors = max(self.shape.tensors) + 1
-        words = (num_tensors, config.num_device_blocks, max(config.block_sizes) // config.num_parts)
+        self.heads = config.heads_of(index)
+        self._block_rows = max(config.block_sizes) // config.num_parts
+        inside = (self._block_rows, len(self.heads))
+        words = (num_tensors, config.num_device_blocks, *(inside[::-1] if config.heads_first else inside))
         self.kv = np.full(words, 0xAAAAAAAAAAAAAAAA, dtype=np.uint64)
-        self._rows = self.kv.reshape(num_tensors, -1)
+        # By tensor, block, row and head.
+        self._cells = self.kv.swapaxes(2, 3) if config.heads_first else self.kv
         self._inbox: deque[Step] = deque()
         self._is_busy = False
         self._num_idle = 0  # steps without requests, one behind the other
@@ -73,7 +77,8 @@ class Rank:
         )
         tensors = [torch.from_numpy(tensor.view(np.int64)) for tensor in self.kv]
         names = {f"layers.{layer}": tensors[tensor] for layer, tensor in enumerate(self.shape.tensors)}
-        worker.register_kv_caches(names, config.num_device_blocks)
+        dims = dict.fromkeys(names, 1 if config.heads_first else 2) if config.num_heads else None
+        worker.register_kv_caches(names, config.num_device_blocks, dict.fromkeys(names, 0), dims)
         return worker
 
     def _num_ready_blocks(self) -> int:
@@ -211,22 +216,25 @@ class Rank:
         self.kv[:, target] = self.kv[:, source]
 
     def _write(self, step: Step, layer: int) -> None:
-        group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
         for item in step.items:
             if layer == 0:
                 item.resolve()
-                first = self.shape.first_alike(self.index)
-                item.h[self.index] = model.embed(item.inputs, item.start, item.device.epoch, first)
+                where = item.inputs, item.start, item.device.epoch
+                heads = [self.shape.first_alike(head) for head in self.heads]
+                item.h[self.index] = np.stack([model.embed(*where, head) for head in heads])
                 self._check_write(step, item)
             h = item.h[self.index]
             assert h is not None
             written = item.rows[self.index] = model.rows_of(h, layer)
             if not self.shape.is_recurrent(layer):
-                self._put(rows, item.slots[group][item.start : item.end], written)
+                self._write_rows(item, layer, written)
+
+    def _write_rows(self, item: Item, layer: int, written: model.Words) -> None:
+        is_own, *where = self._places(item.slots[self.shape.layer_groups[layer]][item.start : item.end])
+        self._cells[self.shape.tensors[layer]][tuple(where)] = written.T[is_own]
 
     def _read(self, step: Step, layer: int) -> None:
-        group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
-        sight = self.shape.sight(layer)
+        group, sight = self.shape.layer_groups[layer], self.shape.sight(layer)
         for item in step.items:
             h = item.h[self.index]
             assert h is not None
@@ -234,61 +242,53 @@ class Rank:
                 item.h[self.index] = self._go_on(item, layer, h)
                 continue
             first = sight.first(item.start)
-            read = self._get(rows, item.slots[group][first : item.end])
-            item.h[self.index] = model.attend(h, read, first, item.start, sight)
+            read = self._read_rows(layer, item.slots[group][first : item.end])
+            attended = [model.attend(*both, first, item.start, sight) for both in zip(h, read, strict=True)]
+            item.h[self.index] = np.stack(attended)
 
-    def _own(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Which of these slots of an engine's blocks lie on this rank, and where in its part: as vLLM's
-        `ComputeSlotMappingKernel` has it."""
+    def _read_rows(self, layer: int, slots: NDArray[np.int64]) -> model.Words:
+        """The rows of each head; nothing for those of other ranks."""
+        is_own, *where = self._places(slots)
+        read = np.zeros((len(slots), len(self.heads)), dtype=np.uint64)
+        read[is_own] = self._cells[self.shape.tensors[layer]][tuple(where)]
+        return read.T
+
+    def _places(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+        """Which of these slots of an engine's blocks lie on this rank, their blocks, and the rows of its part: as
+        vLLM's `ComputeSlotMappingKernel` has it."""
         parts, run = self.shape.num_parts, self.shape.interleave
-        blocks, offsets = np.divmod(slots, max(self.engine.config.block_sizes))
+        blocks, offsets = np.divmod(slots, self._block_rows * parts)
         is_own = offsets // run % parts == self.index % parts
-        places = blocks * self.kv.shape[2] + offsets // (parts * run) * run + offsets % run
-        return is_own, places[is_own]
-
-    def _put(self, rows: model.Words, slots: NDArray[np.int64], written: model.Words) -> None:
-        if self.shape.num_parts == 1:
-            rows[slots] = written
-            return
-        is_own, places = self._own(slots)
-        rows[places] = written[is_own]
-
-    def _get(self, rows: model.Words, slots: NDArray[np.int64]) -> model.Words:
-        """The rows; nothing for those of other ranks."""
-        if self.shape.num_parts == 1:
-            return rows[slots]
-        is_own, places = self._own(slots)
-        read = np.zeros(len(slots), dtype=np.uint64)
-        read[is_own] = rows[places]
-        return read
+        rows = offsets // (parts * run) * run + offsets % run
+        return is_own, blocks[is_own], rows[is_own]
 
     def _go_on(self, item: Item, layer: int, h: model.Words) -> model.Words:
         """A recurrent layer: the state in the step's block goes on with what the step computes."""
-        state = self.kv[self.shape.tensors[layer], item.states[self.shape.layer_groups[layer]][1]]
+        state = self._cells[self.shape.tensors[layer], item.states[self.shape.layer_groups[layer]][1], :, 0]
         rows = item.rows[self.index]
         assert rows is not None and item.start == item.num_computed, "no drafts are modelled of such layers"
         before = state if item.start else model.first_state(len(state))
-        h, state[:] = model.go_on(h, rows, item.start, before)
-        return h
+        (head,), (own_rows,) = h, rows  # ranks do not divide a state by heads
+        after, state[:] = model.go_on(head, own_rows, item.start, before)
+        return after[None]
 
     def _finish(self, step: Step) -> None:
         step.stages[self.index].come()
         step.num_computing -= 1
         if not step.num_computing:
             for item in step.items:
-                item.sample(self.engine.sampler)
+                item.sample(self.engine.sampler, self.engine.config)
             for event in step.sampled:
                 event.come()
 
     def _write_again(self, step: Step) -> None:
         """A drafter goes on writing to a step's rows after the step's own tokens are out."""
         layer = self.shape.num_layers - 1
-        group, rows = self.shape.layer_groups[layer], self._rows[self.shape.tensors[layer]]
         for item in step.items:
             self._check_write(step, item)
             written = item.rows[self.index]
             assert written is not None
-            self._put(rows, item.slots[group][item.start : item.end], written)
+            self._write_rows(item, layer, written)
 
     def _check_write(self, step: Step, item: Item) -> None:
         for group, size in enumerate(self.engine.config.block_sizes):

@@ -130,7 +130,7 @@ class Item:
     sampled_before: list[SimulatedEvent] | None = None  # by rank: of the step that it needs the token of
     start: int = -1
     inputs: list[int] = field(default_factory=list)
-    h: list[Words | None] = field(default_factory=list)  # by rank
+    h: list[Words | None] = field(default_factory=list)  # by rank: (heads, tokens)
     rows: list[Words | None] = field(default_factory=list)  # by rank: what the last layer has written
     generated: list[int] = field(default_factory=list)
 
@@ -149,15 +149,16 @@ class Item:
     def end(self) -> int:
         return self.start + self.num_scheduled
 
-    def sample(self, draft: Sampler) -> None:
+    def sample(self, draft: Sampler, config: EngineConfig) -> None:
         """All ranks have computed it: what it generates, and the drafts behind that."""
         if not self.samples:
             return
         first = self.num_scheduled - self.num_drafts - 1
         total = np.zeros(self.num_drafts + 1, dtype=np.uint64)
-        for h in self.h:
+        for rank, h in enumerate(self.h):
             assert h is not None
-            total += h[first:]
+            if config.leads(rank):
+                total += h[:, first:].sum(axis=0, dtype=np.uint64)
         tokens = [token_of(word) for word in total.tolist()]
         drafts = self.inputs[first + 1 :]
         num_accepted = 0
@@ -236,7 +237,7 @@ def shape_of(config: EngineConfig) -> ModelShape:
         tuple(range(len(groups))) * config.num_layers,
         tuple(map(Sight, (group.window for group in groups), config.chunks)),
         tuple(group.is_recurrent for group in groups),
-        config.num_ranks,
+        config.num_heads or config.num_ranks,
         config.num_parts,
         config.interleave,
         config.replicas,

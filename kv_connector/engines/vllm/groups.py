@@ -137,6 +137,21 @@ def layer_specs(spec: Any) -> Iterable[Any]:
     return wrapped.values() if wrapped is not None else (spec,)
 
 
+def read_kv_heads(kv_cache_config: Any) -> dict[str, int]:
+    """By layer the KV heads that this rank holds, where this vLLM lays layers out as blocks, heads, tokens and content
+    of a head (0.32 and newer) and one head is one slot of such a tensor."""
+    if not hasattr(kv_cache_interface, "compute_layer_kv_cache_shape_bytes"):
+        return {}
+    found = {}
+    for group in kv_cache_config.kv_cache_groups:
+        wrapped = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            spec = wrapped.get(name, group.kv_cache_spec)
+            if isinstance(spec, kv_cache_interface.AttentionSpec) and spec.num_head_slots is None:
+                found[name] = spec.num_kv_heads
+    return found
+
+
 def num_replicas(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
     """How many ranks, one behind the other, hold the same bytes.
 

@@ -36,6 +36,8 @@ _FROM_FILES = {
 """Load formats under which weights are read from the model's own folder, unless that is an URL."""
 _SAFETENSORS_FIRST = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "bitsandbytes", "runai_streamer"}
 """Those that read the same files of a folder."""
+_BY_RANK = {"bitsandbytes", "sharded_state", "runai_streamer_sharded"}
+"""Those of them whose values depend on how ranks divide them: each rank quantises its own, or has files of its own."""
 _NEVER_READ = ["original/**/*"]
 """vLLM's own `LoadConfig.ignore_patterns`."""
 _MULTIMODAL = (
@@ -63,6 +65,7 @@ def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     load, states = vllm_config.load_config, _states(kv_cache_config)
+    draft_load = getattr(speculative, "draft_load_config", None) or load
     return CacheIdentity(
         model=f"{model.model_weights or model.model}@{model.revision or ''}",
         cache_dtype=f"{kv_cache.cache_dtype}/{model.dtype}{states}",
@@ -73,8 +76,8 @@ def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block
         engine=f"vllm {vllm.__version__}",
         config="/".join(_hash(config) for config in (model, draft) if config is not None),
         settings=_settings(vllm_config, has_states=bool(states)),
-        weights=_weights(model, load),
-        draft_weights=_weights(draft, getattr(speculative, "draft_load_config", None) or load) if draft else "",
+        weights=_weights(model, load, parallel.tensor_parallel_size),
+        draft_weights=_weights(draft, draft_load, parallel.tensor_parallel_size) if draft else "",
     )
 
 
@@ -194,19 +197,21 @@ def _context_parallel(parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-def _weights(model: ModelConfig, load: Any) -> str:
-    """Their fingerprint; where there is none, what is known of where they come from, and a line in the log."""
+def _weights(model: ModelConfig, load: Any, tp_size: int) -> str:
+    """Their fingerprint; where there is none, what is known of where they come from, and a line in the log. With the TP
+    size where they may depend on it: each rank draws dummy weights of its own, and what other loaders do is theirs."""
     load_format = str(load.load_format)
+    ranks = "" if load_format in _FROM_FILES - _BY_RANK else f", of TP size {tp_size}"
     if load_format == "dummy":
-        return f"dummy, seed {model.seed}"
+        return f"dummy, seed {model.seed}{ranks}"
     found = None
     if load_format in _FROM_FILES and not model.model_weights:
         found = local_fingerprint(model.model, model.revision, load.download_dir)
     if found is not None:
-        return f"{found}{_choice(load)}"
+        return f"{found}{_choice(load)}{ranks}"
     source = f"{load_format} {model.model_weights or model.model}@{model.revision or ''}"
     _say_unnamed(source)
-    return f"{source} {json.dumps(load.model_loader_extra_config, sort_keys=True, default=str)}"
+    return f"{source} {json.dumps(load.model_loader_extra_config, sort_keys=True, default=str)}{ranks}"
 
 
 def _choice(load: Any) -> str:

@@ -12,7 +12,7 @@ from vllm.v1.core import kv_cache_utils
 from ...config import Config, PeerRole
 from ...errors import ConfigError
 from ...index import BlockGroup, may_truncate
-from .groups import num_replicas, read_groups
+from .groups import num_replicas, read_groups, read_kv_heads
 from .steps import TELLS_FAILED_REQUESTS
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class EngineShape:
     as pipelines do. `recomputes`: it is to compute what was not loaded.
     The caches of `num_replicas` ranks, from a multiple of that on, hold the same bytes.
     `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
+    `kv_heads` are this rank's, by layer, where it is known how they lie: see `read_kv_heads`.
     """
 
     block_size: int
@@ -46,6 +47,7 @@ class EngineShape:
     plans_ahead: bool
     recomputes: bool
     drop_last_block: bool
+    kv_heads: Mapping[str, int]
     unpins_when_idle: bool
     engine_id: str
 
@@ -126,6 +128,7 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         plans_ahead=bool(vllm_config.scheduler_config.async_scheduling) or parallel.pipeline_parallel_size > 1,
         recomputes=getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
         drop_last_block=speculative is not None and _drops_last_block(speculative),
+        kv_heads=read_kv_heads(kv_cache_config),
         # Freshly allocated blocks are zeroed before a connector can order anything in front of that.
         unpins_when_idle=not getattr(kv_cache_config, "needs_kv_cache_zeroing", False),
         engine_id=str(getattr(vllm_config.kv_transfer_config, "engine_id", None) or ""),

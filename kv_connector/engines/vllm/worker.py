@@ -30,6 +30,9 @@ NEEDS_WORKER_STATS = not hasattr(base.KVConnectorBase_V1, "on_new_request")
 """Whether this vLLM asks the scheduler side for statistics only where a worker had some (0.20)."""
 
 
+_HEAD_DIM = 1
+
+
 class WorkerRole:
     """Translates; `half` moves the bytes."""
 
@@ -55,7 +58,9 @@ class WorkerRole:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         ordered = dict(sorted(kv_caches.items(), key=lambda item: _forward_order(item[0])))
         dims = {name: _block_dim(entry, self._shape.num_blocks) for name, entry in ordered.items()}
-        self.half.register_kv_caches(ordered, self._shape.num_blocks, dims)
+        kv_heads = self._shape.kv_heads
+        heads = {name: _HEAD_DIM for name, entry in ordered.items() if _has_heads(entry, kv_heads.get(name))}
+        self.half.register_kv_caches(ordered, self._shape.num_blocks, dims, heads)
         logger.info("kv_connector: rank %d: %s", self._shape.rank, self.half.describe())
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
@@ -114,6 +119,12 @@ def _exchange(num_replicas: int, value: object) -> list[object]:
 def _forward_order(layer_name: str) -> tuple[int, ...]:
     """Layers run in the order of their numbers; draft layers are numbered behind the model's."""
     return tuple(int(number) for number in re.findall(r"\d+", layer_name))
+
+
+def _has_heads(entry: torch.Tensor | Sequence[torch.Tensor], num_heads: int | None) -> bool:
+    """Whether it is of blocks, so many heads, tokens and content."""
+    shape = tuple(entry.shape) if hasattr(entry, "shape") else ()
+    return len(shape) == 4 and shape[_HEAD_DIM] == num_heads
 
 
 def _block_dim(entry: torch.Tensor | Sequence[torch.Tensor], num_blocks: int) -> int:

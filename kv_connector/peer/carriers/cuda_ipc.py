@@ -183,6 +183,7 @@ class CudaIpcTransport(OneSided):
 
     def _meet(self, link: int, info: PeerInfo) -> None:
         """Map the peer's allocations, and check that its regions lie within them."""
+        super()._meet(link, info)
         handles, places = info.extra.get("handles"), info.extra.get("regions")
         if not isinstance(handles, list) or not all(_is_handle(handle) for handle in handles):
             raise PeerError("its pool has no CUDA IPC handles: it must lie on a GPU of this machine")

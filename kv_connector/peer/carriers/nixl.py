@@ -172,6 +172,7 @@ class NixlTransport(OneSided):
         self._forget(link)
 
     def _meet(self, link: int, info: PeerInfo) -> None:
+        super()._meet(link, info)
         name, regions = check_text(info.extra, "agent"), info.extra.get("regions")
         if not isinstance(regions, list) or len(regions) != len(self._pool.regions):
             raise PeerError(f"its pool is not {len(self._pool.regions)} regions")

@@ -104,6 +104,7 @@ class OverChannel(ABC):
             info.num_blocks,
             {"transport": self.transport, "process": own_process(), **extra},
         )
+        self._info = info
         self._channel = open_channel(bind, port, secret, info, seconds, self.counters)
         self._leases = WriteLeases(self._channel.send, self.longest_transfer_seconds, clock.monotonic)
         self._events: list[PeerEvent] = []
@@ -201,8 +202,9 @@ class OverChannel(ABC):
             return False
         return True
 
-    def _arrived(self, arrived: Arrived) -> None:
-        self.counters.received_bytes += arrived.count * self._pool.bytes_of(arrived.regions)
+    def _arrived(self, pool: PeerPool, arrived: Arrived) -> None:
+        """Blocks are there; `pool` is what the peer holds of them."""
+        self.counters.received_bytes += arrived.count * pool.bytes_of(arrived.regions)
         self._events.append(arrived)
 
 
@@ -283,6 +285,14 @@ class OneSided(OverChannel):
         """Begin to write, and say so; Pushed comes once it is over, at once where the link is lost. While a write is
         made this side may stand still: nothing is begun where `may_write`, asked right in front of it, says no."""
 
+    def _meet(self, link: int, info: PeerInfo) -> None:
+        here, there = self._info.identity, info.identity
+        if here.pieces != there.pieces:
+            raise PeerError(
+                f"tp_size is {here.tp_size} here and {there.tp_size} there, and KV heads are divided anew in host "
+                'memory only: give both engines peer.route "staged"'
+            )
+
     def _hear(self, link: int, message: WireMessage) -> bool:
         if isinstance(message, Want):
             self._leases.may_write(link)  # asks: the answer is there when the first blocks are computed
@@ -316,7 +326,7 @@ class OneSided(OverChannel):
         if granted is None:
             return  # revoked while this was on its way
         check_granted(arrived, granted)
-        self._arrived(arrived)
+        self._arrived(self._pool, arrived)
 
     def _end_waiting(self, link: int, pushes: Sequence[Push]) -> None:
         for push in pushes:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 
 from ...types import PeerAction, PeerJob
 from ..base import CLOCK, Arrived, Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerTransport, Pushed
+from ..identity import PeerIdentity
 from .offers import Offers
 from .receives import Receives
 
@@ -48,19 +49,18 @@ class PeerJobs:
         self,
         transport: PeerTransport,
         engine_id: str,
-        num_regions: int,
-        rank: int,
+        identity: PeerIdentity,
         deadline_seconds: float,
         timeout_seconds: float,
         clock: Clock = CLOCK,
         prepare_thread: Callable[[], None] | None = None,
     ) -> None:
-        """Takes the transport over. `deadline_seconds`: without anything arriving, until a receive is given up, and
-        until what nobody wants is forgotten where nobody offers it; `timeout_seconds`: for a peer to answer;
-        `prepare_thread`: see `PeerPool`."""
+        """Takes the transport over. `identity`: what it tells peers of this rank; `deadline_seconds`: without anything
+        arriving, until a receive is given up, and until what nobody wants is forgotten where nobody offers it;
+        `timeout_seconds`: for a peer to answer; `prepare_thread`: see `PeerPool`."""
         self._transport = transport
-        self._offers = Offers(transport, engine_id, num_regions, deadline_seconds, clock.monotonic)
-        self._receives = Receives(transport, num_regions, rank, deadline_seconds, timeout_seconds, clock.monotonic)
+        self._offers = Offers(transport, engine_id, identity, deadline_seconds, clock.monotonic)
+        self._receives = Receives(transport, identity, deadline_seconds, timeout_seconds, clock.monotonic)
         self._words: deque[tuple[Marker | None, Callable[[], None]]] = deque()
         self._gated: list[tuple[Marker, Callable[[], None]]] = []
         self._ended: deque[EndedPeerJob] = deque()
@@ -255,8 +255,8 @@ class PeerJobs:
     def _take(self, event: PeerEvent) -> None:
         if isinstance(event, Connected):
             self._open_links.add(event.link)
-            self._offers.connected(event.link, event.num_blocks)
-            self._receives.connected(event.link)
+            self._offers.connected(event)
+            self._receives.connected(event)
         elif isinstance(event, Lost):
             self._open_links.discard(event.link)
             self._offers.lost(event.link)

@@ -11,7 +11,9 @@ of it, and who guesses the id of a KV transfer ends nothing.
 
 Each block group of a model is offered and wanted by itself, under the id of the KV transfer; all of them begin in one
 step, and are withdrawn together. Who asks for what was withdrawn, or had asked before it was offered, is refused; while
-the request of a KV transfer is preempted whoever asks waits, as before its beginning.
+the request of a KV transfer is preempted whoever asks waits, as before its beginning. Where the KV heads of this rank
+are divided over several ranks of the consumer, each of them asks for its own, and blocks are held until all of them
+have theirs.
 """
 
 from __future__ import annotations
@@ -21,48 +23,19 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from ...types import PeerJob
-from ..base import Ids, PeerError, PeerTransport, Push, Pushed, check_ids
+from ..base import Connected, PeerError, PeerTransport, Push, Pushed, check_ids
+from ..identity import PeerIdentity
 from ..wire.messages import HASH_BYTES, Nothing, Refused, Stop, Stopped, Want, WireMessage
-
-MOST_EARLY_WANTS = 1024
-MOST_EARLY_BLOCKS = 1 << 20
-"""Of all early wants together: 8 MiB."""
-MOST_EARLY_NONES = 1024
-MOST_WITHDRAWN = 1024
-"""KV transfers that are remembered."""
-
-
-_NOT_HELD = "the blocks are not held any more"
-_Key = tuple[str, int]
-"""A KV transfer, and a block group of it."""
-
-
-@dataclass(slots=True)
-class _Want:
-    link: int
-    grant: int
-    first: int
-    stop: int
-    name: bytes
-    block_ids: Ids
-
-
-@dataclass(slots=True)
-class _EarlyNone:
-    """Of a KV transfer that nobody has begun: this link wants nothing of it, if its last block has this name. Forgotten
-    at the deadline."""
-
-    link: int
-    deadline: float
+from .early import NOT_HELD, Asker, Early, Key, Wanted
 
 
 @dataclass(slots=True)
 class _Sending:
-    """A job, and how far it is: leading regions that are ready, and that were pushed."""
+    """A job, and how far it is: leading regions that are ready, and that were pushed to each asker, by place."""
 
     job: PeerJob
     ready: int = 0
-    pushed: int = 0
+    pushed: dict[int, int] = field(default_factory=dict)
     pushes: set[int] = field(default_factory=set)  # under way
     is_ending: bool = False
 
@@ -74,15 +47,27 @@ class _Sending:
 @dataclass(slots=True)
 class _Offer:
     """A block group of a KV transfer. `names` are those of all its blocks, from position `first` on; `num_left` of them
-    are still to be dealt with."""
+    are still to be dealt with. Of `num_askers` ranks, 0 before the first has asked, each is in `wants` or `unwanted`
+    once it has, by place."""
 
-    key: _Key
+    key: Key
     first: int
     names: list[bytes]
     num_left: int
-    want: _Want | None = None
-    is_unwanted: bool = False  # what is still to be computed of it is let go at once
+    num_askers: int = 0
+    wants: dict[int, Wanted] = field(default_factory=dict)
+    unwanted: set[int] = field(default_factory=set)  # what is still to be computed is not for them
     sendings: dict[int, _Sending] = field(default_factory=dict)
+
+    @property
+    def is_unwanted(self) -> bool:
+        """By all; what is still to be computed of it is let go at once."""
+        return len(self.unwanted) == self.num_askers > 0
+
+    def has_heard(self, asker: Asker) -> bool:
+        """Whether an asker has had its say, or another engine has whose heads are divided otherwise."""
+        is_other = self.num_askers not in (0, asker.count)
+        return is_other or asker.place in self.wants or asker.place in self.unwanted
 
 
 @dataclass(slots=True)
@@ -102,24 +87,21 @@ class Offers:
         self,
         transport: PeerTransport,
         engine_id: str,
-        num_regions: int,
+        identity: PeerIdentity,
         deadline_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self.ended: list[tuple[int, bool]] = []
         self._transport = transport
         self._engine_id = engine_id
-        self._num_regions = num_regions
-        self._seconds = deadline_seconds
-        self._clock = clock
-        self._offers: dict[_Key, _Offer] = {}
+        self._shard = identity.shard
+        self._num_regions = len(identity.pieces)
+        self._offers: dict[Key, _Offer] = {}
         self._by_job: dict[int, _Offer] = {}
-        self._by_push: dict[int, tuple[_Offer, _Sending, _Want]] = {}
-        self._early: dict[_Key, _Want] = {}
-        self._early_nones: dict[tuple[str, bytes], _EarlyNone] = {}  # by KV transfer and name, the oldest first
-        self._withdrawn: dict[str, float] = {}  # by KV transfer, the oldest first: until when it is remembered
+        self._by_push: dict[int, tuple[_Offer, _Sending, Wanted]] = {}
+        self._early = Early(deadline_seconds, clock)
         self._stops: list[_Stop] = []
-        self._peers: dict[int, int] = {}  # by link: blocks of the peer's pool
+        self._peers: dict[int, Connected] = {}  # by link
         self._numbers = count(1)
 
     # What this side's engine says.
@@ -135,11 +117,11 @@ class Offers:
                 self.ended.append((job.job_id, False))
                 return
             offer = self._offers[key] = _Offer(key, job.first, names, len(names))
-            self._withdrawn.pop(job.transfer_id, None)
-            early = self._early.pop(key, None)
-            if early is not None:
-                self._accept(offer, early)
-            offer.is_unwanted = self._early_nones.pop((job.transfer_id, names[-1]), None) is not None
+            wants, nones = self._early.take(key, names)
+            for want in wants:
+                self._accept(offer, want)
+            for asker in nones:
+                self._want_nothing(offer, asker)
         if not job.num_blocks:
             self.ended.append((job.job_id, True))
             return
@@ -169,32 +151,27 @@ class Offers:
         """Offer nothing of it any more, of no block group, until it is offered anew."""
         for key in [key for key in self._offers if key[0] == transfer_id]:
             offer = self._offers.pop(key)
-            if offer.want is not None:
-                self._refuse(offer.want, _NOT_HELD)
-                offer.want = None
+            for want in offer.wants.values():
+                self._refuse(want, NOT_HELD)
+            offer.wants.clear()
             self._let_go(offer)
 
     def withdraw(self, transfer_id: str) -> None:
         """Offer nothing of it any more, of no block group, and let nobody wait for it."""
         self.suspend(transfer_id)
-        for key in [key for key in self._early if key[0] == transfer_id]:
-            self._refuse(self._early.pop(key), _NOT_HELD)
-        self._withdrawn.pop(transfer_id, None)
-        while len(self._withdrawn) >= MOST_WITHDRAWN:
-            del self._withdrawn[next(iter(self._withdrawn))]
-        self._withdrawn[transfer_id] = self._clock() + self._seconds
+        for want in self._early.withdraw(transfer_id):
+            self._refuse(want, NOT_HELD)
 
     # What peers say.
 
-    def connected(self, link: int, num_blocks: int) -> None:
-        """A peer with a pool of so many blocks."""
-        self._peers[link] = num_blocks
+    def connected(self, peer: Connected) -> None:
+        """A link is open."""
+        self._peers[peer.link] = peer
 
     def lost(self, link: int) -> None:
         """A peer is gone: what it wanted early is forgotten. What it was promised is let go by the push that fails."""
         self._peers.pop(link, None)
-        self._early = {name: want for name, want in self._early.items() if want.link != link}
-        self._early_nones = {name: none for name, none in self._early_nones.items() if none.link != link}
+        self._early.lost(link)
 
     def hear(self, link: int, message: WireMessage) -> bool:
         """Take a message if it is for producers; raises PeerError for one that a peer may not send."""
@@ -210,11 +187,11 @@ class Offers:
 
     def pushed(self, event: Pushed) -> None:
         """A push has ended."""
-        offer, sending, _ = self._by_push.pop(event.number)
+        offer, sending, want = self._by_push.pop(event.number)
         sending.pushes.discard(event.number)
-        if not event.ok and offer.want is not None:
-            self._refuse(offer.want, "a push failed")
-            self._unwanted(offer)
+        if not event.ok and offer.wants.get(want.asker.place) is want:
+            self._refuse(want, "a push failed")
+            self._unwanted(offer, want.asker.place)
         for stop in self._stops:
             stop.pushes.discard(event.number)
         self._tell_stopped()
@@ -226,11 +203,7 @@ class Offers:
     def forget_overdue(self) -> None:
         """Forget what was withdrawn, and what was not wanted of KV transfers that nobody has begun in time: their ids
         may come again."""
-        now = self._clock()
-        while self._early_nones and next(iter(self._early_nones.values())).deadline <= now:
-            del self._early_nones[next(iter(self._early_nones))]
-        while self._withdrawn and next(iter(self._withdrawn.values())) <= now:
-            del self._withdrawn[next(iter(self._withdrawn))]
+        self._early.forget_overdue()
 
     @property
     def num_open(self) -> int:
@@ -244,62 +217,63 @@ class Offers:
         self._by_push.clear()
         self._offers.clear()
 
+    def _asker(self, link: int) -> Asker:
+        shard = self._peers[link].shard
+        partners = self._shard.partners(shard.tp_size)
+        return Asker(link, partners.index(shard.rank), len(partners))
+
     def _hear_want(self, link: int, message: Want) -> None:
-        block_ids = check_ids(message.blocks, self._peers[link])
-        want = _Want(link, message.grant, message.first, message.stop, message.name, block_ids)
+        block_ids = check_ids(message.blocks, self._peers[link].num_blocks)
+        want = Wanted(self._asker(link), message.grant, message.first, message.stop, message.name, block_ids)
         engine_id, key = message.engine, (message.transfer, message.group)
-        num_early = sum(len(early.block_ids) for early in self._early.values())
         offer = self._offers.get(key)
         if engine_id not in ("", self._engine_id):
             self._refuse(want, "the engine has been started anew since")
         elif offer is not None:
             self._accept(offer, want)
             self._advance(offer)
-        elif engine_id or message.transfer in self._withdrawn:
-            self._refuse(want, _NOT_HELD)
-        elif len(self._early) >= MOST_EARLY_WANTS or num_early + len(block_ids) > MOST_EARLY_BLOCKS:
-            self._refuse(want, "too many blocks are asked for of KV transfers that nobody has begun")
-        elif key in self._early:
-            self._refuse(want, "the KV transfer is asked for twice, and nobody has begun it")
-        elif (message.transfer, want.name) in self._early_nones:
-            self._refuse(want, "the blocks were not wanted before")
-        else:
-            self._early[key] = want
+        elif engine_id:
+            self._refuse(want, NOT_HELD)
+        elif reason := self._early.want(key, want):
+            self._refuse(want, reason)
 
     def _hear_nothing(self, link: int, message: Nothing) -> None:
-        wanted, key = (message.transfer, message.group), (message.transfer, message.name)
-        offer = self._offers.get(wanted)
+        key, asker = (message.transfer, message.group), self._asker(link)
+        offer = self._offers.get(key)
         if message.engine not in ("", self._engine_id):
             return
         if offer is not None:
-            if offer.want is None and offer.names[-1] == message.name:
-                self._unwanted(offer)
-        elif not message.engine and wanted not in self._early:
-            self._early_nones.pop(key, None)
-            while len(self._early_nones) >= MOST_EARLY_NONES:
-                del self._early_nones[next(iter(self._early_nones))]
-            self._early_nones[key] = _EarlyNone(link, self._clock() + self._seconds)
+            if message.name in offer.names:
+                self._want_nothing(offer, asker)
+                self._advance(offer)
+        elif not message.engine:
+            self._early.want_nothing(key, message.name, asker)
 
-    def _accept(self, offer: _Offer, want: _Want) -> None:
-        if offer.want is not None or offer.is_unwanted:
+    def _accept(self, offer: _Offer, want: Wanted) -> None:
+        if offer.has_heard(want.asker):
             self._refuse(want, "the blocks were asked for before")
         elif not offer.first <= want.first < want.stop <= offer.first + len(offer.names):
             self._refuse(want, f"positions {want.first} to {want.stop} of group {offer.key[1]} are not offered")
         elif offer.names[want.stop - 1 - offer.first] != want.name:
             self._refuse(want, "the prompts are not the same")
         else:
-            offer.want = want
+            offer.num_askers = want.asker.count
+            offer.wants[want.asker.place] = want
+
+    def _want_nothing(self, offer: _Offer, asker: Asker) -> None:
+        if not offer.has_heard(asker):
+            offer.num_askers = asker.count
+            offer.unwanted.add(asker.place)
 
     def _hear_stop(self, link: int, grant: int) -> None:
-        self._early = {k: w for k, w in self._early.items() if (w.link, w.grant) != (link, grant)}
+        self._early.stop(link, grant)
         # Also those of an offer that is not held any more, or not wanted: they still write to the grant's blocks.
-        under_way = [
-            number for number, (_, _, want) in self._by_push.items() if (want.link, want.grant) == (link, grant)
-        ]
+        under_way = [n for n, (_, _, want) in self._by_push.items() if (want.asker.link, want.grant) == (link, grant)]
         self._stops.append(_Stop(link, grant, set(under_way)))
         for offer in list(self._offers.values()):
-            if offer.want is not None and (offer.want.link, offer.want.grant) == (link, grant):
-                self._unwanted(offer)
+            for want in list(offer.wants.values()):
+                if (want.asker.link, want.grant) == (link, grant):
+                    self._unwanted(offer, want.asker.place)
         self._tell_stopped()
 
     def _tell_stopped(self) -> None:
@@ -310,39 +284,45 @@ class Offers:
     # How it goes on.
 
     def _advance(self, offer: _Offer) -> None:
-        """Push what is wanted and ready, and end what is done."""
-        if offer.is_unwanted:
-            self._let_go(offer)
+        """Push what is wanted and ready, and end what is done: each asker has what it wants of it."""
         for sending in list(offer.sendings.values()):
-            want = offer.want
-            if want is not None:
-                self._push(offer, want, sending)
+            if sending.is_ending:
+                continue
+            num_done = len(offer.unwanted)
+            for want in list(offer.wants.values()):
+                num_done += self._push(offer, want, sending)
+            if num_done == offer.num_askers > 0 and not sending.pushes:
+                self._end(offer, sending, ok=True)
 
-    def _push(self, offer: _Offer, want: _Want, sending: _Sending) -> None:
+    def _push(self, offer: _Offer, want: Wanted, sending: _Sending) -> bool:
+        """Push what is ready; whether all that is wanted was pushed before."""
         first, stop = max(want.first, sending.job.first), min(want.stop, sending.stop)
-        if sending.is_ending:
-            return
-        if first >= stop:
-            self._end(offer, sending, ok=True)
-        elif sending.ready > sending.pushed:
-            number, regions = next(self._numbers), range(sending.pushed, sending.ready)
-            sending.pushed = sending.ready
+        place = want.asker.place
+        pushed = sending.pushed.get(place, 0)
+        if first >= stop or pushed == self._num_regions:
+            return True
+        if sending.ready > pushed:
+            number, regions = next(self._numbers), range(pushed, sending.ready)
+            sending.pushed[place] = sending.ready
             sending.pushes.add(number)
             self._by_push[number] = offer, sending, want
             source_ids = sending.job.device_ids[first - sending.job.first : stop - sending.job.first]
             target_ids = want.block_ids[first - want.first : stop - want.first]
-            self._transport.push(
-                want.link, Push(number, want.grant, first - want.first, source_ids, target_ids, regions)
-            )
-        elif sending.pushed == self._num_regions and not sending.pushes:
-            self._end(offer, sending, ok=True)
+            push = Push(number, want.grant, first - want.first, source_ids, target_ids, regions)
+            self._transport.push(want.asker.link, push)
+        return False
 
-    def _unwanted(self, offer: _Offer) -> None:
-        offer.want, offer.is_unwanted = None, True
-        self._let_go(offer)
+    def _unwanted(self, offer: _Offer, place: int) -> None:
+        """An asker wants no more of it."""
+        del offer.wants[place]
+        offer.unwanted.add(place)
+        for number, (other, _, want) in list(self._by_push.items()):
+            if other is offer and want.asker.place == place:
+                self._transport.cancel(number)
+        self._advance(offer)
 
     def _let_go(self, offer: _Offer) -> None:
-        """What nobody wants is as good as sent."""
+        """It is not held any more. What nobody wants is as good as sent."""
         for sending in list(offer.sendings.values()):
             self._end(offer, sending, ok=offer.is_unwanted)
 
@@ -362,8 +342,8 @@ class Offers:
         if offer.num_left <= 0 and self._offers.get(offer.key) is offer:
             del self._offers[offer.key]
 
-    def _refuse(self, want: _Want, reason: str) -> None:
-        self._say(want.link, Refused(want.grant, reason))
+    def _refuse(self, want: Wanted, reason: str) -> None:
+        self._say(want.asker.link, Refused(want.grant, reason))
 
     def _say(self, link: int, message: WireMessage) -> None:
         try:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 from ...log_limiter import LogLimiter
 from ...values import shown
-from ..base import Connected, Lost, Message, PeerCounters, PeerError, PeerEvent
+from ..base import Lost, Message, PeerCounters, PeerError, PeerEvent
 from .handshake import Handshake
 from .messages import WireMessage
 from .peer_info import PeerInfo
@@ -31,6 +31,8 @@ from .sockets import Connection
 
 _MOST_UNAUTHENTICATED = 64
 """Connections from outside whose handshake is not over; the oldest goes when there are more."""
+MOST_CALLS = 256
+"""Connections that this side has begun whose handshake is not over; more are not begun."""
 logger = logging.getLogger("kv_connector.peer")
 
 
@@ -175,6 +177,8 @@ class SideChannel:
 
     def _call(self, link: int, shown: str, address: Address) -> None:
         """Begin to reach a peer; raises PeerError where that fails at once."""
+        if sum(not c.is_open and c.handshake.is_caller for c in self._links.values()) >= MOST_CALLS:
+            raise PeerError(f"cannot be reached: {MOST_CALLS} others have not answered yet")
         try:
             sock = socket.socket(address.family, address.kind, address.protocol)
         except OSError as error:
@@ -271,7 +275,7 @@ class SideChannel:
             connection.opened()
             self._peers[connection.link] = handshake.peer
             self._log_limiter.well(connection.host)
-            self._events.append(Connected(connection.link, handshake.peer.engine_id, handshake.peer.num_blocks))
+            self._events.append(handshake.peer.connected(connection.link))
 
     def _lose(self, connection: Connection, reason: str) -> None:
         del self._links[connection.link]

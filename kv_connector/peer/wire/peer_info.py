@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...values import shown
-from ..base import PeerError, PeerIdentity, check_int, check_text
+from ..base import Connected, PeerError, check_int, check_text
+from ..identity import PeerIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class PeerInfo:
             values = f"{shown(ours)} here and {shown(theirs)} there"
             found.append(f"transport is {values}: give both the same peer.kind and peer.route")
         return found
+
+    def connected(self, link: int) -> Connected:
+        """A link to who says this of itself is open."""
+        return Connected(link, self.engine_id, self.num_blocks, self.identity.shard)
 
     @classmethod
     def decode(cls, body: object) -> PeerInfo:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...base import Request, ScheduledRequest, StateBlock
 from ...config import PeerConfig
+from ...errors import ConfigError
 from ...types import PeerAction, PeerJob, StepPlan, StepReport
 from ..companion import Admission, Companion
 from ..ledger import EndedJob
@@ -27,9 +28,14 @@ class PeerCompanion(Companion):
     """What the scheduler half knows of other engines. `engine_id` names this start of the engine, `roots` what its own
     hashes leave out."""
 
-    def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, engine_id: str, world_size: int) -> None:
+    def __init__(
+        self, config: PeerConfig, shared: Shared, roots: Roots, engine_id: str, world_size: int, tp_size: int
+    ) -> None:
+        if world_size % tp_size:
+            raise ConfigError(f"tp_size={tp_size} cannot be: world_size={world_size} is no multiple of it")
         self._outgoing = Outgoing(config, shared, roots, engine_id, self)
-        self._incoming = Incoming(config, shared, roots, self)
+        self._incoming = Incoming(config, shared, roots, self, tp_size, world_size // tp_size)
+        self._tp_size = tp_size
         self._host = config.host
         self._ports = [config.port + rank if config.port else 0 for rank in range(world_size)]
         self._counters: dict[int, dict[str, float]] = {}  # by rank
@@ -69,7 +75,7 @@ class PeerCompanion(Companion):
     def finished(self, request: Request) -> dict[str, Any] | None:
         """What another engine has to be told to continue the request, if one is to."""
         self._incoming.finished(request)
-        return self._outgoing.finished(request, self._host, self._ports)
+        return self._outgoing.finished(request, self._host, self._ports, self._tp_size)
 
     def saved(self, host_ids: Sequence[int]) -> None:
         """Nothing follows: what travels lies on the device."""

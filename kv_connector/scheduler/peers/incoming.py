@@ -48,15 +48,20 @@ class _Asking:
 
 
 class Incoming:
-    """`roots` name what the engine's own hashes leave out; `owner` opens the jobs."""
+    """`roots` name what the engine's own hashes leave out; `owner` opens the jobs. Each of the engine's `num_stages`
+    stages has `tp_size` ranks."""
 
-    def __init__(self, config: PeerConfig, shared: Shared, roots: Roots, owner: JobOwner) -> None:
+    def __init__(
+        self, config: PeerConfig, shared: Shared, roots: Roots, owner: JobOwner, tp_size: int, num_stages: int
+    ) -> None:
         self.is_stopped = False
         """Whether nothing can be received any more, and nothing is promised."""
         self._config = config
         self._shared = shared
         self._roots = roots
         self._owner = owner
+        self._tp_size = tp_size
+        self._num_stages = num_stages
         self._sources: dict[str, _Source] = {}  # by request
         self._receiving: dict[str, list[int]] = {}  # by request: its jobs under way
         self._asking: list[_Asking] = []
@@ -160,13 +165,14 @@ class Incoming:
         if not params.get("do_remote_prefill"):
             return None
         transfer_id = text(params, "transfer_id") or text(params, "remote_request_id")
-        host, found = text(params, "remote_host"), ports(params)
+        host, found = text(params, "remote_host"), ports(params, self._tp_size, self._num_stages)
         if not (transfer_id and host and found):
             return None
         return _Source(transfer_id, text(params, "remote_engine_id"), host, found)
 
     def _open(self, asking: _Asking) -> PeerJob:
         source = asking.source
+        tp_size, num_over = divmod(len(source.ports), self._num_stages)
         job = PeerJob(
             self._shared.ledger.next_id(),
             PeerAction.RECEIVE,
@@ -176,6 +182,7 @@ class Incoming:
             names=asking.name,
             host=source.host,
             ports=source.ports,
+            tp_size=0 if num_over else tp_size,
             engine_id=source.engine_id,
             request_id=asking.request_id if asking.device_ids else None,
             admission=asking.admission,

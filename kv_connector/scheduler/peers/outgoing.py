@@ -130,9 +130,9 @@ class Outgoing:
         if transfer is not None:
             self._withdraw(transfer)
 
-    def finished(self, request: Request, host: str, ports: Sequence[int]) -> dict[str, Any] | None:
+    def finished(self, request: Request, host: str, ports: Sequence[int], tp_size: int) -> dict[str, Any] | None:
         """The request has ended; what another engine has to be told to continue it, if one is to. `host` and `ports`
-        are where it finds each rank."""
+        are where it finds each rank, `tp_size` of each stage."""
         transfer = self._sending.get(request.request_id)
         if transfer is None:
             if transfer_id := self._id_of(request):
@@ -156,7 +156,7 @@ class Outgoing:
             "remote_ports": list(ports),
             "remote_block_ids": [list(part.blocks) for part in transfer.parts],  # proxies ask only if there are any
             "remote_num_tokens": transfer.end * self._shared.block_size,
-            "tp_size": len(ports),
+            "tp_size": tp_size,
         }
 
     def plan(self, plan: StepPlan) -> StepPlan:

@@ -11,6 +11,8 @@ from ..shared import Shared
 
 MOST_TEXT = 256
 """Characters of a name."""
+MOST_RANKS = 256
+"""Of an engine that may be asked for blocks."""
 
 
 def params_of(request: Request) -> Mapping[str, Any]:
@@ -37,9 +39,16 @@ def text(params: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) and len(value) <= MOST_TEXT else ""
 
 
-def ports(params: Mapping[str, Any]) -> tuple[int, ...]:
-    """One port for each rank, or that of rank 0; empty where one of them is none."""
-    given = params.get("remote_ports") or [params.get("remote_port")]
-    if not isinstance(given, list) or not all(type(port) is int and 0 < port < 1 << 16 for port in given):
+def ports(params: Mapping[str, Any], tp_size: int, num_stages: int) -> tuple[int, ...]:
+    """The port of each rank of the producer, stage by stage of its pipeline, which has as many as the one here; empty
+    where one of them is none. Who passes on vLLM's own keys alone says that of rank 0 and the TP size; without the
+    latter it is `tp_size`, as here."""
+    given = params.get("remote_ports")
+    if not given:
+        first, size = params.get("remote_port"), params.get("tp_size") or tp_size
+        if type(first) is not int or type(size) is not int or not 0 < size <= MOST_RANKS:
+            return ()
+        given = list(range(first, first + size * num_stages))
+    if not isinstance(given, list) or len(given) > MOST_RANKS:
         return ()
-    return tuple(given)
+    return tuple(given) if all(type(port) is int and 0 < port < 1 << 16 for port in given) else ()

@@ -46,6 +46,34 @@ def arrangement_of(tensor: torch.Tensor, dim: int, pieces: Sequence[int]) -> str
     return f"{str(tensor.dtype).removeprefix('torch.')}[{dims}] in {'+'.join(map(str, pieces))}"
 
 
+def undivided_arrangement_of(tensor: torch.Tensor, dim: int, head_dim: int) -> str:
+    """The same of ranks that hold other numbers of KV heads, which dimension `head_dim` counts: it is left out."""
+    strides: tuple[int, ...] = tensor.stride()
+    kept = [i for i, size in enumerate(tensor.shape) if i not in (dim, head_dim) and size > 1]
+    order = sorted(kept, key=lambda i: (-strides[i], i))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{' '.join(f'{i}:{tensor.shape[i]}' for i in order)}] a head"
+
+
+def heads_of(tensor: torch.Tensor, head_dim: int | None, piece_bytes: int) -> tuple[int, int]:
+    """How many KV heads a piece of the tensor holds, and the bytes that each has in a row; (0, 0) where they lie in
+    pieces of their own. Dimension `head_dim` counts them, or every rank holds the same, which is one head."""
+    if head_dim is None or tensor.shape[head_dim] == 1:
+        return 1, piece_bytes
+    num_heads, head_bytes = tensor.shape[head_dim], byte_strides(tensor)[head_dim]
+    return (num_heads, head_bytes) if head_bytes < piece_bytes else (0, 0)
+
+
+def head_dim(layer: str, tensor: torch.Tensor, dim: int, given: int) -> int:
+    """Which dimension counts KV heads, as the engine says; `dim` counts blocks. Raises LayoutError where it cannot."""
+    shape = tuple(tensor.shape)
+    if not -len(shape) <= given < len(shape) or given % len(shape) == dim:
+        raise LayoutError(
+            f"layer {layer!r}: head_dims says dimension {given} of shape {shape} counts KV heads, and {dim} counts "
+            "blocks; name another, None where every rank holds the same, or leave the layer out"
+        )
+    return given % len(shape)
+
+
 def block_dim(layer: str, tensor: torch.Tensor, num_blocks: int, given: int | None) -> int:
     """Which dimension counts blocks: `given` where the engine says so. Raises LayoutError where it cannot be told."""
     shape = tuple(tensor.shape)

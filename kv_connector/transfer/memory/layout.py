@@ -10,6 +10,7 @@ blocks or padding inside a block give several. A host block holds every region's
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -17,7 +18,17 @@ from itertools import accumulate, groupby
 import torch
 
 from ...errors import LayoutError
-from .geometry import arrangement_of, block_dim, byte_strides, check_apart, join_overlaid, piece_views
+from .geometry import (
+    arrangement_of,
+    block_dim,
+    byte_strides,
+    check_apart,
+    head_dim,
+    heads_of,
+    join_overlaid,
+    piece_views,
+    undivided_arrangement_of,
+)
 
 PIECE_ALIGN = 16
 """A piece's offset in its host block is a multiple of this, the widest load of a GPU thread."""
@@ -33,12 +44,15 @@ class Region:
     """One piece of every block. It keeps the cache tensor's storage alive.
 
     `view` is uint8 of shape (num_blocks, piece_bytes) with strides (block_stride, 1), in the cache tensor's own
-    memory; `offset` is where the piece starts in a host block, in bytes.
+    memory; `offset` is where the piece starts in a host block, in bytes. `num_heads` and `head_bytes`: see `heads_of`;
+    0 where it is not known how heads lie.
     """
 
     layer: str
     view: torch.Tensor
     offset: int
+    num_heads: int = 0
+    head_bytes: int = 0
 
     @property
     def data_ptr(self) -> int:
@@ -56,6 +70,57 @@ class Region:
         return self.view.stride(0)
 
 
+@dataclass(slots=True)
+class _Tensor:
+    """What its bytes are, also for ranks with other KV heads, which dimension counts those, and its pieces."""
+
+    arrangement: str
+    undivided: str
+    head_dim: int | str | None
+    pieces: range
+
+
+_UNKNOWN = "unknown"
+
+
+class _Tensors:
+    """Tensors that were registered, each once. `pieces` are (layer, uint8 view), with `heads` as of `heads_of`."""
+
+    def __init__(
+        self, num_blocks: int, block_dims: Mapping[str, int] | None, head_dims: Mapping[str, int | None] | None
+    ) -> None:
+        self.pieces: list[tuple[str, torch.Tensor]] = []
+        self.heads: list[tuple[int, int]] = []
+        self.entries: dict[object, _Tensor] = {}
+        self._num_blocks = num_blocks
+        self._block_dims = block_dims or {}
+        self._head_dims = head_dims or {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> range:
+        """Its pieces."""
+        geometry = (tensor.data_ptr(), tuple(tensor.shape), byte_strides(tensor), tensor.itemsize)
+        given = self._head_dims.get(name, _UNKNOWN)
+        entry = self.entries.get(geometry)
+        if entry is None:
+            entry = self.entries[geometry] = self._look(name, tensor, given)
+        elif entry.head_dim != given:
+            for piece in entry.pieces:
+                self.heads[piece] = 0, 0
+        return entry.pieces
+
+    def _look(self, name: str, tensor: torch.Tensor, given: int | str | None) -> _Tensor:
+        dim = block_dim(name, tensor, self._num_blocks, self._block_dims.get(name))
+        views = piece_views(name, tensor, self._num_blocks, dim)
+        arrangement = undivided = arrangement_of(tensor, dim, [view.shape[1] for view in views])
+        if isinstance(given, int):
+            undivided = undivided_arrangement_of(tensor, dim, head_dim(name, tensor, dim, given))
+        first = len(self.pieces)
+        self.pieces.extend((name, view) for view in views)
+        for view in views:
+            self.heads.append((0, 0) if isinstance(given, str) else heads_of(tensor, given, view.shape[1]))
+        return _Tensor(arrangement, undivided, given, range(first, len(self.pieces)))
+
+
 class CacheLayout:
     """Every region of the registered cache tensors, and where each lies in a host block. It never changes.
 
@@ -66,6 +131,7 @@ class CacheLayout:
     piece_bytes: bytes that a copy of one block moves: `block_bytes` less the padding.
     device: where the tensors lie.
     arrangement: what the bytes of a host block are: equal text, equal meaning of every byte. See `arrangement_of`.
+    undivided_arrangement: the same but for how many KV heads each region has, where that is known.
     """
 
     def __init__(
@@ -74,19 +140,23 @@ class CacheLayout:
         pieces: Sequence[tuple[str, torch.Tensor]],
         layer_regions: Mapping[str, Sequence[int]],
         arrangement: str = "",
+        undivided_arrangement: str = "",
+        heads: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """`pieces` are (layer, uint8 view) in order; `layer_regions[name]` are the regions that a layer reads.
+        """`pieces` are (layer, uint8 view) in order; `layer_regions[name]` are the regions that a layer reads; `heads`
+        are (KV heads, bytes of each in a row) of the pieces, where that is known of any.
 
         Engines use `from_tensors`, which finds both.
         """
         regions: list[Region] = []
         end = 0
-        for layer, view in pieces:
+        for (layer, view), (num_heads, head_bytes) in zip(pieces, heads or [(0, 0)] * len(pieces), strict=True):
             offset = _round_up(end, PIECE_ALIGN)
-            regions.append(Region(layer, view, offset))
+            regions.append(Region(layer, view, offset, num_heads, head_bytes))
             end = offset + view.shape[1]
         self.num_blocks = num_blocks
         self.arrangement = arrangement
+        self.undivided_arrangement = undivided_arrangement
         self.regions = tuple(regions)
         self.layer_names = tuple(layer_regions)
         self.block_bytes = _round_up(end, BLOCK_ALIGN)
@@ -106,44 +176,45 @@ class CacheLayout:
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         num_blocks: int,
         block_dims: Mapping[str, int] | None = None,
+        head_dims: Mapping[str, int | None] | None = None,
     ) -> CacheLayout:
         """The layout of `kv_caches`: one tensor or several by layer name, in the order of the forward pass.
 
         Tensors may have any dtype and strides. One dimension counts blocks: it has size `num_blocks`, or a multiple of
         it where the engine's kernels use smaller blocks; `block_dims` names that dimension by layer where sizes do not
-        tell. A tensor that is registered twice is copied once, and so are bytes that tensors of several block groups
-        share: see `join_overlaid`. Reads no bytes. Raises LayoutError.
+        tell. `head_dims`: see `KVConnectorWorker.register_kv_caches`. A tensor that is registered twice is copied once,
+        and so are bytes that tensors of several block groups share: see `join_overlaid`. Reads no bytes. Raises
+        LayoutError.
         """
         if num_blocks < 1:
             raise LayoutError(f"num_blocks={num_blocks}: give the number of blocks of the engine's cache, at least 1")
-        pieces: list[tuple[str, torch.Tensor]] = []
+        found = _Tensors(num_blocks, block_dims, head_dims)
         own: dict[str, list[int]] = {name: [] for name in kv_caches}
-        seen: dict[object, range] = {}
-        arranged: list[tuple[str, int]] = []  # of each tensor, and its first piece
-        devices = set()
         for name, entry in kv_caches.items():
             for tensor in [entry] if isinstance(entry, torch.Tensor) else entry:
-                geometry = (tensor.data_ptr(), tuple(tensor.shape), byte_strides(tensor), tensor.itemsize)
-                if geometry not in seen:
-                    dim = block_dim(name, tensor, num_blocks, None if block_dims is None else block_dims.get(name))
-                    views = piece_views(name, tensor, num_blocks, dim)
-                    arranged.append((arrangement_of(tensor, dim, [view.shape[1] for view in views]), len(pieces)))
-                    pieces.extend((name, view) for view in views)
-                    seen[geometry] = range(len(pieces) - len(views), len(pieces))
-                devices.add(tensor.device)
-                own[name] += seen[geometry]
+                own[name] += found.add(name, tensor)
+        pieces = found.pieces
         missing = [name for name in kv_caches if not own[name]]
         if missing or not pieces:
             raise LayoutError(f"no cache tensor was registered for {missing or 'any layer'}: pass them all")
+        devices = {view.device for _, view in pieces}
         if len(devices) > 1:
             raise LayoutError(f"cache tensors lie on {sorted(map(str, devices))}: register one rank's tensors only")
         regions, went = join_overlaid(pieces)
         check_apart(regions)
         layer_regions = {name: [went[piece] for piece in own[name]] for name in kv_caches}
-        shifts = [pieces[piece][1].data_ptr() - regions[went[piece]][1].data_ptr() for _, piece in arranged]
-        texts = [f"{text} at {shift}" if shift else text for (text, _), shift in zip(arranged, shifts, strict=True)]
-        runs = [(text, len(list(run))) for text, run in groupby(texts)]
-        return cls(num_blocks, regions, layer_regions, ", ".join(f"{count} x {text}" for text, count in runs))
+        by_region, num_pieces = dict(zip(went, found.heads, strict=True)), Counter(went)
+        # Of layers that lie over each other each may have other heads.
+        heads = [by_region[region] if num_pieces[region] == 1 else (0, 0) for region in range(len(regions))]
+        texts, undivided = [], []
+        for part in found.entries.values():
+            first = part.pieces.start
+            shift = pieces[first][1].data_ptr() - regions[went[first]][1].data_ptr()
+            at = f" at {shift}" if shift else ""
+            is_known = all(heads[went[piece]][0] for piece in part.pieces)
+            texts.append(f"{part.arrangement}{at}")
+            undivided.append(f"{part.undivided if is_known else part.arrangement}{at}")
+        return cls(num_blocks, regions, layer_regions, _in_runs(texts), _in_runs(undivided), heads)
 
     def last_region(self, layer_name: str) -> int:
         """Index of the last region that the layer reads; an alias reads its owner's. -1 for an unknown layer."""
@@ -185,6 +256,11 @@ class CacheLayout:
         """Offset and length, in bytes, of the part of a host block that holds these consecutive regions."""
         start, last = self.regions[regions.start].offset, self.regions[regions.stop - 1]
         return start, last.offset + last.piece_bytes - start
+
+
+def _in_runs(texts: Sequence[str]) -> str:
+    runs = [(text, len(list(run))) for text, run in groupby(texts)]
+    return ", ".join(f"{count} x {text}" for text, count in runs)
 
 
 def _round_up(value: int, multiple: int) -> int:

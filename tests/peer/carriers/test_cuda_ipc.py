@@ -128,7 +128,7 @@ def test_a_slot_that_is_half_copied_is_not_let_go(packs: bool) -> None:
     slots = DeviceSlots(pool)
     ring: Any = SimpleNamespace(address=1 << 20, slot_bytes=1 << 16)
     with pytest.raises(TransferError, match="second batch"):
-        (slots.pack if packs else slots.unpack)(ids([1, 2]), range(3), ring, 0)
+        (slots.pack if packs else slots.unpack)(pool, ids([1, 2]), range(3), ring, 0)
     assert left == [0]
 
 

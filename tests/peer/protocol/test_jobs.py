@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kv_connector.peer.base import Arrived, Connected, Lost, Message, PeerTransport, Pushed
+from kv_connector.peer.protocol.early import MOST_EARLY_NONES
 from kv_connector.peer.protocol.jobs import PeerJobs
-from kv_connector.peer.protocol.offers import MOST_EARLY_NONES, Offers
+from kv_connector.peer.protocol.offers import Offers
 from kv_connector.peer.protocol.receives import Receives
 from kv_connector.peer.wire.messages import Hello, Stop, Want
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
-from tests.peer.peers import PIECES, Pool, info_of
+from tests.peer.peers import IDENTITY, PIECES, Pool, info_of
 
 SEEN: Counter[str] = Counter()
 ENGINE = "producer"
@@ -51,8 +52,8 @@ class TransferMachine(RuleBasedStateMachine):
         self.source, self.target = Pool(400, seed=1), Pool(4000, seed=2)
         self.a: PeerTransport = LoopbackTransport(self.net, self.source.pool, info_of(self.source, ENGINE))
         self.b: PeerTransport = LoopbackTransport(self.net, self.target.pool, info_of(self.target, "consumer"))
-        self.offers = Offers(self.a, ENGINE, len(PIECES), DEADLINE, lambda: self.now)
-        self.receives = Receives(self.b, len(PIECES), 0, DEADLINE, 1.0, lambda: self.now)
+        self.offers = Offers(self.a, ENGINE, IDENTITY, DEADLINE, lambda: self.now)
+        self.receives = Receives(self.b, IDENTITY, DEADLINE, 1.0, lambda: self.now)
         self.transfers: list[Transfer] = []
         self.asked: dict[int, tuple[Transfer, int, list[int]]] = {}  # receive: what, from where, into which blocks
         self.open: set[int] = set()
@@ -204,7 +205,7 @@ class TransferMachine(RuleBasedStateMachine):
         transport = self.a if is_producer else self.b
         part: Any = self.offers if is_producer else self.receives
         if isinstance(event, Connected):
-            part.connected(event.link, *([event.num_blocks] if is_producer else []))
+            part.connected(event)
         elif isinstance(event, Lost):
             part.lost(event.link)
         elif isinstance(event, Message):
@@ -245,7 +246,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.every_job_ends_once()
         assert not self.open, f"jobs {self.open} never end"
         assert self.offers.num_open == self.receives.num_open == 0
-        assert not self.offers._early_nones
+        assert not any(self.offers._early._nones.values())
         SEEN["jobs"] += len(self.ended)
 
 
@@ -276,7 +277,7 @@ def test_a_prompt_that_nobody_wants_is_let_go_however_many_others_were_not_wante
     machine.begin(num_blocks=2, chunk=2)
     machine.every_job_ends_once()
     assert machine.open == set()
-    assert len(machine.offers._early_nones) < MOST_EARLY_NONES
+    assert len(machine.offers._early._nones[0]) < MOST_EARLY_NONES
 
 
 def test_an_id_that_comes_again_after_the_deadline_is_served() -> None:
@@ -305,7 +306,7 @@ def test_the_thread_opts_out_of_captures_before_it_calls_anything() -> None:
 
     transport = Watched(LoopbackNet(), pool.pool, info_of(pool))
     prepare = lambda: called.append(("prepare", threading.current_thread().name))  # noqa: E731 - a word to the thread
-    jobs = PeerJobs(transport, ENGINE, len(PIECES), 0, DEADLINE, 1.0, prepare_thread=prepare)
+    jobs = PeerJobs(transport, ENGINE, IDENTITY, DEADLINE, 1.0, prepare_thread=prepare)
     jobs.start()
     jobs.close()
     assert called[0] == ("prepare", "kv-peer")
@@ -326,7 +327,7 @@ class Served:
         net = LoopbackNet()
         self.transport = LoopbackTransport(net, Pool(seed=1).pool, info_of(Pool(), ENGINE))
         self.consumer = LoopbackTransport(net, Pool(seed=2).pool, info_of(Pool(), "consumer"))
-        self.jobs = PeerJobs(self.transport, ENGINE, len(PIECES), 0, DEADLINE, 1.0)
+        self.jobs = PeerJobs(self.transport, ENGINE, IDENTITY, DEADLINE, 1.0)
         self.link = self.consumer.connect("here", self.transport.port)
         self.consumer.grant(self.link, 7, [0, 1])
         self.jobs.begin(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2, 3]), names=bytes(64)), Here())
@@ -403,7 +404,7 @@ def test_a_thread_that_breaks_fails_its_jobs_once_and_says_so() -> None:
         is_to_break = threading.Event()
 
     transport = Breaking(LoopbackNet(), Pool().pool, info_of(Pool(), ENGINE))
-    jobs = PeerJobs(transport, ENGINE, len(PIECES), 0, DEADLINE, 1.0)
+    jobs = PeerJobs(transport, ENGINE, IDENTITY, DEADLINE, 1.0)
     jobs.start()
     jobs.begin(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2, 3]), names=bytes(64)), Here())
     assert not jobs.is_broken

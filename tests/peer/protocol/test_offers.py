@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from kv_connector.peer.base import Connected, Lost, Message, Pushed
-from kv_connector.peer.protocol.offers import MOST_EARLY_BLOCKS, MOST_WITHDRAWN, Offers
+from kv_connector.peer.protocol.early import MOST_EARLY_BLOCKS, MOST_WITHDRAWN
+from kv_connector.peer.protocol.offers import Offers
 from kv_connector.peer.wire.messages import Nothing, Refused, Stop, Stopped, Want
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
-from tests.peer.peers import Pool, info_of
+from tests.peer.peers import IDENTITY, Pool, info_of, linked
 
 NAMES = [hashlib.sha256(bytes([number])).digest() for number in range(2)]
 
@@ -30,13 +31,13 @@ class Producer:
             for number in range(2)
         ]
         self.now = 0.0
-        self.offers = Offers(self.transport, "producer", 1, 60.0, lambda: self.now)
+        self.offers = Offers(self.transport, "producer", replace(IDENTITY, pieces=(512,)), 60.0, lambda: self.now)
         self.links = []
         for consumer in self.consumers:
             consumer.grant(consumer.connect("here", self.transport.port), 7, [0, 1])
         for event in self.transport.poll(0.0):
             assert isinstance(event, Connected)
-            self.offers.connected(event.link, event.num_blocks)
+            self.offers.connected(event)
             self.links.append(event.link)
 
     def hear_want(self, number: int, engine_id: str) -> None:
@@ -229,20 +230,21 @@ def test_what_was_withdrawn_takes_a_bounded_memory() -> None:
     producer = Producer()
     for number in range(MOST_WITHDRAWN + 5):
         producer.offers.withdraw(f"t{number}")
-    assert len(producer.offers._withdrawn) == MOST_WITHDRAWN
-    assert "t4" not in producer.offers._withdrawn, "the oldest went"
+    producer.offers.hear(producer.links[0], Want("t4", "", 7, 0, 2, NAMES[-1], (0, 1)))
+    producer.offers.hear(producer.links[0], Want("t5", "", 8, 0, 2, NAMES[-1], (0, 1)))
+    assert producer.said_to(0) == [Refused(8, "the blocks are not held any more")], "only the oldest went"
 
 
 def test_what_is_wanted_early_takes_a_bounded_memory() -> None:
     """Whoever asks for more is told at once, and computes."""
     producer = Producer()
     link, count = producer.links[0], 1 << 16
-    producer.offers.connected(link, 1 << 20)
+    producer.offers.connected(linked(link, 1 << 20))
     for number in range(MOST_EARLY_BLOCKS // count + 5):
         want = Want(f"never begun {number}", "", number, 0, count, bytes(32), tuple(range(count)))
         producer.offers.hear(link, want)
     assert [type(message) for message in producer.said_to(0)] == [Refused] * 5
-    assert sum(want.block_ids.nbytes for want in producer.offers._early.values()) == 8 * MOST_EARLY_BLOCKS
+    assert sum(want.block_ids.nbytes for want in producer.offers._early._wants[0].values()) == 8 * MOST_EARLY_BLOCKS
 
 
 class TwoGroups(Producer):

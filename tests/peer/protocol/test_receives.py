@@ -12,7 +12,7 @@ from kv_connector.peer.protocol.receives import Receives
 from kv_connector.peer.wire.messages import Refused, Stopped
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 from kv_connector.types import PeerAction, PeerJob
-from tests.peer.peers import Pool, info_of
+from tests.peer.peers import IDENTITY, Pool, info_of, linked
 
 JOB = 3
 DEADLINE = 10.0
@@ -31,13 +31,15 @@ class Consumer:
         self.transport = LoopbackTransport(net, pool.pool, info_of(pool))
         self.transport.is_one_sided = True
         self.transport.quiet_in = lambda link: max(0.0, self.fences.get(link, 0.0) - self.now)
-        self.receives = Receives(self.transport, 1, 0, DEADLINE, STOP_SECONDS, lambda: self.now)
+        self.receives = Receives(
+            self.transport, replace(IDENTITY, pieces=(512,)), DEADLINE, STOP_SECONDS, lambda: self.now
+        )
         ports = (producer.port,)
         self.receives.receive(
             PeerJob(JOB, PeerAction.RECEIVE, "t", 0, np.array([0, 1]), names=bytes(32), host="here", ports=ports)
         )
         (self.link,) = self.transport.ends
-        self.receives.connected(self.link)
+        self.receives.connected(linked(self.link))
         self.fences[self.link] = FENCE_SECONDS
 
     def arrived(self, count: int = 2, link: int | None = None) -> None:
@@ -61,7 +63,7 @@ def test_a_transfer_ends_with_its_last_block() -> None:
 def test_what_comes_over_another_link_does_not_count() -> None:
     """Else any peer that guesses a number completes a transfer whose blocks hold whatever was there before."""
     consumer = Consumer()
-    consumer.receives.connected(consumer.link + 100)
+    consumer.receives.connected(linked(consumer.link + 100))
     consumer.arrived(link=consumer.link + 100)
     assert consumer.receives.ended == []
 
@@ -70,7 +72,7 @@ def test_another_peer_cannot_say_that_the_producer_has_stopped() -> None:
     """The producer's copies still write: given back on a stranger's word, the blocks would be spoilt for who has them
     next."""
     consumer = Consumer()
-    consumer.receives.connected(consumer.link + 100)
+    consumer.receives.connected(linked(consumer.link + 100))
     consumer.receives.cancel(JOB)
     consumer.receives.hear(consumer.link + 100, Stopped(JOB))
     assert consumer.receives.ended == []
@@ -81,7 +83,7 @@ def test_another_peer_cannot_say_that_the_producer_has_stopped() -> None:
 def test_another_peer_cannot_refuse_what_the_producer_sends() -> None:
     """Else any peer that guesses a number has prompts computed again."""
     consumer = Consumer()
-    consumer.receives.connected(consumer.link + 100)
+    consumer.receives.connected(linked(consumer.link + 100))
     consumer.receives.hear(consumer.link + 100, Refused(JOB, "no"))
     consumer.arrived()
     assert consumer.receives.ended == [(JOB, True)]

@@ -21,6 +21,7 @@ from kv_connector.peer.base import VERSION, PeerError
 from kv_connector.peer.carriers.nixl_agent import encode_metadata, start_agent
 from kv_connector.peer.carriers.staged import ring
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
+from kv_connector.peer.wire.channel import MOST_CALLS
 from kv_connector.peer.wire.frames import MAX_FRAME, MAX_HELLO, FrameReader, frame
 from kv_connector.peer.wire.handshake import Handshake
 from kv_connector.peer.wire.messages import (
@@ -516,6 +517,23 @@ def test_what_waits_for_a_peer_is_bounded(listener: Side) -> None:
         say_much()
     listener.transport.drop(link, "enough")
     raw.sock.close()
+
+
+def test_those_who_never_answer_take_a_bounded_number_of_descriptors() -> None:
+    """Requests name hosts that accept connections and say nothing: others are reached once these are given up."""
+    silent = socket.create_server(("127.0.0.1", 0), backlog=MOST_CALLS + 50)
+    side, good = Side(Backend("shared_memory").open(Pool(), seconds=1.0)), Side(Backend("shared_memory").open(Pool()))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(MOST_CALLS + 20):
+        side.transport.connect("127.0.0.1", silent.getsockname()[1])
+    assert len(os.listdir("/proc/self/fd")) - before <= MOST_CALLS
+    side.poll()
+    assert len(side.of(Lost)) == 20, "those are told at once"
+    until(lambda: len(side.of(Lost)) == MOST_CALLS + 20, side)
+    link_up(side, good)
+    silent.close()
+    good.transport.close()
+    side.transport.close()
 
 
 def test_strangers_who_say_nothing_make_room_for_others() -> None:

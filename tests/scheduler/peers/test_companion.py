@@ -35,6 +35,7 @@ class Engine:
         self,
         num_blocks: int = 60,
         ranks: int = 1,
+        tp_size: int = 0,
         peer: dict[str, Any] | None = None,
         model: str = "pattern",
         clock: Callable[[], float] = time.monotonic,
@@ -43,7 +44,8 @@ class Engine:
         peer = {"secret": SECRET, "deadline_ms": 60_000, "timeout_ms": 20_000, "staging_memory": 1 << 16} | (peer or {})
         config = Config(peer=peer, **({"layer_group_bytes": 1, "load_choice": "sync"} | settings))  # type: ignore[arg-type]
         self.model = PatternModel(num_ranks=ranks)
-        identity = CacheIdentity(model, "uint8", "rows", BLOCK, tp_size=ranks)
+        tp_size = tp_size or ranks
+        identity = CacheIdentity(model, "uint8", "rows", BLOCK, tp_size=tp_size, pp_size=ranks // tp_size)
         engine_id = f"engine-{next(IDS)}"
         worker = partial(build_worker, config, identity=identity, engine_id=engine_id)
         scheduler = Scheduler(num_blocks, BLOCK, max_step_tokens=24, max_running=4)
@@ -227,6 +229,25 @@ def test_a_producer_that_was_started_anew_is_not_taken_for_the_old_one() -> None
         consumer.check()
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_pipeline_says_its_tp_size_and_where_each_rank_is(tp_size: int) -> None:
+    """Two ranks: those of one stage, or a stage each. vLLM's own key counts no stages."""
+    with pair(ranks=2, tp_size=tp_size) as (producer, consumer):
+        prompt = prompt_of(50)
+        told = prefill(producer, prompt)
+        assert (told["tp_size"], len(told["remote_ports"])) == (tp_size, 2)
+        consumer.add(prompt, 3, told)
+        run(consumer, producer)
+        assert consumer.stats()["received_blocks"] == 12
+        for engine in (producer, consumer):
+            engine.check()
+
+
+def test_a_world_that_ranks_do_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no multiple of it"):
+        Engine(ranks=3, tp_size=2)
+
+
 def test_a_proxy_that_passes_on_only_vllms_own_keys() -> None:
     """Some of vLLM's examples make the decode request's parameters anew, from the keys of vLLM's own connector."""
     prompt = prompt_of(50)
@@ -262,6 +283,11 @@ def test_blocks_of_another_prompt_are_refused() -> None:
         {"transfer_id": "x" * 1000, "remote_request_id": None},
         {"transfer_id": "never heard of"},
         {"remote_ports": [1, "2"]},
+        {"remote_ports": [1] * 5000},
+        {"tp_size": 1 << 40},
+        {"tp_size": "two"},
+        {"tp_size": 3},
+        {"tp_size": 200},
     ],
 )
 def test_nonsense_from_a_client_costs_a_computation(params: dict[str, Any]) -> None:

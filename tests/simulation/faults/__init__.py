@@ -18,6 +18,7 @@ from .saves import SAVES
 from .scheduler import SCHEDULER
 from .storage import STORAGE
 from .storage_groups import STORAGE_GROUPS
+from .tp_sizes import TP_SIZES
 from .transfer import TRANSFER
 from .vllm import VLLM
 from .worker import WORKER
@@ -30,6 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *REPLICAS,
     *PEERS,
     *PEER_GROUPS,
+    *TP_SIZES,
     *STORAGE,
     *MACS,
     *GROUPS,

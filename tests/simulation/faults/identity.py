@@ -72,7 +72,13 @@ IDENTITY: tuple[Mutant, ...] = (
     Mutant(
         "arrangement-by-size",
         "dimensions are named in their order and not in that of the bytes",
-        (Patch("kv_connector/transfer/memory/geometry.py", "key=lambda i: (-strides[i], i)", "key=lambda i: i"),),
+        (
+            Patch(
+                "kv_connector/transfer/memory/geometry.py",
+                "if i != dim and size > 1), key=lambda i: (-strides[i], i))",
+                "if i != dim and size > 1), key=lambda i: i)",
+            ),
+        ),
         tested("tests/transfer/memory/test_layout.py"),
     ),
     Mutant(
@@ -96,7 +102,7 @@ IDENTITY: tuple[Mutant, ...] = (
     Mutant(
         "adapters-unnamed",
         "a retrained adapter finds what it has computed before",
-        (Patch("kv_connector/scheduler/half.py", "Roots(root, adapter_of)", "Roots(root)"),),
+        (Patch(_NAMES, "BlockHash(bytes(32)), adapter_of)", "BlockHash(bytes(32)))"),),
         tested(_ADAPTED),
     ),
     Mutant(

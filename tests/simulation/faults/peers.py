@@ -8,6 +8,7 @@ _OUTGOING = "kv_connector/scheduler/peers/outgoing.py"
 _INCOMING = "kv_connector/scheduler/peers/incoming.py"
 _COMPANION = "kv_connector/scheduler/peers/companion.py"
 _OFFERS = "kv_connector/peer/protocol/offers.py"
+_EARLY = "kv_connector/peer/protocol/early.py"
 _LEASES = "kv_connector/peer/carriers/leases.py"
 _RECEIVES = "kv_connector/peer/protocol/receives.py"
 _JOBS = "kv_connector/peer/protocol/jobs.py"
@@ -109,10 +110,9 @@ PEERS: tuple[Mutant, ...] = (
         "where many KV transfers were not wanted, the next one that is not is held to the deadline",
         (
             Patch(
-                _OFFERS,
-                "            while len(self._early_nones) >= MOST_EARLY_NONES:\n"
-                "                del self._early_nones[next(iter(self._early_nones))]\n",
-                "            if len(self._early_nones) >= MOST_EARLY_NONES:\n                return\n",
+                _EARLY,
+                "        while len(nones) >= MOST_EARLY_NONES:\n            del nones[next(iter(nones))]\n",
+                "        if len(nones) >= MOST_EARLY_NONES:\n            return\n",
             ),
         ),
         tested(
@@ -123,7 +123,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "nones-for-ever",
         "what was not wanted before it was offered is remembered as long as the link lives",
-        (Patch(_OFFERS, "next(iter(self._early_nones.values())).deadline <= now:", "False:"),),
+        (Patch(_EARLY, "nones and next(iter(nones.values())).deadline <= now:", "False:"),),
         simulated(20),
     ),
     Mutant(
@@ -132,8 +132,8 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _OFFERS,
-                "            self._refuse(self._early.pop(key), _NOT_HELD)\n",
-                "            pass\n",
+                "            self._refuse(want, NOT_HELD)\n\n    # What",
+                "            pass\n\n    # What",
             ),
         ),
         tested(f"{_WANTS}::test_what_will_not_be_offered_is_refused_whenever_it_is_asked_for"),
@@ -141,13 +141,13 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "withdrawn-unknown",
         "who asks for what was withdrawn waits for it until its deadline",
-        (Patch(_OFFERS, "elif engine_id or message.transfer in self._withdrawn:", "elif engine_id:"),),
+        (Patch(_EARLY, "if key[0] in self._withdrawn:", "if False:"),),
         tested(f"{_WANTS}::test_what_will_not_be_offered_is_refused_whenever_it_is_asked_for"),
     ),
     Mutant(
         "withdrawn-for-ever",
         "the id of a KV transfer that was withdrawn is refused for as long as the engine lives",
-        (Patch(_OFFERS, "next(iter(self._withdrawn.values())) <= now:", "False:"),),
+        (Patch(_EARLY, "next(iter(self._withdrawn.values())) <= now:", "False:"),),
         tested(f"{_WANTS}::test_the_id_of_what_was_withdrawn_may_come_again"),
     ),
     Mutant(
@@ -213,7 +213,11 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "foreign-ids",
         "block ids that a peer names need not be of its pool",
-        (Patch(_OFFERS, "check_ids(message.blocks, self._peers[link])", "check_ids(message.blocks, 1 << 40)"),),
+        (
+            Patch(
+                _OFFERS, "check_ids(message.blocks, self._peers[link].num_blocks)", "check_ids(message.blocks, 1 << 40)"
+            ),
+        ),
         tested(f"{_STOPS}::test_who_wants_blocks_outside_of_its_pool_is_dropped"),
     ),
     Mutant(
@@ -240,7 +244,7 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "if entry.phase is _Phase.ASKED and self._transport.is_one_sided and entry.job.job_id in self._jobs:",
+                "if part.phase is _Phase.ASKED and self._transport.is_one_sided:",
                 "if False:",
             ),
         ),
@@ -252,7 +256,7 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "if entry.phase is _Phase.CONNECTING or not self._transport.quiet_in(link):",
+                "if part.phase is _Phase.CONNECTING or not self._transport.quiet_in(link):",
                 "if True:",
             ),
         ),
@@ -472,8 +476,8 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _OFFERS,
-                "if offer.want is None and offer.names[-1] == message.name:",
-                "if offer.want is None:",
+                "if message.name in offer.names:",
+                "if True:",
             ),
         ),
         tested("tests/peer/protocol/test_offers.py::test_who_does_not_know_a_prompt_cannot_say_that_nobody_wants_it"),
@@ -481,7 +485,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "early-wants-unbounded",
         "what is wanted of KV transfers that nobody has begun takes any memory",
-        (Patch(_OFFERS, "num_early + len(block_ids) > MOST_EARLY_BLOCKS", "False"),),
+        (Patch(_EARLY, "num_blocks + len(wanted.block_ids) > MOST_EARLY_BLOCKS", "False"),),
         tested("tests/peer/protocol/test_offers.py::test_what_is_wanted_early_takes_a_bounded_memory"),
     ),
     Mutant(
@@ -613,8 +617,8 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "if entry.phase is _Phase.STOPPING and entry.link not in self._open_links:",
-                "if entry.phase is _Phase.STOPPING:",
+                "if part.phase is _Phase.STOPPING and part.link not in self._peers:",
+                "if part.phase is _Phase.STOPPING:",
             ),
         ),
         tested(f"{_RECEIVED}::test_who_does_not_stop_loses_its_link_before_the_blocks_are_given_back"),
@@ -622,7 +626,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "arrived-while-stopping",
         "a transfer that was told to stop has ended when all of it came, though more may be written",
-        (Patch(_RECEIVES, "or entry.phase is not _Phase.ASKED:", "or False:"),),
+        (Patch(_RECEIVES, "or part.phase is not _Phase.ASKED:", "or False:"),),
         tested(f"{_RECEIVED}::test_what_was_told_to_stop_has_not_ended_though_all_of_it_came"),
     ),
     Mutant(
@@ -631,8 +635,8 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "if entry is None or entry.link != event.link or entry.phase",
-                "if entry is None or entry.phase",
+                "part = self._part_of(event.grant, event.link)",
+                "part = next((part for part in self._parts() if part.job.job_id == event.grant), None)",
             ),
         ),
         tested(f"{_RECEIVED}::test_what_comes_over_another_link_does_not_count"),
@@ -640,7 +644,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "arrived-too-far",
         "more blocks than were granted count as all of them",
-        (Patch(_RECEIVES, "if stop > entry.job.num_blocks or regions.stop > self._num_regions:", "if False:"),),
+        (Patch(_RECEIVES, "if stop > part.job.num_blocks or regions.stop > self._num_regions:", "if False:"),),
         tested(f"{_RECEIVED}::test_who_claims_more_blocks_than_were_granted_is_dropped"),
     ),
     Mutant(
@@ -654,7 +658,13 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "stopped-by-anybody",
         "blocks are given back, or not waited for, on the word of a peer that was not asked for them",
-        (Patch(_RECEIVES, "        if entry is None or entry.link != link:\n", "        if entry is None:\n"),),
+        (
+            Patch(
+                _RECEIVES,
+                "part = self._part_of(message.grant, link)",
+                "part = next((part for part in self._parts() if part.job.job_id == message.grant), None)",
+            ),
+        ),
         tested(
             f"{_RECEIVED}::test_another_peer_cannot_say_that_the_producer_has_stopped",
             f"{_RECEIVED}::test_another_peer_cannot_refuse_what_the_producer_sends",
@@ -666,8 +676,8 @@ PEERS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RECEIVES,
-                "        entry.deadline = self._clock() + self._seconds\n        if not entry.missing",
-                "        if not entry.missing",
+                "        part.deadline = self._clock() + self._seconds\n        if not part.missing",
+                "        if not part.missing",
             ),
         ),
         tested(f"{_RECEIVED}::test_a_transfer_that_goes_on_is_not_given_up_however_long_it_takes"),
@@ -675,13 +685,13 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "unwanted-promised",
         "who asks for what another did not want is promised blocks that are let go, and waits for nothing",
-        (Patch(_OFFERS, "if offer.want is not None or offer.is_unwanted:", "if offer.want is not None:"),),
+        (Patch(_OFFERS, "in self.wants or asker.place in self.unwanted", "in self.wants"),),
         tested("tests/peer/protocol/test_offers.py::test_who_asks_for_what_another_did_not_want_is_told_at_once"),
     ),
     Mutant(
         "gone-promised",
         "blocks that were promised to an engine that is gone are held for it",
-        (Patch(_OFFERS, "if not event.ok and offer.want is not None:", "if False:"),),
+        (Patch(_OFFERS, "if not event.ok and offer.wants.get(want.asker.place) is want:", "if False:"),),
         tested("tests/peer/protocol/test_offers.py::test_what_was_promised_to_who_is_gone_is_let_go"),
     ),
     Mutant(

@@ -32,7 +32,13 @@ TRANSFER: tuple[Mutant, ...] = (
     Mutant(
         "overlays-misread",
         "where a layer lies over another one does not decide what the bytes mean",
-        (Patch("kv_connector/transfer/memory/layout.py", 'f"{text} at {shift}" if shift else text', "text"),),
+        (
+            Patch(
+                "kv_connector/transfer/memory/layout.py",
+                'texts.append(f"{part.arrangement}{at}")',
+                "texts.append(part.arrangement)",
+            ),
+        ),
         tested(_LAYOUT),
     ),
     Mutant(

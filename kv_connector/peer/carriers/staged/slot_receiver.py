@@ -21,7 +21,8 @@ _POLL_SECONDS = 0.0002
 class SlotReceiver:
     """Calls raise what the link is to be lost for: PeerError, TransferError, or OSError where memory is short.
 
-    `accept` makes the other end of what the peer offers, and the answer; `say` answers it, `tell` takes what arrived.
+    `pool` is what the peer holds of this side's blocks, too. `accept` makes the other end of what the peer offers, and
+    the answer; `say` answers it, `tell` takes what arrived.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class SlotReceiver:
             return
         check_granted(arrived, len(granted))
         block_ids = granted[arrived.first : arrived.first + arrived.count]
-        marker = self._copier.unpack(block_ids, arrived.regions, ring, slot)
+        marker = self._copier.unpack(self._pool, block_ids, arrived.regions, ring, slot)
         if marker is not None:
             self._unpacking.append((slot, arrived, marker))
         else:

@@ -28,8 +28,9 @@ class _Filling:
 class SlotSender:
     """Calls raise what the link is to be lost for: PeerError, TransferError, or OSError where memory is short.
 
-    `offer` makes the slots when something is first to be sent, and gives what the peer has to be told; `may_carry` is
-    asked in front of each slot; `say` tells the peer, `tell` takes pushes that have ended.
+    `pool` is what the peer holds of this side's blocks, too. `offer` makes the slots when something is first to be
+    sent, and gives what the peer has to be told; `may_carry` is asked in front of each slot; `say` tells the peer,
+    `tell` takes pushes that have ended.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class SlotSender:
             return
         while self._chunks and self._free:
             chunk, slot = self._chunks[0], self._free[0]
-            marker = self._copier.pack(chunk.source_ids, chunk.regions, self.way.ring, slot)
+            marker = self._copier.pack(self._pool, chunk.source_ids, chunk.regions, self.way.ring, slot)
             self._chunks.popleft()
             self._free.popleft()
             self._filling.append(_Filling(chunk, slot, marker))

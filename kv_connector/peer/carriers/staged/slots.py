@@ -1,7 +1,4 @@
-"""Blocks of a pool packed into slots of a ring, and back.
-
-Packed, a block is its pieces of some regions, one behind the other; blocks follow one another.
-"""
+"""Blocks packed into slots of a ring as `pool` says, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 
 from ...base import Ids, Marker, PeerError, PeerPool
 from ..page_locks import PageLocks
-from ..pool import piece_addresses
+from ..pool import runs_of
 from .ring import Ring
 
 _MOST_VECTORS = 1024  # IOV_MAX
@@ -24,12 +21,13 @@ logger = logging.getLogger("kv_connector.peer")
 
 
 class SlotCopier(Protocol):
-    """Moves blocks; a result other than None is the marker that says when it is done."""
+    """Moves blocks of a pool, or what a peer holds of them; a result other than None is the marker that says when it is
+    done."""
 
-    def pack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker | None:
+    def pack(self, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker | None:
         """Copy blocks into a slot. Raises PeerError where the system does not let us."""
 
-    def unpack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker | None:
+    def unpack(self, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker | None:
         """The reverse of `pack`."""
 
     def lock(self, ring: Ring) -> None:
@@ -41,7 +39,7 @@ class SlotCopier(Protocol):
 
 def open_copier(pool: PeerPool) -> SlotCopier:
     """What packs this pool's blocks."""
-    return HostSlots(pool) if pool.device < 0 else DeviceSlots(pool)
+    return HostSlots() if pool.device < 0 else DeviceSlots(pool)
 
 
 class HostSlots:
@@ -51,21 +49,20 @@ class HostSlots:
     whenever it is let go, so that it must not be let go for every piece.
     """
 
-    def __init__(self, pool: PeerPool) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         self._write, self._read = libc.pwritev, libc.preadv
         for call in (self._write, self._read):
             call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
             call.restype = ctypes.c_ssize_t
 
-    def pack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
+    def pack(self, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
         """See `SlotCopier.pack`."""
-        self._move(self._write, block_ids, regions, ring, slot)
+        self._move(self._write, pool, block_ids, regions, ring, slot)
 
-    def unpack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
+    def unpack(self, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
         """See `SlotCopier.unpack`."""
-        self._move(self._read, block_ids, regions, ring, slot)
+        self._move(self._read, pool, block_ids, regions, ring, slot)
 
     def lock(self, ring: Ring) -> None:
         """See `SlotCopier.lock`."""
@@ -73,12 +70,8 @@ class HostSlots:
     def unlock(self, ring: Ring) -> None:
         """See `SlotCopier.unlock`."""
 
-    def _move(self, call: Any, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
-        addresses = piece_addresses(self._pool, block_ids, regions)
-        vectors = np.empty((*addresses.shape, 2), dtype=np.int64)  # struct iovec: address and length
-        vectors[:, :, 0] = addresses
-        vectors[:, :, 1] = [self._pool.regions[index].piece_bytes for index in regions]
-        vectors = vectors.reshape(-1, 2)
+    def _move(self, call: Any, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
+        vectors = np.stack(runs_of(pool, block_ids, regions), axis=1)  # struct iovec: address and length
         offset = slot * ring.slot_bytes
         while len(vectors):
             part = vectors[:_MOST_VECTORS]
@@ -102,14 +95,14 @@ class DeviceSlots:
         except PeerError as error:
             logger.warning("slots for blocks stay unpinned, copies will be slower: %s", error)
 
-    def pack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker:
+    def pack(self, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker:
         """See `SlotCopier.pack`."""
-        device, host, sizes = self._pieces(block_ids, regions, ring, slot)
+        device, host, sizes = self._runs(pool, block_ids, regions, ring, slot)
         return self._copy(host, device, sizes, ring)
 
-    def unpack(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker:
+    def unpack(self, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker:
         """See `SlotCopier.unpack`."""
-        device, host, sizes = self._pieces(block_ids, regions, ring, slot)
+        device, host, sizes = self._runs(pool, block_ids, regions, ring, slot)
         return self._copy(device, host, sizes, ring)
 
     def lock(self, ring: Ring) -> None:
@@ -129,10 +122,8 @@ class DeviceSlots:
             self._locked.remove(ring.address)
             self._driver.unlock(ring.address)
 
-    def _pieces(self, block_ids: Ids, regions: range, ring: Ring, slot: int) -> tuple[Ids, Ids, Ids]:
-        addresses = piece_addresses(self._pool, block_ids, regions).reshape(-1)
-        sizes = np.array([self._pool.regions[index].piece_bytes for index in regions], dtype=np.int64)
-        sizes = np.tile(sizes, len(block_ids))
+    def _runs(self, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> tuple[Ids, Ids, Ids]:
+        addresses, sizes = runs_of(pool, block_ids, regions)
         starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
         return addresses, ring.address + slot * ring.slot_bytes + starts, sizes
 

@@ -21,6 +21,7 @@ from ...wire.channel import SideChannel
 from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
 from ...wire.peer_info import PeerInfo
 from ..one_sided import OpenChannel, OverChannel
+from ..pool import shared_part
 from .carriers import Carrier, Incoming, Outgoing
 from .slot_receiver import SlotReceiver
 from .slot_sender import NUM_SLOTS, SlotSender
@@ -166,8 +167,9 @@ class StagedTransport(OverChannel):
         return True
 
     def _meet(self, link: int, info: PeerInfo) -> None:
+        pool = shared_part(self._pool, self._info.identity, info.identity)
         # Neither side is made to hold more than its own settings allow.
-        slot_bytes = min(check_int(info.extra, "slot_bytes", max(self._pool.pieces)), self._slot_bytes)
+        slot_bytes = min(check_int(info.extra, "slot_bytes", max(pool.pieces)), self._slot_bytes)
         say, peer = partial(self._channel.send, link), info.extra
 
         def offer(num_slots: int, slot_bytes: int) -> tuple[Outgoing, str]:
@@ -180,9 +182,10 @@ class StagedTransport(OverChannel):
             self._copier.lock(way.ring)
             return way, answer
 
+        arrived = partial(self._arrived, pool)
         # `poll` hands the list of events out and begins another.
         sender = SlotSender(
-            self._pool,
+            pool,
             self._copier,
             self.counters,
             slot_bytes,
@@ -191,7 +194,7 @@ class StagedTransport(OverChannel):
             say,
             lambda event: self._events.append(event),
         )
-        receiver = SlotReceiver(link, self._pool, self._copier, slot_bytes, accept, say, self._arrived)
+        receiver = SlotReceiver(link, pool, self._copier, slot_bytes, accept, say, arrived)
         self._links[link] = _Link(sender, receiver)
 
     def _forget(self, link: int) -> None:
