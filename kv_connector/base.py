@@ -94,7 +94,12 @@ class ScheduledRequest(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StateBlock:
     """Once a step has run, this device block of a block group holds the recurrent state behind a request's first
-    `num_tokens` tokens, which fill whole blocks of that group."""
+    `num_tokens` tokens, which fill whole blocks of that group.
+
+    Where hits may end inside of blocks (`index.GroupedTree.ends_within`) they may be any number of hashes; and of full
+    attention, if none of its blocks ends there, the engine tells the block that the last of these tokens is in, in
+    which their rows stay as they are.
+    """
 
     request_id: str
     group: int
@@ -107,7 +112,7 @@ class SchedulerOutput:
     """What the engine's scheduler decided for one step. A preempted request has lost its device blocks.
 
     `states`: of groups whose block table does not tell (`index.BlockGroup.states_are_told`), those of live requests
-    that later ones may begin with.
+    that later ones may begin with; and ends inside of blocks.
     """
 
     scheduled: Sequence[ScheduledRequest] = ()

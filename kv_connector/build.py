@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import PeerRoute
+from .config.peer import MOST_PORT
 from .errors import ConfigError, KVConnectorError
 from .index import RankIdentity, describe_groups
 from .values import shortened, shown
@@ -57,10 +58,11 @@ def build_worker(
 
     `identity` and `engine_id` are those of the scheduler half: storage keeps the identity beside the blocks, and other
     engines are told both, and `backend`, what computes attention on this rank. `groups` are the scheduler half's: what
-    is kept of a model with several of them is of no use to one with others. The caches of `num_replicas` ranks, from a
-    multiple of that on, hold the same bytes: they have one name in storage, and those of a machine one copy in host
-    memory, for which `exchange` tells each of them what the others say (see `host_share.Exchange`). Raises
-    KVConnectorError for a rank that is none of `world_size`, or so many replicas that do not make it up.
+    is kept of a model with several of them is of no use to one with others. With `num_replicas` 4 the caches of ranks 0
+    to 3 hold the same bytes, those of ranks 4 to 7 do, and so on: they have one name in storage, and those of a machine
+    one copy in host memory, for which `exchange` tells each of them what the others say (see `host_share.Exchange`).
+    Raises KVConnectorError for a rank that is none of `world_size`, or so many replicas that do not make it up, and
+    ConfigError for a `peer.port` behind which there are not as many ports as ranks.
     """
     from .worker import WorkerHalf
 
@@ -75,6 +77,7 @@ def build_worker(
             _open_storage, config.storage, replace(own, rank=rank - rank % num_replicas), rank
         )
     if config.peer is not None:
+        _check_ports(config.peer.port, world_size)
         options["open_peers"] = partial(_open_peers, config.peer, own, engine_id)
     if exchange is not None and num_replicas > 1:
         from .transfer.memory.host_share import share_host
@@ -87,6 +90,15 @@ def _check_argument(name: str, value: object, least: int, most: int | None = Non
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         raise KVConnectorError(f"{name}={shown(value)} cannot be: give an integer {limits}")
+
+
+def _check_ports(port: int, world_size: int) -> None:
+    most = MOST_PORT - world_size + 1
+    if port > most:
+        raise ConfigError(
+            f"peer.port={port}: rank {world_size - 1} would listen at port {port + world_size - 1}, which is none; "
+            f"give at most {most}, or 0 for any that are free"
+        )
 
 
 def _open_storage(

@@ -86,10 +86,11 @@ class StorageJob:
 
     `keys` are 32 bytes each, one behind the other; `host_ids`, int64 of shape (num_blocks,), pair with those whose
     places are not in `skipped`, and a look-up has none. Storage may keep blocks in groups of `group_blocks` (see
-    `StepReport`), neighbours of one prefix from a multiple of that on: then the keys are those of whole groups, one
-    behind the other, of which only the last may be shorter. A fetch skips the members of a group that are not wanted,
-    and a look-up is of one prefix, whose leading blocks count. Where they are kept `singly`, because they are of
-    windows or states, which come and go one by one, each is a group of its own, and a look-up asks for each.
+    `StepReport`), neighbours of one prefix of which the first is at a multiple of that: then the keys are those of
+    whole groups, one behind the other, of which only the last may be shorter. A fetch skips the members of a group
+    that are not wanted, and a look-up is of one prefix, whose leading blocks count. Where they are kept `singly`, since
+    they are of windows or states, which come and go one by one, each is a group of its own, and a look-up asks for
+    each.
     """
 
     job_id: int

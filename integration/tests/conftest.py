@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from kv_connector.scheduler.storage import reading
 
@@ -33,6 +36,20 @@ def mamba2_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
+
+
+@pytest.fixture
+def whole_blocks_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where blocks of attention and of states lie in one memory, vLLM 0.32 copies no more of either than the first of
+    its tensors has there: a state. So its own hits inside of blocks give other tokens, unless attention comes first."""
+    from vllm.v1.worker import gpu_model_runner
+
+    copy = gpu_model_runner.copy_kv_cache_blocks_inplace
+
+    def copy_whole(caches: Iterable[torch.Tensor], num_blocks: int, copies: Any) -> None:
+        copy(sorted(caches, key=lambda cache: cache[0].nbytes, reverse=True), num_blocks, copies)
+
+    monkeypatch.setattr(gpu_model_runner, "copy_kv_cache_blocks_inplace", copy_whole)
 
 
 @pytest.fixture

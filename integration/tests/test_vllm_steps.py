@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from kv_connector.base import StateBlock
 from kv_connector.engines.vllm.blocks import PoolBlocks
 from kv_connector.engines.vllm.scheduler import SchedulerRole
-from kv_connector.engines.vllm.steps import to_step, to_tables, told_states
+from kv_connector.engines.vllm.steps import to_step, to_tables, told_ends, told_states
 from kv_connector.index import BlockGroup
 from kv_connector.types import NO_BLOCK, BlockHash
 
@@ -67,6 +67,7 @@ def is_told() -> Any:
     hashes = [BlockHash(bytes([i]) * 32) for i in range(6)]
     blocks = [SimpleNamespace(block_hash=None) for _ in range(10)]
     blocks[7].block_hash = make_block_hash_with_group_id(hashes[3], 1)
+    blocks[8].block_hash = make_block_hash_with_group_id(hashes[4], 1)
     groups = (BlockGroup(None, 2), BlockGroup(1, 2, states_are_told=True))
     role: Any = SchedulerRole.__new__(SchedulerRole)
     role.shape = shape_of(32, *groups)
@@ -83,9 +84,16 @@ def is_told() -> Any:
             preempted_req_ids=step.get("preempted"),
             num_scheduled_tokens={},
         )
+        role._ends_within = step.get("ends_within", False)
         return [role._is_kept(state, output) for state in told_states(output, role.shape)]
 
     return tell
+
+
+def test_a_state_inside_of_a_block_is_kept_where_hits_may_end_there(is_told: Any) -> None:
+    assert is_told(block_id=8, num_tokens=160) == [False]
+    assert is_told(block_id=8, num_tokens=160, ends_within=True) == [True]
+    assert is_told(block_id=8, num_tokens=161, ends_within=True) == [False]
 
 
 @pytest.mark.parametrize("wrong", ["another block", "another length", "another group", "no request", "preempted"])
@@ -121,9 +129,31 @@ def test_a_state_that_a_request_begins_with_is_told_of() -> None:
         scheduled_new_reqs=new,
         scheduled_cached_reqs=cached,
     )
-    assert list(told_states(output, shape)) == [
+    told = [
         StateBlock("goes on", 1, 26, 64),
         StateBlock("goes on", 0, 22, 64),
         StateBlock("whole", 1, 7, 128),
         StateBlock("back", 1, 17, 64),
+    ]
+    assert list(told_states(output, shape)) == told
+    # Inside of a block the state is gone on with in place: what was hit there is what vLLM has copied.
+    output.kv_cache_block_copies = [SimpleNamespace(src_block_id=40, dst_block_id=7)]
+    assert list(told_states(output, shape)) == [*told[:3], StateBlock("within", 1, 40, 96), told[3]]
+
+
+def test_where_a_prompt_ends_inside_of_blocks_attention_is_told_of() -> None:
+    """Once for all states there, and where a hit has been copied the block that it was copied from."""
+    states = BlockGroup(1, 1, states_are_told=True)
+    shape = shape_of(32, BlockGroup(None, 2), states, states, BlockGroup(None, 3))
+    tables = {"ends": ([3, 4, 5], [], [], [6, 7]), "begins": ([13, 14], [], [], [16, 17])}
+    output: Any = SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+        kv_cache_block_copies=[SimpleNamespace(src_block_id=40, dst_block_id=14)],
+    )
+    told = [StateBlock("ends", 1, 9, 160), StateBlock("ends", 2, 8, 160), StateBlock("begins", 1, 19, 96)]
+    gone = [StateBlock("gone", 1, 29, 96)]
+    assert list(told_ends(output, shape, told + gone)) == [
+        StateBlock("ends", 0, 5, 160),
+        StateBlock("ends", 3, 7, 160),
+        StateBlock("begins", 0, 40, 96),
     ]

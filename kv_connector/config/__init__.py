@@ -64,7 +64,7 @@ class Config:
         link busy, by the calibration.
     staging_memory: device bytes for the rings of the staged path, over both directions.
     pin_memory: page-lock the host pool (in the background) where there is a GPU.
-    numa_bind: put the host pool on the GPU's NUMA node.
+    numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on that of the first to come to it.
     trace_loads: time each layer group of a load with events and report the load stall.
     storage: where blocks are kept beyond the host's memory; none by default.
     peer: how blocks are handed to other engines and come from them; not at all by default.

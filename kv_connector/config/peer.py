@@ -10,6 +10,7 @@ from ..values import check_host, choice, is_any_address, parse_size, shown
 from .choices import PeerRole, PeerRoute
 from .secrets import LEAST_CHARACTERS, is_encodable, is_variable, shown_variable
 
+MOST_PORT = 65_535
 _PEER_KINDS = ("shared_memory", "nixl")
 _SECRET_ENV = "KV_CONNECTOR_PEER_SECRET"
 
@@ -60,7 +61,7 @@ class PeerConfig:
         object.__setattr__(self, "route", choice(PeerRoute, self.route, "peer.route"))
         object.__setattr__(self, "staging_memory", parse_size(self.staging_memory, "peer.staging_memory"))
         for name, least, most in (
-            ("port", 0, 65_535),
+            ("port", 0, MOST_PORT),
             ("timeout_ms", 1, 1 << 31),
             ("deadline_ms", 1, 1 << 31),
             ("staging_memory", 1 << 16, 1 << 40),

@@ -3,7 +3,7 @@
 from .eviction import Recency
 from .hashing import BlockHasher, MultimodalItem, adopt_hash, adopt_hashes, root_hash
 from .identity import CacheIdentity, RankIdentity
-from .lookup import BlockGroup, GroupedTree, Hit, Lookup, describe_groups, group_key, may_truncate, split_key
+from .lookup import BlockGroup, GroupedTree, GroupKeys, Hit, Lookup, describe_groups, group_key, may_truncate, split_key
 from .policy import SavePolicy
 from .pool import BlockPool
 from .reuse import ReuseModel
@@ -21,6 +21,7 @@ __all__ = [
     "CacheIdentity",
     "CacheTier",
     "Event",
+    "GroupKeys",
     "GroupedTree",
     "Hit",
     "IllegalTransition",

@@ -9,6 +9,11 @@ own: the block's hash, and behind it the group where that is not the first.
 Groups may have blocks of different sizes. The engine hashes every so many tokens, no more than the smallest block has:
 a block has the hash at its end, which covers all in front of it. Prefixes are counted in hashes, and a hit ends where
 blocks of every group do.
+
+Of some engines it may also end inside of blocks: where a prompt has ended, at its last hash, the engine keeps the state
+there, and rows of attention are only ever appended to a block. So each group may have a copy of the block that such an
+end lies in, under the hash at the end. Of a state it holds the one at that very end; of full attention all rows in
+front of it, which serve ends farther in front as well. What the copy holds behind its end is computed anew.
 """
 
 from __future__ import annotations
@@ -123,14 +128,23 @@ class GroupKeys(Sequence[BlockHash]):
 class GroupedTree:
     """The tree as groups see it. Nodes of windows have no parent: the blocks of a window come and go one by one."""
 
-    def __init__(self, tree: PrefixTree, groups: Sequence[BlockGroup], drop_last_block: bool = False) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        groups: Sequence[BlockGroup],
+        drop_last_block: bool = False,
+        ends_within: bool = False,
+    ) -> None:
         """`drop_last_block` leaves a hit's last block to be computed: a draft layer's last row depends on the token
-        behind it, which the block's hash does not cover."""
+        behind it, which the block's hash does not cover. `ends_within`: a hit may end inside of blocks; not where its
+        last block is left to be computed."""
         self.tree = tree
         self.groups = tuple(groups)
         self.drops_last_block = drop_last_block
+        self.ends_within = ends_within and not drop_last_block
         self.hashes_per_hit = math.lcm(*(group.hashes_per_block for group in groups))
-        """A hit has a multiple of so many hashes: blocks of every group end there."""
+        """A hit has a multiple of so many hashes: blocks of every group end there. Where it may end inside of blocks it
+        begins at such a multiple, and what storage and other engines bring ends at one."""
         self.windows = tuple(g for g, group in enumerate(self.groups) if not group.is_full)
         """Groups that keep only the newest blocks of a prefix."""
         self.full = tuple(g for g in range(len(self.groups)) if g not in self.windows)
@@ -145,6 +159,10 @@ class GroupedTree:
         """Names of the group's copies of the blocks of a prefix, made as they are looked at."""
         per_block = self.groups[group].hashes_per_block
         return GroupKeys(hashes, group, per_block) if group or per_block > 1 else hashes
+
+    def end_key(self, hashes: Sequence[BlockHash], group: int, end: int) -> BlockHash:
+        """Name of the group's copy of the block in which the first `end` hashes end."""
+        return group_key(hashes[end - 1], group)
 
     def insert(
         self, hashes: Sequence[BlockHash], group: int, now: float, blocks: Sequence[int] | None = None
@@ -167,10 +185,11 @@ class GroupedTree:
         return self.find(keys) if group in self.windows else self.tree.match(keys)
 
     def needed(self, first: int, end: int) -> list[range]:
-        """Of each group the blocks that a hit from hash `first` to `end` is made of."""
+        """Of each group the blocks that a hit from hash `first` to `end` is made of, with the one that it ends in."""
         needed = []
         for group in self.groups:
-            stop = end // group.hashes_per_block
+            rest = end % group.hashes_per_block if self.ends_within else 0
+            stop = end // group.hashes_per_block + (rest > 0)
             needed.append(range(max(first // group.hashes_per_block, group.first_needed(stop)), stop))
         return needed
 
@@ -206,11 +225,12 @@ class GroupedTree:
 
     def known(self, hashes: Sequence[BlockHash], num_hit_hashes: int) -> list[list[int]]:
         """Nodes that a request makes use of, by group: its known prefix, and of windows what lies in front of its hit's
-        end."""
+        end; of all the copy under the name of that end, where it is inside of a block."""
         nodes = []
         for index, group in enumerate(self.groups):
-            keys, end = self.keys(hashes, index), num_hit_hashes // group.hashes_per_block
-            nodes.append(self.find_of(index, keys[group.first_needed(end) : end] if index in self.windows else keys))
+            keys, (end, rest) = self.keys(hashes, index), divmod(num_hit_hashes, group.hashes_per_block)
+            found = self.find_of(index, keys[group.first_needed(end) : end] if index in self.windows else keys)
+            nodes.append(found + self.find([self.end_key(hashes, index, num_hit_hashes)] if rest else []))
         return nodes
 
     def touch_known(self, hashes: Sequence[BlockHash], num_hit_hashes: int, now: float) -> list[list[int]]:
@@ -222,7 +242,7 @@ class GroupedTree:
 
 class Lookup:
     """Searches one tier; changes nothing. Positions in a prefix, and lengths, count its hashes: those of a hit are
-    multiples of `GroupedTree.hashes_per_hit`."""
+    multiples of `GroupedTree.hashes_per_hit`, but where it may end inside of blocks."""
 
     def __init__(self, grouped: GroupedTree, tier: CacheTier) -> None:
         self._grouped = grouped
@@ -245,16 +265,62 @@ class Lookup:
             node = tree.get(keys[group][block])
             return node is not None and self._tier.node_state(node) is BlockState.RESIDENT
 
-        return grouped.hit_end(first, max(end, first), is_resident) - first
+        whole = grouped.hit_end(first, max(end, first), is_resident)
+        return (self._end_within(hashes, whole, most) if grouped.ends_within else whole) - first
 
     def hit(self, hashes: Sequence[BlockHash], first: int, length: int) -> Hit:
         """The copies that a hit of `length`, no more than `find` says, is made of."""
+        grouped, end = self._grouped, first + length
         indices, nodes = [], []
-        for index, blocks in enumerate(self._grouped.needed(first, first + length)):
-            nodes.append(self._grouped.find_of(index, self._grouped.keys(hashes, index)[blocks.start : blocks.stop]))
+        for index, blocks in enumerate(grouped.needed(first, end)):
+            num_whole = len(blocks) - (end < blocks.stop * grouped.groups[index].hashes_per_block)
+            keys = grouped.keys(hashes, index)[blocks.start : blocks.start + num_whole]
+            last = self._last_block(hashes, index, end) if num_whole < len(blocks) else None
+            nodes.append(grouped.find_of(index, keys) + ([last] if last is not None else []))
             indices.append(blocks)
         return Hit(tuple(indices), tuple(nodes))
 
     def num_copies(self, first: int, length: int) -> int:
         """How many copies a hit is made of."""
         return sum(map(len, self._grouped.needed(first, first + length)))
+
+    def _end_within(self, hashes: Sequence[BlockHash], whole: int, most: int) -> int:
+        """The farthest end of a hit, up to `most`, where blocks of some groups do not end; `whole` where there is none
+        behind it, which is the last end at those of all groups."""
+        grouped = self._grouped
+        for group in grouped.full:
+            most = self._reach(hashes, group, whole, most)
+        for end in range(most, whole, -1):
+            if all(self._serves(hashes, group, end) for group in grouped.windows):
+                return end
+        return whole
+
+    def _reach(self, hashes: Sequence[BlockHash], group: int, whole: int, most: int) -> int:
+        """How far full attention goes on behind `whole`, up to `most`: rows of a block serve all ends in front."""
+        size = self._grouped.groups[group].hashes_per_block
+        path = self._grouped.tree.match(self._grouped.keys(hashes, group)[whole // size : most // size])
+        end = whole + size * self._tier.resident_prefix(path)
+        behind = range(min(end + size, len(hashes)), end, -1)
+        return next((min(e, most) for e in behind if self._resident(hashes, group, e) is not None), end)
+
+    def _serves(self, hashes: Sequence[BlockHash], group: int, end: int) -> bool:
+        """Whether all that a hit needs of a window, or the state, is there for this end."""
+        size = self._grouped.groups[group].hashes_per_block
+        stop = end // size
+        if end % size:
+            return self._grouped.groups[group].states_are_told and self._resident(hashes, group, end) is not None
+        blocks = range(self._grouped.groups[group].first_needed(stop), stop)
+        return all(self._resident(hashes, group, (block + 1) * size) is not None for block in blocks)
+
+    def _last_block(self, hashes: Sequence[BlockHash], group: int, end: int) -> int | None:
+        """The node of a copy of the block that `end` lies in: of a state of this end, of attention with all rows in
+        front of it."""
+        size = self._grouped.groups[group].hashes_per_block
+        last = end if group in self._grouped.windows else min(-(-end // size) * size, len(hashes))
+        ends = range(last, end - 1, -1)
+        return next((node for e in ends if (node := self._resident(hashes, group, e)) is not None), None)
+
+    def _resident(self, hashes: Sequence[BlockHash], group: int, end: int) -> int | None:
+        """The node of the copy under the name of this end, if it is there."""
+        node = self._grouped.tree.get(self._grouped.end_key(hashes, group, end))
+        return node if node is not None and self._tier.node_state(node) is BlockState.RESIDENT else None

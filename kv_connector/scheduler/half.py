@@ -58,7 +58,8 @@ from .watchdog import CopyWatchdog
 class SchedulerHalf(KVConnectorScheduler):
     """See `KVConnectorScheduler` for the calls.
 
-    `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`: see `GroupedTree`.
+    `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`, `ends_within`: see
+    `GroupedTree`; the engine tells of ends inside of blocks with `base.StateBlock`.
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
     `fails_by_block`: see `LoadPlanner`. `publishes_events`: somebody reads `take_events`. An engine that keeps its own
     device blocks in our index passes its `tree`, so that one tree knows every tier. `clock` gives seconds that never go
@@ -79,13 +80,15 @@ class SchedulerHalf(KVConnectorScheduler):
         drop_last_block: bool = False,
         unpins_when_idle: bool = True,
         fails_by_block: bool = True,
+        ends_within: bool = False,
         publishes_events: bool = True,
         identity: CacheIdentity | None = None,
         engine_id: str = "",
         adapter_of: Callable[[Request], str] = no_adapter,
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
-        self._grouped = GroupedTree(self.tree, groups, drop_last_block)
+        # What other engines bring fills whole blocks, from where blocks of all groups end.
+        self._grouped = GroupedTree(self.tree, groups, drop_last_block, ends_within and config.peer is None)
         self.reuse = ReuseModel(self.tree)
         # Of blocks in windows nothing is learned: they follow no parent, and what was evicted is not seen to be missed.
         order = Recency() if self._grouped.has_windows else self.reuse
@@ -316,7 +319,7 @@ class SchedulerHalf(KVConnectorScheduler):
         size, first = self._shared.block_size, num_computed_tokens // self._shared.block_size
         first_blocks: list[int] = []
         if self._loads.any_in_background:
-            hit = self._lookup.hit(request.block_hashes, first, self._grouped.hashes_per_hit)
+            hit = self._lookup.hit(request.block_hashes, first, min(num_blocks, self._grouped.hashes_per_hit))
             first_blocks = self.host.blocks_of(hit.nodes[0])
         num_hit, num_copies = num_blocks * size, self._lookup.num_copies(first, num_blocks)
         num_new = request.num_tokens - num_computed_tokens - num_hit

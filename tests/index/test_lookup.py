@@ -126,6 +126,78 @@ def test_the_only_state_is_hit_where_the_block_behind_it_is_left_to_draft_layers
     assert Lookup(GroupedTree(grouped.tree, grouped.groups, drop_last_block=True), tier).find(HASHES, 0, 4) == 3
 
 
+def keep_ends(grouped: GroupedTree, tier: CacheTier, group: int, ends: set[int]) -> None:
+    """The host has copies of the blocks that these ends lie in, under the hashes there."""
+    for end in sorted(ends):
+        key = grouped.end_key(HASHES, group, end)
+        if grouped.tree.get(key) is not None:
+            continue
+        block_ids = tier.allocate(1)
+        assert block_ids is not None
+        tier.attach(block_ids, grouped.tree.insert_apart([key], 0.0), Event.SWAP_OUT)
+        tier.fill(block_ids)
+        tier.release(block_ids)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=2),
+    state_sizes=st.lists(st.sampled_from([1, 2, 3]), min_size=0, max_size=2),
+    lost=st.lists(st.sets(st.integers(0, 11), max_size=2), min_size=2, max_size=2),
+    ends=st.lists(st.sets(st.integers(1, 12), max_size=8), min_size=4, max_size=4),
+    first=st.integers(0, 1),
+    stop=st.integers(0, 12),
+)
+@settings(deadline=None)
+def test_a_hit_may_end_inside_of_blocks_where_every_group_has_a_copy(
+    sizes: list[int], state_sizes: list[int], lost: list[set[int]], ends: list[set[int]], first: int, stop: int
+) -> None:
+    """A state is that of the very end; rows of attention serve ends in front of the one that they were kept for."""
+    groups = [BlockGroup(None, size) for size in sizes] + [BlockGroup(1, size, True) for size in state_sizes]
+    whole = [set(range(12 // size)) - blocks for size, blocks in zip(sizes, lost, strict=False)]
+    grouped, tier = host_with(groups, whole)
+    grouped = GroupedTree(grouped.tree, groups, ends_within=True)
+    first *= grouped.hashes_per_hit
+    for group, size in enumerate(sizes):
+        ends[group] -= set(range(0, 13, size))
+    for group in range(len(groups)):
+        keep_ends(grouped, tier, group, ends[group])
+    has_whole = [{(block + 1) * size for block in blocks} for size, blocks in zip(sizes, whole, strict=True)]
+    names = [blocks | own for blocks, own in zip(has_whole, ends, strict=False)]
+
+    def is_served(end: int) -> bool:
+        for size, has in zip(sizes, names, strict=True):
+            block_ends = range(first + size, end + 1, size)
+            inside = range(end, end - end % size + size + 1) if end % size else ()
+            if not has.issuperset(block_ends) or (inside and has.isdisjoint(inside)):
+                return False
+        return end == first or all(end in ends[len(sizes) + g] for g in range(len(state_sizes)))
+
+    length = max(end for end in range(first, max(first, stop) + 1) if is_served(end)) - first
+    lookup = Lookup(grouped, tier)
+    assert lookup.find(HASHES, first, stop) == length
+    if not length:
+        return
+    hit, end = lookup.hit(HASHES, first, length), first + length
+    assert lookup.num_copies(first, length) == sum(map(len, hit.nodes))
+    for group, (indices, nodes) in enumerate(zip(hit.indices, hit.nodes, strict=True)):
+        size, is_full = groups[group].hashes_per_block, group < len(sizes)
+        assert indices == range(first // size if is_full else -(-end // size) - 1, -(-end // size))
+        keys = [grouped.tree.hash_of(node) for node in nodes]
+        assert keys[:-1] == [group_key(HASHES[(i + 1) * size - 1], group) for i in indices[:-1]]
+        last = HASHES.index(split_key(keys[-1])[0]) + 1
+        assert split_key(keys[-1])[1] == group
+        assert end <= last <= indices.stop * size if is_full else last == end
+
+
+def test_no_hit_ends_inside_of_a_block_that_is_left_to_draft_layers() -> None:
+    grouped, tier = host_with([BlockGroup(None, 2), BlockGroup(1, 2, True)], [{0, 1}, {0, 1}])
+    for group in range(2):
+        keep_ends(grouped, tier, group, {3})
+    for drops, length in ((False, 3), (True, 0)):
+        both = GroupedTree(grouped.tree, grouped.groups, drop_last_block=drops, ends_within=True)
+        assert Lookup(both, tier).find(HASHES, 0, 3) == length
+
+
 @given(group=st.integers(0, 9))
 def test_keys_name_hash_and_group(group: int) -> None:
     assert split_key(group_key(HASHES[3], group)) == (HASHES[3], group)

@@ -3,6 +3,9 @@
 A recurrent group has, as in vLLM's mode "align", one state a step: that behind the step's last token, in the block of
 its table where that token belongs, and none in the blocks that the step passes. Steps end where blocks do, until the
 prompt ends, so that states lie there for others to begin with.
+
+One whose hits may end inside of blocks ends a step at the last hash of a prompt, too, and the next one begins with a
+copy of the state there, for the connector alone: its own hits end where blocks do.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ class RequestBlocks:
         self.num_processed = 0
         self._deferred: deque[tuple[int, list[int]]] = deque()
         self._states: list[tuple[SimulatedRequest, StateBlock]] = []  # that got names since the last step was planned
+        self._ends: list[tuple[SimulatedRequest, StateBlock]] = []  # inside of blocks, as well
+        self.num_rows: dict[int, int] = {}
+        """By block of attention that was told last as one that an end lies in: rows in front of that."""
+        self._copies: list[tuple[SimulatedRequest, int, int]] = []  # of states there, and where to
         self._new_states: set[int] = set()  # those of the step that is being planned, which it will write
 
     def step_begins(self) -> None:
@@ -51,7 +58,22 @@ class RequestBlocks:
     def take_states(self) -> list[StateBlock]:
         """Those that others may begin with from now on, as far as they are still there."""
         states, self._states = self._states, []
-        return [state for request, state in states if self._pool.names[state.block_id] == self._key(request, state)]
+        ends, self._ends = self._ends, []
+        told = [state for request, state in states if self._pool.names[state.block_id] == self._key(request, state)]
+        self.num_rows = {
+            end.block_id: end.num_tokens % self._sizes[end.group]
+            for _, end in ends
+            if not self._config.layer_groups[end.group].is_recurrent
+        }
+        return told + [end for _, end in ends]
+
+    def take_copies(self, request: SimulatedRequest) -> list[tuple[int, int]]:
+        """What is copied in front of the request's step. The copies are held until that has been processed."""
+        copies = [(source, target) for other, source, target in self._copies if other is request]
+        self._copies = [copy for copy in self._copies if copy[0] is not request]
+        if copies:
+            self._deferred.append((self.num_planned + 1, [target for _, target in copies]))
+        return copies
 
     def split(self, request: SimulatedRequest, start: int, count: int) -> int:
         """How many of these tokens a step may compute so that states lie where blocks end; possibly none."""
@@ -64,7 +86,8 @@ class RequestBlocks:
             if aligned > start or size <= self._config.max_step_tokens:
                 end = aligned
         next_end = (start // size + 1) * size if start % size else 0
-        stops = [stop for stop in (next_end, (request.num_tokens - 1) // size * size) if start < stop < end]
+        ends = next_end, (request.num_tokens - 1) // size * size, self._end_within(request)
+        stops = [stop for stop in ends if start < stop < end]
         return max(min(stops, default=end) - start, 0)
 
     def find_hit(self, request: SimulatedRequest) -> tuple[list[list[int]], int]:
@@ -149,8 +172,30 @@ class RequestBlocks:
         new = [[self._pool.allocate(1)[0] if is_held else NULL_BLOCK for is_held in lack] for lack in lacks]
         for table, blocks in zip(request.tables, new, strict=True):
             table += blocks
+        self._keep_end(request)
         self.name(request, min(request.num_computed_tokens + count, request.num_tokens))
         return new
+
+    def _end_within(self, request: SimulatedRequest) -> int:
+        """Where a prompt's last hash ends, if hits may end there."""
+        size = self._config.block_size
+        return (request.num_prompt_tokens - 1) // size * size if self._config.ends_within else 0
+
+    def _keep_end(self, request: SimulatedRequest) -> None:
+        """The step begins at that end: its states are copied, if there is room, and the connector is told."""
+        end = request.num_computed_tokens
+        within = [group for group, size in enumerate(self._sizes) if end % size]
+        states = [group for group in within if self._config.layer_groups[group].is_recurrent]
+        if not end or end != self._end_within(request) or request.is_private or len(states) > self._pool.num_free:
+            return
+        for group in within:
+            block_id = request.tables[group][end // self._sizes[group]]
+            if group in states:
+                (copy,) = self._pool.allocate(1)
+                self._copies.append((request, block_id, copy))
+                block_id = copy
+            if group in states or self._groups[group].is_full:
+                self._ends.append((request, StateBlock(request.request_id, group, block_id, end)))
 
     def _lacks(self, group: int, length: int, num_tokens: int) -> list[bool]:
         """What a table of this length lacks for so many tokens: for each place whether a block is needed there."""
@@ -202,6 +247,7 @@ class RequestBlocks:
         request.tables = []
         request.num_named = []
         self._states = [(other, state) for other, state in self._states if other is not request]
+        self._ends = [(other, state) for other, state in self._ends if other is not request]
         if self.can_free(request):
             self._pool.free(blocks)
         elif blocks:

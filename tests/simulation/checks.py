@@ -7,8 +7,9 @@ others.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ class _OpenJob:
     taken_in: set[int] = field(default_factory=set)  # ranks whose report the scheduler half has
     has_failed: bool = False
     is_pinned: bool = True
+    num_rows: Mapping[int, int] = field(default_factory=dict)  # by block that an end lies in: rows that it needs
 
 
 class JobBook:
@@ -57,13 +59,13 @@ class JobBook:
         self._receives: dict[int, list[_OpenJob]] = {}
         self.met: Counter[str] = Counter()
 
-    def planned(self, plan: StepPlan) -> None:
-        """The scheduler half has made this plan."""
+    def planned(self, plan: StepPlan, num_rows: Mapping[int, int]) -> None:
+        """The scheduler half has made this plan. `num_rows`: of blocks that it was told prompts end inside of."""
         for job in (*plan.loads, *plan.background_loads, *plan.saves, *plan.storage, *plan.peer):
             if job.job_id in self.open:
                 raise Violation("job", f"job {job.job_id} is planned twice")
             self.num_jobs += 1
-            entry = self.open[job.job_id] = _OpenJob(job, plan.step)
+            entry = self.open[job.job_id] = _OpenJob(job, plan.step, num_rows=num_rows)
             for block in self._device_blocks(job):
                 if self._pool.pins[block] == 0:
                     raise Violation("lease", f"job {job.job_id} uses device block {block}, which nobody has pinned")
@@ -118,9 +120,9 @@ class JobBook:
             for entry in entries:
                 entry.landed.add((rank, block))
 
-    def written(self, rank: int, block: int, step: int) -> None:
-        """The model writes to the block on this rank, in this step, now. A fence guards what is pinned no more, and
-        nobody uses what a job has brought that failed on some rank."""
+    def written(self, rank: int, block: int, step: int, row: int) -> None:
+        """The model writes to the block on this rank, in this step, now, from this row on. A fence guards what is
+        pinned no more, and nobody uses what a job has brought that failed on some rank, nor rows behind an end."""
         what = f"step {step} writes on rank {rank} to device block {block}"
         for entry in self._loads.get(block, ()):
             if entry.is_pinned and (rank, block) in entry.landed and not entry.has_failed:
@@ -130,7 +132,8 @@ class JobBook:
                 raise Violation("lease", f"{what}, which job {entry.job.job_id} has received")
         for entry in self._saves.get(block, ()):
             is_waiting = (rank, block) not in entry.landed and rank not in entry.reported
-            if entry.is_pinned and is_waiting and step > entry.step and not entry.has_failed:
+            is_behind = row >= entry.num_rows.get(block, sys.maxsize)
+            if entry.is_pinned and is_waiting and step > entry.step and not (entry.has_failed or is_behind):
                 raise Violation("lease", f"{what}, which job {entry.job.job_id} will save")
 
     def freed(self, blocks: Sequence[int]) -> None:

@@ -68,6 +68,7 @@ class EngineConfig:
     interleave: int = 1  # tokens of a part that lie together
     replicas: bool = False  # ranks cache the same bytes, and share one copy on the host
     pipeline: bool = False  # ranks are stages that run apart, else they keep step with one another
+    ends_within: bool = False  # it keeps the states where prompts end inside of blocks
     reports_apart: bool = False  # ranks' reports of a step are taken in one by one, else together
     layer_groups: tuple[LayerGroup, ...] = (LayerGroup(),)
     num_layers: int = 2  # of each group

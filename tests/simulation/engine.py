@@ -90,6 +90,7 @@ class Engine:
             clock=world.time.now,
             groups=config.groups,
             fails_by_block=config.takes_invalid_blocks,
+            ends_within=config.ends_within,
             unpins_when_idle=not config.is_recurrent,
             identity=self.identity,
             engine_id=self.engine_id,
@@ -148,7 +149,7 @@ class Engine:
         self.num_steps += 1
         self._step_times.append(self.world.time.now())
         self.world.count_step(self, plan, items)
-        self.book.planned(plan)
+        self.book.planned(plan, self.scheduler.blocks.num_rows)
         ranks = self.config.num_ranks
         sampled = [SimulatedEvent(rank.device) for rank in self.ranks]
         stages = [SimulatedEvent(rank.device) for rank in self.ranks]

@@ -206,7 +206,9 @@ class Rank:
 
     def _copy_states(self, step: Step) -> None:
         """As vLLM does in front of all that a connector is asked for, each request's state comes to where the step will
-        go on with it."""
+        go on with it. Those that are kept are copied before."""
+        for source, target in (copy for item in step.items for copy in item.copies):
+            self.device.compute.put(lambda source=source, target=target: self._copy_state(source, target))
         recurrent = [group for group, is_recurrent in enumerate(self.shape.recurrent) if is_recurrent]
         for source, target in (item.states[group] for item in step.items for group in recurrent):
             if source not in (NULL_BLOCK, target):
@@ -293,8 +295,9 @@ class Rank:
     def _check_write(self, step: Step, item: Item) -> None:
         for group, size in enumerate(self.engine.config.block_sizes):
             written = item.tables[group][item.start // size : -(-item.end // size)]
+            row = 0 if self.shape.recurrent[group] else item.start % size  # of the first one
             for block in item.states[group][1:] if self.shape.recurrent[group] else written:
                 if not 0 < block < self.engine.config.num_device_blocks:
                     name = item.request.request_id
                     raise Violation("engine", f"step {step.number} writes to block {block} of {name}")
-                self.book.written(self.index, block, step.number)
+                self.book.written(self.index, block, step.number, row if block == written[0] else 0)

@@ -127,6 +127,7 @@ class Item:
     tables: list[list[int]]
     slots: list[NDArray[np.int64]]
     states: list[tuple[int, int]]  # by group: the blocks of the state before and of the one behind; 0: none
+    copies: list[tuple[int, int]]  # device blocks that are copied in front of the step, and where
     sampled_before: list[SimulatedEvent] | None = None  # by rank: of the step that it needs the token of
     start: int = -1
     inputs: list[int] = field(default_factory=list)

@@ -123,6 +123,7 @@ class SchedulerModel:
         preempted, self._preempted = self._preempted, set()
         states = self.blocks.take_states()
         self.met["states told"] += len(states)
+        self.met["ends within"] += sum(state.num_tokens % self.config.block_sizes[state.group] > 0 for state in states)
         plan = self.half.build_connector_meta(SchedulerOutput(scheduled, preempted, states))
         for request, item in items.items():
             self._advance(request, item)
@@ -201,6 +202,7 @@ class SchedulerModel:
                     skip(queue)
                     continue
                 num_external = matched
+                self.met["loads that end within"] += any(matched % size for size in self.config.block_sizes)
                 if is_async and not matched:
                     raise Violation("check", f"an asynchronous load of nothing for {request.request_id}")
             computed = (request.num_computed_tokens or num_local) + num_external
@@ -272,7 +274,8 @@ class SchedulerModel:
         ]
         samples = computed + count >= request.num_tokens + request.num_placeholders
         known = request.num_rejected
-        item = Item(request, device, computed, count, num_drafts, samples, known, tables, slots, states)
+        copies = self.blocks.take_copies(request)
+        item = Item(request, device, computed, count, num_drafts, samples, known, tables, slots, states, copies)
         item.h, item.rows = [None] * ranks, [None] * ranks
         return item
 

@@ -427,3 +427,10 @@ def test_ranks_that_cache_the_same_have_one_name_in_storage(tmp_path: Path) -> N
     assert [len(seen) for seen in names] == [1, 1, 2, 2]
     with pytest.raises(KVConnectorError, match="num_replicas=3 cannot be: world_size=4"):
         build_worker(Config.from_mapping(settings), 0, 4, identity, num_replicas=3)
+
+
+def test_a_port_behind_which_there_are_too_few_is_refused() -> None:
+    settings = {"peer": {"role": "producer", "port": 65534, "secret": "known to a few engines"}}
+    with pytest.raises(ConfigError, match="rank 2 would listen at port 65536, which is none; give at most 65533"):
+        build_worker(Config.from_mapping(settings), 0, 3, CacheIdentity("model", "float32", "NHD", 16))
+    build_worker(Config.from_mapping(settings), 1, 2, CacheIdentity("model", "float32", "NHD", 16))

@@ -66,7 +66,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             from .scheduler import SchedulerRole
 
-            self._scheduler_role = SchedulerRole(config, shape, identity)
+            # vLLM 0.32 and newer say where their own hits may end: here, inside of blocks, at any hash.
+            hit_tokens = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+            ends_within = hit_tokens == shape.block_size < max(shape.block_sizes)
+            self._scheduler_role = SchedulerRole(config, shape, identity, ends_within)
         else:
             from .worker import WorkerRole
 

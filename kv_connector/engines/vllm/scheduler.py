@@ -25,6 +25,7 @@ from .steps import (
     ReportMetadata,
     to_step,
     to_tables,
+    told_ends,
     told_states,
 )
 
@@ -44,8 +45,12 @@ logger = logging.getLogger("kv_connector.vllm")
 class SchedulerRole:
     """Translates; `half` decides."""
 
-    def __init__(self, config: Config, shape: EngineShape, identity: CacheIdentity | None) -> None:
+    def __init__(
+        self, config: Config, shape: EngineShape, identity: CacheIdentity | None, ends_within: bool = False
+    ) -> None:
+        """`ends_within`: hits may end inside of blocks, at any hash."""
         self.shape = shape
+        self._ends_within = ends_within
         self.half = build_scheduler(
             config,
             shape.block_size,
@@ -60,6 +65,7 @@ class SchedulerRole:
             # Told of blocks vLLM ends the engine over several groups, and with one goes on behind the blocks in front.
             # And a recurrent state is read before a step asks for its loads, so it is not loaded in that step.
             fails_by_block=not TELLS_FAILED_REQUESTS or may_truncate(shape.groups),
+            ends_within=ends_within,
         )
         self._local_tokens: dict[str, int] = {}  # what waiting requests had on the device when they were looked up
         self._live: dict[str, Request] = {}  # that were admitted
@@ -125,15 +131,17 @@ class SchedulerRole:
             for request_id in output.num_scheduled_tokens:
                 self._events.note(self._live[request_id])
         states = [state for state in told_states(output, self.shape) if self._is_kept(state, output)]
+        if states and self._ends_within:
+            states += list(told_ends(output, self.shape, states))
         return PlanMetadata(self.half.build_connector_meta(to_step(output, self.shape.group_ids, told, states)))
 
     def _is_kept(self, state: StateBlock, output: VllmOutput) -> bool:
-        """Whether a state is one of a whole block, of a request that goes on, and is still cached as that."""
+        """Whether a state is one that a hit may end with, of a request that goes on, and is still cached as that."""
         request = self._live.get(state.request_id)
         if request is None or self._blocks is None or state.request_id in (output.preempted_req_ids or ()):
             return False
         num_hashes, rest = divmod(state.num_tokens, self.shape.block_size)
-        if rest or num_hashes % self.shape.groups[state.group].hashes_per_block:
+        if rest or (not self._ends_within and num_hashes % self.shape.groups[state.group].hashes_per_block):
             return False
         if not 0 < num_hashes <= len(request.block_hashes):
             return False

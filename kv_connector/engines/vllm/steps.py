@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,7 @@ def told_states(output: VllmOutput, shape: EngineShape) -> Iterator[StateBlock]:
 
     vLLM tells of a state in the step that caches it, and never again. So those that requests begin with are told of
     here, as blocks of attention are seen anew with every hit: a step copies such a state and goes on with the copy.
+    Inside of a block it goes on with it in place, and vLLM has copied what it hit there.
     """
     block_state = getattr(output, "kv_connector_block_state", None)
     if block_state is None or not shape.has_states:
@@ -72,9 +73,29 @@ def told_states(output: VllmOutput, shape: EngineShape) -> Iterator[StateBlock]:
                 yield StateBlock(request_id, shape.group_ids.index(group_id), block_id, num_tokens)
     for request_id, block_ids, num_tokens in _begun(output):
         for index, (group, size) in enumerate(zip(shape.groups, shape.block_sizes, strict=True)):
-            if group.states_are_told and num_tokens and not num_tokens % size:
-                block_id = block_ids[shape.group_ids[index]][num_tokens // size - 1]
-                yield StateBlock(request_id, index, block_id, num_tokens)
+            if group.states_are_told and num_tokens:
+                block_id = block_ids[shape.group_ids[index]][(num_tokens - 1) // size]
+                if num_tokens % size:
+                    block_id = _copied(output).get(block_id, NULL_BLOCK)
+                if block_id != NULL_BLOCK:
+                    yield StateBlock(request_id, index, block_id, num_tokens)
+
+
+def told_ends(output: VllmOutput, shape: EngineShape, states: Iterable[StateBlock]) -> Iterator[StateBlock]:
+    """Of full attention the blocks that these states' ends lie in, where no block ends there."""
+    block_state = output.kv_connector_block_state
+    assert block_state is not None
+    for request_id, num_tokens in dict.fromkeys((state.request_id, state.num_tokens) for state in states):
+        tables = block_state.get_block_ids(request_id)
+        for index, (group, size) in enumerate(zip(shape.groups, shape.block_sizes, strict=True)):
+            if tables is not None and group.is_full and num_tokens % size:
+                block_id = tables[shape.group_ids[index]][num_tokens // size]
+                yield StateBlock(request_id, index, _copied(output).get(block_id, block_id), num_tokens)
+
+
+def _copied(output: VllmOutput) -> dict[int, int]:
+    """By device blocks that vLLM fills in front of the step, those that it copies."""
+    return {copy.dst_block_id: copy.src_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ()}
 
 
 def _begun(output: VllmOutput) -> Iterator[tuple[str, Sequence[Sequence[int]], int]]:

@@ -83,10 +83,9 @@ class Outgoing:
     def admitted(self, request: Request) -> None:
         """A request has its device blocks, for the first time or again: what another engine is to continue is offered
         from now on."""
-        transfer_id = self._id_of(request)
+        transfer_id, end = self._asked_for(request)
         if not transfer_id or request.request_id in self._sending:
             return
-        end = transfer_end(request, self._shared)
         transfer = _Transfer(transfer_id, end, self._parts(request, end))
         self._transfers[transfer_id] = self._sending[request.request_id] = transfer
 
@@ -135,7 +134,8 @@ class Outgoing:
         are where it finds each rank, `tp_size` of each stage."""
         transfer = self._sending.get(request.request_id)
         if transfer is None:
-            if transfer_id := self._id_of(request):
+            transfer_id, _ = self._asked_for(request)
+            if transfer_id:
                 self._withdrawn.append(transfer_id)  # it was not admitted, or not again
             return None
         if not transfer.is_complete:
@@ -194,13 +194,15 @@ class Outgoing:
             self._withdraw(transfer)
         return not self._open
 
-    def _id_of(self, request: Request) -> str:
-        """The KV transfer that is to be offered of a request; empty where none is, or it is another request's."""
+    def _asked_for(self, request: Request) -> tuple[str, int]:
+        """The KV transfer that is to be offered of a request, and the block hash that it ends with; no name where none
+        is, or it is another request's."""
         params = params_of(request)
         if self.is_stopped or not self._config.produces or not params.get("do_remote_decode"):
-            return ""
+            return "", 0
         transfer_id = text(params, "transfer_id") or request.request_id[:MOST_TEXT]
-        return "" if transfer_id in self._transfers or transfer_end(request, self._shared) < 1 else transfer_id
+        end = 0 if transfer_id in self._transfers else transfer_end(request, self._shared)
+        return (transfer_id, end) if end else ("", 0)
 
     def _parts(self, request: Request, end: int) -> list[_Part]:
         """What a hit needs that ends at this block hash, of each group that it needs anything of."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...base import ScheduledRequest, StateBlock
 from ...events import BlockStored
-from ...index import BlockState, Event, ReuseModel, SavePolicy
+from ...index import BlockState, Event, GroupKeys, ReuseModel, SavePolicy
 from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
 from ..ledger import EndedJob
 from ..requests import RequestState
@@ -39,11 +39,13 @@ class _Progress:
 
 @dataclass(slots=True)
 class _Taken:
-    """Host blocks for some blocks of a group, copies of nothing yet. `shown` were shown to the policy; `device_ids` by
-    block."""
+    """Host blocks for some blocks of a group, copies of nothing yet. `shown` were shown to the policy: a range of a
+    path of full attention. Blocks are places in `keys`: of ends that the engine has told of there is a key each hash.
+    """
 
     group: int
     keys: Sequence[BlockHash]
+    size: int  # hashes for each key
     shown: Sequence[int]
     saved: list[int]
     device_ids: Mapping[int, int] | Sequence[int]
@@ -82,6 +84,7 @@ class SavePlanner:
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
         self._in_order = *self._windows, *grouped.full  # what windows cannot save in a step is lost, the others' waits
         self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
+        self._inside: set[int] = set()  # host blocks being saved of ends inside of blocks: not for storage
         self._device_ids: list[int] = []  # that the step being planned saves
         self._host_ids: list[int] = []  # where it saves them
         self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
@@ -180,6 +183,7 @@ class SavePlanner:
         if not ended.ok:
             self._metrics.failed_save_jobs += 1
             self._host.discard(host_ids)
+            self._inside.difference_update(host_ids)
             self.may_save_before_reuse = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
             return
@@ -187,7 +191,8 @@ class SavePlanner:
         self._metrics.saved_blocks += len(filled)
         if filled and self._shared.events.is_read:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
-        self._on_saved(filled)
+        self._on_saved([host_id for host_id in filled if host_id not in self._inside])
+        self._inside.difference_update(host_ids)
 
     def _num_watched(self) -> int:
         """Device blocks next in line for reuse to look at, so that twice as many as one of the last steps took are kept
@@ -228,7 +233,7 @@ class SavePlanner:
         saved, host_ids = self._take_waiting(progress, group, keys, most) if table.unsaved else ([], [])
         new, most = self._wanted(keys[first:full], first), most - len(saved)
         if progress.num_hashes > state.first_unreachable:
-            new = self._reachable(state, group, keys, new)
+            new = self._reachable(state, self._hashes_per_block[group], keys, new)
             if not saved and not new:
                 return []
         num_deferred = len(new[most:])
@@ -241,7 +246,8 @@ class SavePlanner:
         self._metrics.deferred_saves_blocks += min(num_deferred, len(new))
         table.unsaved += new
         self._budget.spend(len(host_ids))
-        return [_Taken(group, keys, range(first, full), saved, table.block_ids, host_ids)]
+        size = self._hashes_per_block[group]
+        return [_Taken(group, keys, size, range(first, full), saved, table.block_ids, host_ids)]
 
     def _take_waiting(
         self, progress: _Progress, group: int, keys: Sequence[BlockHash], most: int
@@ -249,7 +255,7 @@ class SavePlanner:
         """Up to `most` blocks that waited and are still wanted, as far as there is room, and host blocks for them."""
         state, full = progress.state, progress.num_hashes // self._hashes_per_block[group]
         table = state.tables[group]
-        table.unsaved = deque(self._reachable(state, group, keys, table.unsaved))
+        table.unsaved = deque(self._reachable(state, self._hashes_per_block[group], keys, table.unsaved))
         saved: list[int] = []
         host_ids: list[int] = []
         while num_looked_at := min(most - len(saved), _WAITING_AT_ONCE):
@@ -282,14 +288,14 @@ class SavePlanner:
         """The first of these blocks is worth less than what would go for it, so nobody could reach the others: see
         `_reachable`."""
         self._lose_from(state, group, indices[0])
-        return self._reachable(state, group, keys, indices)
+        return self._reachable(state, self._hashes_per_block[group], keys, indices)
 
     def _reachable(
-        self, state: RequestState, group: int, keys: Sequence[BlockHash], indices: Sequence[int]
+        self, state: RequestState, size: int, keys: Sequence[BlockHash], indices: Sequence[int]
     ) -> list[int]:
-        """Of these blocks, which are in order, those that somebody could reach on the host, and what an operator has
-        pinned right behind them; the others are declined, and counted."""
-        indices, stop = list(indices), state.first_unreachable // self._hashes_per_block[group]
+        """Of these blocks of `size` hashes, which are in order, those that somebody could reach on the host, and what
+        an operator has pinned right behind them; the others are declined, and counted."""
+        indices, stop = list(indices), state.first_unreachable // size
         if not indices or indices[-1] < stop:
             return indices
         num_kept = bisect_left(indices, stop)
@@ -328,39 +334,40 @@ class SavePlanner:
         first = max(table.next_block, held)
         table.next_block = max(table.next_block, full)
         ids = table.block_ids
-        return self._take_held(progress, group, {i: ids[i] for i in range(first, full) if ids[i] != NO_BLOCK})
+        return self._take_held(progress, group, size, {i: ids[i] for i in range(first, full) if ids[i] != NO_BLOCK})
 
     def _take_told(self, progress: _Progress, told: Sequence[StateBlock]) -> list[_Taken]:
-        """Of recurrent states: the engine goes on with them, and what is not saved in this step is told of again only
-        when a request begins with it. What has no name is not saved: a state within a block, or behind tokens that are
-        not hashed yet."""
+        """Of recurrent states, and ends inside of blocks: the engine goes on with them, and what is not saved in this
+        step is told of again only when a request begins with it. What has no name is not saved: an end that no hit may
+        have, or behind tokens that are not hashed yet."""
         held: dict[int, dict[int, int]] = {}
         for block in sorted(told, key=lambda block: block.num_tokens):
-            index, within = divmod(block.num_tokens, self._shared.block_size * self._hashes_per_block[block.group])
-            if not within and index * self._hashes_per_block[block.group] <= progress.num_hashes:
-                held.setdefault(block.group, {})[index - 1] = block.block_id
-        return [part for group, blocks in held.items() for part in self._take_held(progress, group, blocks)]
+            end, rest = divmod(block.num_tokens, self._shared.block_size)
+            inside = rest or (not self._grouped.ends_within and end % self._hashes_per_block[block.group])
+            if not inside and end <= progress.num_hashes:
+                held.setdefault(block.group, {})[end - 1] = block.block_id
+        return [part for group, blocks in held.items() for part in self._take_held(progress, group, 1, blocks)]
 
-    def _take_held(self, progress: _Progress, group: int, held: Mapping[int, int]) -> list[_Taken]:
-        """What the policy wants of these blocks, which are in order."""
+    def _take_held(self, progress: _Progress, group: int, size: int, held: Mapping[int, int]) -> list[_Taken]:
+        """What the policy wants of these blocks, which are in order; of ends `size` is 1."""
         state = progress.state
-        keys = self._grouped.keys(state.request.block_hashes, group)
-        wanted = self._reachable(state, group, keys, [index for index in held if self._is_wanted(keys[index])])
+        keys = GroupKeys(state.request.block_hashes, group, size)
+        wanted = self._reachable(state, size, keys, [index for index in held if self._is_wanted(keys[index])])
         most = min(len(wanted), self._budget.num_blocks)
         host_ids = self._host.allocate_behind(most, progress.paths, progress.now) if most else []
         self._budget.spend(len(host_ids))
         # The window's end is what a later prefix needs, so its blocks go first where there is no room for all.
         saved = wanted[len(wanted) - len(host_ids) :]
         self._metrics.dropped_saves_blocks += len(wanted) - len(saved)
-        return [_Taken(group, keys, list(held), saved, held, host_ids)]
+        return [_Taken(group, keys, size, list(held), saved, held, host_ids)]
 
     def _save(self, state: RequestState, taken: _Taken, now: float) -> None:
         """Make host blocks the copies of what they were taken for, but for what another group has declined since."""
-        saved = self._reachable(state, taken.group, taken.keys, taken.saved)
+        saved = self._reachable(state, taken.size, taken.keys, taken.saved)
         self._host.release(taken.host_ids[len(saved) :])
         host_ids = taken.host_ids[: len(saved)]
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
-        if taken.group in self._grouped.full:
+        if isinstance(taken.shown, range):
             targets, nodes = self._nodes(taken, saved, now)
         else:
             nodes = self._tree.insert_apart([taken.keys[index] for index in taken.shown], now)
@@ -370,9 +377,11 @@ class SavePlanner:
         self._tree.settle(nodes)
         self._device_ids += [taken.device_ids[index] for index in saved]
         self._host_ids += host_ids
+        per_block = self._hashes_per_block[taken.group]
+        ends = zip(host_ids, saved, strict=True)
+        self._inside.update(host_id for host_id, index in ends if (index + 1) * taken.size % per_block)
         num_pinned = self._num_pinned(taken.keys, saved)
-        num_hit_blocks = state.num_hit_hashes // self._hashes_per_block[taken.group]
-        num_hit = max(0, bisect_left(saved, num_hit_blocks) - num_pinned)
+        num_hit = max(0, bisect_left(saved, state.num_hit_hashes // taken.size) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned
         self._metrics.saves_on_hit_blocks += num_hit
         self._metrics.saves_on_compute_blocks += len(saved) - num_pinned - num_hit

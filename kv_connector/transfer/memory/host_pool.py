@@ -26,7 +26,8 @@ class HostPool:
     blocks_per_piece: one copy may not cross a multiple of this many blocks: CUDA refuses a copy over two registrations.
 
     With `pin_memory` and a CUDA `device` a background thread locks the memory from block 0 on; otherwise all blocks are
-    ready at once. With `numa_bind` that thread, and it alone, runs on the GPU's NUMA node, where the memory then lies.
+    ready at once. With `numa_bind` that thread, and it alone, runs on the GPU's NUMA node, where the memory then lies;
+    of ranks that map one memory each page lies with the first to come to it.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from kv_connector.base import ScheduledRequest, SchedulerOutput, StateBlock
 from kv_connector.config import Config
 from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.companions import Companions
 from kv_connector.types import NO_BLOCK, StepPlan, StepReport
 from tests.scheduler.test_half import Asked, ForeignBlocks, report
 
@@ -17,10 +18,10 @@ GROUPS = (BlockGroup(), BlockGroup(window_blocks=1, hashes_per_block=2, states_a
 
 
 def make_hybrid(
-    num_host_blocks: int = 64, groups: tuple[BlockGroup, ...] = GROUPS, **settings: object
+    num_host_blocks: int = 64, groups: tuple[BlockGroup, ...] = GROUPS, ends_within: bool = False, **settings: object
 ) -> SchedulerHalf:
     config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through", **settings})
-    half = SchedulerHalf(config, 4, groups=groups, fails_by_block=False)
+    half = SchedulerHalf(config, 4, groups=groups, fails_by_block=False, ends_within=ends_within)
     half.bind_block_pool(ForeignBlocks())
     half.update_connector_output([StepReport(0, 0, num_host_blocks=num_host_blocks)])
     return half
@@ -146,6 +147,51 @@ def test_what_has_no_name_is_not_saved_as_something_else(num_tokens: int) -> Non
     half, request = make_hybrid(), Asked("a", PROMPT)
     admit(half, request)
     assert saved(step(half, request, 0, 16, StateBlock("a", 1, 11, num_tokens))) == [0, 1, 2, 3]
+
+
+def make_inside(**settings: object) -> tuple[SchedulerHalf, Asked]:
+    """Blocks of 8 tokens, hashes of 4, and a prompt that ends behind 13: its last hash ends inside of blocks. What the
+    engine tells there is saved."""
+    groups = (BlockGroup(hashes_per_block=2), BlockGroup(1, 2, states_are_told=True))
+    half, request = make_hybrid(groups=groups, ends_within=True, **settings), Asked("a", PROMPT[:13])
+    half.update_state_after_alloc(request, [[0, 1], [10, 11]], 0, 0)
+    report(half, step(half, request, 0, 12))
+    plan = step(half, request, 12, 1, StateBlock("a", 1, 15, 12), StateBlock("a", 0, 1, 12))
+    assert saved(plan) == [1, 15]
+    report(half, plan)
+    half.request_finished(request)
+    return half, request
+
+
+def test_a_hit_ends_inside_of_blocks_where_a_prompt_has_ended() -> None:
+    """For the same prompt, and for one that goes on behind it, but not for one that turns off before."""
+    half, _ = make_inside()
+    assert half.get_num_new_matched_tokens(Asked("other", [*PROMPT[:11], 90, 91, 92]), 0) == (0, False)
+    again = Asked("again", [*PROMPT, *range(50, 70)])
+    assert half.get_num_new_matched_tokens(again, 0) == (12, True)
+    half.update_state_after_alloc(again, [[20, 21], [NO_BLOCK, 31]], 0, 12)
+    (load,) = half.build_connector_meta(SchedulerOutput()).background_loads
+    assert load.device_ids.tolist() == [20, 21, 31]
+    report(half, StepPlan(0, background_loads=(load,)))
+    half.update_state_after_alloc(again, [[20, 21], [NO_BLOCK, 31]], 12, 0)
+    assert saved(step(half, again, 12, 4)) == [21], "the block is whole now"
+    half.check()
+
+
+def test_what_the_device_has_up_to_inside_of_a_block_is_not_gone_on_with() -> None:
+    half, _ = make_inside()
+    longer = Asked("longer", [*PROMPT, 17])
+    assert half.get_num_new_matched_tokens(longer, 4) == (0, False)
+    assert half.get_num_new_matched_tokens(longer, 8) == (4, True)
+
+
+def test_ends_inside_of_blocks_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage looks for blocks."""
+    offered: list[int] = []
+    monkeypatch.setattr(Companions, "saved", lambda self, host_ids: offered.extend(host_ids))
+    half, request = make_inside()
+    assert half.host.hashes_of(offered) == half._grouped.keys(request.block_hashes, 0)[:]
+    assert half.host.num_copies == 3
 
 
 def test_a_state_of_nobody_is_not_saved() -> None:

@@ -9,6 +9,7 @@ _LEASES = "kv_connector/scheduler/loads/leases.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _HALF = "kv_connector/scheduler/half.py"
 _WORLDS = tested("tests/simulation/test_layer_groups.py::test_layers_of_several_kinds_break_no_promise")
+_ENDS = tested("tests/simulation/test_ends.py::test_hits_that_end_inside_of_blocks_break_no_promise")
 _HITS = "tests/index/test_lookup.py::test_a_hit_is_the_longest_prefix_that_every_group_can_serve"
 _SAVES = "tests/scheduler/saves/test_states.py"
 _WINDOWS = "tests/scheduler/saves/test_windows.py"
@@ -20,8 +21,8 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "[index - 1] = block.block_id",
-                "[max(0, index - 2)] = block.block_id",
+                "[end - 1] = block.block_id",
+                "[max(0, end - 1 - self._hashes_per_block[block.group])] = block.block_id",
             ),
         ),
         _WORLDS,
@@ -148,8 +149,47 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "unnamed-state",
         "a state within a block is saved as that in front of the block",
-        (Patch(_PLANNER, "if not within and index", "if index"),),
+        (Patch(_PLANNER, "if not inside and end", "if end"),),
         tested(f"{_SAVES}::test_what_has_no_name_is_not_saved_as_something_else"),
+    ),
+    Mutant(
+        "state-of-a-farther-end",
+        "a hit that ends inside of a block takes the state at another end in it",
+        (Patch(_LOOKUP, "last = end if group in self._grouped.windows else ", "last = "),),
+        _ENDS,
+    ),
+    Mutant(
+        "rows-that-are-not-there",
+        "of attention a copy of the block serves ends behind the one that it was kept for",
+        (
+            Patch(_LOOKUP, "ends = range(last, end - 1, -1)", "ends = range(last, last - size, -1)"),
+            Patch(_LOOKUP, "(min(e, most) for e in behind", "(min(end + size - 1, most) for e in behind"),
+        ),
+        _ENDS,
+    ),
+    Mutant(
+        "a-block-without-its-end",
+        "a hit goes on into a block of attention of which there is no copy",
+        (Patch(_LOOKUP, "if self._resident(hashes, group, e) is not None), end)", "), end)"),),
+        _ENDS,
+    ),
+    Mutant(
+        "ends-beside-other-engines",
+        "other engines go on where the host ends inside of a block, and fill that as well",
+        (Patch(_HALF, "ends_within and config.peer is None", "ends_within"),),
+        _ENDS,
+    ),
+    Mutant(
+        "ends-in-storage",
+        "storage is given copies that it never looks for",
+        (Patch(_PLANNER, "[host_id for host_id in filled if host_id not in self._inside]", "filled"),),
+        tested(f"{_SAVES}::test_ends_inside_of_blocks_stay_on_the_host"),
+    ),
+    Mutant(
+        "ends-with-drafts",
+        "a hit ends inside of a block behind which a draft layer needs rows that it has not",
+        (Patch(_LOOKUP, "ends_within and not drop_last_block", "ends_within"),),
+        tested("tests/index/test_lookup.py::test_no_hit_ends_inside_of_a_block_that_is_left_to_draft_layers"),
     ),
     Mutant(
         "hole-in-a-window",

@@ -159,7 +159,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "never-admitted-awaited",
         "nobody is told that a request has ended without having been admitted, or admitted again",
-        (Patch(_OUTGOING, "if transfer_id := self._id_of(request):", 'if transfer_id := "":'),),
+        (Patch(_OUTGOING, "            if transfer_id:\n", "            if False:\n"),),
         tested(f"{_OFFERED}::test_of_a_request_that_ends_before_it_is_admitted_nobody_waits_for_anything"),
     ),
     Mutant(

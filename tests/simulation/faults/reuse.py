@@ -170,7 +170,7 @@ REUSE: tuple[Mutant, ...] = (
         "one group's blocks are saved that no look-up can reach, as another group declines its own in the same step",
         (
             Patch(
-                _PLANNER, "saved = self._reachable(state, taken.group, taken.keys, taken.saved)", "saved = taken.saved"
+                _PLANNER, "saved = self._reachable(state, taken.size, taken.keys, taken.saved)", "saved = taken.saved"
             ),
         ),
         tested(f"{_DECLINED}::test_what_one_group_declines_is_given_back_of_the_other"),
@@ -191,9 +191,9 @@ REUSE: tuple[Mutant, ...] = (
         "window-saved-behind-a-hole",
         "blocks of a window are saved that no look-up can reach, as those of full attention in front have gone",
         (
-            Patch(_PLANNER, "wanted = self._reachable(state, group, keys, [i", "wanted = list([i"),
+            Patch(_PLANNER, "wanted = self._reachable(state, size, keys, [i", "wanted = list([i"),
             Patch(
-                _PLANNER, "saved = self._reachable(state, taken.group, taken.keys, taken.saved)", "saved = taken.saved"
+                _PLANNER, "saved = self._reachable(state, taken.size, taken.keys, taken.saved)", "saved = taken.saved"
             ),
         ),
         tested(f"{_DECLINED}::test_nothing_is_saved_of_one_group_behind_a_hole_of_another"),
@@ -204,8 +204,8 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "            new = self._reachable(state, group, keys, new)\n            if not",
-                "            new = new[: self._num_pinned(keys, new)]\n            if not",
+                "self._reachable(state, self._hashes_per_block[group], keys, new)\n            if not",
+                "new[: self._num_pinned(keys, new)]\n            if not",
             ),
         ),
         tested(f"{_DECLINED}::test_what_is_computed_behind_a_declined_block_is_declined_and_counted_once"),

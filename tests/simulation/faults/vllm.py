@@ -54,7 +54,7 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "states-of-hits-beside",
         "the state that a request goes on with is told of as that which it begins with",
-        Patch(f"{_FOLDER}/steps.py", "num_tokens // size - 1]", "num_tokens // size]"),
+        Patch(f"{_FOLDER}/steps.py", "(num_tokens - 1) // size]", "num_tokens // size]"),
         f"{_TESTS}/test_vllm_steps.py::test_a_state_that_a_request_begins_with_is_told_of",
     ),
     _mutant(
@@ -68,10 +68,28 @@ VLLM: tuple[Mutant, ...] = (
         "a state from the middle of a block is kept as that of its end",
         Patch(
             f"{_FOLDER}/scheduler.py",
-            "if rest or num_hashes % self.shape.groups[state.group].hashes_per_block:",
+            "if rest or (not self._ends_within and num_hashes % self.shape.groups[state.group].hashes_per_block):",
             "if False:",
         ),
         f"{_TESTS}/test_vllm_steps.py::test_what_is_not_the_state_that_it_is_told_to_be_is_not_kept",
+    ),
+    _mutant(
+        "states-gone-on-with",
+        "the state that a request goes on with inside of a block is told of as that which it begins with",
+        Patch(f"{_FOLDER}/steps.py", "_copied(output).get(block_id, NULL_BLOCK)", "block_id + 0"),
+        f"{_TESTS}/test_vllm_steps.py::test_a_state_that_a_request_begins_with_is_told_of",
+    ),
+    _mutant(
+        "ends-without-attention",
+        "where a prompt ends inside of blocks the state is kept, and not the rows in front of it",
+        Patch(f"{_FOLDER}/scheduler.py", "states += list(told_ends(output, self.shape, states))", "pass"),
+        f"{_HYBRID}::test_hits_end_where_those_of_vllm_do[mamba-32]",
+    ),
+    _mutant(
+        "ends-of-the-next-block",
+        "of attention the block behind the one that a prompt ends inside of is kept",
+        Patch(f"{_FOLDER}/steps.py", "[num_tokens // size]\n", "[min(num_tokens // size + 1, len(tables[0]) - 1)]\n"),
+        f"{_TESTS}/test_vllm_steps.py::test_where_a_prompt_ends_inside_of_blocks_attention_is_told_of",
     ),
     _mutant(
         "states-of-any-rounding",
