@@ -27,7 +27,7 @@ _CANNOT_LOAD = 127  # the exit status of a program whose libraries are not there
 _OWN = (
     "import sys; from kv_connector.config import StorageConfig as C;"
     " from kv_connector.storage.mooncake.client import MooncakeClient as M, MooncakeOptions as O;"
-    " client = M(O.of(C(kind='mooncake', master=sys.argv[1], segment_memory=int(sys.argv[2])), 1));"
+    " client = M(O.of(C(kind='mooncake', master=sys.argv[1], segment_memory=int(sys.argv[2])), 1, 1));"
     " client.connect(()); print('ready', flush=True); sys.stdin.read(); client.close()"
 )
 

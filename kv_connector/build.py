@@ -102,9 +102,15 @@ def _check_ports(port: int, world_size: int) -> None:
 
 
 def _open_storage(
-    config: StorageConfig, identity: RankIdentity, rank: int, block_bytes: int, pool: memoryview, arrangement: str
+    config: StorageConfig,
+    identity: RankIdentity,
+    rank: int,
+    block_bytes: int,
+    pool: memoryview,
+    arrangement: str,
+    num_served: int,
 ) -> GroupedStorage:
-    """`identity` is that of the first rank with the same bytes, `rank` this one."""
+    """`identity` is that of the first rank with the same bytes, `rank` this one, which opens it for `num_served`."""
     from .storage.checksums import warn_where_slow
     from .storage.macs import choose_check
 
@@ -117,7 +123,7 @@ def _open_storage(
         from .storage.mooncake.client import MooncakeClient, MooncakeOptions
         from .storage.objects.backend import ObjectStorage
 
-        client = MooncakeClient(MooncakeOptions.of(config, identity.world_size))
+        client = MooncakeClient(MooncakeOptions.of(config, num_served, identity.world_size))
         return ObjectStorage("mooncake", client, digest, block_bytes, pool, check=check)
     if config.s3 is not None:
         from .storage.s3.backend import open_s3
@@ -127,7 +133,7 @@ def _open_storage(
         from .storage.checked import CheckedStorage, object_bytes
         from .storage.external import StorageContext, open_external
 
-        context = StorageContext(digest, object_bytes(block_bytes), rank, identity.world_size)
+        context = StorageContext(digest, object_bytes(block_bytes), rank, identity.world_size, num_served=num_served)
         inner = open_external(config.kind, config.options, context)
         return CheckedStorage(config.kind, inner, digest, block_bytes, check=check)
     from .storage.filesystem.backend import FilesystemStorage

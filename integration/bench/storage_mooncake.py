@@ -62,7 +62,7 @@ class Ours:
         self.block_bytes = block_bytes
         self.source = _cut(source, block_bytes)
         self.target = _cut(target, block_bytes)
-        client = MooncakeClient(MooncakeOptions.of(store_config(master), 1))
+        client = MooncakeClient(MooncakeOptions.of(store_config(master), 1, 1))
         self.storage = ObjectStorage("mooncake", client, IDENTITY, block_bytes, target)
         self.object_bytes = self.storage.group_blocks * block_bytes
         assert self.storage.connected.wait(30), "the store was not reached"

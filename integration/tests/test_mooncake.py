@@ -32,7 +32,7 @@ from tests.storage.objects.stores import connected
 
 master, action, block_bytes, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 config = StorageConfig(kind="mooncake", master=master, hostname=HOST)
-storage = connected(ObjectStorage("mooncake", MooncakeClient(MooncakeOptions.of(config, 1)), IDENTITY, block_bytes))
+storage = connected(ObjectStorage("mooncake", MooncakeClient(MooncakeOptions.of(config, 1, 1)), IDENTITY, block_bytes))
 keys = [key(i) for i in range(count)]
 print(exists(storage, keys), sum((put if action == "put" else get)(storage, keys, block_bytes)))
 storage.close()
@@ -55,7 +55,7 @@ def owner(master: MooncakeMaster) -> Iterator[MemoryOwner]:
 
 
 def open_storage(master: MooncakeMaster, block_bytes: int, pool: memoryview | None = None) -> ObjectStorage:
-    client = MooncakeClient(MooncakeOptions.of(store_config(master), 1))
+    client = MooncakeClient(MooncakeOptions.of(store_config(master), 1, 1))
     return ObjectStorage("mooncake", client, IDENTITY, block_bytes, pool)
 
 

@@ -6,6 +6,7 @@ So it is with multi-head latent attention, of which vLLM caches no prefixes on a
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,22 @@ from integration.tests.vllm_engines import (
 
 pytestmark = pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu")
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+def test_ranks_hear_of_those_that_have_their_head_and_of_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks, and two heads that two of them have each."""
+    from kv_connector.engines.vllm import worker
+
+    def tell(values: list[Any], value: object, group: object) -> None:
+        values[:] = ["0", "1", "2", "3"]
+
+    monkeypatch.setattr(worker.torch.distributed, "all_gather_object", tell)
+    heard = []
+    for rank in range(4):
+        group = SimpleNamespace(world_size=4, rank_in_group=rank, cpu_group=None)
+        monkeypatch.setattr(worker, "get_tp_group", lambda group=group: group)
+        heard.append("".join(map(str, worker._exchange(2, str(rank)))))
+    assert heard == ["01", "01", "23", "23"]
 
 
 @pytest.mark.parametrize("choice", ["sync", "async"])

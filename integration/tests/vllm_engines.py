@@ -296,7 +296,7 @@ class _BreakablePath:
 
 
 def _has_reached_storage(worker: Any) -> bool:
-    storage = _half()._storage._storage
+    storage = getattr(_half()._storage, "_storage", None)  # of a rank that does storage's jobs itself
     return not isinstance(storage, ObjectStorage) or connected(storage) is storage
 
 

@@ -1,6 +1,7 @@
 """Storage backends that are not ours: named by the setting `storage.kind` as `module:function`.
 
-The function is called once for each rank, in its worker half, and returns a `Storage`. Whatever that does, `checked.py`
+The function is called in the worker half of each rank, or of the first of those that share host memory, and returns a
+`Storage`. Whatever that does, `checked.py`
 stands in front of it: no byte reaches a block that is not what was written.
 """
 
@@ -29,7 +30,9 @@ class StorageContext:
         Keys name it too: it is of use to keep what belongs together in one place, and to no other end.
     object_bytes: bytes of every object: whole pages, in memory that begins on a page.
     rank, world_size: of the engine's ranks. Each opens a backend of its own; of those with the same identity the first
-        on a machine alone.
+        on a machine alone, for all of them.
+    num_served: how many ranks that are; what an operator gives the engine as a whole is this backend's by so many parts
+        of `world_size`.
     version: see `STORAGE_VERSION`.
     """
 
@@ -38,6 +41,7 @@ class StorageContext:
     rank: int = 0
     world_size: int = 1
     version: int = STORAGE_VERSION
+    num_served: int = 1
 
 
 def open_external(kind: str, options: Mapping[str, Any], context: StorageContext) -> Storage:

@@ -43,8 +43,9 @@ class WorkerHalf(KVConnectorWorker):
     background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
     `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
     `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given, arranged as
-    the text says; `open_peers` opens the links to other engines. `identity` is what decides this rank's bytes, to be
-    told. `open_share`: see `HostShare`; it is called once, as the cache is registered, and may wait for other ranks.
+    the text says, and for so many ranks that share it; `open_peers` opens the links to other engines. `identity` is
+    what decides this rank's bytes, to be told. `open_share`: see `HostShare`; it is called once, as the cache is
+    registered, and may wait for other ranks.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class WorkerHalf(KVConnectorWorker):
         make_path: Callable[[CacheLayout, HostPool, Config, LinkCosts], CopyPath] = make_path,
         fails_by_request: bool = True,
         retries_loads: bool = False,
-        open_storage: Callable[[int, memoryview, str], GroupedStorage] | None = None,
+        open_storage: Callable[[int, memoryview, str, int], GroupedStorage] | None = None,
         open_peers: OpenPeers | None = None,
         identity: str = "",
         open_share: Callable[[], HostShare] = lambda: ALONE,
@@ -114,7 +115,9 @@ class WorkerHalf(KVConnectorWorker):
             self._engine = TransferEngine(layout, self._host, self._config, path, fallback, costs)
             if self._open_storage is not None and self._share.uses_storage:
                 blocks = self._host.tensor.numpy()
-                storage = self._open_storage(layout.block_bytes, blocks.reshape(-1).data, layout.arrangement)
+                storage = self._open_storage(
+                    layout.block_bytes, blocks.reshape(-1).data, layout.arrangement, self._share.count
+                )
                 self._storage = StorageJobs(storage, blocks)
             elif self._open_storage is not None:
                 self._storage = AnotherRanksJobs()

@@ -396,7 +396,7 @@ def test_storage_is_opened_by_the_first_of_the_ranks_that_share_the_host(device:
         share = HostShare(index, 2, os.dup(file))
 
         def open_storage(*about: object, index: int = index) -> MemoryStorage:
-            opened.append(index)
+            opened.append((index, about[-1]))
             return MemoryStorage(4096, 1 << 20)
 
         config = Config.from_mapping({"host_memory": 8 * 4096})
@@ -404,14 +404,29 @@ def test_storage_is_opened_by_the_first_of_the_ranks_that_share_the_host(device:
         worker.register_kv_caches(
             {"layers.0": torch.zeros(NUM_BLOCKS, 8, dtype=torch.int32, device=device)}, NUM_BLOCKS
         )
+        workers.append(worker)
     os.close(file)
-    assert opened == [0]
+    assert opened == [(0, 2)], "for both"
     look_up = StorageJob(1, StorageAction.LOOK_UP, bytes(32), np.zeros(0, np.int64))
-    step(worker, StepPlan(1, storage=(look_up,), cancelled_storage=(1,)), full_graph=True)
-    report = worker.build_connector_worker_meta()
+    step(workers[1], StepPlan(1, storage=(look_up,), cancelled_storage=(1,)), full_graph=True)
+    report = workers[1].build_connector_worker_meta()
     assert (report.done, report.failed, report.found) == ((1,), (), ())
+    assert report.group_blocks == 1, "the first rank says how many storage wants at a time"
     for worker in workers:
         worker.shutdown()
+
+
+@pytest.mark.parametrize(("host_memory", "num_replicas"), [(0, 2), (1 << 20, 1)])
+def test_nobody_is_asked_to_share_what_there_is_not(host_memory: int, num_replicas: int) -> None:
+    """Ranks without host memory, and those that cache something of their own: others would wait for them."""
+
+    def exchange(value: object) -> list[object]:
+        raise AssertionError("nothing is shared")
+
+    config = Config.from_mapping({"host_memory": host_memory})
+    worker = build_worker(config, 0, 2, num_replicas=num_replicas, exchange=exchange)
+    worker.register_kv_caches({"layers.0": torch.zeros(NUM_BLOCKS, 8, dtype=torch.int32)}, NUM_BLOCKS)
+    worker.shutdown()
 
 
 def test_ranks_that_cache_the_same_have_one_name_in_storage(tmp_path: Path) -> None:

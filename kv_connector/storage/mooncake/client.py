@@ -67,9 +67,9 @@ class MooncakeOptions:
     segment_bytes: int
 
     @classmethod
-    def of(cls, config: StorageConfig, world_size: int) -> MooncakeOptions:
-        """For one of `world_size` ranks, which share `config.segment_memory`."""
-        segment_bytes = config.segment_memory // world_size
+    def of(cls, config: StorageConfig, num_served: int, world_size: int) -> MooncakeOptions:
+        """For `num_served` of `world_size` ranks, which lend `config.segment_memory` together."""
+        segment_bytes = config.segment_memory * num_served // world_size
         protocol = config.protocol.value
         return cls(config.master, config.metadata, protocol, config.devices, config.hostname, segment_bytes)
 

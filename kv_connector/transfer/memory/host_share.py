@@ -137,12 +137,14 @@ def _together(own: _Offer | None, offers: Sequence[object]) -> list[_Offer]:
 
 def _open(offer: _Offer) -> int:
     """A descriptor of the offered file; -1 where it is not to be had."""
+    file = -1
     try:
         file = os.open(f"/proc/{offer.process}/fd/{offer.file}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
+        is_marked = os.pread(file, _MARK_BYTES, 0) == offer.mark
+    except OSError as error:  # of the latter where the process is another one by now, and this no file
         logger.warning("the host memory of process %d cannot be opened: %s", offer.process, error)
-        return -1
-    if os.pread(file, _MARK_BYTES, 0) == offer.mark:
+        is_marked = False
+    if is_marked or file < 0:
         return file
     os.close(file)
     return -1

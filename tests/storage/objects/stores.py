@@ -109,7 +109,7 @@ def make_mooncake(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
     Skips without Mooncake."""
     if reason := why_not():
         pytest.skip(reason)
-    client = MooncakeClient(MooncakeOptions.of(store_config(shared_store()), 1))
+    client = MooncakeClient(MooncakeOptions.of(store_config(shared_store()), 1, 1))
     identity = identity_of(folder)
     return connected(ObjectStorage("mooncake", client, identity, block_bytes, group_bytes=block_bytes))
 

@@ -340,13 +340,19 @@ def test_a_master_whose_name_cannot_be_is_one_that_does_not_answer(
     monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
     monkeypatch.setitem(sys.modules, "mooncake.store", ModuleType("mooncake.store"))
     monkeypatch.setattr(sys.modules["mooncake"], "store", sys.modules["mooncake.store"], raising=False)
-    client = MooncakeClient(MooncakeOptions.of(StorageConfig(kind="mooncake", master=master), 1))
+    client = MooncakeClient(MooncakeOptions.of(StorageConfig(kind="mooncake", master=master), 1, 1))
     with pytest.raises(StoreUnreachable, match="no master at"):
         client.connect([])
+
+
+def test_an_engine_lends_its_segment_memory_by_rank_whether_or_not_ranks_share_the_host() -> None:
+    config = StorageConfig(kind="mooncake", master="127.0.0.1:1", segment_memory=8 << 30)
+    for num_served in (1, 4, 8):
+        assert MooncakeOptions.of(config, num_served, 8).segment_bytes == num_served << 30
 
 
 def test_without_the_wheel_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     config = StorageConfig(kind="mooncake", master="127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"pip install 'kv-connector\[mooncake\]'"):
-        MooncakeClient(MooncakeOptions.of(config, 1))
+        MooncakeClient(MooncakeOptions.of(config, 1, 1))

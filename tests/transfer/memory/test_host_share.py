@@ -152,6 +152,30 @@ def test_a_file_that_is_not_the_one_offered_is_not_mapped() -> None:
     assert num_files() == before
 
 
+def test_what_is_no_file_by_now_is_not_mapped() -> None:
+    """A process that has the number of one that ended may have a pipe under that descriptor."""
+    room, (source, target) = in_a_room(2), os.pipe()
+
+    def second(value: object) -> Sequence[object]:
+        told = list(room[1](value))
+        if isinstance(told[0], host_share._Offer):
+            told[0] = told[0]._replace(file=source)
+        return told
+
+    before = num_files()
+    assert share_among([room[0], second]) == [ALONE] * 2
+    assert num_files() == before
+    for file in (source, target):
+        os.close(file)
+
+
+def test_no_process_that_a_rank_starts_has_the_memory() -> None:
+    offer = host_share._offer()
+    assert offer is not None
+    assert not os.get_inheritable(offer.file)
+    os.close(offer.file)
+
+
 def test_ranks_of_two_machines_share_what_each_machine_has() -> None:
     room = in_a_room(4)
 
