@@ -285,7 +285,9 @@ class SimulatedStorage:
         self._is_in_batch = False
         disk.storages.append(self)
 
-    def open_storage(self, block_bytes: int, pool: memoryview, arrangement: str = "") -> FilesystemStorage:
+    def open_storage(
+        self, block_bytes: int, pool: memoryview, arrangement: str = "", num_served: int = 1
+    ) -> FilesystemStorage:
         """The real backend, as a new process. Raises OSError where the folder cannot be used, and WouldHang where the
         disk is silent."""
         assert self.storage is None, f"{self.name} runs already: kill or close it first"

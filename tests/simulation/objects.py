@@ -109,7 +109,9 @@ class SimulatedObjects(SimulatedStorage):
         self._group_blocks = group_blocks
         self._is_probe_due = False
 
-    def open_storage(self, block_bytes: int, pool: memoryview, arrangement: str = "") -> ObjectStorage:  # type: ignore[override]
+    def open_storage(
+        self, block_bytes: int, pool: memoryview, arrangement: str = "", num_served: int = 1
+    ) -> ObjectStorage:  # type: ignore[override]
         """The real backend, as a new process."""
         assert self.storage is None, f"{self.name} runs already: kill or close it first"
         self.process = max(self.disk.files.processes, default=100) + 1
