@@ -1,0 +1,172 @@
+"""Real SGLang engines on small random models, on the CPU, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.models import tiny
+from kv_connector.testing.engine_contract import Answer
+
+ROOT = Path(__file__).parents[2]
+SHIMS = ROOT / "integration" / "sglang_shims"
+if find_spec("sglang") is None:
+    pytest.skip("real SGLang runs in a virtual environment of its own: make test-sglang", allow_module_level=True)
+sys.path.insert(0, str(SHIMS))  # before it is imported, here and in its processes
+os.environ["PYTHONPATH"] = f"{SHIMS}:{ROOT}"
+
+PAGE_SIZE = 16
+SETTINGS = {"host_memory": "64MiB", "write_policy": "write_through"}
+OPTIONS = {
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 1024,
+    "page_size": PAGE_SIZE,
+    "max_running_requests": 8,
+    "schedule_conservativeness": 0.1,  # admits more than there is room for
+    "random_seed": 1,
+    "log_level": "warning",
+}
+
+
+class SglangEngine:
+    """An engine, with our linker or without; see `engine_contract.ContractEngine`."""
+
+    def __init__(self, engine: Any, controls: Sequence[Connection], page_size: int, device_tokens: int) -> None:
+        self.engine = engine
+        self.block_tokens = page_size
+        self.device_tokens = device_tokens
+        self.num_token_ids = tiny.VOCABULARY
+        self._controls = controls
+        self._num_requests = 0
+        self._started: dict[str, asyncio.Task[Answer]] = {}
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, salt: str = "") -> list[Answer]:
+        """Greedy continuations; all prompts are asked at once."""
+        return self.finish(self.start(prompts, num_tokens, salt))
+
+    def start(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, salt: str = "") -> list[str]:
+        """Ask, and do not wait; they run while something else is waited for."""
+        rids = [f"request {self._num_requests + i}" for i in range(len(prompts))]
+        self._num_requests += len(prompts)
+        for rid, prompt in zip(rids, prompts, strict=True):
+            self._started[rid] = self.engine.loop.create_task(self._ask(rid, list(prompt), num_tokens, salt))
+        self._turn(10)
+        return rids
+
+    def finish(self, rids: Sequence[str]) -> list[Answer]:
+        """Wait for the answers of these requests, in order."""
+        tasks = [self._started.pop(rid) for rid in rids]
+        return list(self.engine.loop.run_until_complete(asyncio.gather(*tasks)))
+
+    def abort(self, rids: Sequence[str]) -> None:
+        """Their clients go away."""
+        for rid in rids:
+            self.engine.tokenizer_manager.abort_request(rid)
+        self._turn(1)
+
+    def reset(self) -> None:
+        """Flush SGLang's cache, and with it ours."""
+        assert self.engine.flush_cache().success
+
+    def break_loads(self, broken: bool) -> None:
+        """Loads fail from now on, or do so no more."""
+        self._tell("answer_break_loads", broken)
+
+    def limit_host(self, num_blocks: int | None) -> None:
+        """Give us so many host blocks only."""
+        self._tell("answer_limit_host", num_blocks)
+
+    def stats(self) -> dict[str, float]:
+        """Our counters since the start; those of rank 0."""
+        stats: dict[str, float] = self._tell("answer_stats")[0]
+        return stats
+
+    def check_idle(self) -> None:
+        """Nothing is held for a request, and every invariant holds. Of one rank: several go at their own pace here."""
+        self._tell("answer_check")
+
+    def tell(self, name: str, *args: object) -> list[Any]:
+        """Call a method of the linker on every rank."""
+        return self._tell(name, *args)
+
+    def _tell(self, name: str, *args: object) -> list[Any]:
+        for control in self._controls:
+            control.send((name, args))
+        return [control.recv() for control in self._controls]
+
+    def _turn(self, num_turns: int) -> None:
+        """Let requests that were started be sent off."""
+
+        async def turn() -> None:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+
+        self.engine.loop.run_until_complete(turn())
+
+    async def _ask(self, rid: str, prompt: list[int], num_tokens: int, salt: str) -> Answer:
+        params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        try:
+            output = await self.engine.async_generate(
+                input_ids=prompt, sampling_params=params, rid=rid, cache_salt=salt or None
+            )
+        except ValueError as error:  # SGLang's word for a request that it has given up
+            return Answer(None, error=str(error))
+        meta = output["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
+        if meta["finish_reason"]["type"] == "abort":
+            return Answer(None, error=str(meta["finish_reason"].get("message", "")))
+        return Answer(list(output["output_ids"]), int(details.get("host", 0)), int(meta["num_retractions"]))
+
+
+@contextmanager
+def running(
+    folder: Path, settings: dict[str, Any] | None = None, model: str = "dense", **options: Any
+) -> Iterator[SglangEngine]:
+    """An engine with our linker and these settings."""
+    control = f"{tempfile.mkdtemp()}/control"
+    linker = {
+        "linker": "WatchedLinker",
+        "linker_module_path": "integration.tests.sglang_watched",
+        "linker_extra_config": SETTINGS | {"control": control} | (settings or {}),
+    }
+    with Listener(control, "AF_UNIX") as listener:
+        options = {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": linker,
+        } | options
+        with running_alone(folder, model, **options) as engine:
+            engine._controls = [listener.accept() for _ in range(int(options.get("tp_size", 1)))]
+            yield engine
+            for connection in engine._controls:
+                connection.close()
+
+
+@contextmanager
+def running_alone(folder: Path, model: str = "dense", **options: Any) -> Iterator[SglangEngine]:
+    """An engine as SGLang has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    import sglang
+
+    options = OPTIONS | options
+    engine = sglang.Engine(model_path=str(tiny.write_weights(model, folder)), **options)
+    try:
+        yield SglangEngine(engine, (), int(options["page_size"]), int(options["max_total_tokens"]))
+    finally:
+        engine.shutdown()

@@ -1,0 +1,60 @@
+"""The contract of adapters, kept by the linker in real SGLang engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.tests.sglang_engines import SglangEngine, running, running_alone
+from kv_connector.testing import engine_contract
+from kv_connector.testing.engine_contract import Check, ContractEngine, Expected
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the weights of small models are made once."""
+    return tmp_path_factory.getbasetemp() / "sglang"
+
+
+@pytest.fixture(scope="module")
+def expected(models: Path) -> Iterator[Expected]:
+    """What an engine without us answers to one prompt at a time, asked once."""
+    known: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
+    with running_alone(models, max_total_tokens=8192) as engine:
+
+        def answers(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Sequence[int]]:
+            keys = [(tuple(prompt), num_tokens) for prompt in prompts]
+            for key in keys:
+                if key not in known:
+                    (answer,) = engine.generate([key[0]], num_tokens)
+                    assert answer.token_ids is not None, answer.error
+                    known[key] = answer.token_ids
+            return [known[key] for key in keys]
+
+        yield answers
+
+
+@pytest.fixture(scope="module")
+def engine(models: Path) -> Iterator[SglangEngine]:
+    """One for all checks."""
+    with running(models) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
+def test_contract(check: Check, engine: SglangEngine, expected: Expected) -> None:
+    check(engine, expected)
+
+
+@pytest.mark.parametrize("check", engine_contract.RESTARTS, ids=lambda check: check.__name__)
+def test_restart(check: Any, models: Path, expected: Expected, tmp_path: Path) -> None:
+    def open_engine(settings: Mapping[str, Any]) -> Any:
+        return running(models, dict(settings))
+
+    def known(engine: ContractEngine) -> Expected:
+        return expected
+
+    check(open_engine, known, str(tmp_path / "storage"))
