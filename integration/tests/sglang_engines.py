@@ -38,7 +38,6 @@ OPTIONS = {
     "max_total_tokens": 1024,
     "page_size": PAGE_SIZE,
     "max_running_requests": 8,
-    "schedule_conservativeness": 0.1,  # admits more than there is room for
     "random_seed": 1,
     "log_level": "warning",
 }
@@ -120,12 +119,14 @@ class SglangEngine:
         self.engine.loop.run_until_complete(turn())
 
     async def _ask(self, rid: str, prompt: list[int], num_tokens: int, salt: str) -> Answer:
+        from fastapi import HTTPException
+
         params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
         try:
             output = await self.engine.async_generate(
                 input_ids=prompt, sampling_params=params, rid=rid, cache_salt=salt or None
             )
-        except ValueError as error:  # SGLang's word for a request that it has given up
+        except (ValueError, HTTPException) as error:  # a request that SGLang has given up
             return Answer(None, error=str(error))
         meta = output["meta_info"]
         details = meta.get("cached_tokens_details") or {}

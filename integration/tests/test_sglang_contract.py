@@ -44,9 +44,24 @@ def engine(models: Path) -> Iterator[SglangEngine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def retracting(models: Path) -> Iterator[SglangEngine]:
+    """One that retracts requests every few steps: it admits no more than it has room for, on a small device."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_TEST_RETRACT", "1")
+        environment.setenv("SGLANG_TEST_RETRACT_INTERVAL", "12")
+        with running(models) as engine:
+            yield engine
+
+
 @pytest.mark.parametrize("check", engine_contract.CHECKS, ids=lambda check: check.__name__)
 def test_contract(check: Check, engine: SglangEngine, expected: Expected) -> None:
     check(engine, expected)
+
+
+@pytest.mark.parametrize("check", engine_contract.PREEMPTIONS, ids=lambda check: check.__name__)
+def test_retraction(check: Check, retracting: SglangEngine, expected: Expected) -> None:
+    check(retracting, expected)
 
 
 @pytest.mark.parametrize("check", engine_contract.RESTARTS, ids=lambda check: check.__name__)
