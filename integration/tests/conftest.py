@@ -27,6 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp() / "models"
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for engines that outlive a test."""
+    return tmp_path_factory.getbasetemp() / "models"
+
+
 @pytest.fixture
 def mamba2_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.32 lets Mamba2 keep a state from the middle of a step, which its kernels for the CPU cannot."""

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from integration.models import tiny
-from kv_connector.testing.engine_contract import Answer
+from kv_connector.testing.engine_contract import Answer, Expected
 
 ROOT = Path(__file__).parents[2]
 SHIMS = ROOT / "integration" / "sglang_shims"
@@ -46,12 +46,12 @@ OPTIONS = {
 class SglangEngine:
     """An engine, with our linker or without; see `engine_contract.ContractEngine`."""
 
-    def __init__(self, engine: Any, controls: Sequence[Connection], page_size: int, device_tokens: int) -> None:
+    def __init__(self, engine: Any, page_size: int, device_tokens: int) -> None:
         self.engine = engine
         self.block_tokens = page_size
         self.device_tokens = device_tokens
         self.num_token_ids = tiny.VOCABULARY
-        self._controls = controls
+        self.controls: list[Connection] = []  # to our linker on each rank
         self._num_requests = 0
         self._started: dict[str, asyncio.Task[Answer]] = {}
 
@@ -81,33 +81,36 @@ class SglangEngine:
 
     def reset(self) -> None:
         """Flush SGLang's cache, and with it ours."""
-        assert self.engine.flush_cache().success
+        flush = self.engine.tokenizer_manager.flush_cache(timeout_s=30.0)  # once the last answer's step is over
+        assert self.engine.loop.run_until_complete(flush).success
 
     def break_loads(self, broken: bool) -> None:
         """Loads fail from now on, or do so no more."""
-        self._tell("answer_break_loads", broken)
+        self.tell("answer_break_loads", broken)
 
     def limit_host(self, num_blocks: int | None) -> None:
         """Give us so many host blocks only."""
-        self._tell("answer_limit_host", num_blocks)
+        self.tell("answer_limit_host", num_blocks)
 
     def stats(self) -> dict[str, float]:
         """Our counters since the start; those of rank 0."""
-        stats: dict[str, float] = self._tell("answer_stats")[0]
+        stats: dict[str, float] = self.tell("answer_stats")[0]
         return stats
 
     def check_idle(self) -> None:
-        """Nothing is held for a request, and every invariant holds. Of one rank: several go at their own pace here."""
-        self._tell("answer_check")
+        """Nothing is held for a request, and every invariant holds. Several ranks have decided and counted alike; what
+        is under way there ends when all of them look, which a rank that is told to wait would keep the others from."""
+        if len(self.controls) == 1:
+            self.tell("answer_check")
+        else:
+            first, *others = self.tell("answer_decided")
+            assert all(other == first for other in others)
 
     def tell(self, name: str, *args: object) -> list[Any]:
-        """Call a method of the linker on every rank."""
-        return self._tell(name, *args)
-
-    def _tell(self, name: str, *args: object) -> list[Any]:
-        for control in self._controls:
+        """Call a method of the linker on every rank; the answers of all."""
+        for control in self.controls:
             control.send((name, args))
-        return [control.recv() for control in self._controls]
+        return [control.recv() for control in self.controls]
 
     def _turn(self, num_turns: int) -> None:
         """Let requests that were started be sent off."""
@@ -135,6 +138,22 @@ class SglangEngine:
         return Answer(list(output["output_ids"]), int(details.get("host", 0)), int(meta["num_retractions"]))
 
 
+def reference(engine: SglangEngine) -> Expected:
+    """What this engine, which is without us, answers to each prompt alone; asked once."""
+    known: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
+
+    def answers(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Sequence[int]]:
+        keys = [(tuple(prompt), num_tokens) for prompt in prompts]
+        for key in keys:
+            if key not in known:
+                (answer,) = engine.generate([key[0]], num_tokens)
+                assert answer.token_ids is not None, answer.error
+                known[key] = answer.token_ids
+        return [known[key] for key in keys]
+
+    return answers
+
+
 @contextmanager
 def running(
     folder: Path, settings: dict[str, Any] | None = None, model: str = "dense", **options: Any
@@ -153,21 +172,29 @@ def running(
             "unified_cache_external_linker_config": linker,
         } | options
         with running_alone(folder, model, **options) as engine:
-            engine._controls = [listener.accept() for _ in range(int(options.get("tp_size", 1)))]
+            engine.controls = [listener.accept() for _ in range(int(options.get("tp_size", 1)))]
             yield engine
-            for connection in engine._controls:
-                connection.close()
+        for connection in engine.controls:
+            connection.close()
 
 
 @contextmanager
 def running_alone(folder: Path, model: str = "dense", **options: Any) -> Iterator[SglangEngine]:
     """An engine as SGLang has it."""
     folder.mkdir(parents=True, exist_ok=True)
+    import psutil
     import sglang
 
     options = OPTIONS | options
+    others = set(psutil.Process().children(recursive=True))
     engine = sglang.Engine(model_path=str(tiny.write_weights(model, folder)), **options)
+    own = set(psutil.Process().children(recursive=True)) - others
     try:
-        yield SglangEngine(engine, (), int(options["page_size"]), int(options["max_total_tokens"]))
+        yield SglangEngine(engine, int(options["page_size"]), int(options["max_total_tokens"]))
     finally:
-        engine.shutdown()
+        # As `shutdown` does it, which ends the processes of other engines too, and then this one for their sake.
+        engine.tokenizer_manager._subprocess_watchdog.stop()
+        for process in own:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(own)

@@ -30,6 +30,11 @@ class WatchedLinker(TieredKVLinker):
         held = {"promises": len(self._promises), "queued_loads": len(self._queued), "open_offers": len(self._saving)}
         return self.stats() | held
 
+    def answer_decided(self) -> dict[str, float]:
+        """Counters of what the scheduler half has decided."""
+        stats = self.answer_stats()
+        return {name: stats[name] for name in ("sync_loads", "saves_on_compute_blocks", "known_blocks", "promises")}
+
     def answer_check(self) -> None:
         """Wait for what is under way, let promises lapse, and look at every invariant. Of one rank only."""
         self._give_up(self._promises.clear())

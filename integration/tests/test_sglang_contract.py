@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.tests.sglang_engines import SglangEngine, running, running_alone
+from integration.tests.sglang_engines import SglangEngine, reference, running, running_alone
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Check, ContractEngine, Expected
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the weights of small models are made once."""
-    return tmp_path_factory.getbasetemp() / "sglang"
-
-
-@pytest.fixture(scope="module")
 def expected(models: Path) -> Iterator[Expected]:
-    """What an engine without us answers to one prompt at a time, asked once."""
-    known: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
+    """What an engine without us answers."""
     with running_alone(models, max_total_tokens=8192) as engine:
-
-        def answers(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Sequence[int]]:
-            keys = [(tuple(prompt), num_tokens) for prompt in prompts]
-            for key in keys:
-                if key not in known:
-                    (answer,) = engine.generate([key[0]], num_tokens)
-                    assert answer.token_ids is not None, answer.error
-                    known[key] = answer.token_ids
-            return [known[key] for key in keys]
-
-        yield answers
+        yield reference(engine)
 
 
 @pytest.fixture(scope="module")

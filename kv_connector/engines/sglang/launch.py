@@ -33,14 +33,14 @@ def read_settings(extra_config: Mapping[str, Any]) -> LinkerSettings:
     keep_on_flush = given.pop("keep_on_flush", False)
     if not isinstance(keep_on_flush, bool):
         raise ConfigError(f"keep_on_flush={keep_on_flush!r} is not a boolean: give true or false")
+    if given.get("peer") is not None:
+        raise ConfigError("peer: SGLang hands blocks over itself: leave it out, and give --disaggregation-mode")
     config = Config.from_mapping(given)
     if not config.host_memory:
         raise ConfigError(
             f"host_memory=0: there is nothing to cache in; give linker_extra_config in {_OPTION} a size such as "
             '{"host_memory": "64GiB"} (all ranks together)'
         )
-    if config.peer is not None:
-        raise ConfigError("peer: SGLang hands blocks over itself: leave it out, and give --disaggregation-mode")
     if config.load_choice is LoadChoice.ASYNC:
         raise ConfigError(
             "load_choice='async': SGLang loads what it has asked for in front of the step that needs it: leave it out"
