@@ -135,7 +135,12 @@ class SglangEngine:
         details = meta.get("cached_tokens_details") or {}
         if meta["finish_reason"]["type"] == "abort":
             return Answer(None, error=str(meta["finish_reason"].get("message", "")))
-        return Answer(list(output["output_ids"]), int(details.get("host", 0)), int(meta["num_retractions"]))
+        return Answer(
+            list(output["output_ids"]),
+            num_loaded=int(details.get("host", 0)),
+            num_hit=int(meta["cached_tokens"]),
+            num_preempted=int(meta["num_retractions"]),
+        )
 
 
 def reference(engine: SglangEngine) -> Expected:

@@ -27,11 +27,12 @@ _LENGTH = 240  # tokens of a prompt
 @dataclass(frozen=True, slots=True)
 class Answer:
     """To one request. token_ids: what was generated; None where the engine has given the request up, as it was asked
-    to or because of an `error`. num_loaded: tokens of its prompt that the connector has brought. num_preempted: how
-    often the engine took its blocks away."""
+    to or because of an `error`. num_loaded: tokens of its prompt that the connector has brought; num_hit: those, and
+    those that the device had. num_preempted: how often the engine took its blocks away."""
 
     token_ids: Sequence[int] | None
     num_loaded: int = 0
+    num_hit: int = 0
     num_preempted: int = 0
     error: str = ""
 
@@ -79,6 +80,8 @@ Expected = Callable[[Sequence[Sequence[int]], int], list[Sequence[int]]]
 Check = Callable[[ContractEngine, Expected], None]
 Open = Callable[[Mapping[str, Any]], AbstractContextManager[ContractEngine]]
 """Starts an engine with these settings beside its usual ones, and stops it."""
+RestartCheck = Callable[[Open, Expected, str], None]
+"""The text is a folder that does not exist yet."""
 
 
 def prompts(engine: ContractEngine, count: int, length: int = _LENGTH, seed: object = 0) -> list[list[int]]:
@@ -276,15 +279,32 @@ def many_requests_over_few_blocks(engine: ContractEngine, expected: Expected) ->
     engine.check_idle()
 
 
-def a_new_start_finds_what_storage_has(
-    open_engine: Open, expected: Callable[[ContractEngine], Expected], folder: str
-) -> None:
-    """An engine is stopped while it copies; the next one goes on where its storage is, and one without its storage
-    computes."""
+def chats_hit_what_an_endless_cache_would_have(engine: ContractEngine, expected: Expected) -> None:
+    """200 requests, 16 at a time: the host has room for all of their blocks and the device for few of them."""
+    histories = prompts(engine, 40, 60, seed="endless")
+    num_hit = num_could = 0
+    for turn in range(5):
+        for first in range(0, len(histories), 16):
+            asked = histories[first : first + 16]
+            answers = engine.generate(asked)
+            assert _tokens(answers) == expected(asked, 8)
+            num_hit += sum(answer.num_hit for answer in answers)
+            num_known = [len(prompt) - 20 - 1 if turn else 0 for prompt in asked]  # the last answer's end is computed
+            num_could += sum(num // engine.block_tokens * engine.block_tokens for num in num_known)
+            tails = prompts(engine, len(asked), 20, seed=f"endless {turn} {first}")
+            for history, answer, tail in zip(asked, answers, tails, strict=True):
+                history += [*(answer.token_ids or ()), *tail]
+    assert num_hit >= 0.9 * num_could, f"{num_hit} of {num_could} tokens"
+    engine.check_idle()
+
+
+def a_new_start_finds_what_storage_has(open_engine: Open, expected: Expected, folder: str) -> None:
+    """An engine is stopped while it computes and copies, and the next one goes on where its storage is; what is
+    forgotten then is found no more."""
     storage = {"storage": {"path": folder, "capacity": "256MiB"}}
     with open_engine(storage) as engine:
         asked = prompts(engine, 3, seed="stored")
-        answers = expected(engine)(asked, 8)
+        answers = expected(asked, 8)
         assert _tokens(engine.generate(asked)) == answers
         engine.check_idle()
         engine.start(prompts(engine, 3, seed="stopped"), num_tokens=64)
@@ -293,8 +313,9 @@ def a_new_start_finds_what_storage_has(
         assert _tokens(again) == answers
         assert [answer.num_loaded for answer in again] == [loadable(engine, prompt) for prompt in asked]
         engine.reset()
-        engine.generate(asked)
-        assert engine.stats()["storage_hit_tokens"] == sum(loadable(engine, prompt) for prompt in asked)
+        anew = engine.generate(asked)
+        assert _tokens(anew) == answers
+        assert [answer.num_loaded for answer in anew] == [0] * len(asked)
         engine.check_idle()
 
 
@@ -315,7 +336,8 @@ CHECKS: tuple[Check, ...] = (
     a_load_that_fails_gives_no_wrong_token,
     a_host_that_is_full_lets_the_oldest_go,
     many_requests_over_few_blocks,
+    chats_hit_what_an_endless_cache_would_have,
 )
 PREEMPTIONS: tuple[Check, ...] = (requests_that_lose_their_blocks_go_on, many_requests_over_few_blocks)
 """For an engine that takes requests their blocks now and then, whatever it has to be told for that."""
-RESTARTS = (a_new_start_finds_what_storage_has,)
+RESTARTS: tuple[RestartCheck, ...] = (a_new_start_finds_what_storage_has,)

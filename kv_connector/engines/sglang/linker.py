@@ -158,7 +158,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         """The forward pass was launched: whether all that it waits for has come, or will without fail."""
         if not self._replica.is_loading:
             return True
-        has_come = self._replica.end()
+        with self._behind_forward():  # whose layers have waited for theirs: nobody else is to
+            has_come = self._replica.end()
         self._end_loading()
         return has_come
 
@@ -240,9 +241,11 @@ class TieredKVLinker(UnifiedCacheLinker):
         return pages if pages is not None and len(pages) == len(hashes) else None
 
     def _behind_forward(self) -> AbstractContextManager[object]:
-        """Saves come behind the forward pass that is under way: it may be writing what they read."""
+        """Saves come behind the forward pass that is under way, which may be writing what they read, on a stream of its
+        own or on this one."""
         if self.forward_stream is None or self._pages.device.type != "cuda":
             return nullcontext()
+        self.forward_stream.wait_stream(torch.cuda.current_stream(self._pages.device))
         return torch.cuda.stream(self.forward_stream)
 
     def _give_up(self, fragments: Sequence[Fragment]) -> None:
