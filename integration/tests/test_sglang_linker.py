@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
 from integration.tests.faults import break_loads
-from kv_connector.engines.sglang import TieredKVLinker, fragments, linker
+from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker
 from kv_connector.engines.sglang.pools import DevicePages
 from kv_connector.errors import ConfigError, KVConnectorError
 
@@ -234,6 +235,21 @@ def test_a_load_that_fails_is_told_and_not_tried_again(make: Make) -> None:
     assert driver.holds(keys(3), [4, 5, 6])
 
 
+def test_what_failed_for_one_is_refused_to_others_who_were_promised_it(make: Make) -> None:
+    """The host's copy is not trusted any more: the others compute."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    assert driver.lookup("one", keys(3)) == driver.lookup("other", keys(3)) == 3
+    break_loads(driver.linker._replica.worker, True)
+    assert driver.linker.load("one", driver.transfer(keys(3), [4, 5, 6]))
+    assert not driver.forward()
+    break_loads(driver.linker._replica.worker, False)
+    driver.round()
+    assert not driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
+    assert driver.lookup("other", keys(3)) == 0
+    driver.check()
+
+
 def test_a_flush_forgets_all(make: Make) -> None:
     """Also what was promised, and what is queued."""
     driver = make()
@@ -255,6 +271,25 @@ def test_pages_are_saved_by_those_who_ask_again(make: Make) -> None:
     """SGLang offers a prompt's pages twice with its own request; the next request is a hit that counts."""
     driver = make(write_policy="write_through_selective")
     assert [driver.save(keys(3), [1, 2, 3]) for _ in range(4)] == [False, False, True, False]
+
+
+def test_adapters_are_named_by_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SGLang gives one of the launch line the same id in each start."""
+    adapter = SimpleNamespace(lora_name="mine", lora_path=str(tmp_path))
+    monkeypatch.setattr(identity, "get_lora", lambda: SimpleNamespace(lora_paths=[adapter]))
+    found = []
+    for text in ("first", "second"):
+        (tmp_path / "adapter_model.safetensors").write_text(text)
+        found.append(identity._adapters()["mine"])
+    assert found[0] != found[1]
+
+
+def test_a_setting_that_is_new_is_named() -> None:
+    """Whatever a namespace has decides the bytes, but for what is known not to."""
+    kernels = SimpleNamespace(_fields={"attention_backend": "triton"}, _subs={})
+    fields = {"quantization": None, "new": 3, "download_dir": "/models"}
+    bag = SimpleNamespace(_fields=fields, _subs={"kernels": kernels})
+    assert identity._leaves(bag) == {"quantization": None, "new": 3, "kernels.attention_backend": "triton"}
 
 
 def test_a_cache_that_is_not_known_is_refused() -> None:

@@ -16,6 +16,7 @@ from .replicas import REPLICAS
 from .reuse import REUSE
 from .saves import SAVES
 from .scheduler import SCHEDULER
+from .sglang import SGLANG
 from .storage import STORAGE
 from .storage_groups import STORAGE_GROUPS
 from .transfer import TRANSFER
@@ -39,4 +40,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *IDENTITY,
     *TRANSFER,
     *VLLM,
+    *SGLANG,
 )
