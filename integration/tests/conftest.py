@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kv_connector.scheduler.storage import reading
+from kv_connector.testing.engine_contract import Expected
 
 
 @pytest.fixture
@@ -31,6 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for engines that outlive a test."""
     return tmp_path_factory.getbasetemp() / "models"
+
+
+@pytest.fixture(scope="session")
+def expected(models: Path) -> Iterator[Expected]:
+    """What SGLang answers without us; one engine for all that ask."""
+    from integration.tests.sglang_engines import reference, running_alone
+
+    with running_alone(models, max_total_tokens=8192) as engine:
+        yield reference(engine)
 
 
 @pytest.fixture

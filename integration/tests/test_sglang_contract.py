@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.tests.sglang_engines import SglangEngine, reference, running, running_alone
+from integration.tests.sglang_engines import SglangEngine, running
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Check, Expected
-
-
-@pytest.fixture(scope="module")
-def expected(models: Path) -> Iterator[Expected]:
-    """What an engine without us answers."""
-    with running_alone(models, max_total_tokens=8192) as engine:
-        yield reference(engine)
 
 
 @pytest.fixture(scope="module")

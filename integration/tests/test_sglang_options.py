@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from integration.tests.sglang_engines import SglangEngine, reference, running, running_alone
+from integration.tests.sglang_engines import SglangEngine, running
 from kv_connector.engines.sglang import TieredKVLinker
 from kv_connector.engines.sglang.launch import read_settings
 from kv_connector.errors import ConfigError
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Expected, loadable, prompts
-
-
-@pytest.fixture(scope="module")
-def expected(models: Path) -> Iterator[Expected]:
-    """What an engine without us answers."""
-    with running_alone(models, max_total_tokens=8192) as engine:
-        yield reference(engine)
 
 
 @pytest.mark.parametrize(

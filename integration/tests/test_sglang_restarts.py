@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from integration.tests.sglang_engines import reference, running, running_alone
+from integration.tests.sglang_engines import running
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Expected, RestartCheck, evict, prompts
-
-
-@pytest.fixture(scope="module")
-def expected(models: Path) -> Iterator[Expected]:
-    """What an engine without us answers."""
-    with running_alone(models, max_total_tokens=8192) as engine:
-        yield reference(engine)
 
 
 def test_retraction(models: Path, expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
