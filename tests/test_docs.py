@@ -71,7 +71,7 @@ def test_what_a_script_runs_is_there(script: Path) -> None:
         ("see `kv_connector/base.py` and `scheduler/half.py`", []),
         ("see `kv_connector/handovers.py`", ["kv_connector/handovers.py"]),
         ("see docs/vllm.md", []),
-        ("see docs/sglang.md", ["docs/sglang.md"]),
+        ("see docs/gone.md", ["docs/gone.md"]),
         ("the result is `index.json`, not `vllm_serving_h200.json`", ["vllm_serving_h200.json"]),
         ("![picture](integration/bench/results/gone.png)", ["integration/bench/results/gone.png"]),
         ("tests lie in `tests/handovers/`, kernels in `triton_kernels/`", ["tests/handovers/"]),

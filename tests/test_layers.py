@@ -22,6 +22,7 @@ THIRD_PARTY = {
     "numpy",
     "cuda",
     "vllm",
+    "sglang",
     "prometheus_client",
     "mooncake",
     "isal",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kv_connector.scheduler.storage import reading
+from kv_connector.testing.engine_contract import Expected
 
 
 @pytest.fixture
@@ -28,6 +29,21 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the weights of small models are made once for all tests."""
     return tmp_path_factory.getbasetemp() / "models"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for engines that outlive a test."""
+    return tmp_path_factory.getbasetemp() / "models"
+
+
+@pytest.fixture(scope="session")
+def expected(models: Path) -> Iterator[Expected]:
+    """What SGLang answers without us; one engine for all that ask."""
+    from integration.tests.sglang_engines import reference, running_alone
+
+    with running_alone(models, max_total_tokens=8192) as engine:
+        yield reference(engine)
 
 
 @pytest.fixture

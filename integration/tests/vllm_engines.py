@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from integration.models import tiny
-from kv_connector.errors import TransferError
+from integration.tests.faults import break_loads
 from kv_connector.storage.objects.backend import ObjectStorage
-from kv_connector.types import Direction
 from tests.storage.objects.stores import connected
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -279,22 +278,6 @@ def _layer_names(worker: Any) -> list[str]:
     return list(_half()._layout.layer_names)
 
 
-class _BreakablePath:
-    """Moves bytes like another path, but loads fail while `broken`; it has no fallback then."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.broken = False
-
-    def copy(self, copy: Any) -> None:
-        if self.broken and copy.direction is Direction.LOAD:
-            raise TransferError("the link is down")
-        self.inner.copy(copy)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
 def _has_reached_storage(worker: Any) -> bool:
     storage = getattr(_half()._storage, "_storage", None)  # of a rank that does storage's jobs itself
     return not isinstance(storage, ObjectStorage) or connected(storage) is storage
@@ -303,9 +286,4 @@ def _has_reached_storage(worker: Any) -> bool:
 def _break_loads(worker: Any, broken: bool, rank: int | None) -> None:
     if rank not in (None, worker.rank):
         return
-    queue = _half()._engine._queues[Direction.LOAD]
-    path = queue.paths[0]
-    if not isinstance(path, _BreakablePath):
-        path = _BreakablePath(path)
-    path.broken = broken
-    queue.paths = (path,)
+    break_loads(_half(), broken)

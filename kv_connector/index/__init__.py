@@ -1,6 +1,7 @@
 """What is cached where: Python and a little NumPy, no torch, no threads, no clock of its own (layer 1)."""
 
 from .eviction import Recency
+from .fragments import FragmentTree
 from .hashing import BlockHasher, MultimodalItem, adopt_hash, adopt_hashes, root_hash
 from .identity import CacheIdentity, RankIdentity
 from .lookup import BlockGroup, GroupedTree, GroupKeys, Hit, Lookup, describe_groups, group_key, may_truncate, split_key
@@ -21,6 +22,7 @@ __all__ = [
     "CacheIdentity",
     "CacheTier",
     "Event",
+    "FragmentTree",
     "GroupKeys",
     "GroupedTree",
     "Hit",

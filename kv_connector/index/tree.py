@@ -232,7 +232,7 @@ class PrefixTree:
         remembered = 0
         for node in nodes:
             assert self._index[self.hash_of(node)] == node, f"node {node} is not found by its hash"
-            assert self.depth[node] == self.depth[self.parent[node]] + 1, f"node {node} is not behind its parent"
+            self._check_depth(node)
             copies = sum(blocks[node] != NONE for blocks in self.block)
             remembered += copies == 0
             keeps[node] += copies * _COPY + self.pins[node] + (node in leaving) * _LEAVING
@@ -241,6 +241,9 @@ class PrefixTree:
         for node, count in keeps.items():
             assert count == self._keeps[node], f"node {node} is kept by {self._keeps[node]:#x}, should be by {count:#x}"
             assert count, f"node {node} can never be forgotten"
+
+    def _check_depth(self, node: int) -> None:
+        assert self.depth[node] == self.depth[self.parent[node]] + 1, f"node {node} is not behind its parent"
 
     def _let_leave(self, node: int) -> None:
         """Nothing keeps it any more."""

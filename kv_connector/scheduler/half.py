@@ -179,6 +179,16 @@ class SchedulerHalf(KVConnectorScheduler):
         state.awaits_load = count > 0 and mode is LoadMode.ASYNC
         state.awaits_both = state.load is not None and num_brought > 0
 
+    def hold_computed(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """For an engine that tells of blocks and not of the requests that compute them: these hold what the hashes of
+        `request` say, and the engine keeps them until `request_finished`. The next plan, in which it is scheduled
+        without tokens, saves what the write policy wants of them. Counts as one use of the blocks and as no request."""
+        hashes, now = request.block_hashes, self._shared.clock()
+        self._requests.admit(request, block_ids, 0).is_counted = True
+        self._hits.count_use(self._grouped.touch_known(hashes, 0, now))
+        for group in self._grouped.full:
+            self.tree.settle(self._grouped.insert(hashes, group, now))
+
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
         for request_id in output.preempted_req_ids:
             if self._requests.may_preempt(request_id):

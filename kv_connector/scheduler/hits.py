@@ -54,6 +54,11 @@ class HitCounter:
                 break
             metrics.missed_pending_tokens += size
 
+    def count_use(self, known: Sequence[Sequence[int]]) -> None:
+        """Blocks are used that the device holds, by a request that is not told of."""
+        if nodes := list(chain.from_iterable(known)):
+            self._reuse.visited(np.array(nodes, np.intc), np.zeros(len(nodes), np.bool_))
+
     def _is_of_use(
         self, known: Sequence[Sequence[int]], num_local_tokens: int, num_external_tokens: int
     ) -> NDArray[np.bool_]:

@@ -248,6 +248,11 @@ class WorkerHalf(KVConnectorWorker):
             has_failed_in_step=self._has_failed_in_step and bool(lost_blocks),
         )
 
+    def drain(self) -> None:
+        """Block the host until no copy is under way, for an engine that takes its cache away. Reported as always."""
+        if self._engine is not None:
+            self._take(self._engine.drain())
+
     def describe(self) -> str:
         """One line for a log: what was registered and what it is copied to."""
         if self._layout is None:
@@ -289,13 +294,15 @@ class WorkerHalf(KVConnectorWorker):
     def _poll(self) -> None:
         """See what has ended, once in a step: a job is reported in the step in which its request is named received, or
         its blocks invalid. Reported before, another request with that id would be taken for the one that is named."""
-        completions = self._engine.poll() if self._engine is not None else []
-        self._completed += completions
-        for completion in completions:
-            self._end_load(completion.job_id, completion.ok)
+        self._take(self._engine.poll() if self._engine is not None else [])
         for job in self._peers.poll(self._arrivals.open_jobs()) if self._peers is not None else ():
             self._handed.append(job)
             self._end_load(job.job_id, job.ok)
+
+    def _take(self, completions: Sequence[Completion]) -> None:
+        self._completed += completions
+        for completion in completions:
+            self._end_load(completion.job_id, completion.ok)
 
     def _fail_loads(self, job_ids: Collection[int]) -> None:
         """Loads that this step rests on: the engine must know before it uses the step."""

@@ -11,15 +11,14 @@ import json
 import logging
 import secrets
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.utils import get_pp_indices
 
 from ...errors import ConfigError
-from ...fingerprint import fingerprint_of
 from ...index import CacheIdentity
+from ..weights import local_fingerprint
 from .groups import layer_specs
 
 if TYPE_CHECKING:
@@ -131,20 +130,6 @@ class Adapters:
                 "adapter %s at %s has no name: only this start finds in storage what it computes", name, path
             )
         return found or ""
-
-
-def local_fingerprint(name: str, revision: str | None = None, download_dir: str | None = None) -> str | None:
-    """The fingerprint of weights by a path or by a hub's name for what has been downloaded; None for neither."""
-    path = Path(name).expanduser()
-    try:
-        if not path.exists():
-            from huggingface_hub import snapshot_download
-
-            path = Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
-        return fingerprint_of(path)
-    except (OSError, ValueError) as error:
-        logger.warning("the weights of %s cannot be looked at: %s", name, error)
-        return None
 
 
 def _hash(model: ModelConfig) -> str:

@@ -16,6 +16,7 @@ from .replicas import REPLICAS
 from .reuse import REUSE
 from .saves import SAVES
 from .scheduler import SCHEDULER
+from .sglang import SGLANG
 from .storage import STORAGE
 from .storage_groups import STORAGE_GROUPS
 from .tp_sizes import TP_SIZES
@@ -41,4 +42,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *IDENTITY,
     *TRANSFER,
     *VLLM,
+    *SGLANG,
 )

@@ -1,0 +1,205 @@
+"""Real SGLang engines on small random models, on the CPU, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.models import tiny
+from kv_connector.testing.engine_contract import Answer, Expected
+
+ROOT = Path(__file__).parents[2]
+SHIMS = ROOT / "integration" / "sglang_shims"
+if find_spec("sglang") is None:
+    pytest.skip("real SGLang runs in a virtual environment of its own: make test-sglang", allow_module_level=True)
+sys.path.insert(0, str(SHIMS))  # before it is imported, here and in its processes
+os.environ["PYTHONPATH"] = f"{SHIMS}:{ROOT}"
+
+PAGE_SIZE = 16
+SETTINGS = {"host_memory": "64MiB", "write_policy": "write_through"}
+OPTIONS = {
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 1024,
+    "page_size": PAGE_SIZE,
+    "max_running_requests": 8,
+    "random_seed": 1,
+    "log_level": "warning",
+}
+
+
+class SglangEngine:
+    """An engine, with our linker or without; see `engine_contract.ContractEngine`."""
+
+    def __init__(self, engine: Any, page_size: int, device_tokens: int) -> None:
+        self.engine = engine
+        self.block_tokens = page_size
+        self.device_tokens = device_tokens
+        self.num_token_ids = tiny.VOCABULARY
+        self.controls: list[Connection] = []  # to our linker on each rank
+        self._num_requests = 0
+        self._started: dict[str, asyncio.Task[Answer]] = {}
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, salt: str = "") -> list[Answer]:
+        """Greedy continuations; all prompts are asked at once."""
+        return self.finish(self.start(prompts, num_tokens, salt))
+
+    def start(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, salt: str = "") -> list[str]:
+        """Ask, and do not wait; they run while something else is waited for."""
+        rids = [f"request {self._num_requests + i}" for i in range(len(prompts))]
+        self._num_requests += len(prompts)
+        for rid, prompt in zip(rids, prompts, strict=True):
+            self._started[rid] = self.engine.loop.create_task(self._ask(rid, list(prompt), num_tokens, salt))
+        self._turn(10)
+        return rids
+
+    def finish(self, rids: Sequence[str]) -> list[Answer]:
+        """Wait for the answers of these requests, in order."""
+        tasks = [self._started.pop(rid) for rid in rids]
+        return list(self.engine.loop.run_until_complete(asyncio.gather(*tasks)))
+
+    def abort(self, rids: Sequence[str]) -> None:
+        """Their clients go away."""
+        for rid in rids:
+            self.engine.tokenizer_manager.abort_request(rid)
+        self._turn(1)
+
+    def reset(self) -> None:
+        """Flush SGLang's cache, and with it ours."""
+        flush = self.engine.tokenizer_manager.flush_cache(timeout_s=30.0)  # once the last answer's step is over
+        assert self.engine.loop.run_until_complete(flush).success
+
+    def break_loads(self, broken: bool) -> None:
+        """Loads fail from now on, or do so no more."""
+        self.tell("answer_break_loads", broken)
+
+    def limit_host(self, num_blocks: int | None) -> None:
+        """Give us so many host blocks only."""
+        self.tell("answer_limit_host", num_blocks)
+
+    def stats(self) -> dict[str, float]:
+        """Our counters since the start; those of rank 0."""
+        stats: dict[str, float] = self.tell("answer_stats")[0]
+        return stats
+
+    def check_idle(self) -> None:
+        """Nothing is held for a request, and every invariant holds. Several ranks have decided and counted alike; what
+        is under way there ends when all of them look, which a rank that is told to wait would keep the others from."""
+        if len(self.controls) == 1:
+            self.tell("answer_check")
+        else:
+            first, *others = self.tell("answer_decided")
+            assert all(other == first for other in others)
+
+    def tell(self, name: str, *args: object) -> list[Any]:
+        """Call a method of the linker on every rank; the answers of all."""
+        for control in self.controls:
+            control.send((name, args))
+        return [control.recv() for control in self.controls]
+
+    def _turn(self, num_turns: int) -> None:
+        """Let requests that were started be sent off."""
+
+        async def turn() -> None:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+
+        self.engine.loop.run_until_complete(turn())
+
+    async def _ask(self, rid: str, prompt: list[int], num_tokens: int, salt: str) -> Answer:
+        from fastapi import HTTPException
+
+        params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        try:
+            output = await self.engine.async_generate(
+                input_ids=prompt, sampling_params=params, rid=rid, cache_salt=salt or None
+            )
+        except (ValueError, HTTPException) as error:  # a request that SGLang has given up
+            return Answer(None, error=str(error))
+        meta = output["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
+        if meta["finish_reason"]["type"] == "abort":
+            return Answer(None, error=str(meta["finish_reason"].get("message", "")))
+        return Answer(
+            list(output["output_ids"]),
+            num_loaded=int(details.get("host", 0)),
+            num_hit=int(meta["cached_tokens"]),
+            num_preempted=int(meta["num_retractions"]),
+        )
+
+
+def reference(engine: SglangEngine) -> Expected:
+    """What this engine, which is without us, answers to each prompt alone; asked once."""
+    known: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
+
+    def answers(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Sequence[int]]:
+        keys = [(tuple(prompt), num_tokens) for prompt in prompts]
+        for key in keys:
+            if key not in known:
+                (answer,) = engine.generate([key[0]], num_tokens)
+                assert answer.token_ids is not None, answer.error
+                known[key] = answer.token_ids
+        return [known[key] for key in keys]
+
+    return answers
+
+
+@contextmanager
+def running(
+    folder: Path, settings: dict[str, Any] | None = None, model: str = "dense", **options: Any
+) -> Iterator[SglangEngine]:
+    """An engine with our linker and these settings."""
+    control = f"{tempfile.mkdtemp()}/control"
+    linker = {
+        "linker": "WatchedLinker",
+        "linker_module_path": "integration.tests.sglang_watched",
+        "linker_extra_config": SETTINGS | {"control": control} | (settings or {}),
+    }
+    with Listener(control, "AF_UNIX") as listener:
+        options = {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": linker,
+        } | options
+        with running_alone(folder, model, **options) as engine:
+            engine.controls = [listener.accept() for _ in range(int(options.get("tp_size", 1)))]
+            yield engine
+        for connection in engine.controls:
+            connection.close()
+
+
+@contextmanager
+def running_alone(folder: Path, model: str = "dense", **options: Any) -> Iterator[SglangEngine]:
+    """An engine as SGLang has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    import psutil
+    import sglang
+
+    options = OPTIONS | options
+    others = set(psutil.Process().children(recursive=True))
+    engine = sglang.Engine(model_path=str(tiny.write_weights(model, folder)), **options)
+    own = set(psutil.Process().children(recursive=True)) - others
+    try:
+        yield SglangEngine(engine, int(options["page_size"]), int(options["max_total_tokens"]))
+    finally:
+        # As `shutdown` does it, which ends the processes of other engines too, and then this one for their sake.
+        engine.tokenizer_manager._subprocess_watchdog.stop()
+        for process in own:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(own)

@@ -1,0 +1,54 @@
+"""A linker that tests may ask things, in the scheduler process of a real SGLang engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from multiprocessing.connection import Client
+from typing import Any
+
+from integration.tests.faults import break_loads
+from kv_connector.engines.sglang import TieredKVLinker
+
+
+class WatchedLinker(TieredKVLinker):
+    """Answers whoever listens at `control` in its settings, once in each round of SGLang's scheduler."""
+
+    def __init__(self, server_args: Any, params: Any, *, extra_config: Mapping[str, Any], **options: Any) -> None:
+        settings = dict(extra_config)
+        control = settings.pop("control")
+        super().__init__(server_args, params, extra_config=settings, **options)
+        self._control = Client(control, "AF_UNIX")
+
+    def num_completed_offloads(self) -> int:
+        while self._control.poll():
+            name, args = self._control.recv()
+            self._control.send(getattr(self, name)(*args))
+        return super().num_completed_offloads()
+
+    def answer_stats(self) -> dict[str, float]:
+        """Our counters, and what is held at the moment."""
+        held = {"promises": len(self._promises), "queued_loads": len(self._queued), "open_offers": len(self._saving)}
+        return self.stats() | held
+
+    def answer_decided(self) -> dict[str, float]:
+        """Counters of what the scheduler half has decided."""
+        stats = self.answer_stats()
+        return {name: stats[name] for name in ("sync_loads", "saves_on_compute_blocks", "known_blocks", "promises")}
+
+    def answer_check(self) -> None:
+        """Wait for what is under way, let promises lapse, and look at every invariant. Of one rank only."""
+        self._give_up(self._promises.clear())
+        while self._half.has_pending_push_work():
+            self._replica.advance()
+        self._half.check()
+        stats = self.stats()
+        assert stats["host_leased_blocks"] == stats["jobs_in_flight"] == 0, stats
+        assert not self._queued and not self._loading
+
+    def answer_break_loads(self, broken: bool) -> None:
+        """Loads fail, twice over, until they are mended."""
+        break_loads(self._replica.worker, broken)
+
+    def answer_limit_host(self, num_blocks: int | None) -> None:
+        """Use so many host blocks only."""
+        self._half.resize_host(num_blocks)

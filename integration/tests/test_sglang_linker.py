@@ -1,0 +1,373 @@
+"""The linker between SGLang's own pools and classes, called as SGLang calls it: moments that engines rarely meet."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
+from integration.tests.faults import break_loads
+from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker
+from kv_connector.engines.sglang.pools import DevicePages
+from kv_connector.errors import ConfigError, KVConnectorError
+
+PAGE, PAGES, LAYERS = 4, 32, 3
+
+
+def make_pool(is_latent: bool = False) -> Any:
+    """A pool of SGLang's, with pages 1 to 32."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    if is_latent:
+        return MLATokenToKVPool(PAGE * PAGES, PAGE, torch.float32, 16, 8, LAYERS, "cpu", False)
+    return MHATokenToKVPool(PAGE * PAGES, PAGE, torch.float32, 2, 16, LAYERS, "cpu", False)
+
+
+def buffers(pool: Any) -> list[torch.Tensor]:
+    """All of its tensors."""
+    return [*pool.kv_buffer] if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+
+
+def keys(count: int, name: str = "chat", first: int = 0) -> list[str]:
+    """SGLang's hashes of pages that follow one another."""
+    return [hashlib.sha256(f"{name} {i}".encode()).hexdigest() for i in range(first, first + count)]
+
+
+class Driver:
+    """One rank of SGLang: it calls the linker in the order that SGLang does."""
+
+    def __init__(self, pool: Any, linker: TieredKVLinker) -> None:
+        self.pool = pool
+        self.linker = linker
+        self.half = linker._half
+
+    def transfer(self, names: Sequence[str], pages: Sequence[int] | None = None) -> list[Any]:
+        """Of these pages, told by token slots."""
+        slots = None
+        if pages is not None:
+            slots = (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+        return [SimpleNamespace(name="kv", keys=list(names), device_indices=slots)]
+
+    def write(self, names: Sequence[str], pages: Sequence[int]) -> None:
+        """What a forward pass computes for these pages."""
+        for name, page in zip(names, pages, strict=True):
+            for layer, buffer in enumerate(buffers(self.pool)):
+                generator = torch.Generator().manual_seed(int(name[:8], 16) + layer)
+                rows = buffer[page * PAGE : (page + 1) * PAGE]
+                rows.copy_(torch.rand(rows.shape, generator=generator))
+
+    def holds(self, names: Sequence[str], pages: Sequence[int]) -> bool:
+        """Whether the pages hold what belongs there."""
+        before = [buffer.clone() for buffer in buffers(self.pool)]
+        self.write(names, pages)
+        return all(torch.equal(old, new) for old, new in zip(before, buffers(self.pool), strict=True))
+
+    def save(self, names: Sequence[str], pages: Sequence[int]) -> bool:
+        """In a round, compute and offer them; whether they were taken."""
+        self.round()
+        self.write(names, pages)
+        return self.linker.offload(self.transfer(names, pages))
+
+    def round(self) -> int:
+        """What SGLang's scheduler begins a round with; returns how many offers have ended."""
+        ended = self.linker.num_completed_offloads()
+        for _ in range(ended):
+            assert self.linker.pop_completed_offload() is False
+        return ended
+
+    def lookup(self, request_id: str, names: Sequence[str]) -> int:
+        """In a round, how many pages can be loaded."""
+        self.round()
+        found = self.linker.lookup(request_id, self.transfer(names))
+        assert found == list(range(1, len(found) + 1))
+        return len(found)
+
+    def load(self, request_id: str, names: Sequence[str], pages: Sequence[int]) -> bool:
+        """From look-up to the end of the forward pass; whether all of it came."""
+        assert self.lookup(request_id, names) == len(names)
+        assert self.linker.load(request_id, self.transfer(names, pages))
+        return self.forward()
+
+    def forward(self) -> bool:
+        """A batch: every layer waits."""
+        index = self.linker.start_layer_wise_loading()
+        counter: Any = self.linker.layer_done_counter
+        counter.set_consumer(index)
+        for layer in range(counter.num_layers):
+            counter.wait_until(layer)
+        return index < 0 or self.linker.finish_layer_wise_loading(index)
+
+    def check(self) -> None:
+        """Once SGLang has heard of all that ended: nothing is leased, and all invariants hold."""
+        self.round()
+        self.half.check()
+        assert self.linker.stats()["host_leased_blocks"] == 0
+
+
+Make = Callable[..., Driver]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Linkers without an engine around them, which says what it was started with."""
+    monkeypatch.setattr(linker, "refuse_unserved", lambda params, components: None)
+    monkeypatch.setattr(linker, "read_backend", lambda: "")
+    made: list[TieredKVLinker] = []
+
+    def make(pool: Any = None, group: Any = None, **settings: Any) -> Driver:
+        pool = pool if pool is not None else make_pool()
+        params: Any = SimpleNamespace(
+            page_size=PAGE,
+            attn_tp_cache_group=None,
+            tp_cache_group=group,
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        )
+        given = {"host_memory": "256KiB", "write_policy": "write_through"} | settings
+        made.append(TieredKVLinker(None, params, components=(), extra_config=given))  # type: ignore[arg-type]
+        return Driver(pool, made[-1])
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("is_latent", [False, True], ids=["keys and values", "latent"])
+def test_pages_come_back_as_they_went(make: Make, is_latent: bool) -> None:
+    driver = make(make_pool(is_latent))
+    names = keys(6)
+    assert driver.save(names, range(1, 7))
+    driver.write(keys(6, "others"), range(1, 7))
+    assert driver.load("request", names, [9, 3, 4, 20, 21, 22])
+    assert driver.holds(names, [9, 3, 4, 20, 21, 22])
+    driver.check()
+
+
+def test_a_prefix_that_was_offered_in_parts_is_one_hit(make: Make) -> None:
+    """SGLang offers node by node, and looks up what is behind the node that the device still has."""
+    driver = make()
+    driver.save(keys(2), [1, 2])
+    driver.save(keys(3, first=4), [5, 6, 7])
+    driver.save(keys(2, first=2), [3, 4])
+    assert driver.load("all", keys(7), range(10, 17))
+    assert driver.holds(keys(7), range(10, 17))
+    assert driver.load("tail", keys(4, first=3), range(20, 24))
+    assert driver.holds(keys(4, first=3), range(20, 24))
+    driver.check()
+
+
+def test_what_is_promised_stays_until_it_is_loaded(make: Make) -> None:
+    """Others save more than the host has room for in between."""
+    driver = make(host_memory="32KiB")  # 8 blocks
+    names = keys(5)
+    driver.save(names, range(1, 6))
+    assert driver.lookup("request", names) == 5
+    for i in range(6):
+        driver.save(keys(3, f"others {i}"), range(20, 23))
+    assert driver.linker.load("request", driver.transfer(names, range(10, 15)))
+    assert driver.forward()
+    assert driver.holds(names, range(10, 15))
+    driver.save(keys(8, "all"), range(20, 28))
+    assert driver.lookup("again", names) == 0, "its lease is over"
+    driver.check()
+
+
+def test_a_promise_lapses_and_the_load_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that gave up before it was admitted; SGLang tells nobody. One that comes after all is computed."""
+    monkeypatch.setattr(fragments, "PROMISED_SECONDS", 0.0)
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    assert driver.lookup("request", keys(3)) == 3
+    driver.check()
+    assert not driver.linker.load("request", driver.transfer(keys(3), [4, 5, 6]))
+    assert driver.linker.start_layer_wise_loading() == -1
+
+
+def test_what_was_never_promised_is_not_loaded(make: Make) -> None:
+    """Other pages, fewer than whole ones, more than were promised, or the same request twice: all are computed."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    assert not driver.linker.load("request", driver.transfer(keys(3), [4, 5, 6]))
+    assert driver.lookup("request", keys(3)) == 3
+    assert not driver.linker.load("request", driver.transfer(keys(3, "others"), [4, 5, 6]))
+    odd = driver.transfer(keys(3), [4, 5, 6])
+    odd[0].device_indices = odd[0].device_indices[:-1]
+    assert not driver.linker.load("request", odd)
+    odd[0].device_indices = torch.arange(3 * PAGE) + 1
+    assert not driver.linker.load("request", odd)
+    assert driver.linker.load("request", driver.transfer(keys(2), [4, 5]))
+    assert not driver.linker.load("request", driver.transfer(keys(2), [6, 7]))
+    assert driver.forward()
+    assert driver.holds(keys(2), [4, 5])
+    driver.check()
+
+
+def test_a_queued_load_that_is_cancelled_writes_nothing(make: Make) -> None:
+    """Its pages are somebody else's by then."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    driver.lookup("request", keys(3))
+    assert driver.linker.load("request", driver.transfer(keys(3), [4, 5, 6]))
+    driver.write(keys(3, "others"), [4, 5, 6])
+    assert driver.linker.cancel_queued_load("request")
+    assert not driver.linker.cancel_queued_load("request")
+    assert driver.forward()
+    assert driver.holds(keys(3, "others"), [4, 5, 6])
+    driver.check()
+
+
+def test_a_load_that_fails_is_told_and_not_tried_again(make: Make) -> None:
+    """SGLang aborts its request, and the next one computes."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    break_loads(driver.linker._replica.worker, True)
+    assert not driver.load("request", keys(3), [4, 5, 6])
+    break_loads(driver.linker._replica.worker, False)
+    assert driver.lookup("next", keys(3)) == 0
+    assert driver.save(keys(3), [1, 2, 3])
+    assert driver.load("last", keys(3), [4, 5, 6])
+    assert driver.holds(keys(3), [4, 5, 6])
+
+
+def test_what_failed_for_one_is_refused_to_others_who_were_promised_it(make: Make) -> None:
+    """The host's copy is not trusted any more: the others compute."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    assert driver.lookup("one", keys(3)) == driver.lookup("other", keys(3)) == 3
+    break_loads(driver.linker._replica.worker, True)
+    assert driver.linker.load("one", driver.transfer(keys(3), [4, 5, 6]))
+    assert not driver.forward()
+    break_loads(driver.linker._replica.worker, False)
+    driver.round()
+    assert not driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
+    assert driver.lookup("other", keys(3)) == 0
+    driver.check()
+
+
+def test_a_flush_forgets_all(make: Make) -> None:
+    """Also what was promised, and what is queued."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    driver.lookup("request", keys(3))
+    assert driver.linker.load("request", driver.transfer(keys(3), [4, 5, 6]))
+    driver.lookup("other", keys(3))
+    driver.linker.reset()
+    assert driver.linker.start_layer_wise_loading() == -1
+    assert driver.lookup("next", keys(3)) == 0
+    driver.check()
+    kept = make(keep_on_flush=True)
+    kept.save(keys(3), [1, 2, 3])
+    kept.linker.reset()
+    assert kept.load("next", keys(3), [4, 5, 6])
+
+
+def test_pages_are_saved_by_those_who_ask_again(make: Make) -> None:
+    """SGLang offers a prompt's pages twice with its own request; the next request is a hit that counts."""
+    driver = make(write_policy="write_through_selective")
+    assert [driver.save(keys(3), [1, 2, 3]) for _ in range(4)] == [False, False, True, False]
+
+
+def test_adapters_are_named_by_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SGLang gives one of the launch line the same id in each start."""
+    adapter = SimpleNamespace(lora_name="mine", lora_path=str(tmp_path))
+    monkeypatch.setattr(identity, "get_lora", lambda: SimpleNamespace(lora_paths=[adapter]))
+    found = []
+    for text in ("first", "second"):
+        (tmp_path / "adapter_model.safetensors").write_text(text)
+        found.append(identity._adapters()["mine"])
+    assert found[0] != found[1]
+
+
+def test_a_setting_that_is_new_is_named() -> None:
+    """Whatever a namespace has decides the bytes, but for what is known not to."""
+    kernels = SimpleNamespace(_fields={"attention_backend": "triton"}, _subs={})
+    fields = {"quantization": None, "new": 3, "download_dir": "/models"}
+    bag = SimpleNamespace(_fields=fields, _subs={"kernels": kernels})
+    assert identity._leaves(bag) == {"quantization": None, "new": 3, "kernels.attention_backend": "triton"}
+
+
+def test_a_cache_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the cache of this model \\(SimpleNamespace\\) is not served yet"):
+        DevicePages(SimpleNamespace(), PAGE)
+
+
+class _Meeting:
+    """Stands for a process group of threads."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.values: list[Any] = [None] * count
+        self.barrier = threading.Barrier(count, timeout=30)
+
+
+class _ThreadRanks:
+    """As `Ranks`, of threads."""
+
+    def __init__(self, group: tuple[_Meeting, int]) -> None:
+        self._meeting, self.rank = group
+        self.count = self._meeting.count
+
+    def exchange(self, value: object) -> Sequence[Any]:
+        meeting = self._meeting
+        meeting.values[self.rank] = value
+        meeting.barrier.wait()
+        values = list(meeting.values)
+        meeting.barrier.wait()
+        return values
+
+
+def run_ranks(make: Make, works: Sequence[Callable[[Driver], Any]], is_latent: bool) -> list[Any]:
+    """Each rank's work on a thread of its own; what it came to, or the error that it ended with."""
+    meeting, results = _Meeting(len(works)), [None] * len(works)
+
+    def run(rank: int, work: Callable[[Driver], Any]) -> None:
+        try:
+            results[rank] = work(make(make_pool(is_latent), group=(meeting, rank)))
+        except (KVConnectorError, threading.BrokenBarrierError) as error:
+            results[rank] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(rank, work)) for rank, work in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("is_latent", [False, True], ids=["keys and values", "latent"])
+def test_ranks_decide_alike(make: Make, monkeypatch: pytest.MonkeyPatch, is_latent: bool) -> None:
+    """Of a latent cache, which is the same on each rank, they share one copy: each saves its half of the blocks."""
+    monkeypatch.setattr(linker, "Ranks", _ThreadRanks)
+
+    def work(driver: Driver) -> Any:
+        taken = [driver.save(keys(4, f"chat {i}"), range(1 + 4 * i, 5 + 4 * i)) for i in range(3)]
+        assert driver.round() == 1
+        came = [driver.load(f"request {i}", keys(4, f"chat {i}"), range(20, 24)) for i in range(3)]
+        held = driver.holds(keys(4, "chat 2"), range(20, 24))
+        driver.linker.reset()
+        stats = driver.linker.stats()
+        return taken, came, held, stats["saved_blocks"], stats["loaded_blocks"]
+
+    first, second = run_ranks(make, [work, work], is_latent)
+    assert first == second == ([True] * 3, [True] * 3, True, 12, 12)
+
+
+def test_ranks_that_do_not_schedule_alike_say_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for one another, or load other pages."""
+    monkeypatch.setattr(linker, "Ranks", _ThreadRanks)
+
+    def offers(driver: Driver) -> None:
+        driver.save(keys(4), range(1, 5))
+        driver.linker.reset()
+
+    def offers_nothing(driver: Driver) -> None:
+        driver.linker.reset()
+
+    results = run_ranks(make, [offers, offers_nothing], is_latent=False)
+    assert any("ranks have not scheduled alike" in str(error) for error in results)

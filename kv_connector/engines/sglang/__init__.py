@@ -1,0 +1,8 @@
+"""The linker for SGLang's UnifiedCacheLinker slot, versions 0.5.23 and newer; only this folder needs SGLang.
+
+SGLang finds `TieredKVLinker` through `linker_module_path` set to this module: see docs/sglang.md.
+"""
+
+from .linker import TieredKVLinker
+
+__all__ = ["TieredKVLinker"]

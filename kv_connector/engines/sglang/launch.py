@@ -1,0 +1,92 @@
+"""What SGLang's launch line means for the halves, and what of it cannot be served, said at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.runtime_context import get_disagg, get_spec
+
+from ...config import Config, LoadChoice, Prefetch, WritePolicy
+from ...errors import ConfigError
+
+_OPTION = "--unified-cache-external-linker-config"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkerSettings:
+    """What a user gives in `linker_extra_config`: our `Config`, and what this slot alone has.
+
+    keep_on_flush: what is cached on the host and in storage outlives /flush_cache. SGLang flushes after every update of
+    weights, too, and does not say which: only for engines whose weights never change.
+    """
+
+    config: Config
+    keep_on_flush: bool = False
+
+
+def read_settings(extra_config: Mapping[str, Any]) -> LinkerSettings:
+    """Raises ConfigError, naming the fix, for what is unknown or what this slot has no use for."""
+    given = dict(extra_config)
+    keep_on_flush = given.pop("keep_on_flush", False)
+    if not isinstance(keep_on_flush, bool):
+        raise ConfigError(f"keep_on_flush={keep_on_flush!r} is not a boolean: give true or false")
+    if given.get("peer") is not None:
+        raise ConfigError("peer: SGLang hands blocks over itself: leave it out, and give --disaggregation-mode")
+    config = Config.from_mapping(given)
+    if not config.host_memory:
+        raise ConfigError(
+            f"host_memory=0: there is nothing to cache in; give linker_extra_config in {_OPTION} a size such as "
+            '{"host_memory": "64GiB"} (all ranks together)'
+        )
+    if config.load_choice is LoadChoice.ASYNC:
+        raise ConfigError(
+            "load_choice='async': SGLang loads what it has asked for in front of the step that needs it: leave it out"
+        )
+    if config.write_policy is WritePolicy.WRITE_BACK:
+        raise ConfigError(
+            "write_policy='write_back': SGLang does not say which pages it will reuse: give 'adaptive', "
+            "'write_through' or 'write_through_selective'"
+        )
+    return LinkerSettings(replace(_with_prefetch(config, given), load_choice=LoadChoice.SYNC), keep_on_flush)
+
+
+def _with_prefetch(config: Config, given: Mapping[str, Any]) -> Config:
+    """SGLang asks once and has no way to wait, so whoever waits holds up everybody: nobody does who was not told to."""
+    if config.storage is None:
+        return config
+    storage = given["storage"]
+    if not isinstance(storage, Mapping) or "prefetch" not in storage:
+        return replace(config, storage=replace(config.storage, prefetch=Prefetch.BEST_EFFORT))
+    if config.storage.prefetch is Prefetch.WAIT_COMPLETE:
+        raise ConfigError(
+            "storage.prefetch='wait_complete': all requests of SGLang would stand still for as long as storage does: "
+            "give 'best_effort', or 'timeout' with a short timeout_ms"
+        )
+    return config
+
+
+def refuse_unserved(params: Any, components: Collection[ComponentType]) -> None:
+    """Raises ConfigError, naming the reason and what would help. `params`: SGLang's CacheInitParams."""
+    others = sorted(component.name for component in components if component is not ComponentType.FULL)
+    if others:
+        raise ConfigError(
+            f"models with {', '.join(others)} layers are not served yet, only full attention is: start without "
+            "--enable-unified-cache-external-linker"
+        )
+    if params.pp_size > 1:
+        raise ConfigError(
+            f"--pp-size {params.pp_size}: stages of a pipeline do not agree on what SGLang loads from outside: "
+            "give --pp-size 1 and a larger --tp-size"
+        )
+    if params.attn_cp_size > 1:
+        raise ConfigError(f"--attn-cp-size {params.attn_cp_size} is not served yet: give 1")
+    if get_spec().speculative_algorithm is not None:
+        raise ConfigError(
+            f"--speculative-algorithm {get_spec().speculative_algorithm}: the cache of a draft model is not kept yet: "
+            "leave it out"
+        )
+    if get_disagg().disaggregation_mode != "null":
+        raise ConfigError(f"--disaggregation-mode {get_disagg().disaggregation_mode} is not served yet: leave it out")

@@ -1,0 +1,263 @@
+"""`TieredKVLinker`: SGLang's calls, translated. Every decision is made in the halves.
+
+    SGLang calls, on each rank                 what follows                                       pages
+    ------------------------------------------------------------------------------------------------------------------
+    num_completed_offloads   once a round      a step without requests; ranks exchange reports
+    lookup(rid, keys)        before admission  get_num_new_matched_tokens                         promised: host leased
+    load(rid, keys, slots)   admission         update_state_after_alloc; queued                   leased for the load
+    start_layer_wise_loading batch complete    build_connector_meta, start_load_kv                being filled
+    counter.wait_until(layer) forward pass     wait_for_layer_load: the stream waits
+    finish_layer_wise_loading forward launched wait_for_save and the step's report                the request's
+    offload(keys, slots)     insert into tree  hold_computed, a step that saves                   locked by SGLang
+    pop_completed_offload    the save ended                                                       unlocked
+
+SGLang tells of pages and never of a request's whole prefix: see `index/fragments.py`. What it offers is never called
+stored for good: it offers pages anew whenever a request uses them, so that hot ones are known as such and those that
+the host has let go meanwhile are saved again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from ...base import ScheduledRequest, SchedulerOutput
+from ...types import NO_BLOCK, BlockHash
+from .fragments import Fragment, Promises
+from .identity import read_backend, read_identity
+from .launch import read_settings, refuse_unserved
+from .pools import DevicePages
+from .ranks import Ranks
+from .replica import Replica
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger("kv_connector.sglang")
+# SGLang sets up the root logger of each of its processes at the level that it was given.
+
+_QUIET_ROUNDS = 64
+"""Rounds of SGLang's scheduler from one step to the next where nothing is under way."""
+_NAP_SECONDS = 5e-4
+
+
+class LayerWaits:
+    """`layer_done_counter`: pools call it in front of each read of a layer. The stream waits, the host does not."""
+
+    def __init__(self, replica: Replica, layer_names: Sequence[str]) -> None:
+        self.num_layers = len(layer_names)
+        self.consumer_index = -1
+        """The load that the batch being run waits for; -1 for none."""
+        self._layer_names = layer_names
+        self._wait = replica.worker.wait_for_layer_load
+
+    def set_consumer(self, index: int) -> None:
+        """A batch is about to run that waits for this load."""
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Make the current stream wait for the layer's share of the load, if one is under way."""
+        self._wait(self._layer_names[layer])
+
+
+class TieredKVLinker(UnifiedCacheLinker):
+    """Keeps the KV cache on pinned host memory and brings it back. See docs/sglang.md for its settings."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        params: CacheInitParams,
+        *,
+        components: Collection[ComponentType],
+        extra_config: Mapping[str, Any],
+        forward_stream: Any = None,
+    ) -> None:
+        """Raises ConfigError for settings or a model that are not served, before any memory is taken."""
+        settings = read_settings(extra_config)
+        refuse_unserved(params, components)
+        config, self._keep_on_flush = settings.config, settings.keep_on_flush
+        self.forward_stream = forward_stream
+        self._pages = pages = DevicePages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
+        ranks = Ranks(params.attn_tp_cache_group or params.tp_cache_group)
+        dtype = next(iter(pages.tensors.values()))[0].dtype
+        identity = read_identity(params.page_size, ranks.count, str(dtype)) if config.storage is not None else None
+        self._replica = Replica(config, pages, ranks, identity, read_backend())
+        self._half = self._replica.scheduler
+        self._promises = Promises(self._half.tree, self._half.host, self._replica.clock)
+        self._queued: dict[str, Fragment] = {}  # by request
+        self._loading: list[Fragment] = []  # of the step that has begun
+        self._num_loads = 0
+        self._offers = itertools.count()
+        self._saving: deque[int] = deque()  # jobs, each of one offer that was taken, in order
+        self._num_rounds = 0
+        self.layer_done_counter = LayerWaits(self._replica, list(pages.tensors))
+        self.pools = {PoolName.KV: pages}
+        self._replica.advance()
+        logger.info("kv_connector: rank %d: %s", ranks.rank, self._replica.worker.describe())
+
+    # Before and at admission.
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """How many leading pages can be loaded, as every number up to it; they are promised to the request."""
+        fragment = self._fragment(rid, _hashes(transfers[0]))
+        while (found := self._half.get_num_new_matched_tokens(fragment, 0)[0]) is None:
+            time.sleep(_NAP_SECONDS)
+            self._replica.advance()
+        num_pages = found // fragment.page_size
+        self._promises.make(fragment, num_pages)
+        return list(range(1, num_pages + 1))
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue what was promised into these slots. False, on all ranks alike, where that is not there any more."""
+        slots, hashes = transfers[0].device_indices, _hashes(transfers[0])
+        fragment = self._promises.fragment(rid)
+        pages = self._pages.ids_of(slots) if slots is not None else None
+        if fragment is None or pages is None or fragment.block_hashes[: len(hashes)] != hashes or rid in self._queued:
+            return False
+        num_tokens = len(hashes) * fragment.page_size
+        found, _ = self._half.get_num_new_matched_tokens(fragment, 0)
+        if found is None or found < num_tokens:
+            return False
+        self._half.update_state_after_alloc(fragment, [pages], 0, num_tokens)
+        self._promises.end(rid)
+        self._queued[rid] = fragment
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """The request has ended; what it was to load is not, if that has not begun."""
+        fragment = self._queued.pop(rid, None)
+        if fragment is None:
+            return False
+        self._replica.finish([fragment])
+        return True
+
+    # Around the forward pass.
+
+    def start_layer_wise_loading(self) -> int:
+        """Submit what is queued, behind what the current stream was given; returns its number, or -1 for nothing."""
+        if not self._queued:
+            return -1
+        self._loading, self._queued = list(self._queued.values()), {}
+        self._replica.begin()
+        self._num_loads += 1
+        return self._num_loads
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """The forward pass was launched: whether all that it waits for has come, or will without fail."""
+        if not self._replica.is_loading:
+            return True
+        with self._behind_forward():  # whose layers have waited for theirs: nobody else is to
+            has_come = self._replica.end()
+        self._end_loading()
+        return has_come
+
+    # Behind it.
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Save what the write policy wants of these pages; whether it wants any. Alike on all ranks."""
+        if self._replica.is_loading:
+            return False  # between the two calls around a forward pass nothing is inserted
+        hashes = _hashes(transfers[0])
+        pages = self._absent_pages(hashes, transfers[0].device_indices)
+        if pages is None:
+            return False
+        offer = Fragment(f"offer {next(self._offers)}", hashes, self._pages.page_size)
+        self._half.hold_computed(offer, [pages])
+        with self._behind_forward():
+            scheduled = ScheduledRequest(offer.request_id, len(hashes) * offer.page_size, 0)
+            plan = self._replica.step(SchedulerOutput([scheduled]))
+        self._replica.finish([offer])
+        self._saving.extend(job.job_id for job in plan.saves)
+        return bool(plan.saves)
+
+    def num_completed_offloads(self) -> int:
+        """Once a round of SGLang's scheduler: take note of what has ended, on this rank and on the others."""
+        self._num_rounds += 1
+        if self._half.has_pending_push_work() or not self._num_rounds % _QUIET_ROUNDS:
+            self._replica.advance()
+        self._give_up(self._promises.lapse())
+        return sum(1 for _ in itertools.takewhile(self._replica.has_saved, self._saving))
+
+    def pop_completed_offload(self) -> bool:
+        """The pages may go. False: SGLang offers them again when they are used, as the host may let go of them."""
+        self._saving.popleft()
+        return False
+
+    # The engine as a whole.
+
+    def reset(self) -> None:
+        """Wait until no copy is under way and forget all that is cached, unless `keep_on_flush`."""
+        if self._replica.is_loading:
+            self._replica.end()
+        self._end_loading()
+        self._replica.finish([*self._queued.values(), *self._promises.clear()])
+        self._queued.clear()
+        self._replica.worker.drain()
+        self._replica.advance()
+        self._saving.clear()
+        if not self._keep_on_flush:
+            self._half.reset_cache()
+
+    def close(self) -> None:
+        """Wait for copies and let go of the host's memory. Idempotent."""
+        self._replica.worker.shutdown()
+        self._half.shutdown()
+        logger.info("kv_connector: %s", self.stats())
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges since the start, by name; the unit is in the name."""
+        return dict(self._half.get_kv_connector_stats())
+
+    def _fragment(self, rid: str, hashes: list[BlockHash]) -> Fragment:
+        """The one that the request was asked about for before, if it is the same: what storage has of it is on its
+        way."""
+        known = self._promises.fragment(rid)
+        if known is not None and known.block_hashes == hashes:
+            return known
+        if known is not None:
+            self._promises.end(rid)
+            self._replica.finish([known])
+        return Fragment(rid, hashes, self._pages.page_size)
+
+    def _absent_pages(self, hashes: Sequence[BlockHash], slots: torch.Tensor | None) -> list[int] | None:
+        """The pages by id; without looking at them, which waits for the device, where the host has them all. None where
+        they are none of this pool's."""
+        nodes = self._half.tree.match(hashes)
+        if len(nodes) == len(hashes) and not self._half.host.absent(nodes):
+            return [NO_BLOCK] * len(hashes)
+        pages = self._pages.ids_of(slots) if slots is not None else None
+        return pages if pages is not None and len(pages) == len(hashes) else None
+
+    def _behind_forward(self) -> AbstractContextManager[object]:
+        """Saves come behind the forward pass that is under way, which may be writing what they read, on a stream of its
+        own or on this one."""
+        if self.forward_stream is None or self._pages.device.type != "cuda":
+            return nullcontext()
+        self.forward_stream.wait_stream(torch.cuda.current_stream(self._pages.device))
+        return torch.cuda.stream(self.forward_stream)
+
+    def _give_up(self, fragments: Sequence[Fragment]) -> None:
+        """These have loaded nothing: they are computed by now, or were aborted."""
+        for fragment in fragments:
+            self._half.update_state_after_alloc(fragment, [[]], 0, 0)
+        self._replica.finish(fragments)
+
+    def _end_loading(self) -> None:
+        self._replica.finish(self._loading)
+        self._loading = []
+
+
+def _hashes(transfer: PoolTransfer) -> list[BlockHash]:
+    return [BlockHash(bytes.fromhex(key)) for key in transfer.keys]

@@ -1,0 +1,126 @@
+"""Both halves of one rank, in one process.
+
+SGLang runs a scheduler on every rank, and all of them decide alike. So each rank has a scheduler half of its own, and
+all of these are replicas: they are asked and told the same in the same order, go by one clock, and take in the reports
+of all ranks at the same points (`advance`). A plan crosses to the worker half of its own rank only; that the ranks have
+come to the same number of steps, and to the same jobs, is checked where reports are exchanged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ...base import Request, SchedulerOutput
+from ...build import build_scheduler, build_worker
+from ...config import Config
+from ...errors import ConfigError, KVConnectorError
+from ...index import CacheIdentity, FragmentTree
+from ...types import StepPlan, StepReport
+from .pools import DevicePages
+from .ranks import Ranks, SharedClock
+
+_NOTHING = SchedulerOutput()
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others: reports of its steps since it did last, and the last job that it planned."""
+
+    reports: tuple[StepReport, ...]
+    last_job: int
+    seconds: float
+
+
+class Replica:
+    """Plans a step, carries it out, and takes in what the ranks report. Called from the scheduler's thread."""
+
+    def __init__(
+        self, config: Config, pages: DevicePages, ranks: Ranks, identity: CacheIdentity | None, backend: str
+    ) -> None:
+        """Takes the host's memory. All ranks are made at the same time. Raises ConfigError and LayoutError."""
+        self._ranks = ranks
+        self.clock = SharedClock(ranks)
+        self.scheduler = build_scheduler(
+            config,
+            pages.page_size,
+            ranks.count,
+            tree=FragmentTree(),
+            clock=self.clock,
+            unpins_when_idle=False,
+            publishes_events=False,
+            identity=identity,
+        )
+        self.scheduler.bind_block_pool(pages)
+        self.worker = build_worker(
+            config,
+            ranks.rank,
+            ranks.count,
+            identity=identity,
+            backend=backend,
+            num_replicas=ranks.count if pages.are_replicated else 1,
+            exchange=ranks.exchange,
+            retries_loads=True,
+        )
+        self.worker.register_kv_caches(pages.tensors, pages.num_pages, dict.fromkeys(pages.tensors, 0))
+        self._untold: list[StepReport] = []
+        self._last_job = -1
+        self.is_loading = False
+        """Whether a step has begun that has not ended."""
+        self._saving: set[int] = set()  # jobs that have not ended on this rank
+
+    def begin(self, output: SchedulerOutput = _NOTHING) -> StepPlan:
+        """Plan a step and submit its loads, behind what the current stream was given."""
+        plan = self.scheduler.build_connector_meta(output)
+        copies = (job.job_id for job in (*plan.loads, *plan.saves))
+        self._last_job = max([self._last_job, *copies, *(job.job_id for job in plan.storage)])
+        self._saving.update(job.job_id for job in plan.saves)
+        self.worker.bind_connector_metadata(plan)
+        self.worker.start_load_kv()
+        self.is_loading = True
+        return plan
+
+    def end(self) -> bool:
+        """Submit the step's saves, behind what the current stream was given. Returns whether all loads since the last
+        step have come, or will without fail."""
+        self.worker.wait_for_save()
+        self.worker.get_finished()
+        lost = self.worker.get_block_ids_with_load_errors()
+        report = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        self.is_loading = False
+        self._saving.difference_update(report.done, report.failed)
+        self._untold.append(report)
+        if report.group_blocks > 1:
+            raise ConfigError(
+                f"storage would keep {report.group_blocks} blocks as one here, and SGLang does not say where in its "
+                f"prefix a block is: give a larger --page-size, so that a block has 1 MiB, or a folder (storage.path)"
+            )
+        return not lost
+
+    def has_saved(self, job_id: int) -> bool:
+        """Whether a save of a step that has begun has ended on this rank."""
+        return job_id not in self._saving
+
+    def step(self, output: SchedulerOutput = _NOTHING) -> StepPlan:
+        """A whole step that the engine computes nothing in."""
+        plan = self.begin(output)
+        self.end()
+        return plan
+
+    def advance(self) -> None:
+        """A step without requests, and then every rank hears what all have reported. All ranks call it, as often."""
+        self.step()
+        told: list[_Told] = list(self._ranks.exchange(_Told(tuple(self._untold), self._last_job, time.monotonic())))
+        self._untold = []
+        if len({(len(rank.reports), rank.last_job) for rank in told}) > 1:
+            steps = [(rank.reports[-1].step, rank.last_job) for rank in told]
+            raise KVConnectorError(f"ranks have not scheduled alike: their last steps and jobs are {steps}")
+        self.clock.told(told[0].seconds)
+        for reports in zip(*(rank.reports for rank in told), strict=True):
+            self.scheduler.update_connector_output(reports)
+
+    def finish(self, requests: Iterable[Request]) -> None:
+        """These hold no device blocks any more."""
+        for request in requests:
+            self.scheduler.request_finished(request)

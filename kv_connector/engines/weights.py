@@ -1,0 +1,24 @@
+"""Which weights an engine has loaded, by the path or the name that it was given."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ..fingerprint import fingerprint_of
+
+logger = logging.getLogger("kv_connector.engines")
+
+
+def local_fingerprint(name: str, revision: str | None = None, download_dir: str | None = None) -> str | None:
+    """The fingerprint of weights by a path or by a hub's name for what has been downloaded; None for neither."""
+    path = Path(name).expanduser()
+    try:
+        if not path.exists():
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
+        return fingerprint_of(path)
+    except (OSError, ValueError) as error:
+        logger.warning("the weights of %s cannot be looked at: %s", name, error)
+        return None

@@ -1,0 +1,60 @@
+"""A prefix tree for engines that show fragments of prefixes: blocks that follow one another, and not what is in front.
+
+A block's chained hash says that it has one predecessor, but not which. So the first block of a fragment follows
+nothing, as far as the tree knows, until another fragment shows what it follows. By then both have nodes, and one
+becomes the other's parent; `depth` counts from the first block of the fragment in which a node came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..types import BlockHash, Tier
+from .tree import NONE, ROOT, PrefixTree
+
+
+class FragmentTree(PrefixTree):
+    """See `PrefixTree` for the calls."""
+
+    def insert_path(
+        self, hashes: Sequence[BlockHash], now: float, first: int = 0, stop: int | None = None
+    ) -> list[int]:
+        """As `PrefixTree.insert_path`, where `hashes` may be any fragment, and some of its blocks be known that come
+        behind others that are not."""
+        stop = len(hashes) if stop is None else stop
+        if first >= stop:
+            return []
+        get, nodes = self._index.get, []
+        parent = get(hashes[first - 1]) if first else ROOT
+        if parent is None:
+            parent = self.insert_path(hashes, now, 0, first)[-1]
+        index = first
+        while index < stop:
+            node = get(hashes[index])
+            end = index + 1
+            if node is not None:
+                self._learn(node, parent)
+                nodes.append(node)
+            else:
+                while end < stop and get(hashes[end]) is None:
+                    end += 1
+                nodes += self._add(parent, hashes[index:end], now)
+            parent, index = nodes[-1], end
+        return nodes
+
+    def _learn(self, node: int, parent: int) -> None:
+        """The parent of a node has become known; ROOT says that it has not."""
+        if parent == ROOT or self.parent[node] == parent:
+            return
+        assert self.parent[node] == ROOT, f"block {self.hash_of(node).hex()} has two parents"
+        self.parent[node] = parent
+        self._keeps[ROOT] -= 1
+        self._keeps[parent] += 1
+        for tier in Tier:
+            if self.block[tier][node] != NONE:
+                self.kids[tier][ROOT] -= 1
+                self.kids[tier][parent] += 1
+
+    def _check_depth(self, node: int) -> None:
+        depths = 0, self.depth[self.parent[node]] + 1
+        assert self.depth[node] in depths, f"node {node} is not where its fragment began, nor behind its parent"

@@ -1,0 +1,131 @@
+"""Faults of the adapter for SGLang, shown by tests between SGLang's own classes."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, tested
+
+_ENVIRONMENT = ".venv-sglang"
+_FOLDER = "kv_connector/engines/sglang"
+_LINKER = "integration/tests/test_sglang_linker.py"
+
+
+def _mutant(name: str, title: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant(name, title, (Patch(f"{_FOLDER}/{file}", old, new),), tested("-W", "ignore", *tests), _ENVIRONMENT)
+
+
+SGLANG: tuple[Mutant, ...] = (
+    _mutant(
+        "promises-unleased",
+        "what SGLang is told that it can load may be evicted before it does",
+        "fragments.py",
+        "        self._host.acquire(host_ids)\n",
+        "        host_ids = []\n",
+        f"{_LINKER}::test_what_is_promised_stays_until_it_is_loaded",
+    ),
+    _mutant(
+        "promises-for-ever",
+        "requests that give up before they are admitted hold host blocks for good",
+        "fragments.py",
+        "            if promise.made_at > oldest:\n",
+        "            if True:\n",
+        f"{_LINKER}::test_a_promise_lapses_and_the_load_is_refused",
+    ),
+    _mutant(
+        "lost-promises-loaded",
+        "a promise is good also where the blocks were found not to be",
+        "linker.py",
+        "if found is None or found < num_tokens:",
+        "if found is None:",
+        f"{_LINKER}::test_what_failed_for_one_is_refused_to_others_who_were_promised_it",
+    ),
+    _mutant(
+        "other-pages-loaded",
+        "a load may name other pages than those that were promised",
+        "linker.py",
+        "fragment.block_hashes[: len(hashes)] != hashes",
+        "len(fragment.block_hashes) < len(hashes)",
+        f"{_LINKER}::test_what_was_never_promised_is_not_loaded",
+    ),
+    _mutant(
+        "slots-across-pages",
+        "token slots that begin within a page are taken for that page",
+        "pools.py",
+        "first % size == 0 and last == first + size - 1 for",
+        "last == first + size - 1 for",
+        f"{_LINKER}::test_what_was_never_promised_is_not_loaded",
+    ),
+    _mutant(
+        "cancelled-loads-done",
+        "a load goes on after its request has ended, into pages that are others' by then",
+        "linker.py",
+        "fragment = self._queued.pop(rid, None)",
+        "fragment = self._queued.get(rid)",
+        f"{_LINKER}::test_a_queued_load_that_is_cancelled_writes_nothing",
+    ),
+    _mutant(
+        "failed-loads-untold",
+        "SGLang goes on with pages that a load has not filled",
+        "replica.py",
+        "        return not lost\n\n    def has_saved",
+        "        return True\n\n    def has_saved",
+        f"{_LINKER}::test_a_load_that_fails_is_told_and_not_tried_again",
+    ),
+    _mutant(
+        "flushed-and-found",
+        "what old weights have computed is found after an update",
+        "linker.py",
+        "        if not self._keep_on_flush:\n",
+        "        if False:\n",
+        f"{_LINKER}::test_a_flush_forgets_all",
+    ),
+    _mutant(
+        "offers-stored",
+        "SGLang is told that pages are stored for good, and never offers them again",
+        "linker.py",
+        "        self._saving.popleft()\n        return False\n",
+        "        self._saving.popleft()\n        return True\n",
+        f"{_LINKER}::test_a_prefix_that_was_offered_in_parts_is_one_hit",
+    ),
+    _mutant(
+        "unlike-ranks-unnoticed",
+        "ranks go on that have planned different jobs",
+        "replica.py",
+        "        if len({(len(rank.reports), rank.last_job) for rank in told}) > 1:\n",
+        "        if False:\n",
+        f"{_LINKER}::test_ranks_that_do_not_schedule_alike_say_so",
+    ),
+    _mutant(
+        "reports-of-one-rank",
+        "a job ends with this rank's report, whatever the others do",
+        "replica.py",
+        "            self.scheduler.update_connector_output(reports)\n",
+        "            self.scheduler.update_connector_output(reports[:1])\n",
+        f"{_LINKER}::test_ranks_decide_alike",
+    ),
+    _mutant(
+        "adapters-by-path",
+        "adapters of the launch line are known by their paths, whatever lies there by now",
+        "identity.py",
+        "f\"{path} {local_fingerprint(path) or 'unknown'}\"",
+        "path",
+        f"{_LINKER}::test_adapters_are_named_by_their_weights",
+    ),
+    Mutant(
+        "fragments-unlinked",
+        "a tail never learns what it follows, and stays when its head goes",
+        (Patch("kv_connector/index/fragments.py", "if parent == ROOT or", "if True or parent == ROOT or"),),
+        tested("tests/index/test_fragments.py"),
+    ),
+    Mutant(
+        "fragments-miscounted",
+        "a parent that is learned does not know of the child's copy, and is evicted in front of it",
+        (
+            Patch(
+                "kv_connector/index/fragments.py",
+                "                self.kids[tier][parent] += 1\n",
+                "                pass\n",
+            ),
+        ),
+        tested("tests/index/test_fragments.py"),
+    ),
+)
