@@ -38,7 +38,7 @@ REPLICAS: tuple[Mutant, ...] = (
     Mutant(
         "share-of-another-file",
         "a rank takes a file for the one that was offered which has its number now",
-        (Patch(_SHARE, "if os.pread(file, _MARK_BYTES, 0) == offer.mark:", "if True:"),),
+        (Patch(_SHARE, "os.pread(file, _MARK_BYTES, 0) == offer.mark\n", "True\n"),),
         tested(f"{_TESTS}::test_a_file_that_is_not_the_one_offered_is_not_mapped"),
     ),
     Mutant(
