@@ -100,6 +100,11 @@ class VllmEngine:
         """As `generate`, one after the other."""
         return [self.generate([prompt], num_tokens, **options)[0] for prompt in prompts]
 
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Their clients go away."""
+        self.llm.llm_engine.output_processor.abort_requests(request_ids, internal=True)
+        self.core.abort_requests(list(request_ids))
+
     def drain(self) -> None:
         """Step until nothing is under way, as an engine in a process of its own does by itself."""
         while self.scheduler.has_requests():
