@@ -152,7 +152,7 @@ def running(
     control = f"{tempfile.mkdtemp()}/control"
     linker = {
         "linker": "WatchedLinker",
-        "linker_module_path": "integration.tests.sglang_watched",
+        "linker_module_path": "integration.sglang_watched",
         "linker_extra_config": SETTINGS | {"control": control} | (settings or {}),
     }
     with Listener(control, "AF_UNIX") as listener:

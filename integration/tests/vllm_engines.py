@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from integration.faults import break_loads
 from integration.models import tiny
-from integration.tests.faults import break_loads
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import connected
 
