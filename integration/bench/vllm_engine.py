@@ -66,7 +66,7 @@ class VllmServer:
         blocks = options.device_tokens // options.block_size + 1  # one is no request's: it stands for absent ones
         self.llm = LLM(
             model=str(options.logs),
-            load_format=_register_weights(),
+            load_format=register_weights(),
             skip_tokenizer_init=True,
             generation_config="vllm",
             dtype="float32" if options.tiny else "bfloat16",
@@ -175,7 +175,7 @@ class VllmServer:
         return self.stats()
 
 
-def _register_weights() -> str:
+def register_weights() -> str:
     """Tell vLLM of weights that are its dummy ones times a power of two; returns the name to load them by.
 
     Those are so small, in the norms as well, that what attention adds to a token's embedding is lost in rounding.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from integration.bench.vllm_engine import register_weights
 from integration.faults import break_loads
 from integration.models import tiny
 from kv_connector.storage.objects.backend import ObjectStorage
@@ -148,6 +149,13 @@ class VllmEngine:
         self.half.check()
 
 
+def weights(model: str, folder: Path) -> dict[str, Any]:
+    """Options of vLLM: a model of `tiny`, with weights under which a token depends on all that came before."""
+    if model in tiny.ENGINES_OWN:
+        return {"model": str(tiny.write(model, folder)), "load_format": register_weights()}
+    return {"model": str(tiny.write_weights(model, folder))}
+
+
 @contextmanager
 def running(
     folder: Path, model: str = "dense", num_blocks: int = 40, warm_up: bool = True, **options: Any
@@ -157,7 +165,6 @@ def running(
     from vllm.distributed import cleanup_dist_env_and_memory
 
     settings = {
-        "model": str(tiny.write_weights(model, folder)),
         "skip_tokenizer_init": True,
         "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         "max_model_len": 1024,
@@ -172,7 +179,7 @@ def running(
     if torch.cuda.is_available():
         # What is free is not measured: engines of other tests come and go on the same GPU.
         settings |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-    llm = LLM(**(settings | options))
+    llm = LLM(**(settings | weights(model, folder) | options))
     try:
         engine = VllmEngine(llm)
         if warm_up and hasattr(engine.scheduler.connector, "_scheduler"):
