@@ -3,6 +3,7 @@
 SGLang finds `TieredKVLinker` through `linker_module_path` set to this module: see docs/sglang.md.
 """
 
+from .hicache import TieredKVStorage
 from .linker import TieredKVLinker
 
-__all__ = ["TieredKVLinker"]
+__all__ = ["TieredKVLinker", "TieredKVStorage"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_connector.build import _open_storage
+from kv_connector.build import open_storage
 from kv_connector.config import StorageConfig
 from kv_connector.index import CacheIdentity, RankIdentity
 from kv_connector.storage.filesystem.identities import note_identity
@@ -25,7 +25,7 @@ def start(folder: Path, identity: RankIdentity, caplog: pytest.LogCaptureFixture
     caplog.clear()
     config = StorageConfig(path=str(folder), capacity=16 << 20)
     pool = bytearray(len(keys) * BLOCK)
-    storage = _open_storage(config, identity, 0, BLOCK, memoryview(pool), identity.arrangement, 1)
+    storage = open_storage(config, identity, 0, BLOCK, memoryview(pool), identity.arrangement, 1)
     try:
         buffers = [memoryview(pool)[i * BLOCK : (i + 1) * BLOCK] for i in range(len(keys))]
         found = storage.exists(keys).result(60)
