@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -228,7 +228,7 @@ class TieredKVStorage(HiCacheStorage):
 
 def _common_salt(config: HiCacheStorageConfig) -> bytes:
     """32 random bytes; ranks that read what the first of them has written have the same."""
-    salt = np.random.default_rng().bytes(32)
+    salt = secrets.token_bytes(32)
     if not config.is_mla_model or config.tp_size == 1:
         return salt
     return bytes(Ranks(get_parallel().attn_tp_group.cpu_group).exchange(salt)[0])

@@ -32,7 +32,7 @@ _STAGING_BYTES = 64 << 20
 """For each of SGLang's two threads that move pages, so that a batch of them is few calls."""
 _SECONDS = 30.0
 
-_LAYERS = ("start_layer", "end_layer", "layer_num")
+_NAMED = ("storage_format_tag", "start_layer", "end_layer", "layer_num")
 _Call = Callable[[Sequence[bytes], Sequence[memoryview], bool], "Future[list[bool]]"]
 
 class Patience:
@@ -229,9 +229,9 @@ def _describe(pool: Any) -> str:
     """What decides how the bytes of a page follow one another, beside their number."""
     buffers = pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else [pool.kv_buffer]
     dtypes = "+".join(str(buffer.dtype).removeprefix("torch.") for buffer in buffers if buffer is not None)
-    layers = "layers {} to {}, {} kept".format(*(getattr(pool, name, "") for name in _LAYERS))
     shape = tuple(pool.get_data_page(0, flat=False).shape)
-    return f"{type(pool).__name__} {pool.layout} {dtypes}{shape}, {layers},"
+    named = ", ".join(f"{name} {value}" for name in _NAMED if (value := getattr(pool, name, None)) is not None)
+    return f"{type(pool).__name__} {pool.layout} {dtypes}{shape}, {named},"
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -90,7 +89,7 @@ def identity_of(
         rank=stage * config.tp_size + (0 if is_shared else config.tp_rank),
         world_size=config.pp_size * config.attn_cp_size * config.tp_size,
         backend=backend,
-        groups=json.dumps({"host pool": str(name), "format": getattr(pool, "storage_format_tag", None)}),
+        pool=str(name),
     )
 
 

@@ -55,6 +55,7 @@ def test_a_change_is_said_with_both_values_and_finds_nothing(tmp_path: Path, cap
     [
         replace(RANK, backend="FlashInfer"),
         replace(RANK, groups="full of 1, window 8 of 1"),
+        replace(RANK, pool="swa"),
         replace(RANK, rank=1, world_size=2),
         replace(RANK, cache=replace(CACHE, model="org/other@main")),
         *(
