@@ -25,7 +25,7 @@ from integration.tests.sglang_host_tiers import (
     page_hashes,
     slots_of,
 )
-from kv_connector.engines.sglang import TieredKVStorage, host_storage
+from kv_connector.engines.sglang import TieredKVStorage, hicache, host_storage
 from kv_connector.engines.sglang.host_pages import LentPages, Patience, StagedPages, open_pages
 from kv_connector.engines.sglang.host_storage import read_storage_settings
 from kv_connector.errors import ConfigError
@@ -67,9 +67,7 @@ def make(models: Path, tmp_path: Path) -> Iterator[Make]:
         ("page_first_direct", True, 32, True),
     ],
 )
-def test_pages_come_back_after_a_restart(
-    make: Make, layout: str, is_latent: bool, width: int, is_lent: bool
-) -> None:
+def test_pages_come_back_after_a_restart(make: Make, layout: str, is_latent: bool, width: int, is_lent: bool) -> None:
     """Of each layout, to other places of the host pool, byte for byte, and to these alone."""
     pools = [make_host_pool(layout, is_latent, width) for _ in range(2)]
     assert isinstance(open_pages(pools[0], Patience()), LentPages if is_lent else StagedPages)
@@ -228,6 +226,7 @@ def test_a_late_answer_reaches_no_page() -> None:
     assert patience.is_over
     assert pages.read(asked, [bytes(32)], [PAGE]) == [False]
     assert len(storage.owed) == 1
+    assert len(pages._free) == 2 * pages._batch - 1, "its memory is nobody else's"
     storage.answer()
     assert not patience.is_over
     assert torch.equal(pool.kv_buffer, before)
@@ -328,9 +327,7 @@ def test_ranks_read_what_is_theirs(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_several_pools_are_found_as_sglangs_own_backend_finds_them(
-    make: Make, tmp_path: Path, seed: int
-) -> None:
+def test_several_pools_are_found_as_sglangs_own_backend_finds_them(make: Make, tmp_path: Path, seed: int) -> None:
     """Whatever is stored of each: all pages of one, windows of another, single states of a third."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolTransfer
 
@@ -359,25 +356,53 @@ def test_several_pools_are_found_as_sglangs_own_backend_finds_them(
         ours, expected = (each.batch_exists_v2(hashes, asked) for each in (tier.storage, theirs))
         assert ours.kv_hit_pages == expected.kv_hit_pages
         assert (ours.restorable_prefix_pages or []) == (expected.restorable_prefix_pages or [])
-        assert ours.extra_pool_hit_pages["kv"] == expected.extra_pool_hit_pages["kv"] if ours.kv_hit_pages else True
+        assert ours.extra_pool_hit_pages == expected.extra_pool_hit_pages
 
 
 def test_states_and_windows_come_back_byte_for_byte(make: Make) -> None:
+    """A state is of pieces of two types, and a page of one token slot."""
     from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
-    pools = [{name: make_host_pool(layout) for name, layout in (("swa", "page_first"), ("mamba", "layer_first"))}]
-    pools.append({name: make_host_pool(pool.layout) for name, pool in pools[0].items()})
-    hashes = page_hashes(TOKENS)
-    for i, own in enumerate(pools):
-        tier = make(others=own)
-        transfers = [PoolTransfer(name, slots_of([4 + i, 5 + i]), keys=hashes[-2:]) for name in own]
-        for pool in own.values():
-            fill(pool, hashes[-2:], [4, 5]) if i == 0 else None
-        move = tier.storage.batch_get_v2 if i else tier.storage.batch_set_v2
-        assert move(transfers) == {"swa": [True] * 2, "mamba": [True] * 2}
-        tier.close()
-    for pool in pools[1].values():
-        assert holds(pool, hashes[-2:], [5, 6]) == [True] * 2
+    hashes = page_hashes(TOKENS)[-2:]
+    first, second = ({"swa": make_host_pool("page_first"), "mamba": make_state_pool()} for _ in range(2))
+    fill(first["swa"], hashes, [4, 5])
+    states = [torch.rand_like(buffer.float()).to(buffer.dtype) for buffer in first["mamba"].get_hybrid_pool_buffer()]
+    for buffer, content in zip(first["mamba"].get_hybrid_pool_buffer(), states, strict=True):
+        buffer.copy_(content)
+
+    def transfers(pages: list[int], slots: list[int]) -> list[PoolTransfer]:
+        where = {"swa": slots_of(pages), "mamba": torch.tensor(slots)}
+        return [PoolTransfer(name, indices, keys=hashes) for name, indices in where.items()]
+
+    stored = {"swa": [True] * 2, "mamba": [True] * 2}
+    assert make(others=first).storage.batch_set_v2(transfers([4, 5], [2, 7])) == stored
+    assert make(others=second).storage.batch_get_v2(transfers([8, 3], [6, 1])) == stored
+    assert holds(second["swa"], hashes, [8, 3]) == [True] * 2
+    for buffer, content in zip(second["mamba"].get_hybrid_pool_buffer(), states, strict=True):
+        assert torch.equal(buffer[[6, 1]], content[[2, 7]])
+
+
+def make_state_pool() -> Any:
+    """A host pool of SGLang's for recurrent states, of 17 slots."""
+    from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
+    from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+
+    info = MambaStateBufferInfo(temporal=torch.zeros(2, 8, 3, 5), conv=(torch.zeros(2, 8, 7, dtype=torch.bfloat16),))
+    with host_memory_budget_scope(1 << 30):
+        return MambaPoolHost(info, 2.0, 0, device_capacity=8, pin_memory=False, layout="page_first")
+
+
+def test_ranks_that_share_pages_forget_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first rank writes after a clear is what the others look for. Others ask nobody."""
+    said = []
+    monkeypatch.setattr(hicache, "get_parallel", lambda: SimpleNamespace(attn_tp_group=SimpleNamespace(cpu_group=5)))
+    exchange = SimpleNamespace(exchange=lambda salt: [b"of rank 0", said.append(salt)])
+    monkeypatch.setattr(hicache, "Ranks", lambda group: exchange if group == 5 else None)
+    config: Any = SimpleNamespace(is_mla_model=True, tp_size=2)
+    assert hicache._common_salt(config) == b"of rank 0"
+    alone: Any = SimpleNamespace(is_mla_model=False, tp_size=2)
+    assert len({hicache._common_salt(alone), hicache._common_salt(alone), *said}) == 3
 
 
 PATH = {"path": "/kv", "capacity": "1GiB"}

@@ -1,5 +1,5 @@
-"""Real SGLang engines on the CPU whose own host tier has our storage behind it, over restarts. Copies between device and
-host are stood for: `sglang_cpu_copies.py`."""
+"""Real SGLang engines on the CPU whose own host tier has our storage behind it, over restarts. Copies between device
+and host are stood for: `sglang_cpu_copies.py`."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ _SECONDS = 30.0
 _NAMED = ("storage_format_tag", "start_layer", "end_layer", "layer_num")
 _Call = Callable[[Sequence[bytes], Sequence[memoryview], bool], "Future[list[bool]]"]
 
+
 class Patience:
     """Waits for storage with a limit. While an answer is overdue nothing more is asked. Any thread may call."""
 
@@ -203,8 +204,7 @@ class StagedPages:
 
 def open_pages(pool: Any, patience: Patience) -> HostPages:
     """The pages of a host pool of SGLang's. Raises ConfigError for a pool that cannot be kept."""
-    memory = getattr(pool, "kv_buffer", None)
-    if memory is None or pool.size != pool.logical_size:
+    if not hasattr(pool, "get_data_page") or pool.size != pool.logical_size:
         raise ConfigError(
             f"the host pool of this model ({type(pool).__name__}) does not hold whole pages, and is not served: start "
             "without --hicache-storage-backend"
@@ -213,6 +213,7 @@ def open_pages(pool: Any, patience: Patience) -> HostPages:
         addresses, sizes = pool.get_page_buffer_meta(torch.arange(pool.page_size))
     except (NotImplementedError, ValueError):
         addresses, sizes = [], []
+    memory = getattr(pool, "kv_buffer", None)
     is_whole = isinstance(memory, torch.Tensor) and memory.is_contiguous() and len(set(sizes)) == 1
     if is_whole and len(addresses) <= _MOST_RUNS and not sizes[0] % _MEMORY_PAGE:
         return LentPages(pool, sizes[0], len(sizes), patience)

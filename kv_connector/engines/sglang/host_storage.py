@@ -78,9 +78,7 @@ def refuse_unserved() -> None:
         )
 
 
-def identity_of(
-    config: HiCacheStorageConfig, cache: CacheIdentity, backend: str, pool: Any, name: str
-) -> RankIdentity:
+def identity_of(config: HiCacheStorageConfig, cache: CacheIdentity, backend: str, pool: Any, name: str) -> RankIdentity:
     """Whose bytes these pages are. Ranks that hold the same ones have one name: the first of them writes them."""
     is_shared = config.is_mla_model and name != PoolName.MAMBA
     stage = config.pp_rank * config.attn_cp_size + config.attn_cp_rank
