@@ -29,6 +29,7 @@ from kv_connector.engines.sglang import TieredKVStorage, hicache, host_storage
 from kv_connector.engines.sglang.host_pages import LentPages, Patience, StagedPages, open_pages
 from kv_connector.engines.sglang.host_storage import read_storage_settings
 from kv_connector.errors import ConfigError
+from kv_connector.storage.base import address
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import ImitatedStore, connected
 
@@ -172,16 +173,20 @@ def test_the_capacity_holds_over_engines_and_the_newest_stays(make: Make, tmp_pa
 def test_a_store_of_objects_finds_pages_wherever_they_are_in_a_prefix(
     make: Make, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """It keeps small blocks in groups elsewhere, and SGLang does not say where a call's pages begin. When it goes away
-    all is a miss."""
+    """It keeps small blocks in groups elsewhere, and SGLang does not say where a call's pages begin. It is told of the
+    memory that it will use, to register it. When it goes away all is a miss."""
     store = ImitatedStore()
+    lent: list[memoryview] = []
 
     def open_imitated(*about: Any, num_served: int) -> ObjectStorage:
-        block_bytes, pool = about[3:5]
-        return connected(ObjectStorage("imitated", store, bytes(32), block_bytes, pool))
+        block_bytes, memory = about[3:5]
+        lent.append(memory)
+        return connected(ObjectStorage("imitated", store, bytes(32), block_bytes, memory))
 
     monkeypatch.setattr(host_storage, "open_storage", open_imitated)
     tier = make(make_host_pool(layout))
+    own = tier.pool.kv_buffer
+    assert (address(lent[0]) == own.data_ptr() and lent[0].nbytes == own.nbytes) is (layout == "page_first")
     hashes = page_hashes(TOKENS)
     fill(tier.pool, hashes, range(1, 7))
     for first, end in ((0, 1), (1, 4), (4, 6)):
