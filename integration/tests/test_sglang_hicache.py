@@ -243,11 +243,16 @@ def test_what_cannot_be_is_a_miss_and_not_an_error(make: Make) -> None:
     tier = make()
     storage = tier.storage
     hashes = page_hashes(TOKENS)
+    tier.back_up(TOKENS, range(1, 7))
+    before = tier.pool.kv_buffer.clone()
     assert storage.batch_exists(["no name"]) == 0
-    assert storage.batch_get_v1(hashes[:2], slots_of([1])) == [False] * 2
-    assert storage.batch_get_v1(hashes[:1], slots_of([1]) + 1) == [False]
-    assert storage.batch_set_v1(hashes[:1], slots_of([tier.pool.page_num])) == [False]
-    assert storage.batch_set_v1(hashes[:1], slots_of([-1])) == [False]
+    assert storage.batch_get_v1(hashes[:2], slots_of([8])) == [False] * 2
+    assert storage.batch_get_v1(hashes[:1], slots_of([8]) + 1) == [False]
+    assert storage.batch_get_v1(hashes[:1], slots_of([8]).flip(0)) == [False]
+    for page in (tier.pool.page_num, -1):
+        assert storage.batch_get_v1(hashes[:1], slots_of([page])) == [False]
+        assert storage.batch_set_v1(page_hashes([1] * PAGE), slots_of([page])) == [False]
+    assert torch.equal(tier.pool.kv_buffer, before)
     transfer: Any = SimpleNamespace(name="swa", keys=hashes[:2], host_indices=None, hit_policy="all_pages")
     assert storage.batch_get_v2([transfer]) == {"swa": [False] * 2}
     assert storage.batch_set_v2([transfer]) == {"swa": [False] * 2}
@@ -310,10 +315,12 @@ def test_ranks_read_what_is_theirs(
             ranks.append(storage)
         fill(ranks[0].mem_pool_host, hashes, range(1, 7))
         states: Any = SimpleNamespace(name="mamba", keys=hashes[-1:], host_indices=slots_of([1]))
+        states.hit_policy = "trailing_pages"
         assert all(ranks[0].batch_set_v1(hashes, slots_of(range(1, 7))))
         assert ranks[0].batch_set_v2([states]) == {"mamba": [True]}
         assert ranks[1].batch_exists(hashes) == (6 if is_latent else 0)
         assert ranks[1].batch_get_v1(hashes, slots_of(range(8, 14))) == [is_latent] * 6
+        assert [rank.batch_exists_v2(hashes, [states]).kv_hit_pages for rank in ranks] == [6, 0]
         assert ranks[1].batch_get_v2([states]) == {"mamba": [False]}
         if is_latent:
             assert holds(ranks[1].mem_pool_host, hashes, range(8, 14)) == [True] * 6

@@ -204,7 +204,7 @@ class StagedPages:
 
 def open_pages(pool: Any, patience: Patience) -> HostPages:
     """The pages of a host pool of SGLang's. Raises ConfigError for a pool that cannot be kept."""
-    if not hasattr(pool, "get_data_page") or pool.size != pool.logical_size:
+    if not pool.size_per_token or pool.size != pool.logical_size:
         raise ConfigError(
             f"the host pool of this model ({type(pool).__name__}) does not hold whole pages, and is not served: start "
             "without --hicache-storage-backend"
