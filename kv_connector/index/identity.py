@@ -69,7 +69,10 @@ class RankIdentity:
         """Every field by its name, as text."""
         common = asdict(self.cache) if self.cache is not None else {}
         own = {"rank": f"{self.rank} of {self.world_size}", "backend": self.backend, "arrangement": self.arrangement}
-        own |= {name: value for name in ("groups", "pool") if (value := getattr(self, name))}
+        if self.groups:
+            own["groups"] = self.groups
+        if self.pool:
+            own["pool"] = self.pool
         return {name: str(value) for name, value in (common | own).items()}
 
     def shown(self) -> str:

@@ -76,6 +76,14 @@ def test_whatever_differs_is_another_identity(
     assert start(tmp_path, RANK, caplog, keys)[0] == 1
 
 
+def test_pools_of_one_engine_are_no_changes_of_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is opened at every start."""
+    windows = replace(RANK, pool="swa", arrangement="float16[0:64 1:64] in 8192")
+    for identity in (RANK, windows, RANK, windows):
+        assert start(tmp_path, identity, caplog, [])[1] == ""
+    assert "arrangement was" in start(tmp_path, replace(windows, arrangement=RANK.arrangement), caplog, [])[1]
+
+
 def test_the_folder_says_whose_blocks_it_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(tmp_path, RANK, caplog, [])
     (path,) = (tmp_path / "identities").iterdir()
