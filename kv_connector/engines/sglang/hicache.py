@@ -78,8 +78,8 @@ class TieredKVStorage(HiCacheStorage):
             self._open(host_pool, host_pool_name)
 
     def _open(self, pool: Any, name: str) -> None:
-        cache = read_identity(pool.page_size, self._config.tp_size, str(pool.dtype))
-        identity = identity_of(self._config, cache, read_backend(), pool, name)
+        cache = read_identity(pool.page_size, self._config.tp_size, str(getattr(pool, "dtype", "")))
+        identity = identity_of(self._config, cache, read_backend(), name)
         # An engine lends a store its memory once.
         settings = replace(self._settings, segment_memory=0) if self._pools else self._settings
         self._pools[name] = HostStorage(settings, identity, pool)

@@ -78,12 +78,12 @@ def refuse_unserved() -> None:
         )
 
 
-def identity_of(config: HiCacheStorageConfig, cache: CacheIdentity, backend: str, pool: Any, name: str) -> RankIdentity:
-    """Whose bytes these pages are. Ranks that hold the same ones have one name: the first of them writes them."""
+def identity_of(config: HiCacheStorageConfig, cache: CacheIdentity, backend: str, name: str) -> RankIdentity:
+    """Whose bytes the pages of this pool are. Ranks that hold the same have one name: the first of them writes."""
     is_shared = config.is_mla_model and name != PoolName.MAMBA
     stage = config.pp_rank * config.attn_cp_size + config.attn_cp_rank
     return RankIdentity(
-        replace(cache, block_size=pool.page_size, cache_dtype=str(pool.dtype), pp_size=config.pp_size),
+        replace(cache, pp_size=config.pp_size),
         rank=stage * config.tp_size + (0 if is_shared else config.tp_rank),
         world_size=config.pp_size * config.attn_cp_size * config.tp_size,
         backend=backend,
