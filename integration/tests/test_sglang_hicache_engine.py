@@ -59,8 +59,7 @@ def test_what_was_stored_is_found_after_a_restart(
     blocks_a_page: int,
     options: dict[str, Any],
 ) -> None:
-    """With the tokens of an engine without us. Another salt finds nothing, nor does anybody after a clear, and what the
-    disk has damaged is computed."""
+    """With the tokens of an engine without us. Another salt finds nothing, nor does anybody after a clear."""
     write_plugin(tmp_path / "plugin")
     monkeypatch.syspath_prepend(str(tmp_path / "plugin"))
     if "tp_size" in options:
@@ -84,17 +83,9 @@ def test_what_was_stored_is_found_after_a_restart(
         assert [answer.num_hit for answer in said] == [HIT] * 3
         evict(engine, 0)
         assert [answer.token_ids for answer in engine.generate(asked)] == answers
-        if "tp_size" not in options:
-            clear(engine)
-            (said,) = engine.generate(asked[:1])
-            assert (said.token_ids, said.num_hit) == (answers[0], 0)
-    if "tp_size" not in options:
-        for pack in survey(folder):
-            content = bytearray(pack.path.read_bytes())
-            content[8192:] = bytes(len(content) - 8192)
-            pack.path.write_bytes(content)
-        with storing(models, folder, layout) as engine:
-            assert [answer.token_ids for answer in engine.generate(asked)] == answers
+        clear(engine)
+        (one,) = engine.generate(asked[:1])
+        assert (one.token_ids, one.num_hit) == (answers[0], 0)
 
 
 def clear(engine: SglangEngine) -> None:

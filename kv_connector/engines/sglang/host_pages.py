@@ -190,9 +190,9 @@ class StagedPages:
             return taken
 
     def _give_back(self, slots: Sequence[int], _: Future[Any]) -> None:
-        """Storage does not use them any more."""
+        """Storage does not use them any more. Those used last are lent first: memory that was never used is slow."""
         with self._lock:
-            self._free += slots
+            self._free = [*slots, *self._free]
 
     def _buffers(self, slots: Sequence[int]) -> list[memoryview]:
         size = self.block_bytes
