@@ -162,7 +162,7 @@ class TieredKVStorage(HiCacheStorage):
         self._salt = hashlib.sha256(self._salt).digest()
 
     def get_stats(self) -> StorageMetrics | None:
-        """Pages and GB/s of each batch since the last call; None where SGLang shows no metrics."""
+        """Pages and GiB/s of each batch since the last call; None where SGLang shows no metrics."""
         if not self._config.enable_storage_metrics:
             return None
         with self._lock:

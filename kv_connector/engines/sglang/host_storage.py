@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ from .host_pages import Patience, open_pages
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-
-logger = logging.getLogger("kv_connector.sglang")
 
 _OPTION = "--hicache-storage-backend-extra-config"
 _SGLANGS = {
