@@ -59,6 +59,13 @@ class Promises:
         promise = self._made.get(request_id)
         return promise.fragment if promise is not None else None
 
+    def num_kept(self, request_id: str) -> int:
+        """How many of the pages that the request was promised are good yet, from the first on: a load of them that has
+        failed for another request makes the host forget them."""
+        host_ids = self._made[request_id].host_ids
+        lost = self._host.first_not_resident(host_ids)
+        return len(host_ids) if lost is None else host_ids.index(lost)
+
     def make(self, fragment: Fragment, num_pages: int) -> None:
         """The first so many pages, which are resident on the host, are promised to the request, in place of what was
         promised before."""
