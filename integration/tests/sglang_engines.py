@@ -37,7 +37,7 @@ OPTIONS = {
     "disable_cuda_graph": True,
     "max_total_tokens": 1024,
     "page_size": PAGE_SIZE,
-    "max_running_requests": 8,
+    "max_running_requests": 16,
     "random_seed": 1,
     "log_level": "warning",
 }
