@@ -42,7 +42,7 @@ def expected(models: Path) -> Iterator[Expected]:
     """What SGLang answers without us; one engine for all that ask."""
     from integration.tests.sglang_engines import reference, running_alone
 
-    with running_alone(models, max_total_tokens=8192) as engine:
+    with running_alone(models, max_total_tokens=8192, sleep_on_idle=True) as engine:
         yield reference(engine)
 
 
