@@ -192,6 +192,18 @@ def test_a_promise_lapses_and_the_load_is_refused(make: Make, monkeypatch: pytes
     assert driver.linker.start_layer_wise_loading() == -1
 
 
+def test_a_promise_that_lapses_while_its_load_is_queued_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang begins a load in the round in which it queues it; if it ever does not, no block is read unleased."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    assert driver.lookup("request", keys(3)) == 3
+    assert driver.linker.load("request", driver.transfer(keys(3), [4, 5, 6]))
+    monkeypatch.setattr(fragments, "PROMISED_SECONDS", 0.0)
+    driver.round()
+    assert not driver.forward()
+    driver.check()
+
+
 def test_what_was_never_promised_is_not_loaded(make: Make) -> None:
     """Other pages, fewer than whole ones, more than were promised, or the same request twice: all are computed."""
     driver = make()

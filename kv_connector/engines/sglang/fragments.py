@@ -61,8 +61,11 @@ class Promises:
 
     def num_kept(self, request_id: str) -> int:
         """How many of the pages that the request was promised are good yet, from the first on: a load of them that has
-        failed for another request makes the host forget them."""
-        host_ids = self._made[request_id].host_ids
+        failed for another request makes the host forget them. None where the promise has lapsed."""
+        promise = self._made.get(request_id)
+        if promise is None:
+            return 0
+        host_ids = promise.host_ids
         lost = self._host.first_not_resident(host_ids)
         return len(host_ids) if lost is None else host_ids.index(lost)
 
