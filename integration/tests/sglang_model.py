@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
-from integration.tests.sglang_parts import Meeting, Node, Request, ThreadRanks
+from integration.tests.sglang_parts import Meeting, Node, Request, ThreadRanks, Wrong
 from kv_connector.engines.sglang import TieredKVLinker
 from kv_connector.types import Direction
 from tests.simulation.clock import VirtualTime
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 PAGE, LAYERS = 2, 3
 _SECONDS = {"compute": 1e-4, "forward": 2e-3}
 _here = threading.local()
-
-
-class Wrong(AssertionError):
-    """A promise was broken."""
 
 
 class _Linker(TieredKVLinker):

@@ -1,4 +1,4 @@
-"""What `sglang_model` is made of: ranks that meet, pages of a tree, and requests."""
+"""What `sglang_model` is made of: ranks that meet, pages of a tree, requests, and what is raised."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+
+class Wrong(AssertionError):
+    """A promise was broken."""
 
 
 class Meeting:
