@@ -38,7 +38,7 @@ OPTIONS = {
     "disable_cuda_graph": True,
     "max_total_tokens": 1024,
     "page_size": PAGE_SIZE,
-    "max_running_requests": 8,
+    "max_running_requests": 16,
     "random_seed": 1,
     "log_level": "warning",
 }
@@ -171,7 +171,7 @@ def running(
 @contextmanager
 def answers_alone(folder: Path) -> Iterator[Expected]:
     """What SGLang answers without us to each prompt alone."""
-    with running_alone(folder, max_total_tokens=8192) as engine:
+    with running_alone(folder, max_total_tokens=8192, sleep_on_idle=True) as engine:
 
         def answer(prompt: Sequence[int], num_tokens: int) -> Sequence[int]:
             (said,) = engine.generate([prompt], num_tokens)

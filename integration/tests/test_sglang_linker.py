@@ -14,9 +14,11 @@ import torch
 
 import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
 from integration.faults import break_loads
+from integration.tests.sglang_parts import Meeting, ThreadRanks
 from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker
 from kv_connector.engines.sglang.pools import DevicePages
 from kv_connector.errors import ConfigError, KVConnectorError
+from kv_connector.index import CacheIdentity
 
 PAGE, PAGES, LAYERS = 4, 32, 3
 
@@ -119,6 +121,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Linkers without an engine around them, which says what it was started with."""
     monkeypatch.setattr(linker, "refuse_unserved", lambda params, components: None)
     monkeypatch.setattr(linker, "read_backend", lambda: "")
+    monkeypatch.setattr(linker, "read_identity", lambda *_: CacheIdentity("model", "float32", "", PAGE))
     made: list[TieredKVLinker] = []
 
     def make(pool: Any = None, group: Any = None, **settings: Any) -> Driver:
@@ -189,6 +192,18 @@ def test_a_promise_lapses_and_the_load_is_refused(make: Make, monkeypatch: pytes
     assert driver.linker.start_layer_wise_loading() == -1
 
 
+def test_a_promise_that_lapses_while_its_load_is_queued_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang begins a load in the round in which it queues it; if it ever does not, no block is read unleased."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    assert driver.lookup("request", keys(3)) == 3
+    assert driver.linker.load("request", driver.transfer(keys(3), [4, 5, 6]))
+    monkeypatch.setattr(fragments, "PROMISED_SECONDS", 0.0)
+    driver.round()
+    assert not driver.forward()
+    driver.check()
+
+
 def test_what_was_never_promised_is_not_loaded(make: Make) -> None:
     """Other pages, fewer than whole ones, more than were promised, or the same request twice: all are computed."""
     driver = make()
@@ -250,6 +265,42 @@ def test_what_failed_for_one_is_refused_to_others_who_were_promised_it(make: Mak
     driver.check()
 
 
+def test_who_waits_for_storage_begins_no_load_of_others(make: Make, tmp_path: Path) -> None:
+    """Requests are admitted one by one, and what those in front have queued begins with the batch: it may be cancelled
+    until then, and whether it has come is told behind the pass that waits for it."""
+    driver = make(storage=storage_in(tmp_path))
+    driver.save(keys(3), [1, 2, 3])
+    driver.save(keys(3, "mine"), [4, 5, 6])
+    for name, pages in (("chat", [7, 8, 9]), ("mine", [10, 11, 12])):
+        assert driver.lookup(name, keys(3, name)) == 3
+        assert driver.linker.load(name, driver.transfer(keys(3, name), pages))
+    driver.write(keys(6, "others"), range(7, 13))
+    break_loads(driver.linker._replica.worker, True)
+    assert driver.linker.lookup("unknown", driver.transfer(keys(3, "unknown"))) == []
+    assert driver.linker.cancel_queued_load("chat")
+    assert not driver.forward()
+    assert driver.holds(keys(6, "others")[:3], [7, 8, 9])
+
+
+def test_a_load_of_what_was_lost_while_it_was_queued_is_told(make: Make, tmp_path: Path) -> None:
+    """Another load of the same blocks has failed, and that became known after this one was accepted."""
+    driver = make(storage=storage_in(tmp_path))
+    driver.save(keys(3), [1, 2, 3])
+    assert driver.lookup("one", keys(3)) == driver.lookup("other", keys(3)) == 3
+    break_loads(driver.linker._replica.worker, True)
+    assert driver.linker.load("one", driver.transfer(keys(3), [4, 5, 6]))
+    assert not driver.forward()
+    break_loads(driver.linker._replica.worker, False)
+    assert driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
+    assert driver.linker.lookup("unknown", driver.transfer(keys(3, "unknown"))) == []
+    assert not driver.forward()
+
+
+def storage_in(folder: Path) -> dict[str, Any]:
+    """Settings of storage that is waited for."""
+    return {"path": str(folder / "kv"), "capacity": "64MiB", "prefetch": "timeout", "timeout_ms": 60000}
+
+
 def test_a_flush_forgets_all(make: Make) -> None:
     """Also what was promised, and what is queued."""
     driver = make()
@@ -297,34 +348,9 @@ def test_a_cache_that_is_not_known_is_refused() -> None:
         DevicePages(SimpleNamespace(), PAGE)
 
 
-class _Meeting:
-    """Stands for a process group of threads."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.values: list[Any] = [None] * count
-        self.barrier = threading.Barrier(count, timeout=30)
-
-
-class _ThreadRanks:
-    """As `Ranks`, of threads."""
-
-    def __init__(self, group: tuple[_Meeting, int]) -> None:
-        self._meeting, self.rank = group
-        self.count = self._meeting.count
-
-    def exchange(self, value: object) -> Sequence[Any]:
-        meeting = self._meeting
-        meeting.values[self.rank] = value
-        meeting.barrier.wait()
-        values = list(meeting.values)
-        meeting.barrier.wait()
-        return values
-
-
 def run_ranks(make: Make, works: Sequence[Callable[[Driver], Any]], is_latent: bool) -> list[Any]:
     """Each rank's work on a thread of its own; what it came to, or the error that it ended with."""
-    meeting, results = _Meeting(len(works)), [None] * len(works)
+    meeting, results = Meeting(len(works)), [None] * len(works)
 
     def run(rank: int, work: Callable[[Driver], Any]) -> None:
         try:
@@ -343,7 +369,7 @@ def run_ranks(make: Make, works: Sequence[Callable[[Driver], Any]], is_latent: b
 @pytest.mark.parametrize("is_latent", [False, True], ids=["keys and values", "latent"])
 def test_ranks_decide_alike(make: Make, monkeypatch: pytest.MonkeyPatch, is_latent: bool) -> None:
     """Of a latent cache, which is the same on each rank, they share one copy: each saves its half of the blocks."""
-    monkeypatch.setattr(linker, "Ranks", _ThreadRanks)
+    monkeypatch.setattr(linker, "Ranks", ThreadRanks)
 
     def work(driver: Driver) -> Any:
         taken = [driver.save(keys(4, f"chat {i}"), range(1 + 4 * i, 5 + 4 * i)) for i in range(3)]
@@ -360,7 +386,7 @@ def test_ranks_decide_alike(make: Make, monkeypatch: pytest.MonkeyPatch, is_late
 
 def test_ranks_that_do_not_schedule_alike_say_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would wait for one another, or load other pages."""
-    monkeypatch.setattr(linker, "Ranks", _ThreadRanks)
+    monkeypatch.setattr(linker, "Ranks", ThreadRanks)
 
     def offers(driver: Driver) -> None:
         driver.save(keys(4), range(1, 5))

@@ -15,6 +15,7 @@ more, and its device for some thousand tokens, in blocks of which the longest pr
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -111,8 +112,7 @@ def loadable(engine: ContractEngine, prompt: Sequence[int]) -> int:
 
 def evict(engine: ContractEngine, seed: object) -> None:
     """Ask for so much else that the device holds nothing of before."""
-    for prompt in prompts(engine, 2 * engine.device_tokens // _LENGTH, seed=f"others {seed}"):
-        engine.generate([prompt], num_tokens=1)
+    engine.generate(prompts(engine, 2 * engine.device_tokens // _LENGTH, seed=f"others {seed}"), num_tokens=1)
 
 
 def what_the_device_has_lost_is_loaded(engine: ContractEngine, expected: Expected) -> None:
@@ -294,21 +294,26 @@ def many_requests_over_few_blocks(engine: ContractEngine, expected: Expected) ->
 
 
 def chats_hit_what_an_endless_cache_would_have(engine: ContractEngine, expected: Expected) -> None:
-    """200 requests, 16 at a time: the host has room for all of their blocks and the device for few of them."""
-    histories = prompts(engine, 40, 60, seed="endless")
+    """200 requests, 16 at a time: the host has room for all of their blocks, and the device for a quarter of them."""
+    num_chats, num_turns, at_once, length = 40, 5, 16, 8
+    beginning = 4 * engine.device_tokens // num_chats - (2 * num_turns - 1) * length
+    histories = prompts(engine, num_chats, beginning, seed="endless")
+    asked = [(turn, chat) for turn in range(num_turns) for chat in range(num_chats)]
+    started: deque[str] = deque()
     num_hit = num_could = 0
-    for turn in range(5):
-        for first in range(0, len(histories), 16):
-            asked = histories[first : first + 16]
-            answers = engine.generate(asked)
-            assert _tokens(answers) == expected(asked, 8)
-            num_hit += sum(answer.num_hit for answer in answers)
-            num_known = [len(prompt) - 20 - 1 if turn else 0 for prompt in asked]  # the last answer's end is computed
-            num_could += sum(num // engine.block_tokens * engine.block_tokens for num in num_known)
-            tails = prompts(engine, len(asked), 20, seed=f"endless {turn} {first}")
-            for history, answer, tail in zip(asked, answers, tails, strict=True):
-                history += [*(answer.token_ids or ()), *tail]
-    assert num_hit >= 0.9 * num_could, f"{num_hit} of {num_could} tokens"
+    for i in range(len(asked) + at_once):
+        if i >= at_once:
+            turn, chat = asked[i - at_once]
+            (answer,) = engine.finish([started.popleft()])
+            assert _tokens([answer]) == expected([histories[chat]], length)
+            num_known = len(histories[chat]) - length - 1 if turn else 0  # the last answer's end is computed
+            num_could += num_known // engine.block_tokens * engine.block_tokens
+            num_hit += answer.num_hit
+            tail = prompts(engine, 1, length, seed=f"endless {turn} {chat}")[0]
+            histories[chat] = [*histories[chat], *(answer.token_ids or ()), *tail]
+        if i < len(asked):
+            started += engine.start([histories[asked[i][1]]], length)
+    assert num_hit >= 0.9 * num_could > 0, f"{num_hit} of {num_could} tokens"
     engine.check_idle()
 
 

@@ -59,6 +59,16 @@ class Promises:
         promise = self._made.get(request_id)
         return promise.fragment if promise is not None else None
 
+    def num_kept(self, request_id: str) -> int:
+        """How many of the pages that the request was promised are good yet, from the first on: a load of them that has
+        failed for another request makes the host forget them. None where the promise has lapsed."""
+        promise = self._made.get(request_id)
+        if promise is None:
+            return 0
+        host_ids = promise.host_ids
+        lost = self._host.first_not_resident(host_ids)
+        return len(host_ids) if lost is None else host_ids.index(lost)
+
     def make(self, fragment: Fragment, num_pages: int) -> None:
         """The first so many pages, which are resident on the host, are promised to the request, in place of what was
         promised before."""

@@ -34,7 +34,7 @@ def read_settings(extra_config: Mapping[str, Any]) -> LinkerSettings:
     if not isinstance(keep_on_flush, bool):
         raise ConfigError(f"keep_on_flush={keep_on_flush!r} is not a boolean: give true or false")
     if given.get("peer") is not None:
-        raise ConfigError("peer: SGLang hands blocks over itself: leave it out, and give --disaggregation-mode")
+        raise ConfigError("peer: blocks of other engines are not asked for in SGLang: leave it out")
     config = Config.from_mapping(given)
     if not config.host_memory:
         raise ConfigError(

@@ -4,8 +4,9 @@
     ------------------------------------------------------------------------------------------------------------------
     num_completed_offloads   once a round      a step without requests; ranks exchange reports
     lookup(rid, keys)        before admission  get_num_new_matched_tokens                         promised: host leased
-    load(rid, keys, slots)   admission         update_state_after_alloc; queued                   leased for the load
-    start_layer_wise_loading batch complete    build_connector_meta, start_load_kv                being filled
+    load(rid, keys, slots)   admission         queued                                             promised
+    start_layer_wise_loading batch complete    update_state_after_alloc, build_connector_meta,    leased for the load
+                                               start_load_kv
     counter.wait_until(layer) forward pass     wait_for_layer_load: the stream waits
     finish_layer_wise_loading forward launched wait_for_save and the step's report                the request's
     offload(keys, slots)     insert into tree  hold_computed, a step that saves                   locked by SGLang
@@ -96,8 +97,9 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._replica = Replica(config, pages, ranks, identity, read_backend())
         self._half = self._replica.scheduler
         self._promises = Promises(self._half.tree, self._half.host, self._replica.clock)
-        self._queued: dict[str, Fragment] = {}  # by request
+        self._queued: dict[str, tuple[Fragment, list[int]]] = {}  # promised, and the pages that it goes to, by request
         self._loading: list[Fragment] = []  # of the step that has begun
+        self._has_lost = False  # one of them, before it began
         self._num_loads = 0
         self._offers = itertools.count()
         self._saving: deque[int] = deque()  # jobs, each of one offer that was taken, in order
@@ -122,35 +124,35 @@ class TieredKVLinker(UnifiedCacheLinker):
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue what was promised into these slots. False, on all ranks alike, where that is not there any more."""
         slots, hashes = transfers[0].device_indices, _hashes(transfers[0])
-        fragment = self._promises.fragment(rid)
         pages = self._pages.ids_of(slots) if slots is not None else None
+        fragment = self._promises.fragment(rid)
         if fragment is None or pages is None or fragment.block_hashes[: len(hashes)] != hashes or rid in self._queued:
             return False
-        num_tokens = len(hashes) * fragment.page_size
-        found, _ = self._half.get_num_new_matched_tokens(fragment, 0)
-        if found is None or found < num_tokens:
+        if self._promises.num_kept(rid) < len(hashes):
             return False
-        self._half.update_state_after_alloc(fragment, [pages], 0, num_tokens)
-        self._promises.end(rid)
-        self._queued[rid] = fragment
+        self._queued[rid] = fragment, pages
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
         """The request has ended; what it was to load is not, if that has not begun."""
-        fragment = self._queued.pop(rid, None)
+        fragment, _ = self._queued.pop(rid, (None, ()))
         if fragment is None:
             return False
+        self._promises.end(rid)
         self._replica.finish([fragment])
         return True
 
     # Around the forward pass.
 
     def start_layer_wise_loading(self) -> int:
-        """Submit what is queued, behind what the current stream was given; returns its number, or -1 for nothing."""
+        """Submit what is queued, behind the forward pass under way: SGLang gives back pages that it still writes to.
+        Returns its number, or -1 for nothing."""
         if not self._queued:
             return -1
-        self._loading, self._queued = list(self._queued.values()), {}
-        self._replica.begin()
+        queued, self._queued = list(self._queued.values()), {}
+        self._has_lost = sum(self._plan_load(fragment, pages) for fragment, pages in queued) < len(queued)
+        with self._behind_forward():
+            self._replica.begin()
         self._num_loads += 1
         return self._num_loads
 
@@ -161,7 +163,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         with self._behind_forward():  # whose layers have waited for theirs: nobody else is to
             has_come = self._replica.end()
         self._end_loading()
-        return has_come
+        return has_come and not self._has_lost
 
     # Behind it.
 
@@ -202,8 +204,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         if self._replica.is_loading:
             self._replica.end()
         self._end_loading()
-        self._replica.finish([*self._queued.values(), *self._promises.clear()])
         self._queued.clear()
+        self._replica.finish(self._promises.clear())
         self._replica.worker.drain()
         self._replica.advance()
         self._saving.clear()
@@ -241,8 +243,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         return pages if pages is not None and len(pages) == len(hashes) else None
 
     def _behind_forward(self) -> AbstractContextManager[object]:
-        """Saves come behind the forward pass that is under way, which may be writing what they read, on a stream of its
-        own or on this one."""
+        """Copies come behind the forward pass that is under way, on a stream of its own or on this one: it may be
+        writing what saves read, and to pages that loads are given."""
         if self.forward_stream is None or self._pages.device.type != "cuda":
             return nullcontext()
         self.forward_stream.wait_stream(torch.cuda.current_stream(self._pages.device))
@@ -253,6 +255,16 @@ class TieredKVLinker(UnifiedCacheLinker):
         for fragment in fragments:
             self._half.update_state_after_alloc(fragment, [[]], 0, 0)
         self._replica.finish(fragments)
+
+    def _plan_load(self, fragment: Fragment, pages: list[int]) -> bool:
+        """For the next step. False where the host's copies are not trusted any more, as another load of them has failed
+        since the request was told that they are loaded: it gets none."""
+        is_kept = self._promises.num_kept(fragment.request_id) >= len(pages)
+        num_tokens = len(pages) * fragment.page_size if is_kept else 0
+        self._half.update_state_after_alloc(fragment, [pages], 0, num_tokens)
+        self._promises.end(fragment.request_id)
+        self._loading.append(fragment)
+        return is_kept
 
     def _end_loading(self) -> None:
         self._replica.finish(self._loading)

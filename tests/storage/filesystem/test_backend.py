@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import random
 import shutil
@@ -142,6 +143,28 @@ def test_another_process_that_uses_a_pack_keeps_it(tmp_path: Path) -> None:
     assert [exists(one, keys_of(name, 1)) for name in "abc"] == [1, 0, 1]
     assert get(two, keys_of("b", 1)) == [False], "gone, and that is a miss"
     assert two.stats()["failed_reads_blocks"] == 0
+    one.close()
+    two.close()
+
+
+def test_engines_of_two_kinds_at_one_folder_find_their_own_and_keep_within_its_capacity(tmp_path: Path) -> None:
+    """Blocks of other sizes, under another identity; by chance some have the same key."""
+    small, capacity = BLOCK // 2, capacity_for(3)
+    one = open_store(tmp_path, capacity)
+    two = FilesystemStorage(tmp_path, hashlib.sha256(b"another engine").digest(), small, capacity)
+    put(one, keys_of("a"))
+    assert exists(two, keys_of("a")) == 0
+    put(two, keys_of("a", 4), small)
+    assert get(one, keys_of("a")) == [True] * PER_PACK
+    assert get(two, keys_of("a", 4), small) == [True] * 4
+    assert get(two, keys_of("a", 5)[4:], small) == [False]
+    for name in "bcdef":
+        put(one, keys_of(name))
+        put(two, keys_of(name), small)
+        assert get(one, keys_of(name, 1)) == [True]
+        assert get(two, keys_of(name, 1), small) == [True]
+        assert size_of(tmp_path) <= capacity
+    assert one.stats()["evicted_blocks"] + two.stats()["evicted_blocks"] > 0
     one.close()
     two.close()
 
