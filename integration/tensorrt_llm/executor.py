@@ -131,7 +131,8 @@ class Executor:
 
     def _take(self, kind: str, value: Any) -> None:
         if kind == "request":
-            self._active.append(LlmRequest(*value))
+            request_id, token_ids, max_new_tokens, cache_salt = value
+            self._active.append(LlmRequest(request_id, list(token_ids), max_new_tokens, cache_salt))
         elif kind == "cancel":
             for request in self._active:
                 request.is_canceled |= request.request_id == value
