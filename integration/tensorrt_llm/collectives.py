@@ -61,8 +61,6 @@ def mpi_broadcast(value: Any, root: int = 0) -> Any:
     return mpi_allgather(value)[root]
 
 
-
-
 @contextmanager
 def stand_in() -> Iterator[None]:
     """While it lasts, `tensorrt_llm` is these functions."""

@@ -133,7 +133,7 @@ class LLM:
             made.set()
             while executor.iterate():
                 pass
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits is told
             with self._ended.condition:
                 self._ended.error = self._ended.error or f"{type(error).__name__}: {error}"
                 self._ended.condition.notify_all()

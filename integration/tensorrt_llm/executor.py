@@ -109,7 +109,7 @@ class Executor:
         if batch:
             try:
                 results = self._forward(batch)
-            except Exception as raised:  # as the engine does it
+            except Exception as raised:  # noqa: BLE001 - as the engine does it
                 error = str(raised)
                 self._answer_all(error)
         if self._options.overlap:
@@ -225,14 +225,13 @@ class Executor:
         layers = {name: i for i, name in enumerate(self._caches)}
         own = self._caches, None if self.manager is None else Hooks(self.manager, layers)
         ranks = self._world.allgather(self.rank, own)
-        token_ids: list[int] = []
+        computed: tuple[list[int], str] = [], ""
         if not self.rank:
             hooks = [hooks for _, hooks in ranks if hooks is not None]
-            logits, _ = self._model.forward(
-                chunks, [caches for caches, _ in ranks], self._options.tokens_per_block, hooks
-            )
-            token_ids = logits.argmax(-1).tolist()
-        token_ids = mpi_broadcast(token_ids)
+            computed = self._compute(chunks, [caches for caches, _ in ranks], hooks)
+        token_ids, error = mpi_broadcast(computed)
+        if error:
+            raise RuntimeError(error)
         if self.manager is not None:
             self.manager.worker.wait_for_save(None)
         results = []
@@ -246,6 +245,13 @@ class Executor:
             else:
                 results.append((request, -1))
         return results
+
+    def _compute(
+        self, chunks: Sequence[SequenceChunk], caches: Sequence[Any], hooks: Sequence[Hooks]
+    ) -> tuple[list[int], str]:
+        """The tokens, or what every rank fails with."""
+        logits, _ = self._model.forward(chunks, caches, self._options.tokens_per_block, hooks)
+        return logits.argmax(-1).tolist(), ""
 
     def _update(self, results: _Results) -> None:
         """Take in what a step has computed; answer whoever has ended, or was given up."""

@@ -17,7 +17,7 @@ TRTLLM or TLLM on to the processes of its ranks."""
 
 
 def read_settings() -> Config:
-    """From the environment. Raises ConfigError, naming the fix, for what is unknown or what this slot has no use for."""
+    """From the environment. Raises ConfigError, naming the fix, for what is unknown or of no use to this slot."""
     text = os.environ.get(VARIABLE, "")
     example = f"""set {VARIABLE}='{{"host_memory": "64GiB"}}' (all ranks together)"""
     try:
@@ -85,8 +85,10 @@ def refuse_unserved(llm_args: Any) -> None:
         raise ConfigError("cache_transceiver_config: blocks in transfer may be reused too early: leave it out")
     cache = llm_args.kv_cache_config
     if getattr(cache, "host_cache_size", None):
-        raise ConfigError(f"kv_cache_config.host_cache_size={cache.host_cache_size}: block ids then name no place on "
-                          "the device: give 0, this connector is the host's tier")  # fmt: skip
+        raise ConfigError(
+            f"kv_cache_config.host_cache_size={cache.host_cache_size}: block ids then name no place on the device: "
+            "give 0, this connector is the host's tier"
+        )
     if getattr(cache, "max_attention_window", None):
         raise ConfigError(
             f"kv_cache_config.max_attention_window={cache.max_attention_window}: sliding windows are not served yet: "

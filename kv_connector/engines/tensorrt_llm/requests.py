@@ -70,6 +70,16 @@ class LiveRequest:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SoughtPrefix:
+    """What storage is asked about on behalf of a request, and outlives it: see `base.Request`."""
+
+    request_id: str
+    num_tokens: int
+    block_hashes: Sequence[BlockHash]
+    kv_transfer_params: Any = None
+
+
 class UsedBlocks:
     """Device blocks that copies read or write; see `base.DeviceBlocks`. TensorRT-LLM tells nobody which blocks it will
     hand out next, and has no call that keeps one: a request that has ended is held as long as copies use its blocks."""

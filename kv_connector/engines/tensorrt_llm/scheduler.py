@@ -9,14 +9,17 @@
     request_finished             end, abort    request_finished; held while copies use blocks   TensorRT-LLM's
     request_reset                replay        request_finished; the next step waits for copies TensorRT-LLM's
 
-A question is answered at once and once: there is no "ask again", and what storage has is there for those that come
-later. Loads are those of the step that needs them, never in the background: a request that is parked for a load that
-fails could neither be computed nor be given up (`worker` says what becomes of a load that fails).
+A question is answered at once and once: there is no "ask again", and a request is allocated before storage could say
+anything. What that has is fetched for those that come later (`_seek`). Loads are those of the step that needs them,
+never in the background: a request that is parked for a load that fails could neither be computed nor be given up
+(`worker` says what becomes of a load that fails).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,9 +32,12 @@ from ...types import StepPlan, StepReport
 from .identity import PromptHasher, read_identity
 from .launch import read_block_size, read_settings, refuse_unserved
 from .ranks import Ranks, meeting_place
-from .requests import LiveRequest, UsedBlocks
+from .requests import LiveRequest, SoughtPrefix, UsedBlocks
 
 logger = logging.getLogger("kv_connector.tensorrt_llm")
+
+_MOST_SOUGHT = 64
+"""Prefixes that are looked for in storage at a time."""
 
 
 class TieredKVScheduler:
@@ -55,6 +61,8 @@ class TieredKVScheduler:
         self._half.bind_block_pool(self._used)
         self._live: dict[int, LiveRequest] = {}
         self._held: dict[int, list[int]] = {}  # blocks of requests that have ended, by request
+        self._seeks = itertools.count()
+        self._sought: deque[SoughtPrefix] = deque()
         self._has_lost_blocks = False  # a live request, since the last plan
         self._place = meeting_place(llm_args)
         self._place.scheduler = self
@@ -67,6 +75,7 @@ class TieredKVScheduler:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens behind those that the device has, whose blocks are leased on the host from now on; in whole blocks."""
         live = self._begin(request)
+        self._seek(live)
         found, _ = self._half.get_num_new_matched_tokens(live, num_computed_tokens)
         live.num_local, live.num_offered = num_computed_tokens, found or 0
         if live.num_offered:
@@ -168,6 +177,14 @@ class TieredKVScheduler:
         live = LiveRequest(str(request.request_id), token_ids, self._hasher.start(request))
         self._live[request.request_id] = live
         return live
+
+    def _seek(self, live: LiveRequest) -> None:
+        """The prefix is looked for in storage, as that of a request which waits for it; the last few of these do."""
+        sought = SoughtPrefix(f"storage {next(self._seeks)}", live.num_tokens, tuple(live.block_hashes))
+        self._half.on_new_request(sought)
+        self._sought.append(sought)
+        if len(self._sought) > _MOST_SOUGHT:
+            self._half.request_finished(self._sought.popleft())
 
     def _allocated(self, request: Any, block_ids: list[int], is_whole_prompt: bool) -> None:
         live = self._live.get(request.request_id)

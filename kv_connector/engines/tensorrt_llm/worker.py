@@ -156,8 +156,8 @@ class TieredKVWorker:
             self._tell()
         if self._is_broken:
             raise KVConnectorError(
-                "kv_connector: a load from host memory has failed, twice. TensorRT-LLM cannot compute again what was to "
-                "be loaded, and keeps the blocks for other requests: restart the engine"
+                "kv_connector: a load from host memory has failed, twice. TensorRT-LLM cannot compute again what was "
+                "to be loaded, and keeps the blocks for other requests: restart the engine"
             )
 
     def get_finished(
