@@ -29,7 +29,7 @@ class ModelledEngine:
 
     num_token_ids = 512
 
-    def __init__(self, options: Options, tp_size: int, saves_late: bool = False) -> None:
+    def __init__(self, options: Options, tp_size: int, saves_late: int = 0) -> None:
         self.block_tokens = options.tokens_per_block
         self.device_tokens = options.tokens_per_block * options.num_blocks
         self._kind = options, OURS, tp_size
@@ -89,7 +89,7 @@ class ModelledEngine:
     def _open(self) -> None:
         self.llm = LLM(*self._kind)
         if self._saves_late:
-            self.llm.call(delay_saves)
+            self.llm.call(lambda executor: delay_saves(executor, self._saves_late))
 
     def shutdown(self) -> None:
         """As the process would end."""
@@ -101,8 +101,9 @@ class ModelledEngine:
 class LateSaves:
     """A transfer engine whose saves read their blocks some steps later: whoever reuses these too early is found out."""
 
-    def __init__(self, engine: Any, seed: int) -> None:
+    def __init__(self, engine: Any, seed: int, most: int) -> None:
         self._engine = engine
+        self._most = most
         self._chance = random.Random(seed)
         self._late: list[tuple[int, Sequence[CopyJob]]] = []  # and how often it is polled before
 
@@ -110,7 +111,7 @@ class LateSaves:
         return getattr(self._engine, name)
 
     def submit_save(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
-        self._late.append((self._chance.randrange(6), jobs))
+        self._late.append((self._chance.randint(0, self._most), jobs))
         return frozenset()
 
     def poll(self) -> Any:
@@ -128,10 +129,10 @@ class LateSaves:
         self._late = [late for late in self._late if not is_due(late[0])]
 
 
-def delay_saves(executor: Executor) -> None:
-    """Of this rank, from now on."""
+def delay_saves(executor: Executor, most: int) -> None:
+    """Of this rank, from now on, until it has been polled so often at most."""
     half = worker_of(executor)._half
-    half._engine = LateSaves(half._engine, executor.rank)
+    half._engine = LateSaves(half._engine, executor.rank, most)
 
 
 def _answer(response: Response) -> Answer:
@@ -154,7 +155,7 @@ def scheduler_of(executor: Executor) -> Any:
 
 @contextmanager
 def running(
-    options: Options, tp_size: int = 1, settings: Mapping[str, Any] | None = None, saves_late: bool = False
+    options: Options, tp_size: int = 1, settings: Mapping[str, Any] | None = None, saves_late: int = 0
 ) -> Iterator[ModelledEngine]:
     """An engine with these settings beside the usual ones."""
     with stand_in(), pytest.MonkeyPatch.context() as patch:

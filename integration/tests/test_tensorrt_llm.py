@@ -1,5 +1,5 @@
-"""The connector in the model of TensorRT-LLM's executor (`integration/tensorrt_llm`), with one rank and two, with overlap
-and without: the contract of adapters, as far as the slot goes.
+"""The connector in the model of TensorRT-LLM's executor (`integration/tensorrt_llm`), with one rank and two, with
+overlap and without: the contract of adapters, as far as the slot goes.
 
 What the slot cannot do is said here. Where a load fails for good the engine has to be started anew: so does
 `ModelledEngine.break_loads(False)`. Storage is not waited for: for the contract's `RESTARTS` there is
@@ -22,7 +22,7 @@ import torch
 from integration.tensorrt_llm.engine import LLM, llm_args
 from integration.tensorrt_llm.executor import Options
 from integration.tests import faults
-from integration.tests.tensorrt_llm_engines import ModelledEngine, delay_saves, running, scheduler_of, worker_of
+from integration.tests.tensorrt_llm_engines import ModelledEngine, running, scheduler_of, worker_of
 from kv_connector.engines.tensorrt_llm import TieredKVWorker
 from kv_connector.engines.tensorrt_llm.identity import PromptHasher
 from kv_connector.engines.tensorrt_llm.launch import VARIABLE, read_settings, refuse_unserved
@@ -33,8 +33,8 @@ from kv_connector.testing.engine_contract import Check, Expected, evict, loadabl
 
 KINDS: dict[str, dict[str, Any]] = {
     "one rank": {"options": Options()},
-    "one rank, overlap, late saves": {"options": Options(overlap=True), "saves_late": True},
-    "two ranks, late saves": {"options": Options(), "tp_size": 2, "saves_late": True},
+    "one rank, overlap, late saves": {"options": Options(overlap=True), "saves_late": 5},
+    "two ranks, late saves": {"options": Options(), "tp_size": 2, "saves_late": 5},
     "two ranks, overlap": {"options": Options(overlap=True), "tp_size": 2},
 }
 
@@ -73,7 +73,7 @@ def test_contract(check: Check, engine: ModelledEngine, expected: Expected) -> N
 @pytest.mark.parametrize("check", engine_contract.PREEMPTIONS, ids=lambda check: check.__name__)
 def test_requests_that_are_replayed(check: Check, tp_size: int, expected: Expected) -> None:
     """Nobody keeps their blocks for copies: the next step waits for these."""
-    with running(Options(evicts=True), tp_size, saves_late=True) as engine:
+    with running(Options(evicts=True), tp_size, saves_late=80) as engine:
         check(engine, expected)
 
 
@@ -157,8 +157,7 @@ def test_what_a_failed_forward_pass_has_not_computed_is_not_saved(
 
 
 def test_a_request_that_has_ended_is_held_while_its_blocks_are_saved(expected: Expected) -> None:
-    with running(Options()) as engine:
-        engine.llm.call(delay_saves)
+    with running(Options(), saves_late=5) as engine:
         (executor,) = engine.llm.ranks
         held = []
         for prompt in prompts(engine, 4, seed="held"):

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...base import KVConnectorWorker
 from ...build import build_worker
 from ...errors import ConfigError, KVConnectorError
 from ...types import StepPlan, StepReport
-from ...worker import WorkerHalf
 from .identity import read_backend, read_identity
 from .launch import read_block_size, read_settings, refuse_unserved, waits_up_front
 from .ranks import Ranks, meeting_place
@@ -61,12 +61,11 @@ class TieredKVWorker:
         self._ranks = Ranks()
         self._place = meeting_place(llm_args)
         self._waits_up_front = waits_up_front(llm_args)
-        self._half: WorkerHalf | None = None
+        self._half: KVConnectorWorker | None = None
         self._layers: frozenset[int] = frozenset()
         self._plan: StepPlan | None = None  # of the step that has begun
         self._untold: list[StepReport] = []
-        self._has_lost = False  # a load has failed for good here
-        self._is_broken = False  # the same on any rank; no step computes any more
+        self._is_broken = False  # a load has failed for good, here or, once told, elsewhere
         self._is_busy = False  # of rank 0; the same on all
         self._saving: list[int] = []  # requests that rank 0 holds
         self._close: Callable[[], object] = lambda: None
@@ -182,7 +181,7 @@ class TieredKVWorker:
         self._half = None
 
     @property
-    def _bound(self) -> WorkerHalf:
+    def _bound(self) -> KVConnectorWorker:
         if self._half is None:
             raise KVConnectorError("register_kv_caches(...) must be called before the first step")
         return self._half
@@ -205,7 +204,7 @@ class TieredKVWorker:
     def _report(self) -> StepReport:
         half = self._bound
         half.get_finished()
-        self._has_lost = bool(half.get_block_ids_with_load_errors()) or self._has_lost
+        self._is_broken |= bool(half.get_block_ids_with_load_errors())
         return half.build_connector_worker_meta()
 
     def _tell(self) -> None:
@@ -214,9 +213,7 @@ class TieredKVWorker:
         is_busy = scheduler is not None and scheduler.is_busy
         if not self._untold and self._half is not None:
             self._untold.append(self._report())
-        told: Sequence[_Told] = self._ranks.exchange(
-            _Told(tuple(self._untold), self._is_broken or self._has_lost, is_busy)
-        )
+        told: Sequence[_Told] = self._ranks.exchange(_Told(tuple(self._untold), self._is_broken, is_busy))
         self._untold = []
         self._is_broken = any(rank.is_broken for rank in told)
         self._is_busy = told[0].is_busy
