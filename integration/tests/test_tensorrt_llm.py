@@ -144,7 +144,8 @@ def test_what_a_failed_forward_pass_has_not_computed_is_not_saved(
     tp_size: int, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(Options(), tp_size) as engine:
-        asked = prompts(engine, 2, seed="forward")
+        asked, others = prompts(engine, 2, seed="forward"), prompts(engine, 1, seed="before")
+        engine.generate(others)  # there are host blocks once the ranks have said so
 
         with monkeypatch.context() as patch:
             patch.setattr(engine.llm.ranks[0], "_compute", lambda *args: ([], "out of memory"))
