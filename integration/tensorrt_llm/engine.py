@@ -42,9 +42,10 @@ class _Ended:
 class LLM:
     """Ask with `start`, wait with `finish`. `shutdown` ends the ranks' threads and leaves copies as they are."""
 
-    def __init__(self, options: Options, connector: Connector | None = None, tp_size: int = 1) -> None:
+    def __init__(self, options: Options, connector: Connector | None = None, tp_size: int = 1, **variants: Any) -> None:
+        """`variants`: of the model; see `ModelConfig`."""
         self.options = options
-        self.model = PagedLlama.random(ModelConfig(num_hidden_layers=3, tp_size=tp_size), seed=0)
+        self.model = PagedLlama.random(ModelConfig(num_hidden_layers=3, tp_size=tp_size, **variants), seed=0)
         self._world = world = World(tp_size)
         self._ended = _Ended()
         self._ids = itertools.count(1)

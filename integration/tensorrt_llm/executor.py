@@ -10,6 +10,7 @@ somebody asks something. An error of the forward pass answers all active request
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,12 +82,7 @@ class Executor:
         self._respond = respond
         self._active: list[LlmRequest] = []
         self._previous: _Results = []
-        shape = model.config.cache_shape
-        head = (options.tokens_per_block, shape.num_heads, shape.head_dim)
-        names = model.config.layer_names
-        elements = head[0] * head[1] * head[2]
-        self.pool = torch.zeros(options.num_blocks, len(names), 2, elements)
-        self._caches = {name: self.pool[:, i].view(options.num_blocks, 2, *head) for i, name in enumerate(names)}
+        self.pool, self._caches = _allocate(model, options)
 
     def connect(self, worker: Any, scheduler: Any) -> None:
         """Use this connector; before the first request."""
@@ -283,6 +279,16 @@ class Executor:
                 self.kv.free(request)
         if not self.rank:
             self._respond(response)
+
+
+def _allocate(model: PagedLlama, options: Options) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The cache as the engine shows it, (blocks, layers, 2 or for MLA 1, elements), and as the model takes it."""
+    shape, names = model.config.cache_shape, model.config.layer_names
+    heads = (shape.head_dim,) if shape.key_only else (shape.num_heads, shape.head_dim)
+    block = (options.tokens_per_block, *heads) if shape.key_only else (2, options.tokens_per_block, *heads)
+    kv_factor = 1 if shape.key_only else 2
+    pool = torch.zeros(options.num_blocks, len(names), kv_factor, math.prod(block) // kv_factor)
+    return pool, {name: pool[:, i].view(options.num_blocks, *block) for i, name in enumerate(names)}
 
 
 def mpi_broadcast_by_reference(world: World, rank: int, value: Any) -> Any:

@@ -29,10 +29,11 @@ class ModelledEngine:
 
     num_token_ids = 512
 
-    def __init__(self, options: Options, tp_size: int, saves_late: int = 0) -> None:
+    def __init__(self, options: Options, tp_size: int, saves_late: int = 0, **variants: Any) -> None:
         self.block_tokens = options.tokens_per_block
         self.device_tokens = options.tokens_per_block * options.num_blocks
         self._kind = options, OURS, tp_size
+        self._variants = variants
         self._before: Counter[str] = Counter()  # statistics of engines that have ended
         self._saves_late = saves_late
         self._open()
@@ -87,7 +88,7 @@ class ModelledEngine:
         assert not scheduler._held
 
     def _open(self) -> None:
-        self.llm = LLM(*self._kind)
+        self.llm = LLM(*self._kind, **self._variants)
         if self._saves_late:
             self.llm.call(lambda executor: delay_saves(executor, self._saves_late))
 
@@ -155,12 +156,16 @@ def scheduler_of(executor: Executor) -> Any:
 
 @contextmanager
 def running(
-    options: Options, tp_size: int = 1, settings: Mapping[str, Any] | None = None, saves_late: int = 0
+    options: Options,
+    tp_size: int = 1,
+    settings: Mapping[str, Any] | None = None,
+    saves_late: int = 0,
+    **variants: Any,
 ) -> Iterator[ModelledEngine]:
-    """An engine with these settings beside the usual ones."""
+    """An engine with these settings beside the usual ones. `variants`: of its model."""
     with stand_in(), pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, json.dumps(SETTINGS | dict(settings or {})))
-        engine = ModelledEngine(options, tp_size, saves_late)
+        engine = ModelledEngine(options, tp_size, saves_late, **variants)
         try:
             yield engine
         finally:

@@ -77,6 +77,23 @@ def test_requests_that_are_replayed(check: Check, tp_size: int, expected: Expect
         check(engine, expected)
 
 
+def test_ranks_share_what_all_of_them_hold() -> None:
+    """With multi-head latent attention every rank has the whole cache, and the host one copy of it."""
+    options, latent = Options(tokens_per_block=64, num_blocks=16), {"key_only": True, "num_key_value_heads": 1}
+    asked = [[5 + i, *range(7, 300)] for i in range(8)]
+    alone = LLM(options, **latent)
+    answers = [alone.generate([prompt])[0].token_ids for prompt in asked]
+    alone.shutdown()
+    with running(options, 2, **latent) as engine:
+        assert [engine.generate([prompt])[0].token_ids for prompt in asked] == answers
+        again = [engine.generate([prompt])[0] for prompt in asked]
+        assert [answer.token_ids for answer in again] == answers
+        assert [answer.num_loaded for answer in again] == [256] * 8
+        stats = engine.stats()
+        assert stats["saved_bytes"] * 2 == stats["loaded_bytes"], "each block is saved once and loaded by both"
+        engine.check_idle()
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_what_is_stored_is_there_for_those_that_come_later(tp_size: int, expected: Expected, tmp_path: Path) -> None:
     """An engine that was started anew computes a prompt that storage has once more, and loads it the next time."""

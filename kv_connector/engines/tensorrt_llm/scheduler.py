@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...base import SchedulerOutput
+from ...base import KVConnectorScheduler, SchedulerOutput
 from ...build import build_scheduler
 from ...errors import ConfigError, KVConnectorError
 from ...index import CacheIdentity
@@ -66,6 +67,8 @@ class TieredKVScheduler:
         self._has_lost_blocks = False  # a live request, since the last plan
         self._place = meeting_place(llm_args)
         self._place.scheduler = self
+        # TensorRT-LLM does not say when it ends.
+        self._close = weakref.finalize(self, _close, self._half)
 
     def wait_for_initialization(self) -> None:
         """All is there."""
@@ -167,8 +170,8 @@ class TieredKVScheduler:
         return dict(self._half.get_kv_connector_stats())
 
     def shutdown(self) -> None:
-        """Idempotent."""
-        self._half.shutdown()
+        """Idempotent; also done when the process ends."""
+        self._close()
 
     def _begin(self, request: Any) -> LiveRequest:
         """A request asks once for each allocation: what is known of it is of one that is gone."""
@@ -209,6 +212,11 @@ class TieredKVScheduler:
         """The load's own lease has taken over, or nobody wants it any more."""
         self._half.host.release(live.offered_ids)
         live.offered_ids = []
+
+
+def _close(half: KVConnectorScheduler) -> None:
+    logger.info("kv_connector: %s", dict(half.get_kv_connector_stats()))
+    half.shutdown()
 
 
 def _only_group(by_layer_group: list[list[int]]) -> list[int]:
