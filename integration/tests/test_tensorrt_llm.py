@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from integration.tensorrt_llm.blocks import LlmRequest
 from integration.tensorrt_llm.engine import LLM, llm_args
 from integration.tensorrt_llm.executor import Options
 from integration.tests import faults
@@ -239,6 +240,24 @@ def test_names_cover_salts_adapters_and_images() -> None:
     assert len({name(kind, hashers[0]) for kind in kinds}) == len(kinds)
     same = [name(kind, hashers[0]) == name(kind, hashers[1]) for kind in kinds]
     assert same == [True, True, True, False, True, True], "the number of an adapter means nothing to another start"
+
+
+def test_images_without_a_hash_are_neither_saved_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt has placeholders for them, the same for every image."""
+    with running(Options()) as engine:
+        engine.generate(prompts(engine, 1, seed="before"))
+        (prompt,) = asked = prompts(engine, 1, seed="image")
+        num_cached = engine.stats()["host_cached_blocks"]
+        with monkeypatch.context() as patch:
+            patch.setattr(LlmRequest, "py_multimodal_data", {"image": "pixels"}, raising=False)
+            engine.generate(asked)
+            assert engine.stats()["host_cached_blocks"] == num_cached
+        engine.llm.call(lambda executor: executor.kv.reset())
+        engine.generate(asked)
+        assert engine.stats()["host_cached_blocks"] > num_cached
+        scheduler = scheduler_of(engine.llm.ranks[0])
+        request = SimpleNamespace(request_id=10**6, get_tokens=lambda beam: prompt, py_multimodal_data={"image": 1})
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,12 @@ class PromptHasher:
         )
 
 
+def is_named(request: Any) -> bool:
+    """Whether tokens, salt and adapter, and the hashes of its images, are all that decides a request's blocks. Only
+    TensorRT-LLM's Python side shows images that it has not hashed."""
+    return bool(getattr(request, "multimodal_hashes", None)) or not getattr(request, "py_multimodal_data", None)
+
+
 def _items(request: Any) -> list[MultimodalItem]:
     hashes = getattr(request, "multimodal_hashes", None) or ()
     if not hashes:

@@ -30,6 +30,7 @@ class LiveRequest:
     offered_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     is_whole_prompt: bool = True  # `block_ids` are those of the prompt, and all that was offered is used
+    is_named: bool = True  # its hashes cover all that decides its blocks: they may be saved
     _num_reported_tokens: int = 0
     _num_reported_blocks: int = 0
 

@@ -30,7 +30,7 @@ from ...build import build_scheduler
 from ...errors import ConfigError, KVConnectorError
 from ...index import CacheIdentity
 from ...types import StepPlan, StepReport
-from .identity import PromptHasher, read_identity
+from .identity import PromptHasher, is_named, read_identity
 from .launch import read_block_size, read_settings, refuse_unserved
 from .ranks import Ranks, meeting_place
 from .requests import LiveRequest, SoughtPrefix, UsedBlocks
@@ -78,6 +78,8 @@ class TieredKVScheduler:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens behind those that the device has, whose blocks are leased on the host from now on; in whole blocks."""
         live = self._begin(request)
+        if not is_named(request):
+            return 0, False
         self._seek(live)
         found, _ = self._half.get_num_new_matched_tokens(live, num_computed_tokens)
         live.num_local, live.num_offered = num_computed_tokens, found or 0
@@ -115,8 +117,9 @@ class TieredKVScheduler:
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """The plan of the step, for every rank's worker."""
         data = (*scheduler_output.new_requests, *scheduler_output.cached_requests)
-        known = [(self._live[item.request_id], item) for item in data if item.request_id in self._live]
-        plan = self._half.build_connector_meta(SchedulerOutput([live.scheduled(item) for live, item in known]))
+        known = [(live, item) for item in data if (live := self._live.get(item.request_id)) is not None]
+        scheduled = [live.scheduled(item) for live, item in known if live.is_named]
+        plan = self._half.build_connector_meta(SchedulerOutput(scheduled))
         lost, self._has_lost_blocks = self._has_lost_blocks, False
         # Nobody has kept them for copies under way.
         return replace(plan, fence=True) if lost else plan
@@ -203,7 +206,7 @@ class TieredKVScheduler:
                 f"{len(block_ids)} blocks hold the {live.num_tokens} tokens of request {live.request_id}, so they are "
                 f"larger than {size}: set kv_cache_config.tokens_per_block to what the model's attention takes"
             )
-        live.block_ids, live.is_whole_prompt = list(block_ids), is_whole_prompt
+        live.block_ids, live.is_whole_prompt, live.is_named = list(block_ids), is_whole_prompt, is_named(request)
         num_covered = max(0, len(block_ids) - live.num_local // size) * size
         self._half.update_state_after_alloc(live, [block_ids], live.num_local, min(live.num_offered, num_covered))
         self._withdraw_offer(live)

@@ -94,6 +94,14 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "test_names_cover_salts_adapters_and_images",
     ),
     _mutant(
+        "images-unnamed",
+        "blocks of images that have no hash are saved under the placeholders in the prompt",
+        "scheduler.py",
+        "for live, item in known if live.is_named]",
+        "for live, item in known]",
+        "test_images_without_a_hash_are_neither_saved_nor_loaded",
+    ),
+    _mutant(
         "storage-unasked",
         "what storage has of a request is forgotten when that is allocated, which is at once",
         "scheduler.py",
