@@ -157,6 +157,16 @@ def test_one_rank_whose_load_fails_stops_all() -> None:
         assert [worker_of(executor)._is_broken for executor in engine.llm.ranks] == [True, True]
 
 
+def test_a_rank_that_hears_late_of_a_failed_load_keeps_step_with_the_others() -> None:
+    """In a step that loads nothing: the ranks tell each other at its end."""
+    with running(Options(), 2) as engine:
+        engine.llm.call(lambda e: setattr(worker_of(e), "_has_lost", e.rank == 1))
+        (said,) = engine.generate(prompts(engine, 1, seed="late"))
+        assert "restart the engine" in said.error
+        assert not engine.llm.error
+        assert [worker_of(executor)._is_broken for executor in engine.llm.ranks] == [True, True]
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_what_a_failed_forward_pass_has_not_computed_is_not_saved(
     tp_size: int, expected: Expected, monkeypatch: pytest.MonkeyPatch

@@ -44,7 +44,7 @@ class _Told(NamedTuple):
     is_busy: on rank 0, whether more reports are awaited."""
 
     reports: tuple[StepReport, ...]
-    is_broken: bool
+    has_lost: bool
     is_busy: bool
 
 
@@ -65,7 +65,8 @@ class TieredKVWorker:
         self._layers: frozenset[int] = frozenset()
         self._plan: StepPlan | None = None  # of the step that has begun
         self._untold: list[StepReport] = []
-        self._is_broken = False  # a load has failed for good, here or, once told, elsewhere
+        self._has_lost = False  # a load has failed for good here
+        self._is_broken = False  # the same on any rank, as all ranks know: no step computes any more
         self._is_busy = False  # of rank 0; the same on all
         self._saving: list[int] = []  # requests that rank 0 holds
         self._close: Callable[[], object] = lambda: None
@@ -204,7 +205,7 @@ class TieredKVWorker:
     def _report(self) -> StepReport:
         half = self._bound
         half.get_finished()
-        self._is_broken |= bool(half.get_block_ids_with_load_errors())
+        self._has_lost |= bool(half.get_block_ids_with_load_errors())
         return half.build_connector_worker_meta()
 
     def _tell(self) -> None:
@@ -213,9 +214,9 @@ class TieredKVWorker:
         is_busy = scheduler is not None and scheduler.is_busy
         if not self._untold and self._half is not None:
             self._untold.append(self._report())
-        told: Sequence[_Told] = self._ranks.exchange(_Told(tuple(self._untold), self._is_broken, is_busy))
+        told: Sequence[_Told] = self._ranks.exchange(_Told(tuple(self._untold), self._has_lost, is_busy))
         self._untold = []
-        self._is_broken = any(rank.is_broken for rank in told)
+        self._is_broken = any(rank.has_lost for rank in told)
         self._is_busy = told[0].is_busy
         if scheduler is not None:
             for reports in zip(*(rank.reports for rank in told), strict=True):
