@@ -45,11 +45,6 @@ def mpi_rank() -> int:
     return int(_own.rank)
 
 
-def mpi_world_size() -> int:
-    """Number of ranks."""
-    return int(_own.world.size)
-
-
 def mpi_allgather(value: Any) -> list[Any]:
     """The values of all ranks, in order, as they arrive in other processes; each calls it as often as the others."""
     values: list[bytes] = _own.world.allgather(_own.rank, pickle.dumps(value))
@@ -66,7 +61,7 @@ def stand_in() -> Iterator[None]:
     """While it lasts, `tensorrt_llm` is these functions."""
     package, utils = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm._utils")
     vars(package).update(__version__="modelled", _utils=utils)
-    vars(utils).update(mpi_rank=mpi_rank, mpi_world_size=mpi_world_size, mpi_allgather=mpi_allgather)
+    vars(utils).update(mpi_rank=mpi_rank, mpi_allgather=mpi_allgather)
     before = {name: sys.modules.get(name) for name in ("tensorrt_llm", "tensorrt_llm._utils")}
     sys.modules.update({"tensorrt_llm": package, "tensorrt_llm._utils": utils})
     try:

@@ -144,8 +144,8 @@ class LLM:
 
     def _make(self, rank: int, connector: Connector) -> tuple[Any, Any]:
         """Both at the same time, in two threads, as the engine makes them."""
-        args = llm_args(self.options)
-        with ThreadPoolExecutor(2, initializer=self._world.enter, initargs=(rank,)) as threads:
+        args = llm_args(self.options, tensor_parallel_size=self._world.size)
+        with ThreadPoolExecutor(2) as threads:
             worker = threads.submit(connector.worker, args)
             scheduler = threads.submit(connector.scheduler, args) if rank == 0 else None
             return worker.result(), scheduler.result() if scheduler is not None else None

@@ -2,7 +2,7 @@
 
 TensorRT-LLM makes a worker on each rank and a scheduler on rank 0, which know nothing of each other: metadata goes from
 the scheduler to all workers in each iteration, and nothing comes back. But every rank calls `get_finished` in every
-iteration, and TensorRT-LLM's own collectives, over MPI or Ray, are there to be called.
+iteration, and TensorRT-LLM's own collectives are there to be called.
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """The tensor-parallel ranks of an engine."""
+    """The tensor-parallel ranks of an engine. Which one this is, and what the others say, TensorRT-LLM knows in the
+    thread that makes the executor and in that of its loop, and not in those that make connectors."""
 
-    def __init__(self) -> None:
+    def __init__(self, llm_args: Any) -> None:
+        self.count = int(getattr(llm_args, "tensor_parallel_size", None) or 1)
+
+    def rank(self) -> int:
+        """This one's number."""
         from tensorrt_llm import _utils
 
-        self._utils = _utils
-        self.rank: int = _utils.mpi_rank()
-        self.count: int = _utils.mpi_world_size()
+        return int(_utils.mpi_rank()) if self.count > 1 else 0
 
     def exchange(self, value: object) -> Sequence[Any]:
         """The values of all ranks, in order. Each rank calls it as often as the others, and waits for them."""
+        from tensorrt_llm import _utils
+
         if self.count == 1:
             return [value]
-        values: Sequence[Any] = self._utils.mpi_allgather(value)
+        values: Sequence[Any] = _utils.mpi_allgather(value)
         return values
 
 

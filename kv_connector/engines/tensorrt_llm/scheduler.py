@@ -52,7 +52,7 @@ class TieredKVScheduler:
         refuse_unserved(llm_args)
         self._llm_args = llm_args
         self._block_size = size = read_block_size(llm_args)
-        ranks = Ranks()
+        ranks = Ranks(llm_args)
         identity = read_identity(llm_args, size, ranks.count) if config.storage is not None else None
         self._hasher = PromptHasher(identity or CacheIdentity(str(llm_args.model), "", "", size), size)
         self._half = build_scheduler(

@@ -58,7 +58,7 @@ class TieredKVWorker:
         self._config = read_settings()
         refuse_unserved(llm_args)
         self._llm_args = llm_args
-        self._ranks = Ranks()
+        self._ranks = Ranks(llm_args)
         self._place = meeting_place(llm_args)
         self._waits_up_front = waits_up_front(llm_args)
         self._half: KVConnectorWorker | None = None
@@ -82,11 +82,11 @@ class TieredKVWorker:
                 "give 64, which serves with MLA everywhere"
             )
         self.shutdown()
-        ranks = self._ranks
+        ranks, rank = self._ranks, self._ranks.rank()
         stores = self._config.storage is not None
         half = build_worker(
             self._config,
-            ranks.rank,
+            rank,
             ranks.count,
             identity=read_identity(self._llm_args, size, ranks.count) if stores else None,
             backend=read_backend(self._llm_args),
@@ -99,7 +99,7 @@ class TieredKVWorker:
         self._half, self._layers = half, frozenset(range(num_layers))
         # TensorRT-LLM does not say when it ends.
         self._close = weakref.finalize(self, half.shutdown)
-        logger.info("kv_connector: rank %d: %s", ranks.rank, half.describe())
+        logger.info("kv_connector: rank %d: %s", rank, half.describe())
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """TensorRT-LLM's second cache manager shows its pools so; one that is a single pool is served."""
