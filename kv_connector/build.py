@@ -74,7 +74,7 @@ def build_worker(
     own = RankIdentity(identity, rank, world_size, backend, groups=describe_groups(groups))
     if config.storage is not None:
         options["open_storage"] = partial(
-            _open_storage, config.storage, replace(own, rank=rank - rank % num_replicas), rank
+            open_storage, config.storage, replace(own, rank=rank - rank % num_replicas), rank
         )
     if config.peer is not None:
         _check_ports(config.peer.port, world_size)
@@ -101,7 +101,7 @@ def _check_ports(port: int, world_size: int) -> None:
         )
 
 
-def _open_storage(
+def open_storage(
     config: StorageConfig,
     identity: RankIdentity,
     rank: int,
@@ -110,7 +110,11 @@ def _open_storage(
     arrangement: str,
     num_served: int,
 ) -> GroupedStorage:
-    """`identity` is that of the first rank with the same bytes, `rank` this one, which opens it for `num_served`."""
+    """Storage for blocks of `block_bytes`, whole pages of memory, that lie in `pool`, arranged so.
+
+    `identity` is that of the first rank with the same bytes, `rank` this one, which opens it for `num_served`. Raises
+    ConfigError where it cannot be used.
+    """
     from .storage.checksums import warn_where_slow
     from .storage.macs import choose_check
 

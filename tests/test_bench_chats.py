@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from integration.bench.vllm_chats import ChatResult, ChatShape, Window, chat_row, histories, percentile
+from integration.bench.chats import ChatResult, ChatShape, Window, chat_row, histories, percentile
 
 SHAPE = ChatShape(users=12, at_once=6, document=8000, question=160, max_length=12288)
 WINDOW = Window(number=1, answer=8, rate=None, lead=2.0, seconds=30.0)

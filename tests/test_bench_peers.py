@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from integration.bench.vllm_options import EngineOptions, connectors
-from integration.bench.vllm_peers import environment, fault, is_default, is_peer, transfer_config
+from integration.bench.options import connectors
+from integration.bench.peers import is_default, is_peer
+from integration.bench.vllm_engine import KINDS, VllmOptions
+from integration.bench.vllm_peers import environment, fault, transfer_config
 
 SIZE = int(7.5 * 2**30)
 
@@ -47,14 +49,15 @@ def test_settings_stand_behind_a_name() -> None:
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
-        ("redis", "give none, ours, offloading"),
+        ("redis", "give none, ours, hicache"),
+        ("hicache", "give none, offloading, simple"),
         ("offloading:lru", "give KEY=VALUE"),
         ("simple:lazy_offload=perhaps", "give a number, or text in quotes"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused_with_the_fix(name: str, fix: str) -> None:
     with pytest.raises(ArgumentTypeError, match=fix):
-        connectors(f"none,{name}")
+        connectors(KINDS.split(","), f"none,{name}")
 
 
 def test_ours_is_the_default_policy_unless_another_is_named() -> None:
@@ -71,11 +74,11 @@ def test_ours_is_the_default_policy_unless_another_is_named() -> None:
 
 
 def test_two_runs_beside_each_other_compile_into_folders_of_their_own() -> None:
-    first, second = (EngineOptions("lmcache", SIZE, 1024, 512, device=device).environment() for device in (0, 1))
+    first, second = (VllmOptions("lmcache", SIZE, 1024, 512, device=device).environment() for device in (0, 1))
     assert first["VLLM_CACHE_ROOT"] != second["VLLM_CACHE_ROOT"]
     assert (first.get("CUDA_VISIBLE_DEVICES"), second["CUDA_VISIBLE_DEVICES"]) == (None, "1")
     assert first["LMCACHE_SAVE_DECODE_CACHE"] == "True" and first["PYTHONHASHSEED"] == "0"
-    assert not any(key.startswith("LMCACHE") for key in EngineOptions("ours", SIZE, 1024, 512).environment())
+    assert not any(key.startswith("LMCACHE") for key in VllmOptions("ours", SIZE, 1024, 512).environment())
 
 
 def test_lmcache_on_python_functions_is_void(monkeypatch: pytest.MonkeyPatch) -> None:

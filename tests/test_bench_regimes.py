@@ -130,7 +130,7 @@ def test_results_of_two_gpus_are_no_comparison(tmp_path: Path, capsys: pytest.Ca
         files[-1].write_text(json.dumps(content))
     with pytest.raises(SystemExit):
         regimes.main(list(map(str, files)))
-    assert "of several GPUs" in capsys.readouterr().err
+    assert "of several engines, GPUs" in capsys.readouterr().err
 
 
 def test_a_table_of_several_commits_is_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,5 +163,5 @@ def test_where_nothing_is_hit_the_default_is_measured_against_no_connector() -> 
     assert [row["connector"] for row in report.rows if row["part"] == "misses"] == ["lmcache", "ours"]
     assert {name: claim["holds"] for name, claim in report.claims.items()} == {"miss_path_throughput_vllm_0320": False}
     _, _, worst, ours = misses_table([row for row in report.rows if row["part"] == "misses"])
-    assert worst.startswith("| 0.32.0 | lmcache | **0.900** |")
-    assert ours == "| 0.32.0 | ours | **0.980** | 0.970 to 0.990 | 15 | 0.400 |"
+    assert worst.startswith("| vllm 0.32.0 | lmcache | **0.900** |")
+    assert ours == "| vllm 0.32.0 | ours | **0.980** | 0.970 to 0.990 | 15 | 0.400 ms |"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from integration.bench.vllm_engine import Sample
-from integration.bench.vllm_options import EngineOptions
-from integration.bench.vllm_ttft import OVER_OFFLOADING, TAIL, claim_length, no_hit, same_tokens
+from integration.bench.engines import Sample
+from integration.bench.first_tokens import OVER_PEERS, TAIL, claim_length, no_hit, same_tokens
+from integration.bench.vllm_engine import VllmOptions
 from integration.report import Report
 
 
@@ -24,15 +24,15 @@ def claims(*rows: dict[str, Any]) -> dict[str, float]:
 
 
 def test_prompts_are_no_whole_chunks_of_lmcache() -> None:
-    assert all(tokens % 256 == 0 and (tokens + TAIL) % 256 for tokens in OVER_OFFLOADING)
+    assert all(tokens % 256 == 0 and (tokens + TAIL) % 256 for tokens in OVER_PEERS["offloading"])
 
 
 @pytest.mark.parametrize("tiny", [False, True])
 def test_a_hit_on_the_device_ends_where_one_of_whole_chunks_does(tiny: bool) -> None:
     """At least one token is left to compute: with more behind the chunks than a block the device would hit that, too,
     and compute another number of tokens than hosts that keep chunks."""
-    size = EngineOptions("none", 0, 0, 0, tiny).block_size
-    assert all((tokens + TAIL - 1) // size * size == tokens for tokens in (256, 512, *OVER_OFFLOADING))
+    size = VllmOptions("none", 0, 0, 0, tiny).block_size
+    assert all((tokens + TAIL - 1) // size * size == tokens for tokens in (256, 512, *OVER_PEERS["offloading"]))
 
 
 def samples(tokens: Sequence[int], cached_tokens: int = 8192) -> list[Sample]:

@@ -2,9 +2,9 @@
 
     python -m integration.bench.regimes RESULT.json ... [--json MERGED.json] [--png PICTURE.png]
 
-`vllm_serving` measures some regimes in one call; this puts the results of several calls into one table, worst first,
-with one claim for each regime and one for their median. What is void or did not start is named in its regime, and the
-name of a claim says how many peers it is over.
+`vllm_serving` and `sglang_serving` measure some regimes in one call; this puts the results of several calls into one
+table, worst first, with one claim for each regime and one for their median. What is void or did not start is named in
+its regime, and the name of a claim says how many peers it is over.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from integration.bench.vllm_peers import is_default, is_peer
+from integration.bench.peers import is_default, is_peer
 from integration.report import Report
 from kv_connector.values import parse_size
 
-OVER_BEST_PEER, MEDIAN_OVER_BEST_PEER, MISS_PATH = 1.05, 1.2, 0.99
-"""Goals: the default policy's turns a second over the best peer's, in each regime and in the median of all; throughput
-where nothing is hit over that without a connector."""
+OVER_BEST_PEER = {"vllm": 1.05, "sglang": 1.0}
+MEDIAN_OVER_BEST_PEER = {"vllm": 1.2, "sglang": 1.1}
+MISS_PATH = 0.99
+"""Goals: the default policy's turns a second over the best peer's, in each regime and in the median of all, by engine;
+throughput where nothing is hit over that without a connector."""
 _FIGURES = ("turns_per_second", "ttft_p50_ms", "ttft_p99_ms", "cached_share", "waiting", "arrived")
+_SERVING = {f"{engine}_serving" for engine in OVER_BEST_PEER}
 _SETTLING = 2.0  # seconds between windows: unfinished turns are aborted, saves arrive
 
 Row = dict[str, Any]
@@ -51,7 +54,7 @@ def window_seconds(wanted: float, left: float, num_windows: int, lead: float) ->
 def regimes(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """One row for each regime, worst first; of each engine the medians over its windows that are not void.
 
-    `rows`: of kind `chats`, with `host_share` and `vllm`, and of kind `failed`, by the same two.
+    `rows`: of kind `chats`, with `host_share` and the engine's version, and of kind `failed`, by the same two.
     """
     rows = list(rows)
     keys = dict.fromkeys(_key(row) for row in rows if row["part"] == "chats")
@@ -64,7 +67,12 @@ def regimes(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["vllm"], row["host_share"], row.get("answer"), row.get("rate")
+    return engine_of(row), row["host_share"], row.get("answer"), row.get("rate")
+
+
+def engine_of(row: Mapping[str, Any]) -> str:
+    """Such as "vllm 0.25.1"."""
+    return next(f"{engine} {row[engine]}" for engine in OVER_BEST_PEER if engine in row)
 
 
 def _regime(key: tuple[Any, ...], windows: Sequence[Mapping[str, Any]], absent: Mapping[str, str]) -> Row:
@@ -79,7 +87,7 @@ def _regime(key: tuple[Any, ...], windows: Sequence[Mapping[str, Any]], absent: 
         engines[name]["p50_is_lower_bound"] = any("ttft_p50_ms" in row.get("lower_bounds", ()) for row in of)
     void = {row["connector"]: row["void"] for row in windows if row["connector"] not in valid}
     missing = {name: reason for name, reason in (absent | void).items() if name not in engines}
-    regime: Row = dict(zip(("vllm", "host_share", "answer", "rate"), key, strict=True))
+    regime: Row = dict(zip(("engine", "host_share", "answer", "rate"), key, strict=True))
     regime |= {"part": "regime", "seconds": min(row["seconds"] for row in windows)}  # of its shortest window
     regime |= {"engines": engines, "missing": missing}
     peers = [name for name in engines if is_peer(name)]
@@ -100,27 +108,34 @@ def _regime(key: tuple[Any, ...], windows: Sequence[Mapping[str, Any]], absent: 
 def label(regime: Mapping[str, Any]) -> str:
     """For names of claims."""
     rate = "" if regime["rate"] is None else f"_at_{regime['rate']:g}_a_second"
-    version = str(regime["vllm"]).replace(".", "")
-    return f"host_{regime['host_share']:g}x_answers_{regime['answer']}{rate}_vllm_{version}"
+    return f"host_{regime['host_share']:g}x_answers_{regime['answer']}{rate}_{_in_names(regime['engine'])}"
+
+
+def _in_names(engine: str) -> str:
+    return engine.replace(".", "").replace(" ", "_")
 
 
 def claim_regime(report: Report, regime: Mapping[str, Any]) -> None:
     """The claims on one regime; none where there is nothing to compare, which the table shows."""
     over = f"best_of_{regime.get('num_peers')}_peers_{label(regime)}"
     if "over_best_peer" in regime:
-        report.claim(f"turns_over_{over}", regime["over_best_peer"], OVER_BEST_PEER, "x", "higher")
+        report.claim(f"turns_over_{over}", regime["over_best_peer"], _goal(regime), "x", "higher")
     if "p50_over_soonest_peer" in regime:
         report.claim(f"p50_over_{over}", regime["p50_over_soonest_peer"], 1.0, "of 1", "lower")
+
+
+def _goal(regime: Mapping[str, Any]) -> float:
+    return OVER_BEST_PEER[regime["engine"].split()[0]]
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Markdown, in the order of `found`. Of each engine turns a second, and p50 of the first token in ms."""
     names = list(dict.fromkeys(name for regime in found for name in (*regime["engines"], *regime["missing"])))
-    head = ["vLLM", "host", "answer", "window", "turns / best peer", "p50 / soonest peer", *names]
+    head = ["engine's version", "host", "answer", "window", "turns / best peer", "p50 / soonest peer", *names]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for regime in found:
-        cells = [regime["vllm"], f"{regime['host_share']:g}x", _load(regime), f"{regime['seconds']:.0f} s"]
-        for figure, goal, sign in (("over_best_peer", OVER_BEST_PEER, 1), ("p50_over_soonest_peer", 1.0, -1)):
+        cells = [regime["engine"], f"{regime['host_share']:g}x", _load(regime), f"{regime['seconds']:.0f} s"]
+        for figure, goal, sign in (("over_best_peer", _goal(regime), 1), ("p50_over_soonest_peer", 1.0, -1)):
             value = regime.get(figure)
             missed = value is not None and sign * value < sign * goal
             cells.append("**none**" if value is None else f"**{value:.2f}**" if missed else f"{value:.2f}")
@@ -143,19 +158,38 @@ def _cell(engine: Mapping[str, Any]) -> str:
 
 def misses_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Markdown, in the order of `rows`: throughput where nothing is hit, and what the connector's calls take."""
-    head = ["vLLM", "engine", "throughput / no connector", "10th to 90th percentile", "rounds", "calls, ms a step"]
+    head = [
+        "engine's version",
+        "connector",
+        "throughput / no connector",
+        "10th to 90th percentile",
+        "rounds",
+        "calls a step",
+    ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         ratio = f"{row['over_none']:.3f}"
         ratio = f"**{ratio}**" if row["over_none"] < MISS_PATH else ratio
         spread = f"{row['over_none_p10']:.3f} to {row['over_none_p90']:.3f}"
-        cells = [row["vllm"], row["connector"], ratio, spread, str(len(row["all_over_none"])), f"{row['calls_ms']:.3f}"]
+        cells = [
+            engine_of(row),
+            row["connector"],
+            ratio,
+            spread,
+            str(len(row["all_over_none"])),
+            milliseconds(row),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
+def milliseconds(row: Mapping[str, Any]) -> str:
+    """Of the connector's calls in a step, where they are in sight."""
+    return "?" if row["calls_ms"] is None else f"{row['calls_ms']:.3f} ms"
+
+
 def merged(results: Sequence[Mapping[str, Any]]) -> Report:
-    """All regimes of some results of `vllm_serving`, worst first. Its commit is theirs, if they are of one."""
+    """All regimes of some results of one engine, worst first. Its commit is theirs, if they are of one."""
     rows = [row for result in results for row in result["rows"]]
     report = Report("regimes")
     report.rows = regimes([row for row in rows if row["part"] in ("chats", "failed")])
@@ -172,7 +206,8 @@ def merged(results: Sequence[Mapping[str, Any]]) -> Report:
             claim_regime(report, row)
     if ratios:
         name = f"turns_over_best_peer_median_of_{len(ratios)}_regimes"
-        report.claim(name, median(ratios), MEDIAN_OVER_BEST_PEER, "x", "higher")
+        engine = next(row["engine"] for row in report.rows if "over_best_peer" in row).split()[0]
+        report.claim(name, median(ratios), MEDIAN_OVER_BEST_PEER[engine], "x", "higher")
     for row in misses:
         claim_misses(report, row)
     return report
@@ -181,14 +216,13 @@ def merged(results: Sequence[Mapping[str, Any]]) -> Report:
 def compared(result: Mapping[str, Any]) -> tuple[Any, ...]:
     """What is the same in all results of a comparison."""
     names = ("device_tokens", "users", "at_once", "document", "question", "max_length", "tiny", "eager")
-    return result["hardware"]["gpu"], *(result["rows"][0].get(name) for name in names)
+    return result["name"], result["hardware"]["gpu"], *(result["rows"][0].get(name) for name in names)
 
 
 def claim_misses(report: Report, row: Mapping[str, Any]) -> None:
     """The claim on an engine of ours with the default policy, where nothing is hit."""
     if is_default(row["connector"]):
-        version = str(row["vllm"]).replace(".", "")
-        report.claim(f"miss_path_throughput_vllm_{version}", row["over_none"], MISS_PATH, "of 1", "higher")
+        report.claim(f"miss_path_throughput_{_in_names(engine_of(row))}", row["over_none"], MISS_PATH, "of 1", "higher")
 
 
 def draw(path: Path | None, found: Sequence[Mapping[str, Any]]) -> None:
@@ -215,7 +249,7 @@ def draw(path: Path | None, found: Sequence[Mapping[str, Any]]) -> None:
         ]
         axes.bar([place for place, _ in bars], [height for _, height in bars], width, label=name)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    ticks = [f"{regime['vllm']}\nhost {regime['host_share']:g}x\n{_load(regime)}" for regime in found]
+    ticks = [f"{regime['engine']}\nhost {regime['host_share']:g}x\n{_load(regime)}" for regime in found]
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(found))], ticks, fontsize=8)
     axes.set_ylabel("turns answered a second / the best peer's")
     axes.legend(fontsize=8)
@@ -227,19 +261,19 @@ def draw(path: Path | None, found: Sequence[Mapping[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m integration.bench.regimes", description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="*", help="of vllm_serving")
+    parser.add_argument("results", type=Path, nargs="*", help="of vllm_serving, or of sglang_serving")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     options = parser.parse_args(arguments)
     if not options.results:
-        print("no results of vllm_serving were given: nothing to compare")
+        print("no results were given: nothing to compare")
         return 0
     results = [json.loads(path.read_text()) for path in options.results]
     for path, result in zip(options.results, results, strict=True):
-        if result.get("name") != "vllm_serving" or "host_share" not in result["rows"][0]:
-            parser.error(f"{path} is no result of vllm_serving with regimes: measure it again, or leave it out")
+        if result.get("name") not in _SERVING or "host_share" not in result["rows"][0]:
+            parser.error(f"{path} is no result of serving with regimes: measure it again, or leave it out")
     if len({compared(result) for result in results}) > 1:
-        parser.error("these results are of several GPUs or of other chats: give those of one, with one set of options")
+        parser.error("these results are of several engines, GPUs or sets of options: give those of one")
     report = merged(results)
     found = [row for row in report.rows if row["part"] == "regime"]
     print("\n".join(table(found)))

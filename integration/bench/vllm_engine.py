@@ -1,66 +1,60 @@
-"""vLLM engines for the benchmarks: each is a process of its own, with one connector, and runs what it is sent.
+"""vLLM engines for the benchmarks.
 
-All engines of a comparison run beside each other on one device and one at a time is active, so that both sides are
-measured in one run without paying for start-up twice. The engine core lives in the child's own process: its statistics
-can be read, and requests can arrive while it steps. Every wait has a limit, and a child that dies or hangs is an
-`EngineError` with the end of its log; the benchmark goes on with the others, and so it does where an engine is not what
-its name says (`vllm_peers.fault`). Random weights of Llama-3.1-8B's shape, the same in all engines, and large enough
-that an answer depends on the whole prompt: with vLLM's own dummy weights it is that of the last token alone, and a load
-that brought nothing would not be seen.
+Random weights of Llama-3.1-8B's shape, the same in all engines, and large enough that an answer depends on the whole
+prompt: with vLLM's own dummy weights it is that of the last token alone, and a load that brought nothing would not be
+seen.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from integration.bench.vllm_options import EngineOptions
-from integration.bench.vllm_peers import fault, parse_connector, slug, transfer_config
+from integration.bench.engines import Output, Phases, Sample
+from integration.bench.options import EngineOptions
+from integration.bench.peers import parse_connector
+from integration.bench.vllm_peers import environment, fault, transfer_config
+from integration.bench.vllm_phases import VllmPhases
 
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
+KINDS = "none,offloading,simple,lmcache,ours"
 _NUDGES = 3  # some connectors begin a save, or notice that one ended, only in a later step
 
 
-class EngineError(RuntimeError):
-    """An engine failed to start, raised, died or hung."""
+class VllmOptions(EngineOptions):
+    """Of a vLLM engine."""
+
+    package = "vllm"
+
+    @property
+    def block_size(self) -> int:
+        return 32 if self.tiny else 16
+
+    def environment(self) -> dict[str, str]:
+        """What an operator has set for vLLM's cache and network stays."""
+        # Engines that compile at the same time, on any device, must not write into one cache.
+        root = os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm"))
+        variables = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
+            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+            "VLLM_CACHE_ROOT": os.path.join(root, f"bench_{self.name}_{self.device}"),
+        }
+        return super().environment() | variables | environment(self.connector, self.host_bytes)
+
+    def serve(self) -> VllmServer:
+        return VllmServer(self)
+
+    def fault(self, log: str) -> str:
+        return fault(self.connector, log)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One `generate` with one output token: its wall time, how many tokens of the prompt were in a cache, the token."""
-
-    ms: float
-    cached_tokens: int
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Sent by a child that serves: seconds from its start to the engine and to its first token; statistics then."""
-
-    engine_seconds: float
-    first_token_seconds: float
-    stats: dict[str, float]
-    fault: str = ""  # why it is not what its name says
-
-
-class EngineServer:
-    """The child's side: functions that the parent sends are called with this."""
+class VllmServer:
+    """See `EngineServer`. The engine core lives in this process: its statistics can be read, and requests can arrive
+    while it steps."""
 
     def __init__(self, options: EngineOptions) -> None:
         from vllm import LLM, SamplingParams
@@ -72,7 +66,7 @@ class EngineServer:
         blocks = options.device_tokens // options.block_size + 1  # one is no request's: it stands for absent ones
         self.llm = LLM(
             model=str(options.logs),
-            load_format=_register_weights(),
+            load_format=register_weights(),
             skip_tokenizer_init=True,
             generation_config="vllm",
             dtype="float32" if options.tiny else "bfloat16",
@@ -113,9 +107,31 @@ class EngineServer:
         """Add a request; `step` answers it, under this name."""
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(token_ids)}, self.params(max_tokens))
 
-    def step(self) -> list[Any]:
-        """One step of the engine; vLLM's outputs, each with all tokens of its request so far."""
-        return list(self.llm.llm_engine.step())
+    def generate_all(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        asked: Any = [{"prompt_token_ids": list(token_ids)} for token_ids in prompts]
+        self.llm.generate(asked, self.params(max_tokens), use_tqdm=False)
+
+    def step(self) -> list[Output]:
+        """One step of the engine."""
+        return [
+            Output(
+                output.request_id,
+                output.finished,
+                output.outputs[0].token_ids,
+                len(output.prompt_token_ids),
+                output.num_cached_tokens or 0,
+            )
+            for output in self.llm.llm_engine.step()
+        ]
+
+    def abort(self, names: Sequence[str]) -> None:
+        self.llm.llm_engine.abort_request(list(names))
+
+    def follow(self) -> Phases:
+        return VllmPhases(self.scheduler)
+
+    def close(self) -> None:
+        """It ends with its process."""
 
     @property
     def busy(self) -> bool:
@@ -159,132 +175,7 @@ class EngineServer:
         return self.stats()
 
 
-class Engine:
-    """The parent's side of one engine. `name` is its connector."""
-
-    def __init__(self, options: EngineOptions) -> None:
-        """Start the child; `wait_ready` must follow."""
-        context = multiprocessing.get_context("spawn")
-        self.name = options.connector
-        self.log = options.logs / f"{slug(options.connector)}_{time.strftime('%H%M%S')}.log"
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, options, self.log, time.time()))
-        with _environ(options.environment()):
-            self._process.start()
-        other.close()
-
-    def wait_ready(self, deadline: float) -> Ready:
-        """`deadline` is one of `time.monotonic()`. Raises EngineError."""
-        ready = self._receive(max(1.0, deadline - time.monotonic()))
-        assert isinstance(ready, Ready)
-        return ready
-
-    def call(self, function: Callable[Concatenate[EngineServer, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a module's function in the child. Raises EngineError where it takes more than three minutes, too."""
-        self.begin(function, *args, **kwargs)
-        result: R = self.finish()
-        return result
-
-    def begin(
-        self, function: Callable[Concatenate[EngineServer, P], object], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Let the child begin; `finish` must follow."""
-        with contextlib.suppress(OSError):  # of a child that is gone: receiving says so, with its log
-            self._connection.send((function, args, kwargs))
-
-    def finish(self) -> Any:
-        """What the function that was begun has returned. Raises EngineError as `call` does."""
-        return self._receive(180.0)
-
-    def close(self) -> None:
-        """Stop the child, by force where it does not stop by itself."""
-        with contextlib.suppress(OSError):
-            self._connection.send(None)
-            self._process.join(15.0)
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join(15.0)
-        self._connection.close()
-
-    def _receive(self, seconds: float) -> Any:
-        try:
-            if not self._connection.poll(seconds):
-                self._process.kill()
-                raise EngineError(f"{self.name}: no answer in {seconds:.0f} s{self._log_tail()}")
-            worked, result = self._connection.recv()
-        except (EOFError, OSError):
-            self._process.join(5.0)
-            raise EngineError(f"{self.name}: exited with {self._process.exitcode}{self._log_tail()}") from None
-        if not worked:
-            raise EngineError(f"{self.name}: {result}{self._log_tail()}")
-        return result
-
-    def _log_tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "".join(f"\n    | {line[:200]}" for line in lines[-12:])
-
-
-class Engines(dict[str, Engine]):
-    """Those that answer, by name; `failed` says in a line why others do not, or are not measured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failed: dict[str, str] = {}
-
-    def drop(self, name: str, error: EngineError) -> None:
-        """Tell of an engine that failed and go on without it."""
-        print(f"FAILED  {error}", file=sys.stderr, flush=True)
-        self.failed[name] = str(error).splitlines()[0].removeprefix(f"{name}: ")
-        self.pop(name).close()
-
-    def each(self, names: Iterable[str], function: Callable[..., R], *args: Any) -> Iterator[tuple[str, R]]:
-        """Call a function in one engine after the other; those that fail are dropped."""
-        for name in names:
-            try:
-                yield name, self[name].call(function, *args)
-            except EngineError as error:
-                self.drop(name, error)
-
-    def everywhere(self, function: Callable[..., R], *args: Any) -> dict[str, R]:
-        """The same for all engines."""
-        return dict(self.each(list(self), function, *args))
-
-    def at_once(self, function: Callable[..., object], *args: Any) -> None:
-        """The same beside each other, for what is not measured."""
-        for engine in self.values():
-            engine.begin(function, *args)
-        for name, engine in list(self.items()):
-            try:
-                engine.finish()
-            except EngineError as error:
-                self.drop(name, error)
-
-    def close(self) -> None:
-        """Stop all."""
-        for engine in self.values():
-            engine.close()
-
-
-def start_engines(wanted: Sequence[EngineOptions], seconds: float) -> tuple[Engines, dict[str, Ready]]:
-    """Start engines at the same time. Those that fail, or are not what they are called, are told of and left out."""
-    deadline = time.monotonic() + seconds
-    engines = Engines()
-    engines.update({options.connector: Engine(options) for options in wanted})
-    ready = {}
-    for name, engine in list(engines.items()):
-        try:
-            begun = engine.wait_ready(deadline)
-            if begun.fault:
-                raise EngineError(f"{name}: void: {begun.fault}")
-        except EngineError as error:
-            engines.drop(name, error)
-            continue
-        ready[name] = begun
-        print(f"{name}: serves {begun.first_token_seconds:.1f} s after its start", flush=True)
-    return engines, ready
-
-
-def _register_weights() -> str:
+def register_weights() -> str:
     """Tell vLLM of weights that are its dummy ones times a power of two; returns the name to load them by.
 
     Those are so small, in the norms as well, that what attention adds to a token's embedding is lost in rounding.
@@ -300,41 +191,3 @@ def _register_weights() -> str:
 
     register_model_loader("dummy_times_256")(Loader)
     return "dummy_times_256"
-
-
-@contextlib.contextmanager
-def _environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """What is started meanwhile has these variables, before its interpreter begins."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _serve(connection: Connection, options: EngineOptions, log: Path, started: float) -> None:
-    """The child's main function."""
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    try:
-        server = EngineServer(options)
-        engine_seconds = time.time() - started
-        server.generate(range(3, 3 + options.block_size))
-        reason = fault(options.connector, log.read_text(errors="replace"))
-        ready = Ready(engine_seconds, time.time() - started, server.stats(), reason)
-        connection.send((True, ready))
-    except Exception as error:  # noqa: BLE001 - the child's top: whatever vLLM raises goes to the parent.
-        traceback.print_exc()
-        connection.send((False, f"did not start: {error}"))
-        return
-    with contextlib.suppress(EOFError):  # the parent is gone
-        while (command := connection.recv()) is not None:
-            function, args, kwargs = command
-            try:
-                connection.send((True, function(server, *args, **kwargs)))
-            except Exception as error:  # noqa: BLE001 - the child's top: whatever vLLM raises goes to the parent.
-                traceback.print_exc()
-                connection.send((False, f"{function.__name__} raised {type(error).__name__}: {error}"))

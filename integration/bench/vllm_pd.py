@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from integration.bench.vllm_engine import Engine, EngineServer, start_engines
-from integration.bench.vllm_options import add_arguments, engine_options, unavailable
+from integration.bench.engines import Engine, EngineServer, start_engines
+from integration.bench.options import add_arguments, engine_options, unavailable
+from integration.bench.vllm_engine import KINDS, VllmOptions, VllmServer
 from integration.report import Report, hardware
 from kv_connector.values import parse_size
 
@@ -30,7 +31,7 @@ HIDDEN_GOAL = 0.8
 Params = dict[str, Any]
 
 
-def first_token(server: EngineServer, token_ids: Sequence[int], params: Params | None = None) -> Params | None:
+def first_token(server: VllmServer, token_ids: Sequence[int], params: Params | None = None) -> Params | None:
     """Runs in the engine's process: one token of a prompt; what a prefill says to the decode engine."""
     asked = server.params(1)
     asked.extra_args = {"kv_transfer_params": params} if params else None
@@ -85,12 +86,12 @@ class Pair:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, host_memory="0", device_tokens=98304)
+    add_arguments(parser, KINDS, host_memory="0", device_tokens=98304)
     parser.add_argument("--kind", choices=["shared_memory", "nixl"], default="shared_memory")
     parser.add_argument("--lengths", help="tokens of prompts (2048,8192,32768; tiny: 256,1024)")
     parser.add_argument("--runs", type=int, default=6)
     options = parser.parse_args()
-    if reason := unavailable(options):
+    if reason := unavailable(options, "vllm"):
         print(reason)
         return 0
     lengths = [int(n) for n in (options.lengths or ("256,1024" if options.tiny else "2048,8192,32768")).split(",")]
@@ -117,8 +118,9 @@ def start(options: argparse.Namespace, max_model_len: int) -> dict[str, Engine]:
     """The engines by name; the prefill's on the first GPU, the others on the last."""
     last = max(0, torch.cuda.device_count() - 1)
     peer = {"peer": {"kind": options.kind, "secret": "known to both of the benchmark"}}
+    size = parse_size(options.host_memory)
     wanted = [
-        replace(engine_options(options, name, max_model_len, parse_size(options.host_memory), **peer), device=device)
+        replace(engine_options(VllmOptions, options, name, max_model_len, size, **peer), device=device)
         for name, device in (("none", last), ("producer", 0), ("consumer", last))
     ]
     print(f"{hardware()['gpu'] or hardware()['cpu']} x {last + 1}; logs of the engines: {wanted[0].logs}", flush=True)

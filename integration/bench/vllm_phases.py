@@ -14,6 +14,8 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
+from integration.bench.engines import Output
+
 _TIMED = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
@@ -51,7 +53,7 @@ class _Plan:
     only_decodes: bool
 
 
-class Phases:
+class VllmPhases:
     """Follows the requests of one run. `scheduler` is vLLM's; call `stop` once."""
 
     def __init__(self, scheduler: Any) -> None:
@@ -75,11 +77,11 @@ class Phases:
         """A request was submitted."""
         self._requests[name].arrived = time.perf_counter()
 
-    def answered(self, name: str, is_finished: bool) -> None:
+    def answered(self, output: Output) -> None:
         """Output of a request."""
-        now, times = time.perf_counter(), self._requests[name]
+        now, times = time.perf_counter(), self._requests[output.name]
         times.first_token = times.first_token or now
-        if is_finished:
+        if output.is_finished:
             times.ended = now
 
     def stop(self) -> dict[str, float]:

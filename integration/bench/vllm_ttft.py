@@ -1,250 +1,40 @@
-"""Time to first token of vLLM with its prefix computed, on the device and on the host: ours beside other connectors.
+"""Time to first token of vLLM, by where its prefix is: ours beside other connectors (`first_tokens`).
 
-One prompt at a time, one output token, wall time of `generate`; for each prompt every engine in turn, in rotating
-order. A host hit is the same prompt after the device's prefixes are forgotten. Hits are whole chunks of every
-connector, and 8 tokens follow, which are no block: where a prompt is whole chunks of LMCache's, all but one token are a
-hit, the step runs as one whole CUDA graph, and there LMCache 0.5 returns without loading anything (its `start_load_kv`
-finds no attention metadata): splendid times, wrong tokens. So each host hit must give the device hit's token
-(`no_hit`). A second part asks for prompts of which 75 % lie on the host and reads from our statistics how long the
-model waited for layers; a third starts engines with a large host memory and tells when the first token is served and
-how much of that memory was ready then; eager, as capturing graphs takes longer than pinning. Needs vLLM, and a GPU or
-`--tiny`.
+A last part starts engines with a large host memory and tells when the first token is served and how much of that memory
+was ready then; eager, as capturing graphs takes longer than pinning. Needs vLLM, and a GPU or `--tiny`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from pathlib import Path
-from statistics import median
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
-import torch
-
-from integration.bench.regimes import rotated
-from integration.bench.vllm_engine import Engine, EngineError, Engines, EngineServer, Sample, start_engines
-from integration.bench.vllm_options import EngineOptions, add_arguments, engine_options, unavailable
-from integration.bench.vllm_peers import parse_connector
-from integration.report import Report, hardware
+from integration.bench.engines import EngineError, EngineServer, start_engines
+from integration.bench.first_tokens import add_ttft_arguments, first_tokens, made_tiny
+from integration.bench.options import EngineOptions, add_arguments, unavailable
+from integration.bench.vllm_engine import KINDS, VllmOptions
+from integration.report import Report
 from kv_connector.values import parse_size
-
-OVER_OFFLOADING = {2048: 0.75, 8192: 0.75, 32768: 0.9}
-"""Goals: a host hit of ours over one of OffloadingConnector, by tokens."""
-TAIL = 8
-"""Tokens behind the hit: less than a block, which whoever saved it would hit too."""
-_seeds = count(1)
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What one engine did with one prompt; `clearing` is how the device was cleared, empty without a connector."""
-
-    computed: Sample
-    device_hit: Sample
-    host_hit: Sample | None
-    clearing: str
-
-
-def probe(server: EngineServer, token_ids: Sequence[int]) -> Probe:
-    """Runs in the engine's process. Saves have arrived before anything that is measured begins."""
-    computed = server.generate(token_ids)
-    server.settle()
-    device_hit = server.generate(token_ids)
-    if server.options.connector == "none":
-        return Probe(computed, device_hit, None, "")
-    clearing = server.clear_device()
-    return Probe(computed, device_hit, server.generate(token_ids), clearing)
-
-
-def probe_part(server: EngineServer, token_ids: Sequence[int], num_hit: int) -> tuple[Sample, dict[str, float]]:
-    """Runs in the engine's process: a prompt whose first `num_hit` tokens are on the host, and what ours counted."""
-    server.generate(token_ids[: num_hit + TAIL])
-    server.clear_device()
-    before = server.stats()
-    sample = server.generate(token_ids)
-    server.settle()
-    return sample, {name: value - before[name] for name, value in server.stats().items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, host_memory="16GiB", device_tokens=49152)
-    parser.add_argument("--lengths", default="2048,8192,32768", help="tokens of the hits; empty: only the start")
-    parser.add_argument("--part-length", type=int, default=8192, help="prompt of which 75 %% are hit on the host")
-    parser.add_argument("--prompts", type=int, default=6, help="of each length")
-    parser.add_argument("--startup-connectors", default="ours", help="for the third part, such as ours,offloading")
-    parser.add_argument("--startup-host-memory", default="48GiB", help="for the third part; 0 leaves it out")
-    options = parser.parse_args()
-    if reason := unavailable(options):
+    add_arguments(parser, KINDS, host_memory="16GiB", device_tokens=49152)
+    add_ttft_arguments(parser)
+    parser.add_argument("--startup-connectors", default="ours", help="for the last part, such as ours,offloading")
+    parser.add_argument("--startup-host-memory", default="48GiB", help="for the last part; 0 leaves it out")
+    options = made_tiny(parser.parse_args())
+    if reason := unavailable(options, "vllm"):
         print(reason)
         return 0
-    if options.tiny:
-        options.lengths, options.part_length, options.startup_host_memory = "256,512", 512, "0"
-        options.host_memory, options.device_tokens = "32MiB", 2048
-    report = Report("vllm_ttft")
-    link = link_rate(torch.device("cuda", options.device) if torch.cuda.is_available() else torch.device("cpu"))
-    kept = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
-    order = "that of connectors, rotated by one with each prompt"
-    report.rows.append({"part": "options", **kept, "tail": TAIL, "order": order, "link_bytes_per_second": link})
-    print(f"{hardware()['gpu'] or hardware()['cpu']}: one large pinned copy to the device, {link / 1e9:.1f} GB/s")
-    lengths = [int(length) for length in options.lengths.split(",") if length]
-    longest = max(lengths, default=options.part_length)
-    wanted = [
-        engine_options(options, connector, longest + 2 * TAIL, parse_size(options.host_memory), trace_loads=True)
-        for connector in options.connectors
-    ]
-    print(f"logs of the engines: {wanted[0].logs}", flush=True)
-    if lengths:
-        measure_hits(options, report, wanted, lengths, link)
-    if large := parse_size(options.startup_host_memory):
+    report, wanted = first_tokens(VllmOptions, options)
+    if large := 0 if options.tiny else parse_size(options.startup_host_memory):
         for connector in options.startup_connectors.split(","):
             started = replace(wanted[0], connector=connector, host_bytes=large, eager=True)
             measure_startup(report, started, options.start_timeout)
     report.write(options.json)
     return 0
-
-
-def measure_hits(
-    options: argparse.Namespace, report: Report, wanted: Sequence[EngineOptions], lengths: Sequence[int], link: float
-) -> None:
-    """Parts one and two, on engines that run beside each other."""
-    engines, _ = start_engines(wanted, options.start_timeout)
-    try:
-        engines.everywhere(EngineServer.wait_for_host)
-        for length in lengths:  # compiles what a first use compiles
-            engines.everywhere(probe, prompt(length + TAIL))
-        print(f"{'tokens':>7}  {'engine':20} {'computed':>22} {'device hit':>22} {'host hit':>22} ms, median (spread)")
-        for length in lengths:
-            measure_length(report, engines, length, options.prompts)
-            claim_length(report, length, length * wanted[0].bytes_per_token / link)
-            report.write(options.json)
-        measure_part(report, engines, options.part_length, options.prompts)
-        report.write(options.json)
-    finally:
-        engines.close()
-        failed = engines.failed.items()
-        report.rows += [{"part": "failed", "connector": name, "reason": reason} for name, reason in failed]
-
-
-def prompt(length: int) -> list[int]:
-    """Tokens that no prompt had before."""
-    return [int(token) for token in np.random.default_rng(next(_seeds)).integers(3, 500, length)]
-
-
-def in_turn(engines: Engines, num_prompts: int, length: int) -> Iterator[tuple[Engine, list[int]]]:
-    """Every prompt for every engine, in an order that rotates from prompt to prompt."""
-    for turn in range(num_prompts):
-        token_ids = prompt(length)
-        for name in rotated(list(engines), turn):
-            yield engines[name], token_ids
-
-
-def measure_length(report: Report, engines: Engines, length: int, num_prompts: int) -> None:
-    """One length, all engines in turn; a row for each engine and kind of hit."""
-    probes: dict[str, list[Probe]] = {name: [] for name in engines}
-    for engine, token_ids in in_turn(engines, num_prompts, length + TAIL):
-        try:
-            probes[engine.name].append(engine.call(probe, token_ids))
-        except EngineError as error:
-            engines.drop(engine.name, error)
-    for name in engines:
-        computed = [p.computed for p in probes[name]]
-        kinds = {"computed": computed, "device_hit": [p.device_hit for p in probes[name]]}
-        if hits := [p.host_hit for p in probes[name] if p.host_hit is not None]:
-            kinds["host_hit"] = hits
-        for kind, samples in kinds.items():
-            row = {"part": "hits", "connector": name, "tokens": length, "kind": kind, **summary(samples)}
-            row |= {"clearing": sorted({p.clearing for p in probes[name]})}
-            row |= {"prompts": len(samples), "tokens_as_computed": same_tokens(samples, computed)}
-            if kind == "host_hit" and (reason := no_hit(samples, kinds["device_hit"], length)):
-                row["void"] = reason
-                print(f"         {name}: its host hits are void: {reason}")
-            report.rows.append(row)
-        print(f"{length:7}  {name:20}" + "".join(f" {spread(samples):>22}" for samples in kinds.values()), flush=True)
-
-
-def same_tokens(samples: Sequence[Sample], others: Sequence[Sample]) -> int:
-    """How many tokens are those of the others, for the same prompts."""
-    return sum(a.token == b.token for a, b in zip(samples, others, strict=True))
-
-
-def no_hit(on_host: Sequence[Sample], on_device: Sequence[Sample], length: int) -> str:
-    """Why the time of host hits is not that of hits; empty where it is.
-
-    After either hit an engine computes the same last tokens of a prompt, alone, behind the same bytes: one shape and
-    order of sums, so the greedy token is the same, of each prompt. The one computed with the whole prompt says less: in
-    another shape sums are rounded otherwise, and now and then another token wins.
-    """
-    for place, samples in (("host", on_host), ("device", on_device)):
-        for sample in samples:
-            if sample.cached_tokens != length:  # of the device: another shape, and nothing to compare with
-                return f"{sample.cached_tokens} of {length} tokens were a hit on the {place}"
-    if (num_same := same_tokens(on_host, on_device)) < len(on_host):
-        return f"{num_same} of {len(on_host)} tokens are those of device hits"
-    return ""
-
-
-def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Median and all of them."""
-    times = [sample.ms for sample in samples]
-    cached = median(sample.cached_tokens for sample in samples)
-    return {"ms": median(times), "all_ms": times, "cached_tokens": cached}
-
-
-def spread(samples: Sequence[Sample]) -> str:
-    """Median, least and most, in ms."""
-    times = [sample.ms for sample in samples]
-    return f"{median(times):.1f} ({min(times):.1f}..{max(times):.1f})"
-
-
-def claim_length(report: Report, length: int, link_seconds: float) -> None:
-    """The claims on host hits of one length, for each engine of ours: over those of peers, and over a device hit of the
-    engine without a connector and the bytes at the link's rate."""
-    rows = [row for row in report.rows if row.get("tokens") == length and "kind" in row and "void" not in row]
-    ms = {(row["connector"], row["kind"]): row["ms"] for row in rows}
-    for name in [name for name, kind in ms if kind == "host_hit" and parse_connector(name).is_ours]:
-        value = ms[name, "host_hit"]
-        if ("none", "device_hit") in ms:
-            bound = ms["none", "device_hit"] + 1e3 * link_seconds
-            claim = f"{name}_host_hit_over_nones_device_hit_plus_link_{length}"
-            report.claim(claim, value / bound, 1.0, "of 1", "lower")
-        for peer, goal in (("offloading", OVER_OFFLOADING.get(length, 1.0)), ("lmcache", 1.0), ("simple", 1.0)):
-            if (peer, "host_hit") in ms:
-                ratio = value / ms[peer, "host_hit"]
-                report.claim(f"{name}_host_hit_over_{peer}_{length}", ratio, goal, "of 1", "lower")
-            else:
-                print(f"no host hit of {peer} to compare with")
-
-
-def measure_part(report: Report, engines: Engines, length: int, num_prompts: int) -> None:
-    """Part two: 75 % on the host, the rest new."""
-    num_hit = length * 3 // 4
-    results: dict[str, list[tuple[Sample, dict[str, float]]]] = {}
-    for engine, token_ids in in_turn(engines, num_prompts + 1, length):
-        if engine.name == "none":
-            continue
-        try:
-            results.setdefault(engine.name, []).append(engine.call(probe_part, token_ids, num_hit))
-        except EngineError as error:
-            engines.drop(engine.name, error)
-    for name, found in results.items():
-        counted = found[1:]  # the first may compile something
-        if not counted:
-            continue
-        samples = [sample for sample, _ in counted]
-        loading, exposed = (
-            sum(stats.get(key, 0.0) for _, stats in counted) for key in ("load_milliseconds", "load_stall_milliseconds")
-        )
-        row = {"part": "75_percent", "connector": name, "tokens": length, "hit_tokens": num_hit, **summary(samples)}
-        report.rows.append(row | {"load_ms": loading / len(counted), "load_stall_ms": exposed / len(counted)})
-        print(f"{num_hit} of {length} tokens on the host, {name}: {spread(samples)} ms", flush=True)
-        if loading:
-            report.claim(f"{name}_exposed_wait_over_load_at_75_percent", exposed / loading, 0.1, "of 1", "lower")
 
 
 def measure_startup(report: Report, wanted: EngineOptions, timeout: float) -> None:
@@ -265,21 +55,6 @@ def measure_startup(report: Report, wanted: EngineOptions, timeout: float) -> No
             print(f"{name}: {first:.0f} blocks of host memory were ready at the first token, {last:.0f} are at last")
             report.claim(f"{name}_host_memory_ready_at_first_token", first / last, 0.99, "of 1", "lower")
         engine.close()
-
-
-def link_rate(device: torch.device) -> float:
-    """Bytes a second of one large copy from pinned memory to the device; from memory to memory without a GPU."""
-    has_gpu = device.type == "cuda"
-    source = torch.ones((1 << 30) if has_gpu else (64 << 20), dtype=torch.uint8, pin_memory=has_gpu)
-    target = torch.empty_like(source, device=device)
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        target.copy_(source)
-        if has_gpu:
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return source.numel() / median(seconds[1:])
 
 
 if __name__ == "__main__":

@@ -216,6 +216,60 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     },
+    # Attention with sinks, windows in every other layer (gpt-oss).
+    "sinks": _SHAPE
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 96,
+        "attention_bias": True,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 2.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 2048,
+        },
+    },
+    # Kimi delta attention in three layers of four, one latent vector a token in the fourth (Kimi-Linear).
+    "kimi": _SHAPE
+    | {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 3],
+            "full_attn_layers": [4],
+            "head_dim": 128,
+            "num_heads": 2,
+            "short_conv_kernel_size": 4,
+        },
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+    },
     # Windows in blocks of 64 tokens, full attention with larger heads in blocks of 32 (Gemma 4).
     "two_sizes": _SHAPE
     | {
@@ -239,6 +293,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+ENGINES_OWN = {"sinks", "kimi"}
+"""Of which an engine draws the weights: Transformers has no such model, or names its parameters otherwise."""
 
 
 def write(name: str, folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def expected(models: Path) -> Iterator[Expected]:
-    """What SGLang answers without us; one engine for all that ask."""
-    from integration.tests.sglang_engines import reference, running_alone
-
-    with running_alone(models, max_total_tokens=8192) as engine:
-        yield reference(engine)
+    """What the engine of this environment answers without us; one for all that ask."""
+    if find_spec("sglang") is None:
+        from integration.tests.vllm_contract import answers_alone
+    else:
+        from integration.tests.sglang_engines import answers_alone
+    with answers_alone(models) as answers:
+        yield answers
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from integration.models import tiny
+from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Answer, Expected
 
 ROOT = Path(__file__).parents[2]
@@ -143,22 +144,6 @@ class SglangEngine:
         )
 
 
-def reference(engine: SglangEngine) -> Expected:
-    """What this engine, which is without us, answers to each prompt alone; asked once."""
-    known: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
-
-    def answers(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Sequence[int]]:
-        keys = [(tuple(prompt), num_tokens) for prompt in prompts]
-        for key in keys:
-            if key not in known:
-                (answer,) = engine.generate([key[0]], num_tokens)
-                assert answer.token_ids is not None, answer.error
-                known[key] = answer.token_ids
-        return [known[key] for key in keys]
-
-    return answers
-
-
 @contextmanager
 def running(
     folder: Path, settings: dict[str, Any] | None = None, model: str = "dense", **options: Any
@@ -167,7 +152,7 @@ def running(
     control = f"{tempfile.mkdtemp()}/control"
     linker = {
         "linker": "WatchedLinker",
-        "linker_module_path": "integration.tests.sglang_watched",
+        "linker_module_path": "integration.sglang_watched",
         "linker_extra_config": SETTINGS | {"control": control} | (settings or {}),
     }
     with Listener(control, "AF_UNIX") as listener:
@@ -181,6 +166,19 @@ def running(
             yield engine
         for connection in engine.controls:
             connection.close()
+
+
+@contextmanager
+def answers_alone(folder: Path) -> Iterator[Expected]:
+    """What SGLang answers without us to each prompt alone."""
+    with running_alone(folder, max_total_tokens=8192) as engine:
+
+        def answer(prompt: Sequence[int], num_tokens: int) -> Sequence[int]:
+            (said,) = engine.generate([prompt], num_tokens)
+            assert said.token_ids is not None, said.error
+            return said.token_ids
+
+        yield engine_contract.answered_once(answer)
 
 
 @contextmanager

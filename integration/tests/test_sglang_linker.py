@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
-from integration.tests.faults import break_loads
+from integration.faults import break_loads
 from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker
 from kv_connector.engines.sglang.pools import DevicePages
 from kv_connector.errors import ConfigError, KVConnectorError

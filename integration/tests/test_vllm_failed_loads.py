@@ -17,9 +17,7 @@ from kv_connector.errors import KVConnectorError
 
 def give_up(engine: VllmEngine) -> None:
     """The clients of all requests go away."""
-    request_ids = list(engine.scheduler.requests)
-    engine.llm.llm_engine.output_processor.abort_requests(request_ids, internal=True)
-    engine.core.abort_requests(request_ids)
+    engine.abort(list(engine.scheduler.requests))
 
 
 def fail_and_give_up(engine: VllmEngine, prompt: list[int], in_the_step: bool) -> None:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("mamba2_on_the_cpu", "whole_blocks_are_copied"),
 ]
 
-MODELS = ("mamba", "states_apart", "states_only", "delta", "conv", "two_sizes")
+MODELS = ("mamba", "states_apart", "states_only", "delta", "conv", "two_sizes", "sinks")
 Answer = tuple[list[int], list[float]]
 
 

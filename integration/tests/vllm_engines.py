@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from integration.bench.vllm_engine import register_weights
+from integration.faults import break_loads
 from integration.models import tiny
-from integration.tests.faults import break_loads
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import connected
 
@@ -100,6 +101,11 @@ class VllmEngine:
         """As `generate`, one after the other."""
         return [self.generate([prompt], num_tokens, **options)[0] for prompt in prompts]
 
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Their clients go away."""
+        self.llm.llm_engine.output_processor.abort_requests(request_ids, internal=True)
+        self.core.abort_requests(list(request_ids))
+
     def drain(self) -> None:
         """Step until nothing is under way, as an engine in a process of its own does by itself."""
         while self.scheduler.has_requests():
@@ -143,6 +149,13 @@ class VllmEngine:
         self.half.check()
 
 
+def weights(model: str, folder: Path) -> dict[str, Any]:
+    """Options of vLLM: a model of `tiny`, with weights under which a token depends on all that came before."""
+    if model in tiny.ENGINES_OWN:
+        return {"model": str(tiny.write(model, folder)), "load_format": register_weights()}
+    return {"model": str(tiny.write_weights(model, folder))}
+
+
 @contextmanager
 def running(
     folder: Path, model: str = "dense", num_blocks: int = 40, warm_up: bool = True, **options: Any
@@ -152,7 +165,6 @@ def running(
     from vllm.distributed import cleanup_dist_env_and_memory
 
     settings = {
-        "model": str(tiny.write_weights(model, folder)),
         "skip_tokenizer_init": True,
         "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         "max_model_len": 1024,
@@ -167,7 +179,7 @@ def running(
     if torch.cuda.is_available():
         # What is free is not measured: engines of other tests come and go on the same GPU.
         settings |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-    llm = LLM(**(settings | options))
+    llm = LLM(**(settings | weights(model, folder) | options))
     try:
         engine = VllmEngine(llm)
         if warm_up and hasattr(engine.scheduler.connector, "_scheduler"):

@@ -53,7 +53,8 @@ class RankIdentity:
     """Of the bytes that one rank keeps of each block.
 
     backend: what computes attention there, and writes the cache. arrangement: see `CacheLayout.arrangement`. groups: of
-    a model with several block groups which there are, as `describe_groups` says; left out of the rest where it is "".
+    a model with several block groups which there are, as `describe_groups` says. pool: which one, of an engine whose
+    pools are stored apart. Both are left out of the rest where they are "".
     """
 
     cache: CacheIdentity | None
@@ -62,6 +63,7 @@ class RankIdentity:
     backend: str = ""
     arrangement: str = ""
     groups: str = ""
+    pool: str = ""
 
     def parts(self) -> dict[str, str]:
         """Every field by its name, as text."""
@@ -69,6 +71,8 @@ class RankIdentity:
         own = {"rank": f"{self.rank} of {self.world_size}", "backend": self.backend, "arrangement": self.arrangement}
         if self.groups:
             own["groups"] = self.groups
+        if self.pool:
+            own["pool"] = self.pool
         return {name: str(value) for name, value in (common | own).items()}
 
     def shown(self) -> str:

@@ -9,7 +9,7 @@ and leaves it so. `expected` says what an engine without the connector answers. 
 themselves, with storage in a folder. A check raises AssertionError where a promise is broken.
 
 The engine saves all that it computes (`write_through`), loads every hit, has room for `ROOM_BLOCKS` host blocks or
-more, and its device for some thousand tokens, in blocks of which the longest prompt has ten or more.
+more, and its device for some thousand tokens, in blocks of which the longest prompt has seven or more.
 """
 
 from __future__ import annotations
@@ -82,6 +82,20 @@ Open = Callable[[Mapping[str, Any]], AbstractContextManager[ContractEngine]]
 """Starts an engine with these settings beside its usual ones, and stops it."""
 RestartCheck = Callable[[Open, Expected, str], None]
 """The text is a folder that does not exist yet."""
+
+
+def answered_once(answer: Callable[[Sequence[int], int], Sequence[int]]) -> Expected:
+    """What `answer` says to each prompt, of which it is to continue so many tokens; a prompt is asked once."""
+    known: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
+
+    def answers(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Sequence[int]]:
+        keys = [(tuple(prompt), num_tokens) for prompt in prompts]
+        for key in keys:
+            if key not in known:
+                known[key] = answer(*key)
+        return [known[key] for key in keys]
+
+    return answers
 
 
 def prompts(engine: ContractEngine, count: int, length: int = _LENGTH, seed: object = 0) -> list[list[int]]:

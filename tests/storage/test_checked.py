@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kv_connector.build import _open_storage
+from kv_connector.build import open_storage
 from kv_connector.config import StorageConfig
 from kv_connector.errors import ConfigError
 from kv_connector.index import RankIdentity
@@ -129,7 +129,7 @@ def test_an_engine_that_starts_again_finds_what_was_written(tmp_path: Path, monk
     config = StorageConfig(kind="my_store:open_storage", options={"folder": str(tmp_path)})
 
     def opened(rank: int = 0) -> Storage:
-        return _open_storage(config, RankIdentity(None, rank, 2), rank, BLOCK, memoryview(bytearray(1)), "", 1)
+        return open_storage(config, RankIdentity(None, rank, 2), rank, BLOCK, memoryview(bytearray(1)), "", 1)
 
     first, other = opened(), opened(rank=1)
     assert put(first, KEYS) == [True] * 4
@@ -423,4 +423,4 @@ def nothing(context: StorageContext, options: dict[str, Any]) -> object:
 )
 def test_what_is_no_backend_is_refused_at_the_start(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        _open_storage(StorageConfig(kind=name), RankIdentity(None, 0, 1), 0, BLOCK, memoryview(bytearray(1)), "", 1)
+        open_storage(StorageConfig(kind=name), RankIdentity(None, 0, 1), 0, BLOCK, memoryview(bytearray(1)), "", 1)

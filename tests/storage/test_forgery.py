@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_connector.build import _open_storage
+from kv_connector.build import open_storage
 from kv_connector.config import StorageConfig
 from kv_connector.index import RankIdentity
 from kv_connector.storage.base import Storage
@@ -237,7 +237,7 @@ def test_the_setting_names_the_variable_and_a_change_of_the_secret_is_said(
     def start(**settings: str) -> int:
         config = StorageConfig(path=str(tmp_path / "store"), capacity=8 << 20, **settings)  # type: ignore[arg-type]
         assert SECRET.decode() not in repr(config)
-        storage = _open_storage(config, RankIdentity(None, 0, 1), 0, BLOCK, memoryview(bytearray(1)), "", 1)
+        storage = open_storage(config, RankIdentity(None, 0, 1), 0, BLOCK, memoryview(bytearray(1)), "", 1)
         found = exists(storage, [key(0)])
         assert all(put(storage, [key(0)]))
         storage.close()

@@ -22,13 +22,14 @@ logger = logging.getLogger("kv_connector.storage")
 _FOLDER = "identities"
 _OURS = re.compile(r"[0-9a-f]{16}\.json")
 _MOST_BYTES = 64 << 10
+_SAME = ("model", "rank", "pool")
 _MOST_FILES = 256
 """Those used last are kept."""
 
 
 def note_identity(root: Path, digest: bytes, parts: Mapping[str, str]) -> None:
-    """Called once at a start, before anything is read. Logs what differs from the last start on the same model and rank
-    in this folder. A disk that fails costs a line in the log."""
+    """Called once at a start, before anything is read. Logs what differs from the last start on the same model, rank
+    and pool in this folder. A disk that fails costs a line in the log."""
     own = f"{digest.hex()[:16]}.json"
     try:
         with _opened(root / _FOLDER) as folder:
@@ -67,11 +68,11 @@ def _last_used_first(folder: int) -> list[str]:
 
 
 def _alike(folder: int, names: list[str], parts: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-    """What the files say that are of the same model and rank."""
+    """What the files say that are of the same model, rank and pool."""
     for name in names:
         with suppress(OSError, ValueError, RecursionError):
             found = json.loads(_read(folder, name))
-            if isinstance(found, dict) and all(found.get(name) == parts.get(name) for name in ("model", "rank")):
+            if isinstance(found, dict) and all(found.get(name) == parts.get(name) for name in _SAME):
                 yield {name: str(value) for name, value in found.items()}
 
 

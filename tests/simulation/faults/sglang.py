@@ -7,6 +7,7 @@ from .mutant import Mutant, Patch, tested
 _ENVIRONMENT = ".venv-sglang"
 _FOLDER = "kv_connector/engines/sglang"
 _LINKER = "integration/tests/test_sglang_linker.py"
+_HICACHE = "integration/tests/test_sglang_hicache.py"
 
 
 def _mutant(name: str, title: str, file: str, old: str, new: str, *tests: str) -> Mutant:
@@ -127,5 +128,77 @@ SGLANG: tuple[Mutant, ...] = (
             ),
         ),
         tested("tests/index/test_fragments.py"),
+    ),
+    _mutant(
+        "late-pages-lent",
+        "memory that storage still writes to is lent again",
+        "host_pages.py",
+        "future.add_done_callback(partial(self._give_back, slots))",
+        "self._give_back(slots, future)",
+        f"{_HICACHE}::test_a_late_answer_reaches_no_page",
+    ),
+    _mutant(
+        "hung-storage-asked",
+        "storage that has not answered is asked for more, and each batch of pages waits anew",
+        "host_pages.py",
+        "if self._patience.is_over or len(self._free) < count:",
+        "if len(self._free) < count:",
+        f"{_HICACHE}::test_a_late_answer_reaches_no_page",
+    ),
+    _mutant(
+        "half-pages-read",
+        "a page is good of which keys or values alone have come",
+        "host_pages.py",
+        "return [all(there[first : first + self.num_runs]) for",
+        "return [any(there[first : first + self.num_runs]) for",
+        f"{_HICACHE}::test_a_damaged_page_is_a_miss",
+    ),
+    _mutant(
+        "host-pages-grouped",
+        "a store of objects takes the first page of a call for the beginning of a group",
+        "host_pages.py",
+        "future = call(keys[batch], self._buffers(slots), True)",
+        "future = call(keys[batch], self._buffers(slots), False)",
+        f"{_HICACHE}::test_a_store_of_objects_finds_pages_wherever_they_are_in_a_prefix",
+    ),
+    _mutant(
+        "host-ranks-alike",
+        "ranks with heads of their own have one name in storage",
+        "host_storage.py",
+        "(0 if is_shared else config.tp_rank)",
+        "0",
+        f"{_HICACHE}::test_ranks_read_what_is_theirs",
+    ),
+    _mutant(
+        "host-states-shared",
+        "where pages are the same on all ranks, states are taken to be",
+        "host_storage.py",
+        "config.is_mla_model and name != PoolName.MAMBA",
+        "config.is_mla_model",
+        f"{_HICACHE}::test_ranks_read_what_is_theirs",
+    ),
+    _mutant(
+        "host-slots-across-pages",
+        "token slots that are no pages of the host pool are filled",
+        "host_storage.py",
+        "        if not are_whole or (starts < 0).any() or (starts >= self._num_slots).any():\n",
+        "        if False:\n",
+        f"{_HICACHE}::test_what_cannot_be_is_a_miss_and_not_an_error",
+    ),
+    _mutant(
+        "clears-undone",
+        "a second clear finds again what was stored before the first",
+        "hicache.py",
+        "        self._salt = hashlib.sha256(self._salt).digest()\n",
+        "",
+        f"{_HICACHE}::test_what_is_cleared_is_never_found_again",
+    ),
+    _mutant(
+        "host-errors-raised",
+        "what goes wrong in a look-up, read or write is raised into SGLang's threads",
+        "hicache.py",
+        "            return otherwise\n",
+        "            raise\n",
+        f"{_HICACHE}::test_what_cannot_be_is_a_miss_and_not_an_error",
     ),
 )

@@ -50,6 +50,12 @@ STORAGE_GROUPS: tuple[Mutant, ...] = (
         tested("tests/storage/filesystem/test_identities.py"),
     ),
     Mutant(
+        "pools-of-no-identity",
+        "pages of one host pool are found by another one's hashes",
+        (Patch("kv_connector/index/identity.py", "        if self.pool:\n", "        if False:\n"),),
+        tested("tests/storage/filesystem/test_identities.py"),
+    ),
+    Mutant(
         "windows-taken-for-whole",
         "of a window that has a gap the rest is fetched, for a hit that is none",
         (Patch(_SEARCH, "return block in self._stored[group] or self._is_held(group, block)", "return True"),),

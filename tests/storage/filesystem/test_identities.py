@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_connector.build import _open_storage
+from kv_connector.build import open_storage
 from kv_connector.config import StorageConfig
 from kv_connector.index import CacheIdentity, RankIdentity
 from kv_connector.storage.filesystem.identities import note_identity
@@ -25,7 +25,7 @@ def start(folder: Path, identity: RankIdentity, caplog: pytest.LogCaptureFixture
     caplog.clear()
     config = StorageConfig(path=str(folder), capacity=16 << 20)
     pool = bytearray(len(keys) * BLOCK)
-    storage = _open_storage(config, identity, 0, BLOCK, memoryview(pool), identity.arrangement, 1)
+    storage = open_storage(config, identity, 0, BLOCK, memoryview(pool), identity.arrangement, 1)
     try:
         buffers = [memoryview(pool)[i * BLOCK : (i + 1) * BLOCK] for i in range(len(keys))]
         found = storage.exists(keys).result(60)
@@ -55,6 +55,7 @@ def test_a_change_is_said_with_both_values_and_finds_nothing(tmp_path: Path, cap
     [
         replace(RANK, backend="FlashInfer"),
         replace(RANK, groups="full of 1, window 8 of 1"),
+        replace(RANK, pool="swa"),
         replace(RANK, rank=1, world_size=2),
         replace(RANK, cache=replace(CACHE, model="org/other@main")),
         *(
@@ -73,6 +74,14 @@ def test_whatever_differs_is_another_identity(
     start(tmp_path, RANK, caplog, keys)
     assert start(tmp_path, other, caplog, keys)[0] == 0
     assert start(tmp_path, RANK, caplog, keys)[0] == 1
+
+
+def test_pools_of_one_engine_are_no_changes_of_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is opened at every start."""
+    windows = replace(RANK, pool="swa", arrangement="float16[0:64 1:64] in 8192")
+    for identity in (RANK, windows, RANK, windows):
+        assert start(tmp_path, identity, caplog, [])[1] == ""
+    assert "arrangement was" in start(tmp_path, replace(windows, arrangement=RANK.arrangement), caplog, [])[1]
 
 
 def test_the_folder_says_whose_blocks_it_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,19 +1,24 @@
-"""What vLLM engines of the benchmarks are started with, and the part of the command line that says so."""
+"""What engines of the benchmarks are started with, and the part of the command line that says so."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
-import os
 import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from integration.bench.vllm_peers import environment, parse_connector, slug
+from integration.bench.peers import parse_connector, slug
+
+if TYPE_CHECKING:
+    from integration.bench.engines import EngineServer
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,11 +44,14 @@ def bytes_per_token(tiny: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What an engine is started with.
+class EngineOptions(ABC):
+    """What an engine is started with; each kind of engine has a class of its own.
 
     `device_tokens`: size of its KV cache; `logs` holds the model's shape too; `device`: index of its GPU.
     """
+
+    package: ClassVar[str]
+    """The engine's."""
 
     connector: str
     host_bytes: int
@@ -56,36 +64,47 @@ class EngineOptions:
     device: int = 0
 
     @property
+    @abstractmethod
     def block_size(self) -> int:
-        return 32 if self.tiny else 16
+        """Tokens of a block of its KV cache."""
 
     @property
     def bytes_per_token(self) -> int:
         return bytes_per_token(self.tiny)
 
+    @property
+    def name(self) -> str:
+        """For files and folders."""
+        return slug(self.connector)
+
+    @classmethod
+    def host_size(cls, num_bytes: int) -> int:
+        """The next size of host memory that all engines of this kind can be given."""
+        return num_bytes
+
     def environment(self) -> dict[str, str]:
-        """Variables that its process starts with. What an operator has set for vLLM's cache and network stays."""
-        # Engines that compile at the same time, on any device, must not write into one cache.
-        root = os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm"))
-        variables = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
-            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-            "VLLM_CACHE_ROOT": os.path.join(root, f"bench_{slug(self.connector)}_{self.device}"),
-        }
-        if self.device:  # as an operator keeps servers apart; vLLM takes the first that it sees
+        """Variables that its process starts with."""
+        variables = {"HF_HUB_OFFLINE": "1"}
+        if self.device:  # as an operator keeps servers apart; an engine takes the first that it sees
             variables["CUDA_VISIBLE_DEVICES"] = str(self.device)
-        return variables | environment(self.connector, self.host_bytes)
+        return variables
+
+    @abstractmethod
+    def serve(self) -> EngineServer:
+        """Start the engine in this process."""
+
+    @abstractmethod
+    def fault(self, log: str) -> str:
+        """Why the engine of this process is not what its name says; empty where it is. `log`: all it has written."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, host_memory: str, device_tokens: int) -> None:
-    """What all benchmarks of vLLM engines take."""
+def add_arguments(parser: argparse.ArgumentParser, kinds: str, host_memory: str, device_tokens: int) -> None:
+    """What all benchmarks of engines take; `kinds` of connectors, with commas between them."""
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--connectors",
-        type=connectors,
-        default="none,offloading,simple,lmcache,ours",
+        type=partial(connectors, kinds.split(",")),
+        default=kinds,
         help="of these; with settings as in offloading:KEY=VALUE, ours:POLICY (default: the default policy)",
     )
     parser.add_argument("--device", type=int, default=0, help="index of the GPU")
@@ -98,35 +117,41 @@ def add_arguments(parser: argparse.ArgumentParser, host_memory: str, device_toke
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs and the model's shape")
 
 
-def connectors(text: str) -> list[str]:
-    """Names of `vllm_peers`, with commas between them."""
+def connectors(kinds: Collection[str], text: str) -> list[str]:
+    """Names of `peers`, with commas between them, each of one of these kinds."""
     names = text.split(",")
     try:
         for name in names:
-            parse_connector(name)
+            if parse_connector(name).kind not in kinds:
+                raise ValueError(f"connector {name!r} is none of this engine's: give {', '.join(kinds)}")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return names
 
 
-def unavailable(options: argparse.Namespace) -> str:
-    """Why nothing can be measured here; empty where it can."""
-    if importlib.util.find_spec("vllm") is None:
-        return "no vLLM here: nothing to measure"
+def unavailable(options: argparse.Namespace, package: str) -> str:
+    """Why nothing can be measured here; empty where it can. `package`: the engine's, such as "vllm"."""
+    if importlib.util.find_spec(package) is None:
+        return f"no {package} here: nothing to measure"
     if not options.tiny and not torch.cuda.is_available():
         return "no GPU: nothing to measure (--tiny runs on the CPU)"
     return ""
 
 
 def engine_options(
-    options: argparse.Namespace, connector: str, max_model_len: int, host_bytes: int, **ours: Any
+    kind: type[EngineOptions],
+    options: argparse.Namespace,
+    connector: str,
+    max_model_len: int,
+    host_bytes: int,
+    **ours: Any,
 ) -> EngineOptions:
     """From the command line; `ours` are settings of our connector that this benchmark needs."""
     if options.logs is None:
-        options.logs = Path(tempfile.mkdtemp(prefix="vllm_bench_"))
+        options.logs = Path(tempfile.mkdtemp(prefix="engines_bench_"))
     options.logs.mkdir(parents=True, exist_ok=True)
     (options.logs / "config.json").write_text(json.dumps(TINY if options.tiny else LLAMA_8B))
-    return EngineOptions(
+    return kind(
         connector=connector,
         host_bytes=host_bytes,
         device_tokens=options.device_tokens,

@@ -18,10 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from integration.bench.vllm_engine import EngineServer
-from integration.bench.vllm_peers import is_peer, no_hits, slug
-from integration.bench.vllm_phases import Phases
-from integration.bench.vllm_timeline import timeline
+from integration.bench.engines import EngineServer, Output, Phases
+from integration.bench.peers import is_peer, no_hits
 
 _LAST_SECONDS = 5.0
 """Behind a window, for the first tokens of turns under way."""
@@ -95,7 +93,7 @@ class Chats:
         """Serve until the window closes; what is unfinished then is aborted."""
         result, end = ChatResult(), window.lead + window.seconds
         arrivals = self._arrivals(window, end)
-        before, phases = self._server.stats(), Phases(self._server.scheduler)
+        before, phases = self._server.stats(), self._server.follow()
         begin, num_submitted = time.perf_counter(), 0
         while (now := time.perf_counter() - begin) < end + _LAST_SECONDS:
             while now < end and self._idle and self._is_next(window, arrivals, num_submitted, now):
@@ -142,28 +140,28 @@ class Chats:
         phases.arrived(name)
         self._server.submit(name, history, answer)
 
-    def _take(self, output: Any, now: float, window: Window, result: ChatResult, phases: Phases) -> None:
-        name = output.request_id
+    def _take(self, output: Output, now: float, window: Window, result: ChatResult, phases: Phases) -> None:
+        name = output.name
         if name not in self._running:
             return  # it was aborted
         user, arrival = self._running[name]
-        phases.answered(name, output.finished)
+        phases.answered(output)
         if name not in self._started:
             self._started.add(name)
             if arrival >= window.lead:
                 result.ttft_ms.append(1e3 * (now - arrival))
-        if output.finished:
+        if output.is_finished:
             del self._running[name]
             self._started.discard(name)
-            self._histories[user] += output.outputs[0].token_ids
+            self._histories[user] += output.token_ids
             self._idle.append(user)
             if window.lead <= now < window.lead + window.seconds:
                 result.turns += 1
-                result.prompt_tokens += len(output.prompt_token_ids)
-                result.cached_tokens += output.num_cached_tokens or 0
+                result.prompt_tokens += output.prompt_tokens
+                result.cached_tokens += output.cached_tokens
 
     def _abort(self) -> None:
-        self._server.llm.llm_engine.abort_request(list(self._running))
+        self._server.abort(list(self._running))
         self._idle += [user for user, _ in self._running.values()]
         self._running.clear()
         self._started.clear()
@@ -188,12 +186,6 @@ def run_window(server: EngineServer, window: Window) -> ChatResult:
     """Runs in the engine's process, after `begin_chats`."""
     result: ChatResult = server.kept.run(window)
     return result
-
-
-def trace_window(server: EngineServer, window: Window) -> dict[str, float]:
-    """Runs in the engine's process: what the GPU does in a window; the trace is kept beside its log."""
-    kept = server.options.logs / f"trace_{slug(server.options.connector)}.json.gz"
-    return timeline(lambda: server.kept.run(window), kept)
 
 
 def percentile(times: Iterable[float], waits: Sequence[float], share: float) -> tuple[float, bool]:

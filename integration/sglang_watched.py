@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Client
 from typing import Any
 
-from integration.tests.faults import break_loads
+from integration.faults import break_loads
 from kv_connector.engines.sglang import TieredKVLinker
 
 

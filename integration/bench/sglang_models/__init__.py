@@ -1,0 +1,1 @@
+"""Models for SGLang's benchmarks: `SGLANG_EXTERNAL_MODEL_PACKAGE` names this package in the engines' environment."""
