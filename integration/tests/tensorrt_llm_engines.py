@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from integration import faults
 from integration.tensorrt_llm.collectives import stand_in
 from integration.tensorrt_llm.engine import LLM, Connector
 from integration.tensorrt_llm.executor import Executor, Options, Response
-from integration.tests import faults
 from kv_connector.engines.tensorrt_llm import TieredKVScheduler, TieredKVWorker
 from kv_connector.engines.tensorrt_llm.launch import VARIABLE
 from kv_connector.testing.engine_contract import Answer

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+from integration import faults
 from integration.tensorrt_llm.blocks import LlmRequest
 from integration.tensorrt_llm.engine import LLM, llm_args
 from integration.tensorrt_llm.executor import Options
-from integration.tests import faults
 from integration.tests.tensorrt_llm_engines import ModelledEngine, running, scheduler_of, worker_of
 from kv_connector.engines.tensorrt_llm import TieredKVWorker
 from kv_connector.engines.tensorrt_llm.identity import PromptHasher
