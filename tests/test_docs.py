@@ -19,8 +19,12 @@ BASES = ("", "kv_connector", "integration/bench/results")
 """Folders that a path may be relative to: ARCHITECTURE.md writes `scheduler/half.py`, README.md names results."""
 MADE = (".venv", "build/", "dist/", "out.json")
 """What a command that is shown makes."""
-FOREIGN = {"tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"}
-"""Paths in vLLM's repository."""
+FOREIGN = {
+    "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
+    "lmdeploy/pytorch/kv_connector/base.py",
+    "lmdeploy/pytorch/kv_connector/factory.py",
+}
+"""Paths in the repositories of vLLM and LMDeploy."""
 
 _CODE = re.compile(r"```.*?```|`[^`]+`|\]\([^)]+\)", re.DOTALL)
 _FILE = re.compile(r"(?<![\w/.$}{~-])((?:[A-Za-z_.][\w.-]*/)*[\w.-]+\.(?:md|py|sh|json|gz|png|toml))(?![\w/*])")

@@ -23,6 +23,7 @@ THIRD_PARTY = {
     "cuda",
     "vllm",
     "sglang",
+    "tensorrt_llm",
     "prometheus_client",
     "mooncake",
     "isal",

@@ -19,6 +19,7 @@ from .scheduler import SCHEDULER
 from .sglang import SGLANG
 from .storage import STORAGE
 from .storage_groups import STORAGE_GROUPS
+from .tensorrt_llm import TENSORRT_LLM
 from .tp_sizes import TP_SIZES
 from .transfer import TRANSFER
 from .vllm import VLLM
@@ -43,4 +44,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *TRANSFER,
     *VLLM,
     *SGLANG,
+    *TENSORRT_LLM,
 )
