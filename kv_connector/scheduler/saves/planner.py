@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +56,8 @@ class SavePlanner:
     """Pairs device blocks with host blocks, opens a job for the pairs of a step, and hears how it ended.
 
     What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps. `on_saved` is
-    told the host blocks that saves have filled. `is_in_storage`: they go on to storage, and come back from there.
+    told the host blocks that a save has filled, and which are filled with ends inside of blocks. `is_in_storage`: they
+    go on to storage, and come back from there.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class SavePlanner:
         policy: SavePolicy,
         reuse: ReuseModel,
         budget: SaveBudget,
-        on_saved: Callable[[Sequence[int]], None],
+        on_saved: Callable[[Sequence[int], Collection[int]], None],
         is_in_storage: bool,
     ) -> None:
         self.may_save_before_reuse = False  # something changed since nothing was left to save
@@ -84,7 +85,7 @@ class SavePlanner:
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
         self._in_order = *self._windows, *grouped.full  # what windows cannot save in a step is lost, the others' waits
         self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
-        self._inside: set[int] = set()  # host blocks being saved of ends inside of blocks: not for storage
+        self._inside: set[int] = set()  # host blocks being filled with ends inside of blocks
         self._device_ids: list[int] = []  # that the step being planned saves
         self._host_ids: list[int] = []  # where it saves them
         self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
@@ -191,7 +192,7 @@ class SavePlanner:
         self._metrics.saved_blocks += len(filled)
         if filled and self._shared.events.is_read:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
-        self._on_saved([host_id for host_id in filled if host_id not in self._inside])
+        self._on_saved(filled, self._inside)
         self._inside.difference_update(host_ids)
 
     def _num_watched(self) -> int:

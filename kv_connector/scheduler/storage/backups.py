@@ -17,7 +17,7 @@ taking new ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -78,11 +78,12 @@ class BackupPlanner:
         """Whether something waits for the next plan."""
         return any(waiting for _, waiting in self._waiting)
 
-    def saved(self, host_ids: Sequence[int]) -> None:
-        """Host blocks were filled by a save."""
+    def saved(self, host_ids: Sequence[int], inside: Collection[int]) -> None:
+        """Host blocks were filled by a save. Ends `inside` of blocks stay there: storage is never asked for them."""
         self._note_replaced(host_ids)
-        marked = self._marked.intersection(host_ids)
-        self._marked -= marked
+        marked = self._marked.intersection(host_ids).difference(inside)
+        self._marked.difference_update(host_ids)
+        host_ids = [block_id for block_id in host_ids if block_id not in inside]
         self._unstored.update(host_ids)
         whole = self._grouping.ending_whole(host_ids)
         self._ends.update(whole, marked)

@@ -182,8 +182,20 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "ends-in-storage",
         "storage is given copies that it never looks for",
-        (Patch(_PLANNER, "[host_id for host_id in filled if host_id not in self._inside]", "filled"),),
+        (Patch(_PLANNER, "self._on_saved(filled, self._inside)", "self._on_saved(filled, ())"),),
         tested(f"{_SAVES}::test_ends_inside_of_blocks_stay_on_the_host"),
+    ),
+    Mutant(
+        "ends-in-place-of-blocks",
+        "an end inside of a block goes to storage in place of what its host block held before",
+        (
+            Patch(
+                _PLANNER,
+                "self._on_saved(filled, self._inside)",
+                "self._on_saved([host_id for host_id in filled if host_id not in self._inside], ())",
+            ),
+        ),
+        tested(f"{_SAVES}::test_an_end_inside_of_a_block_is_not_written_in_place_of_what_its_host_block_held"),
     ),
     Mutant(
         "ends-with-drafts",
