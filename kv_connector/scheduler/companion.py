@@ -9,7 +9,7 @@ not type-check.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,8 +64,8 @@ class Companion(Protocol):
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The request has ended, before it was admitted or after; what the engine is to return with it, if anything."""
 
-    def saved(self, host_ids: Sequence[int], inside: Collection[int]) -> None:
-        """Host blocks were filled by a save; those of them that hold ends `inside` of blocks are for the host alone."""
+    def saved(self, host_ids: Sequence[int]) -> None:
+        """Host blocks were filled by a save."""
 
     def plan(self, plan: StepPlan) -> StepPlan:
         """The step's plan, with what this companion begins and calls off. Called once a step."""

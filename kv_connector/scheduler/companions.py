@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..base import Request, ScheduledRequest, StateBlock
@@ -83,10 +83,10 @@ class Companions:
         told = [companion.finished(request) for companion in self._companions]
         return next((params for params in told if params is not None), None)
 
-    def saved(self, host_ids: Sequence[int], inside: Collection[int]) -> None:
+    def saved(self, host_ids: Sequence[int]) -> None:
         """To all."""
         for companion in self._companions:
-            companion.saved(host_ids, inside)
+            companion.saved(host_ids)
 
     def plan(self, plan: StepPlan) -> StepPlan:
         """The step's plan, with what all of them begin and call off."""

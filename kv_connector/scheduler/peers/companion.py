@@ -7,7 +7,7 @@ computes what is behind it, at least one token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +77,7 @@ class PeerCompanion(Companion):
         self._incoming.finished(request)
         return self._outgoing.finished(request, self._host, self._ports, self._tp_size)
 
-    def saved(self, host_ids: Sequence[int], inside: Collection[int]) -> None:
+    def saved(self, host_ids: Sequence[int]) -> None:
         """Nothing follows: what travels lies on the device."""
 
     @property

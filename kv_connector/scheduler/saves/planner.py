@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,8 +56,7 @@ class SavePlanner:
     """Pairs device blocks with host blocks, opens a job for the pairs of a step, and hears how it ended.
 
     What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps. `on_saved` is
-    told the host blocks that a save has filled, and which are filled with ends inside of blocks. `is_in_storage`: they
-    go on to storage, and come back from there.
+    told the host blocks that saves have filled. `is_in_storage`: they go on to storage, and come back from there.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class SavePlanner:
         policy: SavePolicy,
         reuse: ReuseModel,
         budget: SaveBudget,
-        on_saved: Callable[[Sequence[int], Collection[int]], None],
+        on_saved: Callable[[Sequence[int]], None],
         is_in_storage: bool,
     ) -> None:
         self.may_save_before_reuse = False  # something changed since nothing was left to save
@@ -85,7 +84,6 @@ class SavePlanner:
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
         self._in_order = *self._windows, *grouped.full  # what windows cannot save in a step is lost, the others' waits
         self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
-        self._inside: set[int] = set()  # host blocks being filled with ends inside of blocks
         self._device_ids: list[int] = []  # that the step being planned saves
         self._host_ids: list[int] = []  # where it saves them
         self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
@@ -184,7 +182,6 @@ class SavePlanner:
         if not ended.ok:
             self._metrics.failed_save_jobs += 1
             self._host.discard(host_ids)
-            self._inside.difference_update(host_ids)
             self.may_save_before_reuse = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
             return
@@ -192,8 +189,7 @@ class SavePlanner:
         self._metrics.saved_blocks += len(filled)
         if filled and self._shared.events.is_read:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
-        self._on_saved(filled, self._inside)
-        self._inside.difference_update(host_ids)
+        self._on_saved(filled)
 
     def _num_watched(self) -> int:
         """Device blocks next in line for reuse to look at, so that twice as many as one of the last steps took are kept
@@ -374,13 +370,12 @@ class SavePlanner:
             nodes = self._tree.insert_apart([taken.keys[index] for index in taken.shown], now)
             node_of = dict(zip(taken.shown, nodes, strict=True))
             targets = [node_of[index] for index in saved]
+            for index, node in node_of.items():
+                self._tree.inside[node] = (index + 1) * taken.size % self._hashes_per_block[taken.group] > 0
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
         self._device_ids += [taken.device_ids[index] for index in saved]
         self._host_ids += host_ids
-        per_block = self._hashes_per_block[taken.group]
-        ends = zip(host_ids, saved, strict=True)
-        self._inside.update(host_id for host_id, index in ends if (index + 1) * taken.size % per_block)
         num_pinned = self._num_pinned(taken.keys, saved)
         num_hit = max(0, bisect_left(saved, state.num_hit_hashes // taken.size) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned

@@ -17,7 +17,7 @@ taking new ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -78,12 +78,13 @@ class BackupPlanner:
         """Whether something waits for the next plan."""
         return any(waiting for _, waiting in self._waiting)
 
-    def saved(self, host_ids: Sequence[int], inside: Collection[int]) -> None:
-        """Host blocks were filled by a save. Ends `inside` of blocks stay there: storage is never asked for them."""
+    def saved(self, host_ids: Sequence[int]) -> None:
+        """Host blocks were filled by a save; what holds an end inside of a block stays on the host."""
         self._note_replaced(host_ids)
-        marked = self._marked.intersection(host_ids).difference(inside)
-        self._marked.difference_update(host_ids)
-        host_ids = [block_id for block_id in host_ids if block_id not in inside]
+        marked = self._marked.intersection(host_ids)
+        self._marked -= marked
+        host_ids = self._grouping.whole(host_ids)
+        marked.intersection_update(host_ids)
         self._unstored.update(host_ids)
         whole = self._grouping.ending_whole(host_ids)
         self._ends.update(whole, marked)

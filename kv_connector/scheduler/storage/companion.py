@@ -5,7 +5,7 @@ Storage is read by name and its content is not tracked: what is gone by the time
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...base import Request, ScheduledRequest, StateBlock
@@ -88,9 +88,9 @@ class StorageCompanion(Companion):
             held += [block_ids[i] for i in sorted(set(range(len(nodes))).difference(absent))]
         return held, last
 
-    def saved(self, host_ids: Sequence[int], inside: Collection[int]) -> None:
+    def saved(self, host_ids: Sequence[int]) -> None:
         """New blocks are on the host."""
-        self._backups.saved(host_ids, inside)
+        self._backups.saved(host_ids)
 
     @property
     def is_busy(self) -> bool:

@@ -194,6 +194,23 @@ def test_ends_inside_of_blocks_stay_on_the_host() -> None:
     assert half.host.hashes_of(leased) == half._grouped.keys(request.block_hashes, 0)[:], "being written"
 
 
+def test_ends_inside_of_blocks_that_are_saved_before_their_reuse_stay_on_the_host() -> None:
+    """Under `write_back` the engine's pool names what goes next: blocks are known by hash alone then."""
+    half = make_hybrid(groups=INSIDE, ends_within=True, write_policy="write_back", storage=STORAGE)
+    blocks, request = ForeignBlocks(), Asked("a", PROMPT[:13])
+    half._pool._blocks = blocks
+    half.update_state_after_alloc(request, [[0, 1], [10, 11]], 0, 0)
+    report(half, step(half, request, 0, 12))
+    report(half, step(half, request, 12, 1, StateBlock("a", 1, 15, 12), StateBlock("a", 0, 1, 12)))
+    half.request_finished(request)
+    ends = [half._grouped.end_key(request.block_hashes, group, 3) for group in range(2)]
+    blocks.order = [(1, ends[0]), (15, ends[1])]
+    plan = half.build_connector_meta(SchedulerOutput())
+    assert saved(plan) == [1, 15]
+    report(half, plan)
+    assert half.build_connector_meta(SchedulerOutput()).storage == ()
+
+
 def test_an_end_inside_of_a_block_is_not_written_in_place_of_what_its_host_block_held() -> None:
     """Three blocks that are to be written before they go are evicted in one step, for a block and two ends inside of
     the next one, which go first."""

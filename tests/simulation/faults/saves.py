@@ -35,7 +35,7 @@ SAVES: tuple[Mutant, ...] = (
             Patch(
                 _PLANNER,
                 "            self._host.discard(host_ids)\n",
-                "            self._on_saved(self._host.fill(host_ids), self._inside)\n",
+                "            self._on_saved(self._host.fill(host_ids))\n",
             ),
         ),
         WORLDS,
