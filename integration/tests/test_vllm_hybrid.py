@@ -271,6 +271,24 @@ def test_a_state_inside_of_a_block_that_the_host_has_lost_is_saved_with_the_next
         engine.check_all_free()
 
 
+def test_what_is_computed_behind_a_hit_inside_of_a_block_is_saved_with_it(folder: Path) -> None:
+    """A step copies the block of attention that its request has hit on the device, and computes on to where a block of
+    states ends: rows of the copy, where the block that was hit has those of another prompt."""
+    (shared,), tails = prompts(1, 160), prompts(2, 70, seed=22)
+    other, longer = ([*shared, *tail] for tail in tails)
+    asked = [longer[:200]]
+    with running(folder, "mamba", num_blocks=200, **options("mamba", 32)) as engine:
+        computed = ask(engine, asked)
+        engine.drain()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert [ask_and_hit(engine, [prompt])[1] for prompt in (other[:180], longer)] == [[0], [160]]
+        forget_device(engine)
+        from_host, hits = ask_and_hit(engine, asked)
+        engine.check_all_free()
+    assert hits == [192]
+    assert [tokens for tokens, _ in from_host] == [tokens for tokens, _ in computed]
+
+
 @pytest.mark.usefixtures("stable_hashes", "slow_machine")
 @pytest.mark.parametrize("model", ["mamba", "two_sizes"])
 def test_the_next_engine_answers_from_storage(folder: Path, tmp_path: Path, model: str) -> None:

@@ -142,18 +142,21 @@ def test_a_state_that_a_request_begins_with_is_told_of() -> None:
 
 
 def test_where_a_prompt_ends_inside_of_blocks_attention_is_told_of() -> None:
-    """Once for all states there, and where a hit has been copied the block that it was copied from."""
+    """Once for all states there, and where a hit has been copied the copy, which the step appends to."""
     states = BlockGroup(1, 1, states_are_told=True)
     shape = shape_of(32, BlockGroup(None, 2), states, states, BlockGroup(None, 3))
     tables = {"ends": ([3, 4, 5], [], [], [6, 7]), "begins": ([13, 14], [], [], [16, 17])}
     output: Any = SimpleNamespace(
         kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
-        kv_cache_block_copies=[SimpleNamespace(src_block_id=40, dst_block_id=14)],
+        kv_cache_block_copies=[SimpleNamespace(src_block_id=39, dst_block_id=13)],
     )
-    told = [StateBlock("ends", 1, 9, 160), StateBlock("ends", 2, 8, 160), StateBlock("begins", 1, 19, 96)]
+    told = [StateBlock("ends", 1, 9, 160), StateBlock("ends", 2, 8, 160)]
+    told += [StateBlock("begins", 1, 40, 32), StateBlock("begins", 1, 19, 96)]
     gone = [StateBlock("gone", 1, 29, 96)]
     assert list(told_ends(output, shape, told + gone)) == [
         StateBlock("ends", 0, 5, 160),
         StateBlock("ends", 3, 7, 160),
-        StateBlock("begins", 0, 40, 96),
+        StateBlock("begins", 0, 13, 32),
+        StateBlock("begins", 3, 16, 32),
+        StateBlock("begins", 0, 14, 96),
     ]

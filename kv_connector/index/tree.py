@@ -42,8 +42,9 @@ class PrefixTree:
     (requests after the first that asked for the block), `visits` (the same, and those before it in the same chat, the
     older ones faded), `visited` (when the last of them was, in visits of all blocks, which `num_visits` counts),
     `asked` (when it was asked for last, in blocks that requests have asked for, which `time` counts; -1 of a row that
-    is no node), `pins`; and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids`
-    (children with a copy on that tier, kept by the tier).
+    is no node), `pins`, `inside` (1 where the hash ends inside of a block, of which a copy has what is in front);
+    and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids` (children with a copy on
+    that tier, kept by the tier).
 
     `max_remembered` may be set at any time. It decides how long a block may be away and still be known as one that was
     asked for before: twice as many as the host holds blocks is a good number. A lower one is reached over later calls.
@@ -61,6 +62,7 @@ class PrefixTree:
         self.asked = array("q", [-1])
         self.time = 0
         self.pins = array("I", [0])
+        self.inside = bytearray(1)
         self.block = [array("i", [NONE]) for _ in Tier]
         self.kids = [array("i", [0]) for _ in Tier]
         self._hash: list[BlockHash | None] = [None]
@@ -281,6 +283,7 @@ class PrefixTree:
         where they are no path."""
         index, known, keeps = self._index, self._hash, self._keeps
         parents, depths, used, hits, asked = self.parent, self.depth, self.used, self.hits, self.asked
+        inside = self.inside
         if len(self._free) < len(hashes):
             self._grow(len(hashes))
         split = len(self._free) - len(hashes)
@@ -295,6 +298,7 @@ class PrefixTree:
             parents[node] = parent
             used[node] = now
             hits[node] = 0
+            inside[node] = 0
             asked[node] = time
             visits_of[node] = visits
             visited[node] = num_visits
@@ -321,5 +325,6 @@ class PrefixTree:
         self.asked.extend(array("q", [NONE]) * num_rows)
         for counts in (self.hits, self.pins, self._keeps, *self.kids):
             counts.frombytes(zeros * counts.itemsize)
+        self.inside += zeros
         self._hash.extend([None] * num_rows)
         self._free[:0] = range(first + num_rows - 1, first - 1, -1)

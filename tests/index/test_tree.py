@@ -78,3 +78,13 @@ def test_blocks_that_follow_nothing_are_all_children_of_the_root() -> None:
     assert [tree.hash_of(node) for node in nodes] == hashes
     assert [(tree.parent[node], tree.depth[node]) for node in nodes] == [(ROOT, tree.depth[known[0]])] * 4
     tree.check()
+
+
+def test_a_row_that_is_used_again_is_no_end_inside_of_a_block() -> None:
+    """What the engine has told of another prompt's end is not so of the block that has its row now."""
+    tree = PrefixTree(max_remembered=0)
+    (node,) = tree.insert_apart(path(1), 0.0)
+    tree.inside[node] = True
+    tree.settle([node])
+    assert tree.insert_apart(path(2), 1.0) == [node]
+    assert not tree.inside[node]

@@ -148,8 +148,8 @@ class EngineConfig:
     @property
     def takes_invalid_blocks(self) -> bool:
         """Whether it may be told of blocks that a load has not filled: with one group a request goes on behind those in
-        front, as in vLLM, with several it begins anew."""
-        return may_truncate(self.groups) or (len(self.groups) > 1 and not self.is_recurrent)
+        front, as in vLLM, with several it begins anew. Where hits end inside of blocks vLLM is told of requests."""
+        return may_truncate(self.groups) or not (len(self.groups) == 1 or self.is_recurrent or self.ends_within)
 
     @property
     def groups(self) -> tuple[BlockGroup, ...]:
@@ -258,6 +258,13 @@ def draw_replicas(rng: random.Random, configs: list[EngineConfig]) -> list[Engin
     if rng.random() < 0.7:
         return configs
     return [replace(c, replicas=c.num_ranks > 1 and not c.pipeline and c.num_parts == 1) for c in configs]
+
+
+def draw_ends(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
+    """Hits of some engines with recurrent layers end inside of blocks, where blocks have several hashes. `rng` is one
+    of its own."""
+    may_end = [c.is_recurrent and max(c.block_sizes) > c.block_size and rng.random() < 0.7 for c in configs]
+    return [replace(c, ends_within=c.ends_within or ends) for c, ends in zip(configs, may_end, strict=True)]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 WITHOUT_FLOOR = {
     "fetches that skip blocks of a group": "tests/simulation/test_objects.py has worlds that are made for them",
-    "ends within": "tests/simulation/test_ends.py has worlds that are made for them",
     "loads that end within": "tests/simulation/test_ends.py has worlds that are made for them",
     "aborted producer while preempted": "it is met once in a million steps, or not at all",
 }
@@ -117,6 +116,7 @@ FLOORS = {
     "disk wipe": 250,
     "drafts": 17000,
     "drafts planned ahead": 33000,
+    "ends within": 3000,
     "engine killed": 970,
     "engine killed with receives under way": 130,
     "engine killed with sends under way": 210,

@@ -63,6 +63,7 @@ class World:
         self.configs = configs.draw_policies(random.Random(f"{seed}/policies"), self.configs)
         self.configs = configs.draw_groups(random.Random(f"{seed}/groups"), self.configs)
         self.configs = configs.draw_replicas(random.Random(f"{seed}/replicas"), self.configs)
+        self.configs = configs.draw_ends(random.Random(f"{seed}/ends"), self.configs)
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))

@@ -82,15 +82,18 @@ def told_states(output: VllmOutput, shape: EngineShape) -> Iterator[StateBlock]:
 
 
 def told_ends(output: VllmOutput, shape: EngineShape, states: Iterable[StateBlock]) -> Iterator[StateBlock]:
-    """Of full attention the blocks that these states' ends lie in, where no block ends there."""
+    """Of full attention the blocks that these states' ends lie in, where no block ends there.
+
+    They are those of the request's table, also where vLLM has copied what it hit: the step appends to the copy, and the
+    block that was hit goes on with the rows of another prompt.
+    """
     block_state = output.kv_connector_block_state
     assert block_state is not None
     for request_id, num_tokens in dict.fromkeys((state.request_id, state.num_tokens) for state in states):
         tables = block_state.get_block_ids(request_id)
         for index, (group, size) in enumerate(zip(shape.groups, shape.block_sizes, strict=True)):
             if tables is not None and group.is_full and num_tokens % size:
-                block_id = tables[shape.group_ids[index]][num_tokens // size]
-                yield StateBlock(request_id, index, _copied(output).get(block_id, block_id), num_tokens)
+                yield StateBlock(request_id, index, tables[shape.group_ids[index]][num_tokens // size], num_tokens)
 
 
 def _copied(output: VllmOutput) -> dict[int, int]:

@@ -2,10 +2,10 @@
 
     connect -> (a name: looked up beside this thread, `resolver`) -> handshake -> open: every message is sealed -> lost
 
-What an unauthenticated connection can do: hold one of a bounded number of places for the time of a handshake; the
-oldest of those that came from outside makes room, never one that this side has begun. Garbage, a wrong secret, a
-message that was changed, one over the bound or a peer that stops reading cost their own link and nothing else, and so
-does an error of ours while a link is served.
+What an unauthenticated connection can do: hold one of a bounded number of places for the time of a handshake, or until
+it is the oldest and another one comes. Those that came from outside and those that this side has begun, which go where
+requests say, have places of their own. Garbage, a wrong secret, a message that was changed, one over the bound or a
+peer that stops reading cost their own link and nothing else, and so does an error of ours while a link is served.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .sockets import Connection
 _MOST_UNAUTHENTICATED = 64
 """Connections from outside whose handshake is not over; the oldest goes when there are more."""
 MOST_CALLS = 256
-"""Connections that this side has begun whose handshake is not over; more are not begun."""
+"""Connections that this side has begun whose handshake is not over; the oldest goes when there are more."""
 logger = logging.getLogger("kv_connector.peer")
 
 
@@ -177,8 +177,7 @@ class SideChannel:
 
     def _call(self, link: int, shown: str, address: Address) -> None:
         """Begin to reach a peer; raises PeerError where that fails at once."""
-        if sum(not c.is_open and c.handshake.is_caller for c in self._links.values()) >= MOST_CALLS:
-            raise PeerError(f"cannot be reached: {MOST_CALLS} others have not answered yet")
+        self._make_room(MOST_CALLS, is_caller=True)
         try:
             sock = socket.socket(address.family, address.kind, address.protocol)
         except OSError as error:
@@ -217,9 +216,7 @@ class SideChannel:
             sock, address = self._listener.accept()
         except OSError:
             return  # it is gone already, or we are out of descriptors: the next one may do better
-        strangers = [c for c in self._links.values() if not c.is_open and not c.handshake.is_caller]
-        if len(strangers) >= _MOST_UNAUTHENTICATED:
-            self._lose(strangers[0], f"{len(strangers)} connections without a handshake")
+        self._make_room(_MOST_UNAUTHENTICATED, is_caller=False)
         handshake = Handshake(self._secret, self._info, is_caller=False)
         connection = Connection(self._new_link(), sock, str(address[0]), handshake, self._clock(), self._seconds)
         try:
@@ -228,6 +225,12 @@ class SideChannel:
             sock.close()
             return
         self._add(connection)
+
+    def _make_room(self, most: int, is_caller: bool) -> None:
+        """For one more connection whose handshake is not over."""
+        waiting = [c for c in self._links.values() if not c.is_open and c.handshake.is_caller is is_caller]
+        if len(waiting) >= most:
+            self._lose(waiting[0], f"it is the oldest of {most} without a handshake")
 
     def _woken(self) -> None:
         os.eventfd_read(self._wake_fd)

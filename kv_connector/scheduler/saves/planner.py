@@ -84,7 +84,6 @@ class SavePlanner:
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
         self._in_order = *self._windows, *grouped.full  # what windows cannot save in a step is lost, the others' waits
         self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
-        self._inside: set[int] = set()  # host blocks being saved of ends inside of blocks: not for storage
         self._device_ids: list[int] = []  # that the step being planned saves
         self._host_ids: list[int] = []  # where it saves them
         self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
@@ -183,7 +182,6 @@ class SavePlanner:
         if not ended.ok:
             self._metrics.failed_save_jobs += 1
             self._host.discard(host_ids)
-            self._inside.difference_update(host_ids)
             self.may_save_before_reuse = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
             return
@@ -191,8 +189,7 @@ class SavePlanner:
         self._metrics.saved_blocks += len(filled)
         if filled and self._shared.events.is_read:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
-        self._on_saved([host_id for host_id in filled if host_id not in self._inside])
-        self._inside.difference_update(host_ids)
+        self._on_saved(filled)
 
     def _num_watched(self) -> int:
         """Device blocks next in line for reuse to look at, so that twice as many as one of the last steps took are kept
@@ -373,13 +370,12 @@ class SavePlanner:
             nodes = self._tree.insert_apart([taken.keys[index] for index in taken.shown], now)
             node_of = dict(zip(taken.shown, nodes, strict=True))
             targets = [node_of[index] for index in saved]
+            for index, node in node_of.items():
+                self._tree.inside[node] = (index + 1) * taken.size % self._hashes_per_block[taken.group] > 0
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
         self._device_ids += [taken.device_ids[index] for index in saved]
         self._host_ids += host_ids
-        per_block = self._hashes_per_block[taken.group]
-        ends = zip(host_ids, saved, strict=True)
-        self._inside.update(host_id for host_id, index in ends if (index + 1) * taken.size % per_block)
         num_pinned = self._num_pinned(taken.keys, saved)
         num_hit = max(0, bisect_left(saved, state.num_hit_hashes // taken.size) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned

@@ -79,10 +79,12 @@ class BackupPlanner:
         return any(waiting for _, waiting in self._waiting)
 
     def saved(self, host_ids: Sequence[int]) -> None:
-        """Host blocks were filled by a save."""
+        """Host blocks were filled by a save; what holds an end inside of a block stays on the host."""
         self._note_replaced(host_ids)
         marked = self._marked.intersection(host_ids)
         self._marked -= marked
+        host_ids = self._grouping.whole(host_ids)
+        marked.intersection_update(host_ids)
         self._unstored.update(host_ids)
         whole = self._grouping.ending_whole(host_ids)
         self._ends.update(whole, marked)

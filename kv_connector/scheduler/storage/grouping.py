@@ -22,6 +22,7 @@ class Grouping:
 
     def __init__(self, grouped: GroupedTree, host: CacheTier, ranks: RankStates) -> None:
         self._windows = grouped.windows
+        self._ends_within = grouped.ends_within
         self._host = host
         self._tree = host.tree
         self._ranks = ranks
@@ -38,6 +39,13 @@ class Grouping:
     def start(self, place: int) -> int:
         """Where the group begins that has the block at this place of a prefix."""
         return place - place % self.num_blocks
+
+    def whole(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Those of these host blocks that are copied to their end. Nobody looks for others in storage."""
+        if not self._ends_within:
+            return block_ids
+        nodes, inside = self._host.nodes_of(block_ids), self._tree.inside
+        return [block_id for block_id, node in zip(block_ids, nodes, strict=True) if not inside[node]]
 
     def ending_whole(self, block_ids: Sequence[int]) -> list[int]:
         """Those of these host blocks that end whole groups."""

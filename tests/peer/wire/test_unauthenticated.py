@@ -520,17 +520,16 @@ def test_what_waits_for_a_peer_is_bounded(listener: Side) -> None:
 
 
 def test_those_who_never_answer_take_a_bounded_number_of_descriptors() -> None:
-    """Requests name hosts that accept connections and say nothing: others are reached once these are given up."""
+    """Requests name hosts that accept connections and say nothing: the oldest make room, and others are reached."""
     silent = socket.create_server(("127.0.0.1", 0), backlog=MOST_CALLS + 50)
-    side, good = Side(Backend("shared_memory").open(Pool(), seconds=1.0)), Side(Backend("shared_memory").open(Pool()))
+    side, good = Side(Backend("shared_memory").open(Pool(), seconds=3.0)), Side(Backend("shared_memory").open(Pool()))
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(MOST_CALLS + 20):
         side.transport.connect("127.0.0.1", silent.getsockname()[1])
     assert len(os.listdir("/proc/self/fd")) - before <= MOST_CALLS
-    side.poll()
-    assert len(side.of(Lost)) == 20, "those are told at once"
-    until(lambda: len(side.of(Lost)) == MOST_CALLS + 20, side)
     link_up(side, good)
+    assert [lost.link for lost in side.of(Lost)] == list(range(1, 22)), "they are given up at once"
+    until(lambda: len(side.of(Lost)) == MOST_CALLS + 20, side)
     silent.close()
     good.transport.close()
     side.transport.close()

@@ -8,13 +8,14 @@ from kv_connector.base import ScheduledRequest, SchedulerOutput, StateBlock
 from kv_connector.config import Config
 from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.scheduler.companions import Companions
 from kv_connector.types import NO_BLOCK, StepPlan, StepReport
 from tests.scheduler.test_half import Asked, ForeignBlocks, report
 
 PROMPT = list(range(17))
 GROUPS = (BlockGroup(), BlockGroup(window_blocks=1, hashes_per_block=2, states_are_told=True))
 """Blocks of 4 tokens, and states behind every 8."""
+INSIDE = (BlockGroup(hashes_per_block=2), BlockGroup(1, 2, states_are_told=True))
+STORAGE = {"path": "unused", "capacity": 8 << 20}
 
 
 def make_hybrid(
@@ -152,8 +153,7 @@ def test_what_has_no_name_is_not_saved_as_something_else(num_tokens: int) -> Non
 def make_inside(**settings: object) -> tuple[SchedulerHalf, Asked]:
     """Blocks of 8 tokens, hashes of 4, and a prompt that ends behind 13: its last hash ends inside of blocks. What the
     engine tells there is saved."""
-    groups = (BlockGroup(hashes_per_block=2), BlockGroup(1, 2, states_are_told=True))
-    half, request = make_hybrid(groups=groups, ends_within=True, **settings), Asked("a", PROMPT[:13])
+    half, request = make_hybrid(groups=INSIDE, ends_within=True, **settings), Asked("a", PROMPT[:13])
     half.update_state_after_alloc(request, [[0, 1], [10, 11]], 0, 0)
     report(half, step(half, request, 0, 12))
     plan = step(half, request, 12, 1, StateBlock("a", 1, 15, 12), StateBlock("a", 0, 1, 12))
@@ -185,13 +185,45 @@ def test_what_the_device_has_up_to_inside_of_a_block_is_not_gone_on_with() -> No
     assert half.get_num_new_matched_tokens(longer, 8) == (4, True)
 
 
-def test_ends_inside_of_blocks_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ends_inside_of_blocks_stay_on_the_host() -> None:
     """Storage looks for blocks."""
-    offered: list[int] = []
-    monkeypatch.setattr(Companions, "saved", lambda self, host_ids: offered.extend(host_ids))
-    half, request = make_inside()
-    assert half.host.hashes_of(offered) == half._grouped.keys(request.block_hashes, 0)[:]
+    half, request = make_inside(storage=STORAGE)
     assert half.host.num_copies == 3
+    assert half.build_connector_meta(SchedulerOutput()).storage == ()
+    leased = [block_id for block_id in half.host.pool.live_ids() if half.host.pool.refs(block_id)]
+    assert half.host.hashes_of(leased) == half._grouped.keys(request.block_hashes, 0)[:], "being written"
+
+
+def test_ends_inside_of_blocks_that_are_saved_before_their_reuse_stay_on_the_host() -> None:
+    """Under `write_back` the engine's pool names what goes next: blocks are known by hash alone then."""
+    half = make_hybrid(groups=INSIDE, ends_within=True, write_policy="write_back", storage=STORAGE)
+    blocks, request = ForeignBlocks(), Asked("a", PROMPT[:13])
+    half._pool._blocks = blocks
+    half.update_state_after_alloc(request, [[0, 1], [10, 11]], 0, 0)
+    report(half, step(half, request, 0, 12))
+    report(half, step(half, request, 12, 1, StateBlock("a", 1, 15, 12), StateBlock("a", 0, 1, 12)))
+    half.request_finished(request)
+    ends = [half._grouped.end_key(request.block_hashes, group, 3) for group in range(2)]
+    blocks.order = [(1, ends[0]), (15, ends[1])]
+    plan = half.build_connector_meta(SchedulerOutput())
+    assert saved(plan) == [1, 15]
+    report(half, plan)
+    assert half.build_connector_meta(SchedulerOutput()).storage == ()
+
+
+def test_an_end_inside_of_a_block_is_not_written_in_place_of_what_its_host_block_held() -> None:
+    """Three blocks that are to be written before they go are evicted in one step, for a block and two ends inside of
+    the next one, which go first."""
+    half = make_hybrid(3, INSIDE, ends_within=True, storage=STORAGE | {"backup": "on_eviction"})
+    before, after = Asked("before", range(25)), Asked("after", range(100, 113))
+    half.update_state_after_alloc(before, [[0, 1, 2, 3], [10, 11, 12, 13]], 0, 0)
+    report(half, step(half, before, 0, 24))
+    half.update_state_after_alloc(after, [[4, 5], [14, 15]], 0, 0)
+    plan = step(half, after, 0, 13, StateBlock("after", 1, 15, 12), StateBlock("after", 0, 5, 12))
+    assert saved(plan) == [4, 5, 15]
+    report(half, plan)
+    assert half.build_connector_meta(SchedulerOutput()).storage == ()
+    assert half.get_kv_connector_stats()["dropped_backups_blocks"] == 3
 
 
 def test_a_state_of_nobody_is_not_saved() -> None:

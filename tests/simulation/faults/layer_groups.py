@@ -8,6 +8,8 @@ _LOOKUP = "kv_connector/index/lookup.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _HALF = "kv_connector/scheduler/half.py"
+_BACKUPS = "kv_connector/scheduler/storage/backups.py"
+_GROUPING = "kv_connector/scheduler/storage/grouping.py"
 _WORLDS = tested("tests/simulation/test_layer_groups.py::test_layers_of_several_kinds_break_no_promise")
 _ENDS = tested("tests/simulation/test_ends.py::test_hits_that_end_inside_of_blocks_break_no_promise")
 _HITS = "tests/index/test_lookup.py::test_a_hit_is_the_longest_prefix_that_every_group_can_serve"
@@ -182,8 +184,26 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "ends-in-storage",
         "storage is given copies that it never looks for",
-        (Patch(_PLANNER, "[host_id for host_id in filled if host_id not in self._inside]", "filled"),),
+        (Patch(_GROUPING, "if not self._ends_within:", "if True:"),),
         tested(f"{_SAVES}::test_ends_inside_of_blocks_stay_on_the_host"),
+    ),
+    Mutant(
+        "ends-in-place-of-blocks",
+        "an end inside of a block goes to storage in place of what its host block held before",
+        (
+            Patch(
+                _BACKUPS,
+                "        self._note_replaced(host_ids)\n        marked",
+                "        self._note_replaced(self._grouping.whole(host_ids))\n        marked",
+            ),
+        ),
+        tested(f"{_SAVES}::test_an_end_inside_of_a_block_is_not_written_in_place_of_what_its_host_block_held"),
+    ),
+    Mutant(
+        "blocks-taken-for-ends",
+        "a block whose row of the tree was an end's before never goes to storage",
+        (Patch("kv_connector/index/tree.py", "            inside[node] = 0\n", ""),),
+        tested("tests/index/test_tree.py::test_a_row_that_is_used_again_is_no_end_inside_of_a_block"),
     ),
     Mutant(
         "ends-with-drafts",

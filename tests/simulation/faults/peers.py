@@ -529,7 +529,7 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "strangers-first",
         "strangers who say nothing throw out a handshake that this engine has begun",
-        (Patch(_CHANNEL, "if not c.is_open and not c.handshake.is_caller]", "if not c.is_open]"),),
+        (Patch(_CHANNEL, "if not c.is_open and c.handshake.is_caller is is_caller]", "if not c.is_open]"),),
         tested("tests/peer/wire/test_channel.py::test_strangers_throw_out_no_handshake_that_this_side_has_begun"),
     ),
     Mutant(

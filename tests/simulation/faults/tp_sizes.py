@@ -12,6 +12,8 @@ _LAYOUT = "kv_connector/transfer/memory/layout.py"
 _WORLDS = tested("tests/simulation/test_tp_sizes.py::test_kv_transfers_between_tp_sizes_break_no_promise")
 _CONTINUED = "tests/simulation/test_tp_sizes.py::test_every_pair_of_sizes_continues_prompts_of_every_model"
 _BYTES = "tests/peer/test_tp_sizes.py"
+_CHANNEL = "kv_connector/peer/wire/channel.py"
+_SILENT = "tests/peer/wire/test_unauthenticated.py::test_those_who_never_answer_take_a_bounded_number_of_descriptors"
 
 TP_SIZES: tuple[Mutant, ...] = (
     Mutant(
@@ -173,10 +175,21 @@ TP_SIZES: tuple[Mutant, ...] = (
     Mutant(
         "calls-without-end",
         "hosts that never answer take every descriptor of the process",
-        (Patch("kv_connector/peer/wire/channel.py", "for c in self._links.values()) >= MOST_CALLS:", "for c in ()):"),),
-        tested(
-            "tests/peer/wire/test_unauthenticated.py::test_those_who_never_answer_take_a_bounded_number_of_descriptors"
+        (Patch(_CHANNEL, "        self._make_room(MOST_CALLS, is_caller=True)\n", ""),),
+        tested(_SILENT),
+    ),
+    Mutant(
+        "calls-of-the-silent",
+        "where many hosts never answer no other one is reached until these are given up",
+        (
+            Patch(
+                _CHANNEL,
+                "        if len(waiting) >= most:\n            self._lose(",
+                "        if is_caller and len(waiting) >= most:\n            raise PeerError('cannot be reached')\n"
+                "        if len(waiting) >= most:\n            self._lose(",
+            ),
         ),
+        tested(_SILENT),
     ),
     Mutant(
         "stages-forgotten",

@@ -88,8 +88,19 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "ends-of-the-next-block",
         "of attention the block behind the one that a prompt ends inside of is kept",
-        Patch(f"{_FOLDER}/steps.py", "[num_tokens // size]\n", "[min(num_tokens // size + 1, len(tables[0]) - 1)]\n"),
+        Patch(f"{_FOLDER}/steps.py", "[num_tokens // size], ", "[min(num_tokens // size + 1, len(tables[0]) - 1)], "),
         f"{_TESTS}/test_vllm_steps.py::test_where_a_prompt_ends_inside_of_blocks_attention_is_told_of",
+    ),
+    _mutant(
+        "ends-of-another-prompt",
+        "of attention the block that a hit was copied from is kept for what the step has computed behind the hit",
+        Patch(
+            f"{_FOLDER}/steps.py",
+            "tables[shape.group_ids[index]][num_tokens // size], num_tokens)",
+            "_copied(output).get(i := tables[shape.group_ids[index]][num_tokens // size], i), num_tokens)",
+        ),
+        f"{_TESTS}/test_vllm_steps.py::test_where_a_prompt_ends_inside_of_blocks_attention_is_told_of",
+        f"{_HYBRID}::test_what_is_computed_behind_a_hit_inside_of_a_block_is_saved_with_it",
     ),
     _mutant(
         "states-of-any-rounding",
