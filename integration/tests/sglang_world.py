@@ -153,7 +153,7 @@ def _seams() -> Iterator[None]:
         (transfer_engine, "make_submitter", lambda queue, _: SimulatedSubmitter(current_rank().device, queue)),
         (worker_half, "make_fallback", make_path),
         (replica, "build_worker", lambda *args, **options: build.build_worker(*args, make_path=make_path, **options)),
-        (build, "_open_storage", open_storage),
+        (build, "open_storage", open_storage),
         (linker, "Ranks", ThreadRanks),
         (linker, "refuse_unserved", lambda *_: None),
         (linker, "read_backend", lambda: ""),
