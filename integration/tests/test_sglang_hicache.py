@@ -220,6 +220,12 @@ class OwingStorage:
             future.set_result([True] * len(buffers))
         self.owed.clear()
 
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.answer()
+
 
 def test_a_late_answer_reaches_no_page() -> None:
     """SGLang has given the page to others by then. Until it comes storage is asked for nothing."""
@@ -273,6 +279,52 @@ def test_what_is_cleared_is_never_found_again(make: Make) -> None:
         assert tier.back_up(TOKENS[: 3 * PAGE], [1, 2, 3]) == 3 * PAGE
         assert tier.prefetch(TOKENS, range(8, 14)) == (3 * PAGE, 3 * PAGE)
     assert make().prefetch(TOKENS, range(8, 14)) == (6 * PAGE, 6 * PAGE)
+
+
+def test_what_is_cleared_stays_so_when_storage_is_attached_again(make: Make) -> None:
+    """The weights are still others than those of the launch line. What was stored since is found."""
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+    first = make(others={"swa": make_host_pool("layer_first")})
+    first.back_up(TOKENS, range(1, 7))
+    window = [PoolTransfer("swa", slots_of([1]), keys=page_hashes(TOKENS)[:1])]
+    assert first.storage.batch_set_v2(window) == {"swa": [True]}
+    tier = make()
+    for _ in range(2):
+        tier.storage.clear()
+    assert tier.back_up(TOKENS[: 3 * PAGE], [1, 2, 3]) == 3 * PAGE
+    controller = tier.controller
+    extra = dict(controller.storage_config.extra_config)
+    controller.detach_storage_backend()
+    controller.attach_storage_backend("dynamic", PAGE, "tiny", extra, host_pools=controller.mem_pool_host.entries)
+    assert tier.prefetch(TOKENS, range(8, 14)) == (3 * PAGE, 3 * PAGE)
+    controller.storage_backend.register_mem_host_pool_v2(make_host_pool("layer_first"), "swa")
+    assert controller.storage_backend.batch_get_v2(window) == {"swa": [False]}, "a pool that comes later"
+    controller.clear_storage_backend()
+    assert tier.prefetch(TOKENS, range(8, 14)) == (0, 0)
+
+
+def test_a_store_that_hangs_is_waited_for_once(make: Make) -> None:
+    """Whatever number of pools there are: SGLang gives its storage threads 10 seconds to end when it is flushed, and
+    its scheduler ends where they do not."""
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+    assert Patience()._seconds < 10
+    tier = make(make_host_pool("layer_first"), {"swa": make_host_pool("layer_first")})
+    hashes, slots = page_hashes(TOKENS), slots_of(range(1, 7))
+    pools, asked = tier.storage._pools, OwingStorage()
+    pools["kv"]._patience._seconds = 0.0
+    for pool in pools.values():
+        pool._storage.close()
+        pool._storage = asked
+    assert tier.storage.batch_get_v1(hashes, slots) == [False] * 6
+    assert tier.storage.batch_get_v2([PoolTransfer("swa", slots, keys=hashes)]) == {"swa": [False] * 6}
+    assert tier.storage.batch_exists(hashes) == 0
+    assert len(asked.owed) == 1
+    asked.answer()
+    assert tier.storage.batch_get_v2([PoolTransfer("swa", slots, keys=hashes)]) == {"swa": [False] * 6}
+    assert len(asked.owed) == 1
+    asked.answer()
 
 
 def test_metrics_are_told_once(make: Make) -> None:

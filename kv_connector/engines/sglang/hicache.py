@@ -13,7 +13,8 @@ SGLang owns the pages: it locks them for as long as one of these calls runs, and
 storage (`host_pages.py`), on a thread that has nothing else to do. A page's name is SGLang's hash of it, which covers
 tokens, adapter and salt, under the identity that the linker has too (`identity.py`), the rank, and how the pool lies in
 memory (`host_storage.py`). What cannot be read or written in time is a miss: no call raises but those at the start.
-There is no other state than the pools' storages, `_salt`, which a clear changes, and what SGLang's metrics are told.
+There is no other state than the pools' storages, `_salt`, which a clear changes, what SGLang's metrics are told, and
+`_CLEARED`: what was cleared stays so when SGLang detaches storage and attaches it again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -41,6 +43,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel
 
 from ...types import BlockHash
+from .host_pages import Patience
 from .host_storage import HostStorage, identity_of, read_storage_settings, refuse_unserved
 from .identity import read_backend, read_identity
 from .ranks import Ranks
@@ -48,6 +51,9 @@ from .ranks import Ranks
 logger = logging.getLogger("kv_connector.sglang")
 
 T = TypeVar("T")
+
+_CLEARED: WeakKeyDictionary[Any, list[bytes]] = WeakKeyDictionary()
+"""The salts of all clears, by the host pool of keys and values, which lives as long as the engine."""
 
 
 class TieredKVStorage(HiCacheStorage):
@@ -60,6 +66,7 @@ class TieredKVStorage(HiCacheStorage):
         self._config = storage_config
         self._salt = _common_salt(storage_config)
         self._pools: dict[str, HostStorage] = {}
+        self._patience = Patience()  # of all pools: one store that hangs is waited for once
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()
         self._is_faulty = False
@@ -82,7 +89,9 @@ class TieredKVStorage(HiCacheStorage):
         identity = identity_of(self._config, cache, read_backend(), name)
         # An engine lends a store its memory once.
         settings = replace(self._settings, segment_memory=0) if self._pools else self._settings
-        self._pools[name] = HostStorage(settings, identity, pool)
+        self._pools[name] = storage = HostStorage(settings, identity, pool, self._patience)
+        for salt in _CLEARED.get(self.mem_pool_host, ()):
+            storage.rename(salt)
 
     # What is stored.
 
@@ -157,6 +166,7 @@ class TieredKVStorage(HiCacheStorage):
 
     def clear(self) -> None:
         """What is stored is found no more, by this engine; its room is used again in time."""
+        _CLEARED.setdefault(self.mem_pool_host, []).append(self._salt)
         for pool in self._pools.values():
             pool.rename(self._salt)
         self._salt = hashlib.sha256(self._salt).digest()

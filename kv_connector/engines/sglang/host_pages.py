@@ -30,7 +30,8 @@ _MOST_RUNS = 2
 """Of a page that is lent: a layer's pieces are too short to be blocks of their own."""
 _STAGING_BYTES = 64 << 20
 """For each of SGLang's two threads that move pages, so that a batch of them is few calls."""
-_SECONDS = 30.0
+_SECONDS = 8.0
+"""SGLang's scheduler ends where its storage threads do not within 10 seconds, when the cache is flushed."""
 
 _NAMED = ("storage_format_tag", "start_layer", "end_layer", "layer_num")
 _Call = Callable[[Sequence[bytes], Sequence[memoryview], bool], "Future[list[bool]]"]
@@ -221,8 +222,9 @@ def open_pages(pool: Any, patience: Patience) -> HostPages:
         return StagedPages(pool, patience)
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(
-            f"--hicache-mem-layout {pool.layout} is not served ({error}): give page_first, page_first_direct or "
-            "layer_first"
+            f"the host pool of this model ({type(pool).__name__}, {pool.layout}) is not served ({error}): give "
+            "another --hicache-mem-layout, page_first, page_first_direct or layer_first, and where all are refused "
+            "start without --hicache-storage-backend"
         ) from error
 
 

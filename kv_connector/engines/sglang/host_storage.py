@@ -89,15 +89,15 @@ def identity_of(config: HiCacheStorageConfig, cache: CacheIdentity, backend: str
 
 
 class HostStorage:
-    """The stored pages of one host pool. Calls block, for 30 seconds at most but where pages are lent to storage, and
-    may come from any thread."""
+    """The stored pages of one host pool. Calls block, for as long as there is patience but where pages are lent to
+    storage, and may come from any thread."""
 
-    def __init__(self, config: StorageConfig, identity: RankIdentity, pool: Any) -> None:
+    def __init__(self, config: StorageConfig, identity: RankIdentity, pool: Any, patience: Patience) -> None:
         """Opens the storage. Raises ConfigError."""
         self.page_bytes = pool.size_per_token * pool.page_size
         self._size, self._num_slots = pool.page_size, pool.size
-        self._patience = Patience()
-        self._pages = pages = open_pages(pool, self._patience)
+        self._patience = patience
+        self._pages = pages = open_pages(pool, patience)
         assert identity.cache is not None
         self._root = root_hash(identity.cache)
         self._storage = open_storage(

@@ -218,6 +218,22 @@ SGLANG: tuple[Mutant, ...] = (
         f"{_HICACHE}::test_what_is_cleared_is_never_found_again",
     ),
     _mutant(
+        "clears-forgotten",
+        "what was cleared is found again when storage is attached again",
+        "hicache.py",
+        "            storage.rename(salt)\n",
+        "            pass\n",
+        f"{_HICACHE}::test_what_is_cleared_stays_so_when_storage_is_attached_again",
+    ),
+    _mutant(
+        "patience-of-each-pool",
+        "a store that hangs is waited for by each pool, until SGLang's scheduler ends for it",
+        "host_storage.py",
+        "        self._patience = patience\n        self._pages = pages = open_pages(pool, patience)\n",
+        "        self._patience = Patience()\n        self._pages = pages = open_pages(pool, self._patience)\n",
+        f"{_HICACHE}::test_a_store_that_hangs_is_waited_for_once",
+    ),
+    _mutant(
         "host-errors-raised",
         "what goes wrong in a look-up, read or write is raised into SGLang's threads",
         "hicache.py",
