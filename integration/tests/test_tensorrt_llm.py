@@ -255,6 +255,20 @@ def test_what_was_offered_is_leased_until_it_is_loaded() -> None:
         assert scheduler.stats()["host_leased_blocks"] == 0
 
 
+def test_an_offer_that_is_given_back_is_leased_no_more() -> None:
+    with running(Options()) as engine:
+        (prompt,) = asked = prompts(engine, 1, seed="given back")
+        engine.generate(asked)
+        scheduler = scheduler_of(engine.llm.ranks[0])
+        request = SimpleNamespace(request_id=10**6, get_tokens=lambda beam: list(prompt))
+        num_offered, _ = scheduler.get_num_new_matched_tokens(request, 0)
+        scheduler.cancel_load(request, num_offered // 2, num_offered)
+        assert scheduler.stats()["host_leased_blocks"] > 0
+        scheduler.cancel_load(request, 0, num_offered)
+        assert scheduler.stats()["host_leased_blocks"] == 0
+        engine.check_idle()
+
+
 def test_a_part_of_an_offer_is_loaded_where_blocks_for_no_more_are_there() -> None:
     """And what a step of such a request computes is believed to end too soon rather than too late."""
     with running(Options()) as engine:

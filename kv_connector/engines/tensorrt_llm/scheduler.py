@@ -106,8 +106,11 @@ class TieredKVScheduler:
         self._allocated(request, _only_group(block_ids_by_layer_group), is_whole_prompt=False)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """Tokens that were offered will be computed: they are loaded nevertheless, in front of that, or not at all
-        where the request has no blocks."""
+        """Tokens that were offered will be computed, or nobody wants them any more. Where it has blocks they are loaded
+        nevertheless, in front of that; where all of the offer is meant it may have ended, and is forgotten."""
+        live = self._live.get(request.request_id)
+        if live is not None and not live.block_ids and start <= live.num_local:
+            self._lose(request.request_id)
 
     def request_reset(self, request: Any) -> None:
         """Its blocks are gone, and it will ask anew."""
