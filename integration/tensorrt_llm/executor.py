@@ -4,6 +4,7 @@
     4 park loads    5 metadata to all ranks    6 start_load_kv    7 forward, with hooks around each layer
     8 wait_for_save    9 finished requests: request_finished, responses    10 get_finished
 
+A request that is canceled, or answered with an error, is freed behind step 9, and the connector is told nothing of it.
 With overlap the results of a step are taken in after the next one was launched. An idle loop stands still until
 somebody asks something. An error of the forward pass answers all active requests; with overlap it then ends the loop.
 """
@@ -273,7 +274,8 @@ class Executor:
     def _end(self, request: LlmRequest, response: Response) -> None:
         self._active.remove(request)
         if request.block_ids:
-            is_held = self.manager is not None and self.manager.request_finished(request)
+            has_finished = response.token_ids is not None  # else the connector is not told
+            is_held = has_finished and self.manager is not None and self.manager.request_finished(request)
             self.kv.store(request)
             if not is_held:
                 self.kv.free(request)

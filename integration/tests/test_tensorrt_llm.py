@@ -23,7 +23,7 @@ from integration import faults
 from integration.tensorrt_llm.blocks import LlmRequest
 from integration.tensorrt_llm.engine import LLM, llm_args
 from integration.tensorrt_llm.executor import Options
-from integration.tests.tensorrt_llm_engines import ModelledEngine, running, scheduler_of, worker_of
+from integration.tests.tensorrt_llm_engines import ModelledEngine, delay_saves, running, scheduler_of, worker_of
 from kv_connector.engines.tensorrt_llm import TieredKVWorker
 from kv_connector.engines.tensorrt_llm.identity import PromptHasher
 from kv_connector.engines.tensorrt_llm.launch import VARIABLE, read_settings, refuse_unserved
@@ -196,6 +196,45 @@ def test_a_request_that_has_ended_is_held_while_its_blocks_are_saved(expected: E
         engine.check_idle()
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["canceled", "forward pass fails"])
+def test_blocks_of_a_request_that_was_given_up_are_not_saved_with_the_bytes_of_another(
+    fails: bool, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT-LLM frees them at once and says nothing; here saves that read them have not begun."""
+    with running(Options(num_blocks=20)) as engine:
+        (prompt,) = asked = prompts(engine, 1, seed="given up")
+        engine.llm.call(lambda executor: delay_saves(executor, 10**6))
+        executor = engine.llm.ranks[0]
+        forward, num_steps = executor._forward, iter(range(10**6))
+
+        def given_up(batch: Any) -> Any:
+            results = forward(batch)
+            if next(num_steps) == 1:
+                if fails:
+                    raise RuntimeError("a kernel has failed")
+                batch[0].is_canceled = True
+            return results
+
+        monkeypatch.setattr(executor, "_forward", given_up)
+        (said,) = engine.generate(asked, num_tokens=32)
+        assert said.token_ids is None
+        scheduler = scheduler_of(executor)
+        assert len(scheduler._live) == 1, "nobody has said that it has ended"
+        (other,) = prompts(engine, 1, 18 * engine.block_tokens, seed="takes all blocks")
+        engine.generate([other], num_tokens=2)
+        assert not scheduler._live
+        assert len(scheduler._half._requests) == 0
+        late = worker_of(executor)._half._engine
+        late._most = 0
+        engine.llm.call(lambda executor: late._submit(lambda left: True))
+        for turn in range(3):
+            evict(engine, f"given up {turn}")
+        (again,) = engine.generate(asked)
+        assert again.token_ids == expected(asked, 8)[0]
+        assert again.num_loaded == loadable(engine, prompt)
+        engine.check_idle()
+
+
 def test_what_was_offered_is_leased_until_it_is_loaded() -> None:
     """The engine's second cache manager may take an offer up some iterations later."""
     with running(Options()) as engine:
@@ -214,6 +253,20 @@ def test_what_was_offered_is_leased_until_it_is_loaded() -> None:
         assert scheduler._half.host.blocks_of(nodes) == leased
         assert not scheduler.request_finished(request, [])
         assert scheduler.stats()["host_leased_blocks"] == 0
+
+
+def test_an_offer_that_is_given_back_is_leased_no_more() -> None:
+    with running(Options()) as engine:
+        (prompt,) = asked = prompts(engine, 1, seed="given back")
+        engine.generate(asked)
+        scheduler = scheduler_of(engine.llm.ranks[0])
+        request = SimpleNamespace(request_id=10**6, get_tokens=lambda beam: list(prompt))
+        num_offered, _ = scheduler.get_num_new_matched_tokens(request, 0)
+        scheduler.cancel_load(request, num_offered // 2, num_offered)
+        assert scheduler.stats()["host_leased_blocks"] > 0
+        scheduler.cancel_load(request, 0, num_offered)
+        assert scheduler.stats()["host_leased_blocks"] == 0
+        engine.check_idle()
 
 
 def test_a_part_of_an_offer_is_loaded_where_blocks_for_no_more_are_there() -> None:

@@ -31,6 +31,7 @@ class LiveRequest:
     block_ids: list[int] = field(default_factory=list)
     is_whole_prompt: bool = True  # `block_ids` are those of the prompt, and all that was offered is used
     is_named: bool = True  # its hashes cover all that decides its blocks: they may be saved
+    allocation: int = 0  # which one: a request that is replayed has several
     _num_reported_tokens: int = 0
     _num_reported_blocks: int = 0
 

@@ -6,8 +6,12 @@
     update_state_after_alloc     allocated     update_state_after_alloc                         leased for the load
     build_connector_meta         batch         build_connector_meta: the plan is the metadata   the jobs
     (the worker of rank 0)       get_finished  update_connector_output                          ended jobs let go
-    request_finished             end, abort    request_finished; held while copies use blocks   TensorRT-LLM's
+    request_finished             end           request_finished; held while copies use blocks   TensorRT-LLM's
     request_reset                replay        request_finished; the next step waits for copies TensorRT-LLM's
+    (blocks given to another)    abort, error  the same
+
+Of a request that is canceled, or answered with an error, nothing is said, and its blocks are free at once. It is found
+out when another is given one of them.
 
 A question is answered at once and once: there is no "ask again", and a request is allocated before storage could say
 anything. What that has is fetched for those that come later (`_seek`). Loads are those of the step that needs them,
@@ -61,10 +65,12 @@ class TieredKVScheduler:
         self._used = UsedBlocks()
         self._half.bind_block_pool(self._used)
         self._live: dict[int, LiveRequest] = {}
+        self._holders: dict[int, tuple[int, int]] = {}  # by block, request and allocation that it was given to last
+        self._allocations = itertools.count()
         self._held: dict[int, list[int]] = {}  # blocks of requests that have ended, by request
         self._seeks = itertools.count()
         self._sought: deque[SoughtPrefix] = deque()
-        self._has_lost_blocks = False  # a live request, since the last plan
+        self._has_lost_blocks = False  # since the last plan: the next step may write what copies use
         self._place = meeting_place(llm_args)
         self._place.scheduler = self
         # TensorRT-LLM does not say when it ends.
@@ -100,25 +106,33 @@ class TieredKVScheduler:
         self._allocated(request, _only_group(block_ids_by_layer_group), is_whole_prompt=False)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """Tokens that were offered will be computed: they are loaded nevertheless, in front of that, or not at all
-        where the request has no blocks."""
+        """Tokens that were offered will be computed, or nobody wants them any more. Where it has blocks they are loaded
+        nevertheless, in front of that; where all of the offer is meant it may have ended, and is forgotten."""
+        live = self._live.get(request.request_id)
+        if live is not None and not live.block_ids and start <= live.num_local:
+            self._lose(request.request_id)
 
     def request_reset(self, request: Any) -> None:
         """Its blocks are gone, and it will ask anew."""
-        live = self._live.pop(request.request_id, None)
-        if live is None:
-            return
-        self._withdraw_offer(live)
-        self._half.request_finished(live)  # the replay is another allocation, with hashes of its own
-        self._has_lost_blocks |= bool(live.block_ids)
+        live = self._live.get(request.request_id)
+        if live is not None:
+            self._lose(request.request_id)
+            self._has_lost_blocks |= bool(live.block_ids)
 
     # Each step.
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         """The plan of the step, for every rank's worker."""
         data = (*scheduler_output.new_requests, *scheduler_output.cached_requests)
-        known = [(live, item) for item in data if (live := self._live.get(item.request_id)) is not None]
-        scheduled = [live.scheduled(item) for live, item in known if live.is_named]
+        scheduled = []
+        for item in data:
+            live = self._live.get(item.request_id)
+            if live is None:
+                continue
+            share = live.scheduled(item)
+            self._give(item.request_id, share.new_block_ids[0])
+            if live.is_named:
+                scheduled.append(share)
         plan = self._half.build_connector_meta(SchedulerOutput(scheduled))
         lost, self._has_lost_blocks = self._has_lost_blocks, False
         # Nobody has kept them for copies under way.
@@ -181,6 +195,7 @@ class TieredKVScheduler:
         self.request_reset(request)
         token_ids = list(request.get_tokens(0))
         live = LiveRequest(str(request.request_id), token_ids, self._hasher.start(request))
+        live.allocation = next(self._allocations)
         self._live[request.request_id] = live
         return live
 
@@ -207,9 +222,27 @@ class TieredKVScheduler:
                 f"larger than {size}: set kv_cache_config.tokens_per_block to what the model's attention takes"
             )
         live.block_ids, live.is_whole_prompt, live.is_named = list(block_ids), is_whole_prompt, is_named(request)
+        self._give(request.request_id, block_ids[live.num_local // size :])
         num_covered = max(0, len(block_ids) - live.num_local // size) * size
         self._half.update_state_after_alloc(live, [block_ids], live.num_local, min(live.num_offered, num_covered))
         self._withdraw_offer(live)
+
+    def _give(self, request_id: int, block_ids: Sequence[int]) -> None:
+        """The request was given blocks that it will write. Whoever had them before has ended, and nobody has kept them
+        for copies under way."""
+        self._has_lost_blocks |= self._used.any_of(block_ids)
+        own = request_id, self._live[request_id].allocation
+        for holder_id, allocation in {self._holders.get(block_id, own) for block_id in block_ids} - {own}:
+            holder = self._live.get(holder_id)
+            if holder is not None and holder.allocation == allocation:
+                self._lose(holder_id)
+        self._holders |= dict.fromkeys(block_ids, own)
+
+    def _lose(self, request_id: int) -> None:
+        """Its blocks are gone. If it is replayed, that is another allocation, with hashes of its own."""
+        live = self._live.pop(request_id)
+        self._withdraw_offer(live)
+        self._half.request_finished(live)
 
     def _withdraw_offer(self, live: LiveRequest) -> None:
         """The load's own lease has taken over, or nobody wants it any more."""

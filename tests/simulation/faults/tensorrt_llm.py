@@ -46,6 +46,22 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "test_requests_that_are_replayed",
     ),
     _mutant(
+        "given-up-unfenced",
+        "blocks of a request that was given up, of which nobody says so, are written while they are saved",
+        "scheduler.py",
+        "        self._has_lost_blocks |= self._used.any_of(block_ids)\n",
+        "",
+        "test_blocks_of_a_request_that_was_given_up_are_not_saved_with_the_bytes_of_another",
+    ),
+    _mutant(
+        "given-up-kept",
+        "what is known of a request that was given up is kept for ever",
+        "scheduler.py",
+        "            if holder is not None and holder.allocation == allocation:\n",
+        "            if False:\n",
+        "test_blocks_of_a_request_that_was_given_up_are_not_saved_with_the_bytes_of_another",
+    ),
+    _mutant(
         "offers-used-up",
         "a step is believed to compute behind all that was offered, also where less is used",
         "requests.py",
@@ -105,8 +121,8 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "images-unnamed",
         "blocks of images that have no hash are saved under the placeholders in the prompt",
         "scheduler.py",
-        "for live, item in known if live.is_named]",
-        "for live, item in known]",
+        "            if live.is_named:\n",
+        "            if True:\n",
         "test_images_without_a_hash_are_neither_saved_nor_loaded",
     ),
     _mutant(
