@@ -13,7 +13,7 @@ import pytest
 
 from integration.bench.options import connectors
 from integration.bench.peers import is_default, is_peer
-from integration.bench.vllm_engine import KINDS, VllmOptions
+from integration.bench.vllm_engine import VllmOptions
 from integration.bench.vllm_peers import environment, fault, transfer_config
 
 SIZE = int(7.5 * 2**30)
@@ -57,7 +57,7 @@ def test_settings_stand_behind_a_name() -> None:
 )
 def test_a_name_that_means_nothing_is_refused_with_the_fix(name: str, fix: str) -> None:
     with pytest.raises(ArgumentTypeError, match=fix):
-        connectors(KINDS.split(","), f"none,{name}")
+        connectors(VllmOptions.kinds.split(","), f"none,{name}")
 
 
 def test_ours_is_the_default_policy_unless_another_is_named() -> None:

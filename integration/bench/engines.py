@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+import numpy as np
+
 from integration.bench.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -122,6 +124,16 @@ class EngineServer(Protocol):
 
     def close(self) -> None:
         """Stop the engine; nothing follows."""
+
+
+def fill_device(server: EngineServer, random: np.random.Generator) -> str:
+    """Ask for so many other prompts that the device holds nothing of before; says that it was done so."""
+    options = server.options
+    length = min(8192, options.max_model_len - 1, options.device_tokens)
+    for _ in range(options.device_tokens // length + 1):
+        server.generate(random.integers(3, 500, length).tolist())
+    server.settle()
+    return "fillers"
 
 
 class Engine:

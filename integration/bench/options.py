@@ -52,6 +52,8 @@ class EngineOptions(ABC):
 
     package: ClassVar[str]
     """The engine's."""
+    kinds: ClassVar[str]
+    """Of connectors that it is measured with, with commas between them."""
 
     connector: str
     host_bytes: int
@@ -71,6 +73,11 @@ class EngineOptions(ABC):
     @property
     def bytes_per_token(self) -> int:
         return bytes_per_token(self.tiny)
+
+    @property
+    def host_blocks(self) -> int:
+        """That its host memory has room for, but for one that may be cut off."""
+        return self.host_bytes // (self.block_size * self.bytes_per_token) - 1
 
     @property
     def name(self) -> str:
@@ -98,13 +105,15 @@ class EngineOptions(ABC):
         """Why the engine of this process is not what its name says; empty where it is. `log`: all it has written."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, kinds: str, host_memory: str, device_tokens: int) -> None:
-    """What all benchmarks of engines take; `kinds` of connectors, with commas between them."""
+def add_arguments(
+    kind: type[EngineOptions], parser: argparse.ArgumentParser, host_memory: str, device_tokens: int
+) -> None:
+    """What all benchmarks of engines take."""
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--connectors",
-        type=partial(connectors, kinds.split(",")),
-        default=kinds,
+        type=partial(connectors, kind.kinds.split(",")),
+        default=kind.kinds,
         help="of these; with settings as in offloading:KEY=VALUE, ours:POLICY (default: the default policy)",
     )
     parser.add_argument("--device", type=int, default=0, help="index of the GPU")
@@ -129,10 +138,10 @@ def connectors(kinds: Collection[str], text: str) -> list[str]:
     return names
 
 
-def unavailable(options: argparse.Namespace, package: str) -> str:
-    """Why nothing can be measured here; empty where it can. `package`: the engine's, such as "vllm"."""
-    if importlib.util.find_spec(package) is None:
-        return f"no {package} here: nothing to measure"
+def unavailable(kind: type[EngineOptions], options: argparse.Namespace) -> str:
+    """Why nothing can be measured here; empty where it can."""
+    if importlib.util.find_spec(kind.package) is None:
+        return f"no {kind.package} here: nothing to measure"
     if not options.tiny and not torch.cuda.is_available():
         return "no GPU: nothing to measure (--tiny runs on the CPU)"
     return ""

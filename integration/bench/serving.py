@@ -20,7 +20,7 @@ import numpy as np
 
 from integration.bench.chats import ChatShape, Window, begin_chats, chat_row, run_window
 from integration.bench.engines import Engines, EngineServer, start_engines
-from integration.bench.options import EngineOptions, bytes_per_token, engine_options
+from integration.bench.options import EngineOptions, add_arguments, bytes_per_token, engine_options, unavailable
 from integration.bench.regimes import (
     claim_misses,
     claim_regime,
@@ -85,7 +85,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--document", type=int, default=8000, help="tokens")
     parser.add_argument("--question", type=int, default=160, help="tokens")
     parser.add_argument("--max-length", type=int, default=12288, help="a chat that reaches it begins anew")
-    parser.set_defaults(trace=0.0, trace_misses=False)  # a profiler sees an engine in its own process
+    parser.set_defaults(trace=0.0, trace_misses=False)  # where the engine is in another process than a profiler
 
 
 def made_tiny(options: argparse.Namespace) -> argparse.Namespace:
@@ -97,9 +97,15 @@ def made_tiny(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
-def serve(kind: type[EngineOptions], options: argparse.Namespace) -> None:
-    """Measure engines of this kind, and write the result."""
+def serve(kind: type[EngineOptions], parser: argparse.ArgumentParser) -> int:
+    """Measure engines of this kind as the command line asks, and write the result. Returns the exit status."""
     begin = time.monotonic()
+    add_arguments(kind, parser, host_memory="1x", device_tokens=24576)
+    add_serving_arguments(parser)
+    options = made_tiny(parser.parse_args())
+    if reason := unavailable(kind, options):
+        print(reason)
+        return 0
     at_once = options.at_once or max(1, options.users // 2)
     shape = ChatShape(options.users, at_once, options.document, options.question, options.max_length)
     chats_bytes = shape.mean_tokens * bytes_per_token(options.tiny)
@@ -122,6 +128,7 @@ def serve(kind: type[EngineOptions], options: argparse.Namespace) -> None:
     )
     measure(options, report, wanted, shape, begin)
     report.write(options.json)
+    return 0
 
 
 def check_host(wanted: int) -> None:

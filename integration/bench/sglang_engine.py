@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from integration.bench.engines import Output, Phases, Sample
+from integration.bench.engines import Output, Phases, Sample, fill_device
 from integration.bench.options import EngineOptions
 from integration.bench.peers import parse_connector
 
-KINDS = "none,hicache,ours"
 GIGABYTE = 10**9
 HICACHE = {"hicache_io_backend": "kernel", "hicache_mem_layout": "page_first", "hicache_write_policy": "write_through"}
 ROOT = Path(__file__).parents[2]
@@ -37,6 +36,7 @@ class SglangOptions(EngineOptions):
     """Of an SGLang engine."""
 
     package = "sglang"
+    kinds = "none,hicache,ours"
 
     @property
     def block_size(self) -> int:
@@ -170,11 +170,7 @@ class SglangServer:
     def clear_device(self) -> str:
         """Other prompts: to flush SGLang's cache is to forget what is on the host as well."""
         self.settle()
-        length = min(8192, self.options.max_model_len - 1, self.options.device_tokens)
-        for _ in range(self.options.device_tokens // length + 1):
-            self.generate(self._random.integers(3, 500, length).tolist())
-        self.settle()
-        return "fillers"
+        return fill_device(self, self._random)
 
     def follow(self) -> Phases:
         return _HostTokens()
@@ -187,7 +183,7 @@ class SglangServer:
         return stats
 
     def wait_for_host(self, seconds: float = 120.0) -> dict[str, float]:
-        wanted = self.options.host_bytes // (self.options.block_size * self.options.bytes_per_token) - 1
+        wanted = self.options.host_blocks
         deadline = time.monotonic() + seconds
         while self._is_ours and self.stats()["host_capacity_blocks"] < wanted and time.monotonic() < deadline:
             self.generate([3])

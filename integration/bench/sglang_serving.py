@@ -8,21 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from integration.bench.options import add_arguments, unavailable
-from integration.bench.serving import add_serving_arguments, made_tiny, serve
-from integration.bench.sglang_engine import KINDS, SglangOptions
+from integration.bench.serving import serve
+from integration.bench.sglang_engine import SglangOptions
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, KINDS, host_memory="1x", device_tokens=24576)
-    add_serving_arguments(parser)
-    options = made_tiny(parser.parse_args())
-    if reason := unavailable(options, "sglang"):
-        print(reason)
-        return 0
-    serve(SglangOptions, options)
-    return 0
+    return serve(SglangOptions, argparse.ArgumentParser(description=__doc__.splitlines()[0]))
 
 
 if __name__ == "__main__":

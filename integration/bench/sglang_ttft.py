@@ -10,15 +10,15 @@ import sys
 
 from integration.bench.first_tokens import add_ttft_arguments, first_tokens, made_tiny
 from integration.bench.options import add_arguments, unavailable
-from integration.bench.sglang_engine import KINDS, SglangOptions
+from integration.bench.sglang_engine import SglangOptions
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, KINDS, host_memory="16GB", device_tokens=49152)
+    add_arguments(SglangOptions, parser, host_memory="16GB", device_tokens=49152)
     add_ttft_arguments(parser)
     options = made_tiny(parser.parse_args())
-    if reason := unavailable(options, "sglang"):
+    if reason := unavailable(SglangOptions, options):
         print(reason)
         return 0
     report, _ = first_tokens(SglangOptions, options)

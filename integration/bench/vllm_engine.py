@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from integration.bench.engines import Output, Phases, Sample
+from integration.bench.engines import Output, Phases, Sample, fill_device
 from integration.bench.options import EngineOptions
 from integration.bench.peers import parse_connector
 from integration.bench.vllm_peers import environment, fault, transfer_config
 from integration.bench.vllm_phases import VllmPhases
 
-KINDS = "none,offloading,simple,lmcache,ours"
 _NUDGES = 3  # some connectors begin a save, or notice that one ended, only in a later step
 
 
@@ -28,6 +27,7 @@ class VllmOptions(EngineOptions):
     """Of a vLLM engine."""
 
     package = "vllm"
+    kinds = "none,offloading,simple,lmcache,ours"
 
     @property
     def block_size(self) -> int:
@@ -152,11 +152,7 @@ class VllmServer:
         self.settle()
         if self.llm.reset_prefix_cache():
             return "reset"
-        length = min(8192, self.options.max_model_len - 1, self.options.device_tokens)
-        for _ in range(self.options.device_tokens // length + 1):
-            self.generate(self._random.integers(3, 500, length).tolist())
-        self.settle()
-        return "fillers"
+        return fill_device(self, self._random)
 
     def stats(self) -> dict[str, float]:
         """Sums of our connector since start-up; nothing for others."""
@@ -166,8 +162,7 @@ class VllmServer:
 
     def wait_for_host(self, seconds: float = 120.0) -> dict[str, float]:
         """Wait until all host memory of ours is ready; returns the statistics."""
-        block_bytes = self.options.block_size * self.options.bytes_per_token
-        wanted = self.options.host_bytes // block_bytes - 1 if self.stats() else 0
+        wanted = self.options.host_blocks if self.stats() else 0
         deadline = time.monotonic() + seconds
         while self.stats().get("host_capacity_blocks", 0) < wanted and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -22,7 +22,7 @@ import torch
 
 from integration.bench.engines import Engine, EngineServer, start_engines
 from integration.bench.options import add_arguments, engine_options, unavailable
-from integration.bench.vllm_engine import KINDS, VllmOptions, VllmServer
+from integration.bench.vllm_engine import VllmOptions, VllmServer
 from integration.report import Report, hardware
 from kv_connector.values import parse_size
 
@@ -86,12 +86,12 @@ class Pair:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, KINDS, host_memory="0", device_tokens=98304)
+    add_arguments(VllmOptions, parser, host_memory="0", device_tokens=98304)
     parser.add_argument("--kind", choices=["shared_memory", "nixl"], default="shared_memory")
     parser.add_argument("--lengths", help="tokens of prompts (2048,8192,32768; tiny: 256,1024)")
     parser.add_argument("--runs", type=int, default=6)
     options = parser.parse_args()
-    if reason := unavailable(options, "vllm"):
+    if reason := unavailable(VllmOptions, options):
         print(reason)
         return 0
     lengths = [int(n) for n in (options.lengths or ("256,1024" if options.tiny else "2048,8192,32768")).split(",")]

@@ -13,19 +13,19 @@ from dataclasses import replace
 from integration.bench.engines import EngineError, EngineServer, start_engines
 from integration.bench.first_tokens import add_ttft_arguments, first_tokens, made_tiny
 from integration.bench.options import EngineOptions, add_arguments, unavailable
-from integration.bench.vllm_engine import KINDS, VllmOptions
+from integration.bench.vllm_engine import VllmOptions
 from integration.report import Report
 from kv_connector.values import parse_size
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, KINDS, host_memory="16GiB", device_tokens=49152)
+    add_arguments(VllmOptions, parser, host_memory="16GiB", device_tokens=49152)
     add_ttft_arguments(parser)
     parser.add_argument("--startup-connectors", default="ours", help="for the last part, such as ours,offloading")
     parser.add_argument("--startup-host-memory", default="48GiB", help="for the last part; 0 leaves it out")
     options = made_tiny(parser.parse_args())
-    if reason := unavailable(options, "vllm"):
+    if reason := unavailable(VllmOptions, options):
         print(reason)
         return 0
     report, wanted = first_tokens(VllmOptions, options)
