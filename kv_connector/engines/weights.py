@@ -22,3 +22,13 @@ def local_fingerprint(name: str, revision: str | None = None, download_dir: str 
     except (OSError, ValueError) as error:
         logger.warning("the weights of %s cannot be looked at: %s", name, error)
         return None
+
+
+def named_weights(name: str, load_format: object, revision: str | None = None, download_dir: str | None = None) -> str:
+    """Their fingerprint; where there is none, what is known of where they come from, and a line in the log."""
+    found = local_fingerprint(name, revision, download_dir)
+    if found is None:
+        logger.warning(
+            "the weights of %s are known by this name alone: when they are replaced, clear the storage", name
+        )
+    return f"{found or name} {load_format}"

@@ -61,7 +61,7 @@ class Promises:
 
     def num_kept(self, request_id: str) -> int:
         """How many of the pages that the request was promised are good yet, from the first on: a load of them that has
-        failed for another request makes the host forget them. None where the promise has lapsed."""
+        failed for another request makes the host forget them. 0 where the promise has lapsed."""
         promise = self._made.get(request_id)
         if promise is None:
             return 0

@@ -44,8 +44,9 @@ from sglang.srt.runtime_context import get_parallel
 
 from ...types import BlockHash
 from .host_pages import Patience
-from .host_storage import HostStorage, identity_of, read_storage_settings, refuse_unserved
+from .host_storage import HostStorage, identity_of, read_storage_settings
 from .identity import read_backend, read_identity
+from .launch import refuse_drafts
 from .ranks import Ranks
 
 logger = logging.getLogger("kv_connector.sglang")
@@ -62,7 +63,7 @@ class TieredKVStorage(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         """Made on each rank at the same time. Raises ConfigError; takes no memory yet."""
         self._settings = read_storage_settings(storage_config.extra_config)
-        refuse_unserved()
+        refuse_drafts()
         self._config = storage_config
         self._salt = _common_salt(storage_config)
         self._pools: dict[str, HostStorage] = {}

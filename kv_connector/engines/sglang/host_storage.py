@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.runtime_context import get_spec
 
 from ...build import open_storage
 from ...config import StorageConfig
@@ -64,15 +63,6 @@ def read_storage_settings(extra_config: Mapping[str, Any] | None) -> StorageConf
         version = shown(extra_config.get("interface_v1"))
         raise ConfigError(f'interface_v1={version}: pages are moved by no other: give "interface_v1": 1 in {_OPTION}')
     return from_mapping(StorageConfig, given, "storage.")
-
-
-def refuse_unserved() -> None:
-    """Raises ConfigError for a launch line whose pages hold what the identity does not name."""
-    if get_spec().speculative_algorithm is not None:
-        raise ConfigError(
-            f"--speculative-algorithm {get_spec().speculative_algorithm}: the cache of a draft model is not kept yet: "
-            "leave it out"
-        )
 
 
 def identity_of(config: HiCacheStorageConfig, cache: CacheIdentity, backend: str, name: str) -> RankIdentity:

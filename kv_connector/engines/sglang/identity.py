@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from typing import Any
 
 import sglang
 from sglang.srt.runtime_context import get_device, get_exec, get_lora, get_mm, get_model, get_parallel
 
 from ...index import CacheIdentity
-from ..weights import local_fingerprint
-
-logger = logging.getLogger("kv_connector.sglang")
+from ..weights import local_fingerprint, named_weights
 
 _NAMESPACES = {
     "model": get_model,
@@ -92,14 +89,8 @@ def _shown(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _weights() -> str:
-    """Their fingerprint; where there is none, what is known of where they come from, and a line in the log."""
+    """Dummy ones are drawn from a seed, whatever the name is."""
     model = get_model()
     if model.load_format == "dummy":
         return f"dummy, seed {get_device().random_seed}"
-    found = local_fingerprint(model.model_path, model.revision, model.download_dir)
-    if found is None:
-        logger.warning(
-            "the weights of %s are known by this name alone: when they are replaced, clear the storage",
-            model.model_path,
-        )
-    return f"{found or model.model_path} {model.load_format}"
+    return named_weights(model.model_path, model.load_format, model.revision, model.download_dir)

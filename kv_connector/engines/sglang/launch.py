@@ -83,10 +83,15 @@ def refuse_unserved(params: Any, components: Collection[ComponentType]) -> None:
         )
     if params.attn_cp_size > 1:
         raise ConfigError(f"--attn-cp-size {params.attn_cp_size} is not served yet: give 1")
+    refuse_drafts()
+    if get_disagg().disaggregation_mode != "null":
+        raise ConfigError(f"--disaggregation-mode {get_disagg().disaggregation_mode} is not served yet: leave it out")
+
+
+def refuse_drafts() -> None:
+    """Raises ConfigError for a launch line with a draft model, whose cache lies in a pool of its own."""
     if get_spec().speculative_algorithm is not None:
         raise ConfigError(
             f"--speculative-algorithm {get_spec().speculative_algorithm}: the cache of a draft model is not kept yet: "
             "leave it out"
         )
-    if get_disagg().disaggregation_mode != "null":
-        raise ConfigError(f"--disaggregation-mode {get_disagg().disaggregation_mode} is not served yet: leave it out")

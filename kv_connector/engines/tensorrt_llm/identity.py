@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import secrets
 import struct
 from typing import Any
 
 from ...index import BlockHasher, CacheIdentity, MultimodalItem, root_hash
 from ...types import BlockHash
-from ..weights import local_fingerprint
-
-logger = logging.getLogger("kv_connector.tensorrt_llm")
+from ..weights import named_weights
 
 _DECIDES_NOTHING = {
     *("kv_connector_config", "scheduler_config", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "revision"),
@@ -46,7 +43,9 @@ def read_identity(llm_args: Any, block_size: int, num_ranks: int) -> CacheIdenti
         tp_size=num_ranks,
         engine=f"tensorrt_llm {tensorrt_llm.__version__}",
         config=hashlib.sha256(text.encode()).hexdigest()[:32],
-        weights=_weights(llm_args),
+        weights=named_weights(
+            str(llm_args.model), getattr(llm_args, "load_format", "auto"), getattr(llm_args, "revision", None)
+        ),
     )
 
 
@@ -57,16 +56,6 @@ def read_backend(llm_args: Any) -> str:
 
 def _fields(llm_args: Any) -> list[str]:
     return list(getattr(type(llm_args), "model_fields", None) or vars(llm_args))
-
-
-def _weights(llm_args: Any) -> str:
-    """Their fingerprint; where there is none, what is known of where they come from, and a line in the log."""
-    model = str(llm_args.model)
-    load_format = getattr(llm_args, "load_format", "auto")
-    found = local_fingerprint(model, getattr(llm_args, "revision", None))
-    if found is None:
-        logger.warning("the weights of %s are known by this name alone: when they are replaced, clear storage", model)
-    return f"{found or model} {load_format}"
 
 
 class PromptHasher:
