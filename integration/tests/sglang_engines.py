@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
+from integration.bench.sglang_engine import ROOT, SHIMS
 from integration.models import tiny
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Answer, Expected
 
-ROOT = Path(__file__).parents[2]
-SHIMS = ROOT / "integration" / "sglang_shims"
 if find_spec("sglang") is None:
     pytest.skip("real SGLang runs in a virtual environment of its own: make test-sglang", allow_module_level=True)
 sys.path.insert(0, str(SHIMS))  # before it is imported, here and in its processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -20,6 +20,8 @@ from kv_connector.engines.sglang import TieredKVStorage
 
 PAGE, LAYERS, SLOTS = 16, 2, 128
 SECONDS = 30.0
+TOKENS = list(range(7, 7 + 6 * PAGE))
+"""Six pages."""
 BACKEND = {
     "backend_name": "kv_connector",
     "module_path": "kv_connector.engines.sglang",
@@ -160,3 +162,22 @@ class HostTier:
 
 def _next(queue: Queue[Any]) -> Any:
     return queue.get(timeout=SECONDS)
+
+
+Make = Callable[..., HostTier]
+
+
+@contextmanager
+def host_tiers(models: Path, folder: Path) -> Iterator[Make]:
+    """Host tiers with one folder; each is an engine that was started with it."""
+    made: list[HostTier] = []
+
+    def make(pool: Any = None, others: dict[str, Any] | None = None, **storage: Any) -> HostTier:
+        settings = {"path": str(folder), "capacity": "64MiB"} | storage
+        made.append(HostTier(pool or make_host_pool("page_first"), {"storage": settings}, others))
+        return made[-1]
+
+    with launched(models):
+        yield make
+        for each in made:
+            each.close()

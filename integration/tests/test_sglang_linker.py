@@ -250,15 +250,20 @@ def test_a_load_that_fails_is_told_and_not_tried_again(make: Make) -> None:
     assert driver.holds(keys(3), [4, 5, 6])
 
 
-def test_what_failed_for_one_is_refused_to_others_who_were_promised_it(make: Make) -> None:
-    """The host's copy is not trusted any more: the others compute."""
-    driver = make()
+def fail_for_one_of_two(driver: Driver) -> None:
+    """Both were promised the same pages, and the load of one has failed."""
     driver.save(keys(3), [1, 2, 3])
     assert driver.lookup("one", keys(3)) == driver.lookup("other", keys(3)) == 3
     break_loads(driver.linker._replica.worker, True)
     assert driver.linker.load("one", driver.transfer(keys(3), [4, 5, 6]))
     assert not driver.forward()
     break_loads(driver.linker._replica.worker, False)
+
+
+def test_what_failed_for_one_is_refused_to_others_who_were_promised_it(make: Make) -> None:
+    """The host's copy is not trusted any more: the others compute."""
+    driver = make()
+    fail_for_one_of_two(driver)
     driver.round()
     assert not driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
     assert driver.lookup("other", keys(3)) == 0
@@ -286,12 +291,7 @@ def test_who_waits_for_storage_begins_no_load_of_others(make: Make) -> None:
 def test_a_load_of_what_was_lost_while_it_was_queued_is_told(make: Make) -> None:
     """Another load of the same blocks has failed, and that became known after this one was accepted."""
     driver = make()
-    driver.save(keys(3), [1, 2, 3])
-    assert driver.lookup("one", keys(3)) == driver.lookup("other", keys(3)) == 3
-    break_loads(driver.linker._replica.worker, True)
-    assert driver.linker.load("one", driver.transfer(keys(3), [4, 5, 6]))
-    assert not driver.forward()
-    break_loads(driver.linker._replica.worker, False)
+    fail_for_one_of_two(driver)
     assert driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
     driver.linker._replica.advance()  # as a look-up does that waits for storage
     assert not driver.forward()

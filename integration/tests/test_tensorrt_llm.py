@@ -24,7 +24,7 @@ from integration.tensorrt_llm.blocks import LlmRequest
 from integration.tensorrt_llm.engine import LLM, llm_args
 from integration.tensorrt_llm.executor import Options
 from integration.tests.tensorrt_llm_engines import ModelledEngine, delay_saves, running, scheduler_of, worker_of
-from kv_connector.engines.tensorrt_llm import TieredKVWorker
+from kv_connector.engines.tensorrt_llm import TieredKVScheduler, TieredKVWorker
 from kv_connector.engines.tensorrt_llm.identity import PromptHasher
 from kv_connector.engines.tensorrt_llm.launch import VARIABLE, read_settings, refuse_unserved
 from kv_connector.errors import ConfigError, KVConnectorError
@@ -235,15 +235,20 @@ def test_blocks_of_a_request_that_was_given_up_are_not_saved_with_the_bytes_of_a
         engine.check_idle()
 
 
+def about_to_be_offered(engine: ModelledEngine, seed: str) -> tuple[TieredKVScheduler, Any]:
+    """The scheduler, and a request for a prompt that the host has; the engine does not know of it."""
+    (prompt,) = asked = prompts(engine, 1, seed=seed)
+    engine.generate(asked)
+    request = SimpleNamespace(request_id=10**6, get_tokens=lambda beam: list(prompt))
+    return scheduler_of(engine.llm.ranks[0]), request
+
+
 def test_what_was_offered_is_leased_until_it_is_loaded() -> None:
     """The engine's second cache manager may take an offer up some iterations later."""
     with running(Options()) as engine:
-        (prompt,) = asked = prompts(engine, 1, seed="offered")
-        engine.generate(asked)
-        scheduler = scheduler_of(engine.llm.ranks[0])
-        request = SimpleNamespace(request_id=10**6, get_tokens=lambda beam: list(prompt))
+        scheduler, request = about_to_be_offered(engine, "offered")
         num_offered, is_async = scheduler.get_num_new_matched_tokens(request, 0)
-        assert (num_offered, is_async) == (loadable(engine, prompt), False)
+        assert (num_offered, is_async) == (loadable(engine, request.get_tokens(0)), False)
         assert scheduler.stats()["host_leased_blocks"] == num_offered // engine.block_tokens
         assert not scheduler.reset_cache()
         engine.limit_host(num_offered // engine.block_tokens + 2)
@@ -257,10 +262,7 @@ def test_what_was_offered_is_leased_until_it_is_loaded() -> None:
 
 def test_an_offer_that_is_given_back_is_leased_no_more() -> None:
     with running(Options()) as engine:
-        (prompt,) = asked = prompts(engine, 1, seed="given back")
-        engine.generate(asked)
-        scheduler = scheduler_of(engine.llm.ranks[0])
-        request = SimpleNamespace(request_id=10**6, get_tokens=lambda beam: list(prompt))
+        scheduler, request = about_to_be_offered(engine, "given back")
         num_offered, _ = scheduler.get_num_new_matched_tokens(request, 0)
         scheduler.cancel_load(request, num_offered // 2, num_offered)
         assert scheduler.stats()["host_leased_blocks"] > 0
@@ -272,16 +274,17 @@ def test_an_offer_that_is_given_back_is_leased_no_more() -> None:
 def test_a_part_of_an_offer_is_loaded_where_blocks_for_no_more_are_there() -> None:
     """And what a step of such a request computes is believed to end too soon rather than too late."""
     with running(Options()) as engine:
-        (prompt,) = asked = prompts(engine, 1, seed="part")
-        engine.generate(asked)
-        scheduler = scheduler_of(engine.llm.ranks[0])
-        request = SimpleNamespace(request_id=10**6, get_tokens=lambda beam: list(prompt))
+        scheduler, request = about_to_be_offered(engine, "part")
         scheduler.get_num_new_matched_tokens(request, 0)
         scheduler.update_state_after_alloc_by_layer_group(request, [[3, 4]])
         scheduler.update_state_after_alloc_by_layer_group(request, [[3, 4, 5]])  # told with the step
         live = scheduler._live[10**6]
         data = SimpleNamespace(
-            request_id=10**6, new_tokens=prompt, new_block_ids=[3, 4, 5], computed_position=0, num_scheduled_tokens=16
+            request_id=10**6,
+            new_tokens=request.get_tokens(0),
+            new_block_ids=[3, 4, 5],
+            computed_position=0,
+            num_scheduled_tokens=16,
         )
         assert live.scheduled(data) == (str(10**6), 0, 16, [[5]])
         plan = scheduler.build_connector_meta(SimpleNamespace(new_requests=[], cached_requests=[]))

@@ -8,6 +8,7 @@ _ENVIRONMENT = ".venv-sglang"
 _FOLDER = "kv_connector/engines/sglang"
 _LINKER = "integration/tests/test_sglang_linker.py"
 _HICACHE = "integration/tests/test_sglang_hicache.py"
+_POOLS = "integration/tests/test_sglang_hicache_pools.py"
 
 
 def _mutant(name: str, title: str, file: str, old: str, new: str, *tests: str) -> Mutant:
@@ -191,7 +192,7 @@ SGLANG: tuple[Mutant, ...] = (
         "host_storage.py",
         "(0 if is_shared else config.tp_rank)",
         "0",
-        f"{_HICACHE}::test_ranks_read_what_is_theirs",
+        f"{_POOLS}::test_ranks_read_what_is_theirs",
     ),
     _mutant(
         "host-states-shared",
@@ -199,7 +200,7 @@ SGLANG: tuple[Mutant, ...] = (
         "host_storage.py",
         "config.is_mla_model and name != PoolName.MAMBA",
         "config.is_mla_model",
-        f"{_HICACHE}::test_ranks_read_what_is_theirs",
+        f"{_POOLS}::test_ranks_read_what_is_theirs",
     ),
     _mutant(
         "host-slots-across-pages",
