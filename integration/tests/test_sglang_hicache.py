@@ -334,7 +334,7 @@ PATH = {"path": "/kv", "capacity": "1GiB"}
         ({"storage": "/kv"}, "storage='/kv' is not an object"),
         ({"storage": PATH, "interface_v1": 0}, 'give "interface_v1": 1'),
         ({"storage": PATH, "host_memory": "1GiB"}, "unknown setting 'host_memory'"),
-        ({"storage": PATH | {"capasity": 1}}, "did you mean 'capacity'|capacity"),
+        ({"storage": PATH | {"capasity": 1}}, "did you mean 'capacity'"),
         ({"storage": PATH | {"capacity": "1KiB"}}, "too small: give at least 8388608"),
         ({"storage": PATH | {"prefetch": "timeout"}}, "--hicache-storage-prefetch-policy: leave it out"),
         ({"storage": PATH | {"backup": "on_save"}}, "--hicache-write-policy: leave it out"),
