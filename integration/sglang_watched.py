@@ -27,7 +27,11 @@ class WatchedLinker(TieredKVLinker):
 
     def answer_stats(self) -> dict[str, float]:
         """Our counters, and what is held at the moment."""
-        held = {"promises": len(self._promises), "queued_loads": len(self._queued), "open_offers": len(self._saving)}
+        held = {
+            "promises": len(self._promises),
+            "queued_loads": len(self._queued),
+            "open_offers": len(self._offers) + len(self._saving),
+        }
         return self.stats() | held
 
     def answer_decided(self) -> dict[str, float]:
@@ -38,8 +42,8 @@ class WatchedLinker(TieredKVLinker):
     def answer_check(self) -> None:
         """Wait for what is under way, let promises lapse, and look at every invariant. Of one rank only."""
         self._give_up(self._promises.clear())
-        while self._half.has_pending_push_work():
-            self._replica.advance()
+        while self._offers or self._half.has_pending_push_work():
+            super().num_completed_offloads()
         self._half.check()
         stats = self.stats()
         assert stats["host_leased_blocks"] == stats["jobs_in_flight"] == 0, stats

@@ -164,9 +164,13 @@ class SglangServer:
     def settle(self, seconds: float = 20.0) -> bool:
         deadline = time.monotonic() + seconds
         time.sleep(_SAVED_SECONDS)
-        while self.stats().get("jobs_in_flight") and time.monotonic() < deadline:
+        while self._is_saving() and time.monotonic() < deadline:
             time.sleep(0.01)
         return time.monotonic() < deadline
+
+    def _is_saving(self) -> bool:
+        stats = self.stats()
+        return bool(stats.get("jobs_in_flight") or stats.get("open_offers"))
 
     def clear_device(self) -> str:
         """Other prompts: to flush SGLang's cache is to forget what is on the host as well."""

@@ -35,7 +35,8 @@ SETTINGS = {"host_memory": "64MiB", "write_policy": "write_through"}
 OPTIONS = {
     "device": "cuda" if ON_GPU else "cpu",
     "skip_tokenizer_init": True,
-    "dtype": "float32",
+    "dtype": "bfloat16" if ON_GPU else "float32",  # its kernels know no other
+    "enable_deterministic_inference": ON_GPU,
     "attention_backend": "triton" if ON_GPU else "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",

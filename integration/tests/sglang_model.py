@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import torch
 import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
 from integration.tests.sglang_parts import Meeting, Node, Request, ThreadRanks, Wrong
 from kv_connector.engines.sglang import TieredKVLinker
+from kv_connector.engines.sglang.pools import PageIds
 from kv_connector.types import Direction
 from tests.simulation.clock import VirtualTime
 from tests.simulation.device import Device, SimulatedEvent
@@ -38,6 +40,16 @@ class _Linker(TieredKVLinker):
 
     def _behind_forward(self) -> AbstractContextManager[object]:
         return current_rank().on_forward()
+
+
+class _LateIds(PageIds):
+    """On each rank they come at a time of its own."""
+
+    _have_come = False
+
+    def have_come(self) -> bool:
+        self._have_come = self._have_come or current_rank().own.random() < 0.7
+        return self._have_come
 
 
 _Batch = tuple[list[Request], bool]  # and whether it prefills
@@ -71,6 +83,7 @@ class Rank:
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
         )
         self.linker = _Linker(None, params, components=(), extra_config=world.settings)  # type: ignore[arg-type]
+        self.linker._pages.ids_of = partial(_LateIds, page_size=PAGE, num_pages=self.linker._pages.num_pages)
         self.forward = self.device.stream("forward") if world.overlaps else self.device.compute
         self.free = list(range(1, world.num_pages + 1))
         self.tree: dict[str, Node] = {}
@@ -179,7 +192,7 @@ class Rank:
             self.release(request)
             request.is_over = False  # it is asked about again
             return False
-        if found and self.agree(self.linker.load(request.rid, self.transfer(rest[: found], pages[: found]))):
+        if found and self.agree(self.linker.load(request.rid, self.transfer(rest[:found], pages[:found]))):
             self.counts["loads"] += 1
             self.loading.append(request)
             request.num_known += found

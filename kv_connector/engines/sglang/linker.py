@@ -2,14 +2,15 @@
 
     SGLang calls, on each rank                 what follows                                       pages
     ------------------------------------------------------------------------------------------------------------------
-    num_completed_offloads   once a round      a step without requests; ranks exchange reports
+    num_completed_offloads   once a round      a step without requests; ranks exchange reports;
+                                               hold_computed, a step that saves what was offered  locked by SGLang
     lookup(rid, keys)        before admission  get_num_new_matched_tokens                         promised: host leased
     load(rid, keys, slots)   admission         queued                                             promised
     start_layer_wise_loading batch complete    update_state_after_alloc, build_connector_meta,    leased for the load
                                                start_load_kv
     counter.wait_until(layer) forward pass     wait_for_layer_load: the stream waits
     finish_layer_wise_loading forward launched wait_for_save and the step's report                the request's
-    offload(keys, slots)     insert into tree  hold_computed, a step that saves                   locked by SGLang
+    offload(keys, slots)     insert into tree  an offer, until it is known which pages these are  locked by SGLang
     pop_completed_offload    the save ended                                                       unlocked
 
 SGLang tells of pages and never of a request's whole prefix: see `index/fragments.py`. What it offers is never called
@@ -25,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -37,7 +38,7 @@ from ...types import NO_BLOCK, BlockHash
 from .fragments import Fragment, Promises
 from .identity import read_backend, read_identity
 from .launch import read_settings, refuse_unserved
-from .pools import DevicePages
+from .pools import DevicePages, PageIds
 from .ranks import Ranks
 from .replica import Replica
 
@@ -52,6 +53,17 @@ logger = logging.getLogger("kv_connector.sglang")
 _QUIET_ROUNDS = 64
 """Rounds of SGLang's scheduler from one step to the next where nothing is under way."""
 _NAP_SECONDS = 5e-4
+
+
+class _Offer(NamedTuple):
+    """Pages that SGLang has computed or used, and locks as long as `pages` is to be read; None where the host has all
+    of them."""
+
+    fragment: Fragment
+    pages: PageIds | None
+
+    def can_be_taken(self) -> bool:
+        return self.pages is None or self.pages.have_come()
 
 
 class LayerWaits:
@@ -98,12 +110,13 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._replica = Replica(config, pages, ranks, identity, read_backend())
         self._half = self._replica.scheduler
         self._promises = Promises(self._half.tree, self._half.host, self._replica.clock)
-        self._queued: dict[str, tuple[Fragment, list[int]]] = {}  # promised, and the pages that it goes to, by request
+        self._queued: dict[str, tuple[Fragment, PageIds]] = {}  # promised, and the pages that it goes to, by request
         self._loading: list[Fragment] = []  # of the step that has begun
         self._has_lost = False  # one of them, before it began
         self._num_loads = 0
-        self._offers = itertools.count()
-        self._saving: deque[int] = deque()  # jobs, each of one offer that was taken, in order
+        self._num_offers = 0
+        self._offers: deque[_Offer] = deque()  # to be taken, in order
+        self._saving: deque[list[int]] = deque()  # jobs of each offer that was taken and is locked, in order
         self._num_rounds = 0
         self.layer_done_counter = LayerWaits(self._replica, list(pages.tensors))
         self.pools = {PoolName.KV: pages}
@@ -113,8 +126,8 @@ class TieredKVLinker(UnifiedCacheLinker):
     # Before and at admission.
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """How many leading pages can be loaded; they are promised to the request. Every smaller number would do as well,
-        but ranks that agree on what all of them say say the same."""
+        """How many leading pages can be loaded; they are promised to the request. Fewer would do as well, but SGLang
+        wants numbers that all ranks say, and all say the same."""
         fragment = self._fragment(rid, _hashes(transfers[0]))
         while (found := self._half.get_num_new_matched_tokens(fragment, 0)[0]) is None:
             time.sleep(_NAP_SECONDS)
@@ -126,13 +139,12 @@ class TieredKVLinker(UnifiedCacheLinker):
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue what was promised into these slots. False, on all ranks alike, where that is not there any more."""
         slots, hashes = transfers[0].device_indices, _hashes(transfers[0])
-        pages = self._pages.ids_of(slots) if slots is not None else None
         fragment = self._promises.fragment(rid)
-        if fragment is None or pages is None or fragment.block_hashes[: len(hashes)] != hashes or rid in self._queued:
+        if fragment is None or slots is None or fragment.block_hashes[: len(hashes)] != hashes or rid in self._queued:
             return False
-        if self._promises.num_kept(rid) < len(hashes):
+        if slots.numel() != len(hashes) * fragment.page_size or self._promises.num_kept(rid) < len(hashes):
             return False
-        self._queued[rid] = fragment, pages
+        self._queued[rid] = fragment, self._pages.ids_of(slots)
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -170,29 +182,29 @@ class TieredKVLinker(UnifiedCacheLinker):
     # Behind it.
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Save what the write policy wants of these pages; whether it wants any. Alike on all ranks."""
-        if self._replica.is_loading:
-            return False  # between the two calls around a forward pass nothing is inserted
-        hashes = _hashes(transfers[0])
-        pages = self._absent_pages(hashes, transfers[0].device_indices)
-        if pages is None:
+        """Save what the write policy will want of these pages; whether they are to be locked until then, as the host
+        lacks some. Alike on all ranks."""
+        slots, hashes = transfers[0].device_indices, _hashes(transfers[0])
+        offer = Fragment(f"offer {self._num_offers}", hashes, self._pages.page_size)
+        self._num_offers += 1
+        if self._has_all(hashes):
+            self._offers.append(_Offer(offer, None))
             return False
-        offer = Fragment(f"offer {next(self._offers)}", hashes, self._pages.page_size)
-        self._half.hold_computed(offer, [pages])
-        with self._behind_forward():
-            scheduled = ScheduledRequest(offer.request_id, len(hashes) * offer.page_size, 0)
-            plan = self._replica.step(SchedulerOutput([scheduled]))
-        self._replica.finish([offer])
-        self._saving.extend(job.job_id for job in plan.saves)
-        return bool(plan.saves)
+        if slots is None or slots.numel() != len(hashes) * offer.page_size:
+            return False
+        self._offers.append(_Offer(offer, self._pages.ids_of(slots)))
+        return True
 
     def num_completed_offloads(self) -> int:
-        """Once a round of SGLang's scheduler: take note of what has ended, on this rank and on the others."""
+        """Once a round of SGLang's scheduler: take note of what has ended, on this rank and on the others, and take
+        what was offered."""
         self._num_rounds += 1
-        if self._half.has_pending_push_work() or not self._num_rounds % _QUIET_ROUNDS:
-            self._replica.advance()
+        if self._offers or self._half.has_pending_push_work() or not self._num_rounds % _QUIET_ROUNDS:
+            num_ready = sum(1 for _ in itertools.takewhile(_Offer.can_be_taken, self._offers))
+            for _ in range(self._replica.advance(len(self._offers), num_ready)):
+                self._take(self._offers.popleft())
         self._give_up(self._promises.lapse())
-        return sum(1 for _ in itertools.takewhile(self._replica.has_saved, self._saving))
+        return sum(1 for _ in itertools.takewhile(self._has_saved, self._saving))
 
     def pop_completed_offload(self) -> bool:
         """The pages may go. False: SGLang offers them again when they are used, as the host may let go of them."""
@@ -207,6 +219,7 @@ class TieredKVLinker(UnifiedCacheLinker):
             self._replica.end()
         self._end_loading()
         self._queued.clear()
+        self._offers.clear()
         self._replica.finish(self._promises.clear())
         self._replica.worker.drain()
         self._replica.advance()
@@ -235,14 +248,31 @@ class TieredKVLinker(UnifiedCacheLinker):
             self._replica.finish([known])
         return Fragment(rid, hashes, self._pages.page_size)
 
-    def _absent_pages(self, hashes: Sequence[BlockHash], slots: torch.Tensor | None) -> list[int] | None:
-        """The pages by id; without looking at them, which waits for the device, where the host has them all. None where
-        they are none of this pool's."""
+    def _take(self, offer: _Offer) -> None:
+        """Plan what is saved of it."""
+        fragment = offer.fragment
+        if offer.pages is not None:
+            pages = offer.pages.read()
+            self._saving.append([] if pages is None else self._plan_save(fragment, pages))
+        elif self._has_all(fragment.block_hashes):  # yet: SGLang has not locked them
+            self._plan_save(fragment, [NO_BLOCK] * len(fragment.block_hashes))
+
+    def _plan_save(self, fragment: Fragment, pages: list[int]) -> list[int]:
+        """What the write policy wants is saved, behind the forward pass under way; returns the jobs."""
+        self._half.hold_computed(fragment, [pages])
+        with self._behind_forward():
+            scheduled = ScheduledRequest(fragment.request_id, len(pages) * fragment.page_size, 0)
+            plan = self._replica.step(SchedulerOutput([scheduled]))
+        self._replica.finish([fragment])
+        return [job.job_id for job in plan.saves]
+
+    def _has_all(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether the host has, or will have, every one of these pages."""
         nodes = self._half.tree.match(hashes)
-        if len(nodes) == len(hashes) and not self._half.host.absent(nodes):
-            return [NO_BLOCK] * len(hashes)
-        pages = self._pages.ids_of(slots) if slots is not None else None
-        return pages if pages is not None and len(pages) == len(hashes) else None
+        return len(nodes) == len(hashes) and not self._half.host.absent(nodes)
+
+    def _has_saved(self, job_ids: Sequence[int]) -> bool:
+        return all(map(self._replica.has_saved, job_ids))
 
     def _behind_forward(self) -> AbstractContextManager[object]:
         """Copies come behind the forward pass that is under way, on a stream of its own or on this one: it may be
@@ -258,12 +288,13 @@ class TieredKVLinker(UnifiedCacheLinker):
             self._half.update_state_after_alloc(fragment, [[]], 0, 0)
         self._replica.finish(fragments)
 
-    def _plan_load(self, fragment: Fragment, pages: list[int]) -> bool:
+    def _plan_load(self, fragment: Fragment, page_ids: PageIds) -> bool:
         """For the next step. False where the host's copies are not trusted any more, as another load of them has failed
         since the request was told that they are loaded: it gets none."""
-        is_kept = self._promises.num_kept(fragment.request_id) >= len(pages)
-        num_tokens = len(pages) * fragment.page_size if is_kept else 0
-        self._half.update_state_after_alloc(fragment, [pages], 0, num_tokens)
+        pages = page_ids.read()
+        is_kept = pages is not None and self._promises.num_kept(fragment.request_id) >= len(pages)
+        num_tokens = page_ids.num_tokens if is_kept else 0
+        self._half.update_state_after_alloc(fragment, [pages or []], 0, num_tokens)
         self._promises.end(fragment.request_id)
         self._loading.append(fragment)
         return is_kept

@@ -18,6 +18,46 @@ from ...errors import ConfigError
 from ...types import BlockHash
 
 
+class PageIds:
+    """Ids of the pages that some token slots are, on their way from the device.
+
+    SGLang's scheduler makes slots on a stream that also waits for the forward pass under way: whoever waits for them at
+    once keeps it from planning the next one.
+    """
+
+    def __init__(self, slots: torch.Tensor, page_size: int, num_pages: int) -> None:
+        """`slots`: int64 of shape (tokens,), of a pool of so many pages."""
+        self._page_size = page_size
+        self._num_pages = num_pages
+        self.num_tokens = slots.numel()
+        whole = slots[: self.num_tokens - self.num_tokens % page_size]
+        ends = whole.view(-1, page_size)[:, :: max(1, page_size - 1)]  # the first slot of each page and the last
+        self._ends = ends
+        self._event: Any = None
+        if slots.is_cuda:
+            self._ends = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=True)
+            self._ends.copy_(ends, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(slots.device))
+
+    def have_come(self) -> bool:
+        """Whether `read` will not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> list[int] | None:
+        """Wait for them. None for others than whole pages of the pool."""
+        if self._event is not None:
+            self._event.synchronize()
+        firsts, lasts = self._ends.numpy()[:, 0], self._ends.numpy()[:, -1]
+        ids = firsts // self._page_size
+        are_pages = (firsts % self._page_size == 0) & (lasts == firsts + self._page_size - 1)
+        are_known = (ids >= 0) & (ids < self._num_pages)
+        if self.num_tokens % self._page_size or not (are_pages & are_known).all():
+            return None
+        pages: list[int] = ids.tolist()
+        return pages
+
+
 class DevicePages:
     """The pages of one rank, as registered, and as the scheduler half sees them.
 
@@ -38,16 +78,10 @@ class DevicePages:
         """By layer, in the order of the forward pass; each of shape (pages, page size, heads, width)."""
         self.device = buffers[0][0].device
 
-    def ids_of(self, slots: torch.Tensor) -> list[int] | None:
-        """The pages that these token slots, int64 of shape (tokens,), are. None for others than whole pages of this
-        pool. Waits for the current stream, which has made the slots."""
-        size = self.page_size
-        if slots.numel() % size:
-            return None
-        ends = slots.view(-1, size)[:, [0, -1]].tolist()
-        ids = [first // size for first, _ in ends]
-        are_pages = all(first % size == 0 and last == first + size - 1 for first, last in ends)
-        return ids if are_pages and all(0 <= page < self.num_pages for page in ids) else None
+    def ids_of(self, slots: torch.Tensor) -> PageIds:
+        """The pages that these token slots, int64 of shape (tokens,), are. Does not wait for the current stream, which
+        makes the slots."""
+        return PageIds(slots, self.page_size, self.num_pages)
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """SGLang has locked them."""

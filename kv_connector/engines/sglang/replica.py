@@ -25,10 +25,13 @@ _NOTHING = SchedulerOutput()
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others: reports of its steps since it did last, and the last job that it planned."""
+    """What a rank tells the others: reports of its steps since it did last, the last job that it planned, how much it
+    was offered, and how much of that it could take."""
 
     reports: tuple[StepReport, ...]
     last_job: int
+    num_offers: int
+    num_ready: int
     seconds: float
 
 
@@ -108,17 +111,22 @@ class Replica:
         self.end()
         return plan
 
-    def advance(self) -> None:
-        """A step without requests, and then every rank hears what all have reported. All ranks call it, as often."""
+    def advance(self, num_offers: int = 0, num_ready: int = 0) -> int:
+        """A step without requests, and then every rank hears what all have reported. All ranks call it, as often.
+        Returns how many of so many offers all could take, where this rank could take those that are ready."""
         self.step()
-        told: list[_Told] = list(self._ranks.exchange(_Told(tuple(self._untold), self._last_job, time.monotonic())))
+        own = _Told(tuple(self._untold), self._last_job, num_offers, num_ready, time.monotonic())
+        told: list[_Told] = list(self._ranks.exchange(own))
         self._untold = []
-        if len({(len(rank.reports), rank.last_job) for rank in told}) > 1:
-            steps = [(rank.reports[-1].step, rank.last_job) for rank in told]
-            raise KVConnectorError(f"ranks have not scheduled alike: their last steps and jobs are {steps}")
+        if len({(len(rank.reports), rank.last_job, rank.num_offers) for rank in told}) > 1:
+            steps = [(rank.reports[-1].step, rank.last_job, rank.num_offers) for rank in told]
+            raise KVConnectorError(
+                f"ranks have not scheduled alike: their last steps and jobs, and offers, are {steps}"
+            )
         self.clock.told(told[0].seconds)
         for reports in zip(*(rank.reports for rank in told), strict=True):
             self.scheduler.update_connector_output(reports)
+        return min(rank.num_ready for rank in told)
 
     def finish(self, requests: Iterable[Request]) -> None:
         """These hold no device blocks any more."""
