@@ -1,4 +1,4 @@
-"""Real SGLang engines on small random models, on the CPU, in processes of their own."""
+"""Real SGLang engines on small random models, on a GPU where there is one, in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from integration.bench.sglang_engine import ROOT, SHIMS
 from integration.models import tiny
@@ -22,16 +23,20 @@ from kv_connector.testing.engine_contract import Answer, Expected
 
 if find_spec("sglang") is None:
     pytest.skip("real SGLang runs in a virtual environment of its own: make test-sglang", allow_module_level=True)
-sys.path.insert(0, str(SHIMS))  # before it is imported, here and in its processes
-os.environ["PYTHONPATH"] = f"{SHIMS}:{ROOT}"
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:
+    os.environ["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{ROOT}"
+else:
+    sys.path.insert(0, str(SHIMS))  # before it is imported, here and in its processes
+    os.environ["PYTHONPATH"] = f"{SHIMS}:{ROOT}"
 
 PAGE_SIZE = 16
 SETTINGS = {"host_memory": "64MiB", "write_policy": "write_through"}
 OPTIONS = {
-    "device": "cpu",
+    "device": "cuda" if ON_GPU else "cpu",
     "skip_tokenizer_init": True,
     "dtype": "float32",
-    "attention_backend": "torch_native",
+    "attention_backend": "triton" if ON_GPU else "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_cuda_graph": True,
