@@ -91,6 +91,7 @@ class SglangOptions(EngineOptions):
             arguments["disable_cuda_graph"] = True
         else:
             arguments["cuda_graph_max_bs_decode"] = 64
+            arguments["cuda_graph_max_bs_prefill"] = 1024  # the device is busy with more; two minutes of each start
         return arguments | self._cache(control)
 
     def _cache(self, control: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ OPTIONS = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_cuda_graph": True,
+    "mem_fraction_static": 0.6,  # of what other engines leave; the next line says how much is taken
     "max_total_tokens": 1024,
     "page_size": PAGE_SIZE,
     "max_running_requests": 16,

@@ -87,9 +87,7 @@ class Driver:
     def lookup(self, request_id: str, names: Sequence[str]) -> int:
         """In a round, how many pages can be loaded."""
         self.round()
-        found = self.linker.lookup(request_id, self.transfer(names))
-        assert found == list(range(1, len(found) + 1))
-        return len(found)
+        return max(self.linker.lookup(request_id, self.transfer(names)), default=0)
 
     def load(self, request_id: str, names: Sequence[str], pages: Sequence[int]) -> bool:
         """From look-up to the end of the forward pass; whether all of it came."""

@@ -62,15 +62,16 @@ class LayerWaits:
         self.consumer_index = -1
         """The load that the batch being run waits for; -1 for none."""
         self._layer_names = layer_names
-        self._wait = replica.worker.wait_for_layer_load
+        self._replica = replica
 
     def set_consumer(self, index: int) -> None:
         """A batch is about to run that waits for this load."""
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Make the current stream wait for the layer's share of the load, if one is under way."""
-        self._wait(self._layer_names[layer])
+        """Make the current stream wait for the layer's share of the load, if the batch being run has one."""
+        if self._replica.is_loading:  # most have none, and ask twice a layer
+            self._replica.worker.wait_for_layer_load(self._layer_names[layer])
 
 
 class TieredKVLinker(UnifiedCacheLinker):
@@ -112,14 +113,15 @@ class TieredKVLinker(UnifiedCacheLinker):
     # Before and at admission.
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """How many leading pages can be loaded, as every number up to it; they are promised to the request."""
+        """How many leading pages can be loaded; they are promised to the request. Every smaller number would do as well,
+        but ranks that agree on what all of them say say the same."""
         fragment = self._fragment(rid, _hashes(transfers[0]))
         while (found := self._half.get_num_new_matched_tokens(fragment, 0)[0]) is None:
             time.sleep(_NAP_SECONDS)
             self._replica.advance()
         num_pages = found // fragment.page_size
         self._promises.make(fragment, num_pages)
-        return list(range(1, num_pages + 1))
+        return [num_pages] if num_pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue what was promised into these slots. False, on all ranks alike, where that is not there any more."""
