@@ -33,7 +33,7 @@ help:
 	@echo 'make attacks                   strangers, hostile peers, kills and faulty disks, each attack counted; ARGS="--share 0.1"'
 	@echo 'make test-vllm [VLLM=0.25.1]   the tests in real vLLM engines on the CPU, part of make test'
 	@echo 'make test-vllm-matrix          the same with vLLM $(VLLM_VERSIONS)'
-	@echo 'make test-sglang               the tests in real SGLang engines on the CPU'
+	@echo 'make test-sglang               the tests in real SGLang engines on the CPU, part of make test'
 	@echo 'make bench [BENCH=index]       benchmarks, one or all; ARGS="--json out.json" goes to each'
 	@echo 'make bench-check               which results are of older code of the package'
 	@echo 'make lint                      ruff and mypy --strict'
@@ -47,9 +47,10 @@ demo: model
 demo-pd: model
 	$(PY) -m integration.mini_engine.pd $(ARGS)
 
-test: model vllm
+test: model vllm sglang
 	$(VENV)/bin/pytest $(ARGS)
 	$(call run_vllm_tests,$(VLLM)) $(ARGS)
+	$(run_sglang_tests) $(ARGS)
 
 simulate: venv
 	@OMP_NUM_THREADS=1 $(PY) -m tests.simulation $(ARGS)

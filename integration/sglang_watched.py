@@ -56,3 +56,9 @@ class WatchedLinker(TieredKVLinker):
     def answer_limit_host(self, num_blocks: int | None) -> None:
         """Use so many host blocks only."""
         self._half.resize_host(num_blocks)
+
+    def answer_retract(self, num_steps: int) -> None:
+        """As SGLang does it that was started with SGLANG_TEST_RETRACT and this interval."""
+        from sglang.srt.managers import scheduler
+
+        scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, num_steps

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from integration.bench.sglang_engine import ROOT, SHIMS
 from integration.models import tiny
+from integration.tests.sglang_forks import forking
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Answer, Expected
 
@@ -98,6 +100,10 @@ class SglangEngine:
     def limit_host(self, num_blocks: int | None) -> None:
         """Give us so many host blocks only."""
         self.tell("answer_limit_host", num_blocks)
+
+    def retract_every(self, num_steps: int) -> None:
+        """SGLang takes a request its pages every so many steps, whatever room there is."""
+        self.tell("answer_retract", num_steps)
 
     def stats(self) -> dict[str, float]:
         """Our counters since the start; those of rank 0."""
@@ -195,13 +201,15 @@ def running_alone(folder: Path, model: str = "dense", **options: Any) -> Iterato
     import sglang
 
     options = OPTIONS | options
-    others = set(psutil.Process().children(recursive=True))
-    engine = sglang.Engine(model_path=str(tiny.write_weights(model, folder)), **options)
+    with nullcontext() if ON_GPU else forking():
+        others = set(psutil.Process().children(recursive=True))
+        engine = sglang.Engine(model_path=str(tiny.write_weights(model, folder)), **options)
+    atexit.unregister(engine.shutdown)  # it ends the processes of other engines too, and then this one for their sake
     own = set(psutil.Process().children(recursive=True)) - others
     try:
         yield SglangEngine(engine, int(options["page_size"]), int(options["max_total_tokens"]))
     finally:
-        # As `shutdown` does it, which ends the processes of other engines too, and then this one for their sake.
+        # As `shutdown` does it, but for this engine alone.
         engine.tokenizer_manager._subprocess_watchdog.stop()
         for process in own:
             with suppress(psutil.NoSuchProcess):

@@ -15,21 +15,18 @@ from kv_connector.testing.engine_contract import Expected, RestartCheck
 
 
 @pytest.mark.parametrize("check", engine_contract.RESTARTS, ids=lambda check: check.__name__)
-def test_restart_behind_retraction(
-    check: RestartCheck, models: Path, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_behind_retraction(check: RestartCheck, models: Path, expected: Expected, tmp_path: Path) -> None:
     """SGLang admits no more than it has room for, on a small device: the first engine is told to retract every few
     steps. The next one is not, and finds what that one has stored."""
-    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
-    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "12")
     preemptions = list(engine_contract.PREEMPTIONS)
 
     @contextmanager
     def open_engine(settings: Mapping[str, Any]) -> Iterator[SglangEngine]:
         with running(models, dict(settings)) as engine:
+            if preemptions:
+                engine.retract_every(12)
             while preemptions:
                 preemptions.pop(0)(engine, expected)
             yield engine
-        monkeypatch.delenv("SGLANG_TEST_RETRACT", raising=False)
 
     check(open_engine, expected, str(tmp_path / "storage"))
