@@ -96,7 +96,7 @@ class PrefixTree:
         """The hashes of these nodes, of which the root is none, in the order of their rows: a fast way to many."""
         is_in = np.zeros(len(self._hash), np.bool_)
         is_in[nodes] = True
-        return compress(self._hash, is_in.tobytes())  # type: ignore[return-value]  # None is the root's and of free rows
+        return compress(self._hash, is_in.tobytes())  # type: ignore[arg-type]  # None is the root's and of free rows
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Nodes of the longest known prefix of `hashes`, wherever their copies are; changes nothing.
