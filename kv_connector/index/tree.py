@@ -7,7 +7,7 @@ and nothing that Python's garbage collector has to walk.
 A node stays as long as it has a copy on some tier, a child, or a pin; after that it is *remembered* (its hits count
 toward `write_through_selective`) until `max_remembered` newer ones push it out.
 
-NumPy is used in one place, where a whole tier loses its copies at once.
+NumPy is used where a whole tier loses its copies at once, and to tell that rows are neighbours in a prefix.
 """
 
 from __future__ import annotations
