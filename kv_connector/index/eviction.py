@@ -4,20 +4,28 @@ Only nodes that can be evicted now (leaves, in practice) wait here, each at most
 little memory. They wait in as many heaps as the order has classes, in each the least recently used first; the one that
 is worth least of those at the top goes. Recency changes are not pushed into a heap: a node that was used since it was
 queued, or is of another class by now, goes back where it belongs when it comes up.
+
+Behind a leaf goes its prefix, as far as that is due before other leaves. A prefix that was inserted at once lies in
+neighbouring rows, which are compared many at once: a small part of what it takes to look at each.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from .tree import PrefixTree
+from ..types import Tier
+from .tree import NONE, PrefixTree
 
 Key = tuple[float, float, int]
 """Worth, time of last use, node."""
 
-_LAST: Key = (float("inf"), float("inf"), 0)
+_NEVER = float("inf")
+_LAST: Key = (_NEVER, _NEVER, 0)
+_STRETCH = 64  # rows that are compared at once
+_LEAST_RUN = 16  # of fewer each is looked at sooner
 
 
 class EvictionOrder(Protocol):
@@ -34,10 +42,7 @@ class EvictionOrder(Protocol):
         """From 0 on; another one only for a node that was used since."""
 
     def worth(self, node: int) -> float:
-        """Now; the lowest goes first."""
-
-    def alike(self, node: int, other: int) -> bool:
-        """Whether it can be told at a glance that both are worth the same, as most neighbours in a prefix are."""
+        """Now; the lowest goes first. The same of nodes that were `asked` for together and have as many `visits`."""
 
 
 class Recency:
@@ -56,18 +61,24 @@ class Recency:
         """All alike."""
         return 0.0
 
-    def alike(self, node: int, other: int) -> bool:
-        """All alike."""
-        return True
-
 
 class EvictionQueue:
     """Heaps of (time of last use, node). `evictable(node)` is asked again when a node comes up."""
 
-    __slots__ = ("_evictable", "_heaps", "_order", "_queued", "_used")
-
-    def __init__(self, tree: PrefixTree, order: EvictionOrder, evictable: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        tier: Tier,
+        ref_counts: Sequence[int],
+        order: EvictionOrder,
+        evictable: Callable[[int], bool],
+    ) -> None:
+        self._tree = tree
         self._used = tree.used
+        self._block = tree.block[tier]
+        self._kids = tree.kids[tier]
+        self._refs = ref_counts
+        self._keeps_pinned = tier is not Tier.DEVICE
         self._order = order
         self._evictable = evictable
         self._heaps: list[list[tuple[float, int]]] = [[] for _ in range(order.num_classes)]
@@ -88,26 +99,69 @@ class EvictionQueue:
         """By which nodes are ordered."""
         return self._order.worth(node), self._used[node], node
 
-    def first(self, older_than: float = float("inf")) -> Key:
+    def first(self, older_than: float = _NEVER) -> Key:
         """The evictable node that is worth least, of those that were last used before `older_than`; it stays. Behind
         all keys where there is none."""
         for index, heap in enumerate(self._heaps):
             if heap:
                 self._settle(index)
+        return self._head(older_than)
+
+    def _head(self, older_than: float) -> Key:
+        """As `first`, where nothing has changed since it or `pop`."""
         # Of those that went to a lower class, too: each is in order there.
         keys = [self.key(heap[0][1]) for heap in self._heaps if heap and heap[0][0] < older_than]
         return min(keys, default=_LAST)
 
-    def pop(self, older_than: float = float("inf"), most: float = float("inf")) -> Key | None:
+    def pop(self, older_than: float = _NEVER, most: float = _NEVER) -> Key | None:
         """Take out the node that `first` names, unless it is worth more than `most`."""
         worth, time, node = first = self.first(older_than)
-        if time == float("inf") or worth > most:
+        if time == _NEVER or worth > most:
             return None
         index = self._order.class_of(node)
         heapq.heappop(self._heaps[index])
         self._queued[node] = 0
         self._settle(index)  # what is of another class by now goes there before others come on top of it
         return first
+
+    def take(self, num_nodes: int, older_than: float = _NEVER, most: float = _NEVER) -> list[int]:
+        """Take out up to so many victims, in eviction order, counting their parents' kids down; none that is worth more
+        than `most`."""
+        tree, kids, block, refs, worth_of = self._tree, self._kids, self._block, self._refs, self._order.worth
+        used, parents, pins, asked, visits = tree.used, tree.parent, tree.pins, tree.asked, tree.visits
+        self._queued.extend(bytes(len(used) - len(self._queued)))
+        victims, queued, keeps_pinned, left = list[int](), self._queued, self._keeps_pinned, num_nodes
+        while left and (first := self.pop(older_than, most)) is not None:
+            worth, time, node = first
+            time_asked, num_visits = asked[node], visits[node]
+            # Whatever comes after the last one.
+            due = min(self._head(older_than), (most, _NEVER, 0)) if left > 1 else first
+            is_ahead = (worth, time) < due[:2]  # and so are those in front that are worth the same
+            while is_ahead and (num_run := self._run_ending_at(node, left - 1)):
+                victims += range(node, node - num_run, -1)
+                node -= num_run
+                left -= num_run
+            while True:  # up its prefix, the usual case without a detour through the heaps
+                victims.append(node)
+                left -= 1
+                parent = parents[node]
+                num_kids = kids[parent] = kids[parent] - 1
+                own_time = used[parent]
+                if own_time < time:
+                    own_time = used[parent] = time
+                # As `evictable`, for a copy without references is resident.
+                block_id = block[parent]
+                if num_kids or block_id == NONE or refs[block_id] or (keeps_pinned and pins[parent]):
+                    break
+                if own_time != time or asked[parent] != time_asked or visits[parent] != num_visits:
+                    worth, time, time_asked, num_visits = worth_of(parent), own_time, asked[parent], visits[parent]
+                    is_ahead = time < older_than and (worth, time) < due[:2]
+                # One that waits already, since it was a leaf before, comes up by itself.
+                if not (left and (is_ahead or (time < older_than and (worth, time, parent) < due))) or queued[parent]:
+                    self.push(parent)
+                    break
+                node = parent
+        return victims
 
     def clear(self) -> None:
         """Nothing can be evicted any more."""
@@ -135,6 +189,21 @@ class EvictionQueue:
                 heapq.heapreplace(heap, (used[node], node))
             else:
                 return
+
+    def _run_ending_at(self, node: int, most: int) -> int:
+        """How many blocks up from a victim go together, by comparing many at once: they lie in neighbouring rows, are
+        worth the same, and only the one behind keeps each in front. None where that has to be looked at one by one."""
+        tree, kids = self._tree, self._kids
+        count = min(most, tree.depth[node], node - 1, _STRETCH)
+        first = node - count
+        if count < _LEAST_RUN or kids[first:node].count(1) < count or not tree.is_run(first, node):
+            return 0
+        block_ids = self._block[first:node]
+        is_kept = NONE in block_ids or any(map(self._refs.__getitem__, block_ids)) or any(tree.pins[first:node])
+        if is_kept or 1 in self._queued[first:node]:
+            return 0
+        kids[first:node] = array("i", bytes(count * kids.itemsize))
+        return count
 
     def __contains__(self, node: int) -> bool:
         return node < len(self._queued) and bool(self._queued[node])

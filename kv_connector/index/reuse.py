@@ -86,10 +86,6 @@ class ReuseModel:
         """Of a node's copy; the lowest goes first. Events in the time in which one more block is asked for."""
         return self._worth[self.class_of(node)][_bucket(self._tree.time - self._asked[node])]
 
-    def alike(self, node: int, other: int) -> bool:
-        """Both were asked for together, as often as each other."""
-        return self._asked[node] == self._asked[other] and self._visits[node] == self._visits[other]
-
     def worth_of(self, path: Sequence[BlockHash], index: int) -> float:
         """Of this block of a path, at the moment in which it is asked for."""
         tree = self._tree

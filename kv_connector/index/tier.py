@@ -55,7 +55,7 @@ class CacheTier:
         self._refs = self.pool.ref_counts
         self._order = order or Recency()
         self._order.resized(capacity)
-        self._queue = EvictionQueue(tree, self._order, self._is_evictable)
+        self._queue = EvictionQueue(tree, tier, self._refs, self._order, self._is_evictable)
         self._num_idle = 0  # resident copies without references: what eviction could free at most
 
     @property
@@ -115,7 +115,7 @@ class CacheTier:
         if short > 0:
             if short > self._num_idle:
                 return None
-            victims = self._select(short, older_than)
+            victims = self._queue.take(short, older_than)
             if len(victims) < short:
                 self._restore(victims)
                 return None
@@ -123,7 +123,7 @@ class CacheTier:
 
     def allocate_up_to(self, num_blocks: int, older_than: float = _NEVER) -> list[int]:
         """As `allocate`, but as many as can be had, possibly none."""
-        return self._hand_out(num_blocks, self._select(self._num_short(num_blocks), older_than))
+        return self._hand_out(num_blocks, self._queue.take(self._num_short(num_blocks), older_than))
 
     def allocate_behind(
         self, num_blocks: int, paths: Sequence[Sequence[BlockHash]], now: float, worth: float = _NEVER
@@ -131,11 +131,11 @@ class CacheTier:
         """As `allocate_up_to`, evicting older prefixes but nothing of the paths that the blocks continue, one for each
         block group, and nothing that is worth more than they are."""
         short = self._num_short(num_blocks)
-        victims = self._select(short, now, worth)
+        victims = self._queue.take(short, now, worth)
         while own := self._on(paths, victims):  # at most once for each gap in a path
             self._restore(victims)
             self.tree.touch(own, now)
-            victims = self._select(short, now, worth)
+            victims = self._queue.take(short, now, worth)
         return self._hand_out(num_blocks, victims)
 
     def has_room_behind(self, paths: Sequence[Sequence[BlockHash]], now: float, worth: float = _NEVER) -> bool:
@@ -197,11 +197,11 @@ class CacheTier:
         if not block_ids:
             return
         states, node_of, kids, free = self._state, self._node, self._kids, []
-        num_rows, capacity = len(states), self.pool.capacity
+        num_rows, capacity, num_idle = len(states), self.pool.capacity, 0
         for block_id in self.pool.release(block_ids):
             state = states[block_id] if block_id < num_rows else BlockState.ABSENT
             if state == _RESIDENT and block_id < capacity:
-                self._num_idle += 1
+                num_idle += 1
                 node = node_of[block_id]
                 if not kids[node]:  # of a whole prefix one block at most
                     self._offer(node)
@@ -211,12 +211,13 @@ class CacheTier:
             elif state:  # its writer let go before it was done, or the tier has shrunk below it
                 self._detach(block_id, Event.EVICT if state == _RESIDENT else Event.FAIL)
             free.append(block_id)
+        self._num_idle += num_idle
         self.pool.free(free)
 
     def next_reused(self, limit: int) -> list[tuple[int, BlockHash]]:
         """Those of the next `limit` blocks that `allocate` would hand out which hold a copy, soonest first, with the
         hash of the copy; changes nothing that can be observed."""
-        victims = self._select(max(0, limit - self.pool.num_free), _NEVER)
+        victims = self._queue.take(max(0, limit - self.pool.num_free), _NEVER)
         self._restore(victims)
         return [(self._block[node], self.tree.hash_of(node)) for node in victims]
 
@@ -249,7 +250,7 @@ class CacheTier:
         is_used = np.frombuffer(self._refs, np.intc)[:num_rows] > 0
         if self._log_removed:
             resident = np.frombuffer(self._node, np.intc)[:num_rows][states == _RESIDENT]
-            self.removed += map(self.tree.hash_of, resident.tolist())
+            self.removed.extend(self.tree.hashes_in(resident))
         idle = advance(self.tier, _RESIDENT, Event.EVICT)
         for state in np.flatnonzero(np.bincount(states[is_copy & is_used])).tolist():
             assert advance(self.tier, state, Event.DELETE) == _DELETING, "a copy in use is deleted and nothing else"
@@ -297,40 +298,6 @@ class CacheTier:
     def _offer(self, node: int) -> None:
         if not self._kids[node] and self._is_evictable(node):
             self._queue.push(node)
-
-    def _select(self, num_blocks: int, older_than: float, most: float = _NEVER) -> list[int]:
-        """Take up to `num_blocks` victims out of the queue, in eviction order, counting their parents' kids down; none
-        that is worth more than `most`."""
-        victims: list[int] = []
-        queue, order, used, kids, parents = self._queue, self._order, self.tree.used, self._kids, self.tree.parent
-        block, refs, pins, keeps_pinned = self._block, self._refs, self.tree.pins, self.tier is not Tier.DEVICE
-        left = num_blocks
-        while left and (first := queue.pop(older_than, most)) is not None:
-            worth, time, node = first
-            # Whatever comes after the last one.
-            due = min(queue.first(older_than), (most, _NEVER, 0)) if left > 1 else first
-            while True:  # up its prefix, the usual case without a detour through the queue
-                victims.append(node)
-                left -= 1
-                parent = parents[node]
-                num_kids = kids[parent] = kids[parent] - 1
-                own_time = used[parent]
-                if own_time < time:
-                    used[parent] = time
-                else:
-                    time = own_time
-                # As `_is_evictable`, for a copy without references is resident.
-                block_id = block[parent]
-                if num_kids or block_id == NONE or refs[block_id] or (keeps_pinned and pins[parent]):
-                    break
-                if not order.alike(parent, node):
-                    worth = order.worth(parent)
-                # One that waits already, since it was a leaf before, comes up by itself.
-                if not left or time >= older_than or parent in queue or (worth, time, parent) >= due:
-                    queue.push(parent)
-                    break
-                node = parent
-        return victims
 
     def _on(self, paths: Sequence[Sequence[BlockHash]], nodes: Sequence[int]) -> list[int]:
         """Those of the nodes that are on one of the paths."""

@@ -7,16 +7,19 @@ and nothing that Python's garbage collector has to walk.
 A node stays as long as it has a copy on some tier, a child, or a pin; after that it is *remembered* (its hits count
 toward `write_through_selective`) until `max_remembered` newer ones push it out.
 
-NumPy is used in one place, where a whole tier loses its copies at once.
+NumPy is used where a whole tier loses its copies at once, and to tell that rows are neighbours in a prefix.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..types import BlockHash, Tier
 
@@ -89,6 +92,12 @@ class PrefixTree:
         """The hashes of nodes that are not the root."""
         return list(map(self._hash.__getitem__, nodes))  # type: ignore[arg-type]  # None is the root's and of free rows
 
+    def hashes_in(self, nodes: NDArray[np.intc]) -> Iterator[BlockHash]:
+        """The hashes of these nodes, of which the root is none, in the order of their rows: a fast way to many."""
+        is_in = np.zeros(len(self._hash), np.bool_)
+        is_in[nodes] = True
+        return compress(self._hash, is_in.tobytes())  # type: ignore[arg-type]  # None is the root's and of free rows
+
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Nodes of the longest known prefix of `hashes`, wherever their copies are; changes nothing.
 
@@ -158,6 +167,17 @@ class PrefixTree:
         has_children = (self._keeps[parent] & (_LEAVING - 1)) > self.pins[parent]
         return 0 if parent == ROOT or has_children else self.visits[parent]
 
+    def is_run(self, first: int, last: int) -> bool:
+        """Whether the rows from `first` to `last` are of blocks that follow one another, and that were used together,
+        and asked for together and as often; by comparing many at once."""
+        rows, parents = slice(first, last + 1), self.parent[first + 1 : last + 1].tobytes()
+        return (
+            parents == np.arange(first, last, dtype=np.intc).tobytes()
+            and _is_constant(self.used[rows])
+            and _is_constant(self.asked[rows])
+            and _is_constant(self.visits[rows])
+        )
+
     def touch(self, nodes: Iterable[int], now: float) -> None:
         """Mark nodes as used. Where only the end of a path is touched its parents are as recent all the same: a tier
         that lets go of a block hands its time up to the parent, which cannot go before it."""
@@ -167,26 +187,27 @@ class PrefixTree:
 
     def add_copies(self, nodes: Sequence[int], tier: Tier, block_ids: Sequence[int]) -> None:
         """Record that blocks of `tier` are, or are becoming, copies of these nodes. Only tiers call this."""
-        blocks, keeps = self.block[tier], self._keeps
+        blocks, keeps, copy, num_held = self.block[tier], self._keeps, _COPY, 0
         for node, block_id in zip(nodes, block_ids, strict=True):
             assert blocks[node] == NONE, f"node {node} has a {tier.name} copy already"
             blocks[node] = block_id
             before = keeps[node]
-            if before < _COPY:
-                self._num_remembered -= 1
-            keeps[node] = before + _COPY
+            if before >= copy:
+                num_held += 1  # on another tier
+            keeps[node] = before + copy
+        self._num_remembered -= len(nodes) - num_held
 
     def remove_copies(self, nodes: Sequence[int], tier: Tier) -> None:
         """Forget the copies of these nodes on `tier`. Only tiers call this."""
-        blocks, keeps, copy, num_lost = self.block[tier], self._keeps, _COPY, 0
+        blocks, keeps, copy, num_held = self.block[tier], self._keeps, _COPY, 0
         for node in nodes:
             blocks[node] = NONE
             left = keeps[node] = keeps[node] - copy
-            if left < copy:
-                num_lost += 1
-                if not left:
-                    self._let_leave(node)
-        self._num_remembered += num_lost
+            if left >= copy:
+                num_held += 1  # on another tier
+            elif not left:
+                self._let_leave(node)
+        self._num_remembered += len(nodes) - num_held
         self._forget(len(nodes))
 
     def remove_all_copies(self, tier: Tier) -> None:
@@ -260,22 +281,25 @@ class PrefixTree:
             return
         leaving, keeps, parents, index, known = self._leaving, self._keeps, self.parent, self._index, self._hash
         free, num_free, asked = self._free, len(self._free), self.asked
-        while num_excess and leaving:
-            node = leaving.popleft()
-            left = keeps[node] = keeps[node] - _LEAVING
+        node, left = ROOT, keeps[ROOT]
+        for _ in range(num_excess):
             # A head has waited for its tail, which leaves first, and is at least as old.
-            while not left:
-                if not num_excess:
-                    keeps[node] = _LEAVING
-                    leaving.appendleft(node)
-                    break
-                num_excess -= 1
-                del index[known[node]]  # type: ignore[arg-type]  # only the root and free rows have no hash
-                known[node] = None
-                asked[node] = NONE
-                free.append(node)
-                node = parents[node]
-                left = keeps[node] = keeps[node] - 1
+            while left and leaving:
+                node = leaving.popleft()
+                if left := keeps[node] - _LEAVING:
+                    keeps[node] = left
+            if left:
+                break
+            del index[known[node]]  # type: ignore[arg-type]  # only the root and free rows have no hash
+            known[node] = None
+            asked[node] = NONE
+            free.append(node)
+            node = parents[node]
+            if left := keeps[node] - 1:
+                keeps[node] = left
+        if not left:
+            keeps[node] = _LEAVING
+            leaving.appendleft(node)
         self._num_remembered -= len(free) - num_free
 
     def _add(self, parent: int, hashes: Sequence[BlockHash], now: float, is_path: bool = True) -> list[int]:
@@ -293,6 +317,7 @@ class PrefixTree:
         depth = depths[parent] + 1
         visits = self.visits_behind(parent)
         visits_of, visited, num_visits, time = self.visits, self.visited, self.num_visits, self.time
+        keeps[parent] += 1 if is_path else len(nodes)
         for node, block_hash in zip(nodes, hashes, strict=True):
             depths[node] = depth
             parents[node] = parent
@@ -302,12 +327,14 @@ class PrefixTree:
             asked[node] = time
             visits_of[node] = visits
             visited[node] = num_visits
+            keeps[node] = 1  # its child
             known[node] = block_hash
             index[block_hash] = node
-            keeps[parent] += 1
             if is_path:
                 parent = node
                 depth += 1
+        for node in nodes[-1:] if is_path else nodes:
+            keeps[node] = 0
         self._num_remembered += len(nodes)
         assert len(index) + len(self._free) == len(known) - 1, "a block has two parents"
         return nodes
@@ -328,3 +355,8 @@ class PrefixTree:
         self.inside += zeros
         self._hash.extend([None] * num_rows)
         self._free[:0] = range(first + num_rows - 1, first - 1, -1)
+
+
+def _is_constant(numbers: array[Any]) -> bool:
+    data, size = numbers.tobytes(), numbers.itemsize
+    return data[size:] == data[:-size]

@@ -228,7 +228,7 @@ def test_a_block_of_another_class_is_found_there(then: int) -> None:
     tree = PrefixTree()
     nodes = [tree.insert_path(hashed((name,)), 0.0)[0] for name in ("changed", "other", "third")]
     order = Classes(dict(zip(nodes, (1, 1, 2), strict=True)))
-    queue = EvictionQueue(tree, order, lambda node: True)
+    queue = EvictionQueue(tree, Tier.HOST, [], order, lambda node: True)
     for node in nodes:
         queue.push(node)
     tree.touch(nodes[:1], 1.0)

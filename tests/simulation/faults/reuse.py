@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from .mutant import Mutant, Patch, tested
 
+_EVICTION = "kv_connector/index/eviction.py"
 _REUSE = "kv_connector/index/reuse.py"
 _TIER = "kv_connector/index/tier.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _TESTS = "tests/index/test_reuse.py"
+_RUNS = "tests/index/test_eviction.py"
 _DECLINED = "tests/scheduler/saves/test_declined.py"
 
 REUSE: tuple[Mutant, ...] = (
@@ -15,10 +17,8 @@ REUSE: tuple[Mutant, ...] = (
         "everything-is-saved",
         "what is worth less than all that is there takes its place",
         (
-            Patch(_TIER, "min(queue.first(older_than), (most, _NEVER, 0))", "queue.first(older_than)"),
-            Patch(
-                "kv_connector/index/eviction.py", 'if time == float("inf") or worth > most:', 'if time == float("inf"):'
-            ),
+            Patch(_EVICTION, "min(self._head(older_than), (most, _NEVER, 0))", "self._head(older_than)"),
+            Patch(_EVICTION, "if time == _NEVER or worth > most:", "if time == _NEVER:"),
         ),
         tested(f"{_TESTS}::test_what_is_worth_less_than_all_that_is_there_is_declined"),
     ),
@@ -49,7 +49,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "gone-and-looked-at",
         "rows of blocks that were forgotten count as blocks that nobody asks for",
-        (Patch("kv_connector/index/tree.py", "                asked[node] = NONE\n", ""),),
+        (Patch("kv_connector/index/tree.py", "            asked[node] = NONE\n", ""),),
         tested(f"{_TESTS}::test_what_is_forgotten_is_exposed_to_nothing"),
     ),
     Mutant(
@@ -87,7 +87,7 @@ REUSE: tuple[Mutant, ...] = (
         "a block of another class by now stays where it was",
         (
             Patch(
-                "kv_connector/index/eviction.py",
+                _EVICTION,
                 "(found := self._order.class_of(node)) != index",
                 "(found := index) != index",
             ),
@@ -99,12 +99,60 @@ REUSE: tuple[Mutant, ...] = (
         "what a prefix begins with goes with what nobody asks for behind it",
         (
             Patch(
-                _REUSE,
-                "return self._asked[node] == self._asked[other] and self._visits[node] == self._visits[other]",
-                "return True",
+                _EVICTION,
+                "if own_time != time or asked[parent] != time_asked or visits[parent] != num_visits:",
+                "if own_time != time:",
             ),
         ),
         tested(f"{_TESTS}::test_what_many_ask_for_outlives_the_prompt_that_went_on_behind_it"),
+    ),
+    Mutant(
+        "runs-that-are-used",
+        "a block goes that a copy uses, as many in front of a victim are compared at once",
+        (Patch(_EVICTION, " or any(map(self._refs.__getitem__, block_ids))", ""),),
+        tested(f"{_RUNS}::test_what_is_compared_at_once_goes_as_what_is_looked_at_one_by_one"),
+    ),
+    Mutant(
+        "runs-that-are-pinned",
+        "a block goes that an operator has pinned, as many in front of a victim are compared at once",
+        (Patch(_EVICTION, " or any(tree.pins[first:node])", ""),),
+        tested(f"{_RUNS}::test_what_is_compared_at_once_goes_as_what_is_looked_at_one_by_one"),
+    ),
+    Mutant(
+        "runs-with-holes",
+        "a block that is not there goes, as many in front of a victim are compared at once",
+        (Patch(_EVICTION, "NONE in block_ids or ", ""),),
+        tested(f"{_RUNS}::test_what_is_compared_at_once_goes_as_what_is_looked_at_one_by_one"),
+    ),
+    Mutant(
+        "runs-with-branches",
+        "a block goes in front of another, as many in front of a victim are compared at once",
+        (Patch(_EVICTION, " or kids[first:node].count(1) < count", ""),),
+        tested(f"{_RUNS}::test_what_another_chat_goes_on_from_outlives_that_chat"),
+    ),
+    Mutant(
+        "runs-that-wait",
+        "blocks are evicted twice that wait as the leaves they were, as many are compared at once",
+        (Patch(_EVICTION, "is_kept or 1 in self._queued[first:node]", "is_kept"),),
+        tested(f"{_RUNS}::test_a_block_that_waits_in_another_class_is_evicted_once"),
+    ),
+    Mutant(
+        "runs-of-any-age",
+        "what was used since goes with what is behind it, as many are compared at once",
+        (Patch("kv_connector/index/tree.py", "            and _is_constant(self.used[rows])\n", ""),),
+        tested(f"{_RUNS}::test_a_block_that_was_used_since_outlives_what_is_older"),
+    ),
+    Mutant(
+        "runs-of-any-worth",
+        "what many ask for goes with what is behind it, as many are compared at once",
+        (
+            Patch(
+                "kv_connector/index/tree.py",
+                "            and _is_constant(self.asked[rows])\n            and _is_constant(self.visits[rows])\n",
+                "",
+            ),
+        ),
+        tested(f"{_RUNS}::test_what_is_compared_at_once_goes_as_what_is_looked_at_one_by_one"),
     ),
     Mutant(
         "windows-are-learned",

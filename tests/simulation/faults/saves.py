@@ -8,6 +8,7 @@ from .scheduler import WORLDS
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _TESTS = "tests/index/test_tier.py"
 _TIER = "kv_connector/index/tier.py"
+_EVICTION = "kv_connector/index/eviction.py"
 
 SAVES: tuple[Mutant, ...] = (
     Mutant(
@@ -112,11 +113,8 @@ SAVES: tuple[Mutant, ...] = (
         "newer-parents-go",
         "a parent that is newer than what needs room is evicted with its children",
         (
-            Patch(
-                _TIER,
-                "if not left or time >= older_than or parent in queue or (worth, time, parent) >= due:",
-                "if not left or parent in queue or (worth, time, parent) >= due:",
-            ),
+            Patch(_EVICTION, "(time < older_than and (worth, time, parent) < due)", "(worth, time, parent) < due"),
+            Patch(_EVICTION, "is_ahead = time < older_than and (worth", "is_ahead = (worth"),
         ),
         tested(f"{_TESTS}::test_a_block_is_kept_for_its_own_time_however_old_what_was_behind_it_is"),
     ),
@@ -125,7 +123,9 @@ SAVES: tuple[Mutant, ...] = (
         "eviction takes blocks that copies use",
         (
             Patch(
-                _TIER, "if num_kids or block_id == NONE or refs[block_id] or (", "if num_kids or block_id == NONE or ("
+                _EVICTION,
+                "if num_kids or block_id == NONE or refs[block_id] or (",
+                "if num_kids or block_id == NONE or (",
             ),
             Patch(_TIER, "            and self._refs[block_id] == 0\n", ""),
         ),
@@ -161,7 +161,7 @@ SAVES: tuple[Mutant, ...] = (
     Mutant(
         "evicted-twice",
         "a parent that waits as the leaf it was is evicted with its child, and once more",
-        (Patch("kv_connector/index/tier.py", "time >= older_than or parent in queue or", "time >= older_than or"),),
+        (Patch(_EVICTION, " or queued[parent]:", ":"),),
         tested("tests/index/test_reuse.py::test_no_block_is_lost_or_given_twice_whatever_is_asked_for"),
     ),
     Mutant(
