@@ -120,9 +120,7 @@ class Replica:
         self._untold = []
         if len({(len(rank.reports), rank.last_job, rank.num_offers) for rank in told}) > 1:
             steps = [(rank.reports[-1].step, rank.last_job, rank.num_offers) for rank in told]
-            raise KVConnectorError(
-                f"ranks have not scheduled alike: their last steps and jobs, and offers, are {steps}"
-            )
+            raise KVConnectorError(f"ranks have not scheduled alike: their last steps, jobs and offers are {steps}")
         self.clock.told(told[0].seconds)
         for reports in zip(*(rank.reports for rank in told), strict=True):
             self.scheduler.update_connector_output(reports)
