@@ -21,8 +21,8 @@ from kv_connector.config import Config
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as transfer_engine
 from kv_connector.transfer.costs.curves import LinkCosts
+from kv_connector.transfer.memory.host_form import HostForm
 from kv_connector.transfer.memory.host_pool import HostPool
-from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.transfer.submission.queue import SubmissionQueue
@@ -248,9 +248,9 @@ class SimulatedSubmitter:
 class LatePath:
     """Copies as `TorchPath` does, when the stream comes to it. A load that is told to fail leaves garbage behind."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool, device: Device) -> None:
-        self._inner = TorchPath(layout, host)
-        self._layout = layout
+    def __init__(self, form: HostForm, host: HostPool, device: Device) -> None:
+        self._inner = TorchPath(form, host)
+        self._form = form
         self._device = device
         # Drawn apart: of a source that all of the device draws from, one draw more would make another world.
         self._slice_blocks = device.time.stream(f"{device.name}/slices").choice(_SLICES)
@@ -268,7 +268,7 @@ class LatePath:
             raise TransferError("injected fault")
 
     def slice_bytes(self, direction: Direction) -> int:
-        return self._slice_blocks * self._layout.piece_bytes
+        return self._slice_blocks * self._form.moved_bytes
 
     def close(self) -> None:
         self._inner.close()
@@ -278,7 +278,7 @@ class LatePath:
             self._device.on_copy(copy)
             self._inner.copy(copy)
         elif copy.direction is Direction.LOAD:
-            for region in self._layout.regions[copy.regions.start : copy.regions.stop]:
+            for region in self._form.layout.regions[copy.regions.start : copy.regions.stop]:
                 region.view[torch.tensor(copy.device_ids)] = GARBAGE
 
 
@@ -330,11 +330,11 @@ def on(device: Device) -> Iterator[None]:
 
 def path_maker(
     device: Device, ready_blocks: Callable[[], int]
-) -> Callable[[CacheLayout, HostPool, Config, LinkCosts], CopyPath]:
+) -> Callable[[HostForm, HostPool, Config, LinkCosts], CopyPath]:
     """What a worker half takes as `make_path`. `ready_blocks`: how many blocks of its host pool are ready by now."""
 
-    def make(layout: CacheLayout, host: HostPool, config: Config, costs: LinkCosts) -> CopyPath:
+    def make(form: HostForm, host: HostPool, config: Config, costs: LinkCosts) -> CopyPath:
         _ready_blocks[id(host)] = ready_blocks
-        return LatePath(layout, host, device)
+        return LatePath(form, host, device)
 
     return make

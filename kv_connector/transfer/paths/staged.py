@@ -28,8 +28,8 @@ from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
 from ..cuda.streams import Event, Priority, make_lane, make_stream
 from ..cuda.uploads import IdUploads, RegionTables, UploadedIds
+from ..memory.host_form import PIECE_ALIGN, HostForm
 from ..memory.host_pool import HostPool
-from ..memory.layout import PIECE_ALIGN, CacheLayout
 from .base import LONG_SLICE_BYTES, BlockCopy, Int64s
 from .runs import merge_runs
 
@@ -131,25 +131,26 @@ class _Chunk(NamedTuple):
 class StagedPath:
     """Packing kernel and DMA over a bounded ring (see `CopyPath`): near the link's rate from 4 KiB pieces up."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool, staging_memory: int, copier: Copier | None = None) -> None:
+    def __init__(self, form: HostForm, host: HostPool, staging_memory: int, copier: Copier | None = None) -> None:
         """`staging_memory` bytes of device memory serve both directions; `copier` replaces the CUDA driver in tests.
 
         Raises ConfigError where a piece does not fit into a buffer.
         """
-        least = min_staging_memory(layout)
+        least = min_staging_memory(form)
         if staging_memory < least:
             raise ConfigError(
                 f"staging_memory={staging_memory} cannot hold the largest piece in each of {2 * NUM_BUFFERS} buffers: "
                 f'give at least {least} bytes, or copy_path="runs"'
             )
-        self._layout = layout
+        device = form.layout.device
+        self._form = form
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
-        self._tables = RegionTables(layout)
-        self._ids = {way: IdUploads(layout.device, sides=1, in_order=True) for way in Direction}
-        self._rings = {way: _Ring(layout.device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
+        self._tables = RegionTables(form)
+        self._ids = {way: IdUploads(device, sides=1, in_order=True) for way in Direction}
+        self._rings = {way: _Ring(device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
         self._parts: dict[tuple[Direction, range], tuple[_Part, ...]] = {}
-        if layout.device.type == "cuda":
+        if device.type == "cuda":
             with self._rings[Direction.LOAD].lane.on_device():
                 self._compile()
 
@@ -186,7 +187,7 @@ class StagedPath:
         """
         ring = self._rings[Direction.LOAD]
         part = self._fitting_parts(Direction.LOAD, range(1))[0]
-        block_ids = device_tensor((1,), torch.int64, self._layout.device).zero_()
+        block_ids = device_tensor((1,), torch.int64, self._form.layout.device).zero_()
         stream = ring.buffers[0].stream
         current = ring.lane.current()
         ring.fork(current)
@@ -263,7 +264,7 @@ class StagedPath:
             ranges = []
             start = regions.start
             for region in regions:
-                if _row_bytes(self._layout, range(start, region + 1)) > ring.buffer_bytes:
+                if _row_bytes(self._form, range(start, region + 1)) > ring.buffer_bytes:
                     ranges.append(range(start, region))
                     start = region
             ranges.append(range(start, regions.stop))
@@ -271,12 +272,12 @@ class StagedPath:
         return self._parts[key]
 
     def _part(self, ring: _Ring, regions: range) -> _Part:
-        pieces = self._layout.regions[regions.start : regions.stop]
-        offsets = np.array([region.offset for region in pieces], dtype=np.int64)
-        sizes = np.array([region.piece_bytes for region in pieces], dtype=np.int64)
+        part = slice(regions.start, regions.stop)
+        offsets = np.array(self._form.offsets[part], dtype=np.int64)
+        sizes = np.array(self._form.stored_bytes[part], dtype=np.int64)
         stretches = merge_runs(offsets, offsets, sizes, np.zeros_like(sizes))
-        start, row_bytes = pieces[0].offset, _row_bytes(self._layout, regions)
-        most_rows = min(ring.buffer_bytes // row_bytes, self._layout.num_blocks)
+        start, row_bytes = int(offsets[0]), _row_bytes(self._form, regions)
+        most_rows = min(ring.buffer_bytes // row_bytes, self._form.layout.num_blocks)
         memory = [buffer.memory for buffer in ring.buffers]
         rows = tuple(buffer[: most_rows * row_bytes].view(most_rows, row_bytes) for buffer in memory)
         row_offsets = np.arange(most_rows, dtype=np.int64)[:, None] * row_bytes + (stretches.host - start)
@@ -304,11 +305,11 @@ def chunk_rows(direction: Direction, count: int, most: int, edge: int) -> list[i
     return [edge, *rows] if direction is Direction.SAVE else [*rows, edge]
 
 
-def min_staging_memory(layout: CacheLayout) -> int:
+def min_staging_memory(form: HostForm) -> int:
     """Bytes that the rings need at least: every buffer holds the largest piece."""
-    largest = max(_row_bytes(layout, range(i, i + 1)) for i in range(len(layout.regions)))
+    largest = max(_row_bytes(form, range(i, i + 1)) for i in range(len(form.offsets)))
     return 2 * NUM_BUFFERS * largest
 
 
-def _row_bytes(layout: CacheLayout, part: range) -> int:
-    return -(-layout.host_slice(part)[1] // PIECE_ALIGN) * PIECE_ALIGN
+def _row_bytes(form: HostForm, part: range) -> int:
+    return -(-form.host_slice(part)[1] // PIECE_ALIGN) * PIECE_ALIGN

@@ -6,19 +6,22 @@ import torch
 
 from ...errors import TransferError
 from ...types import Direction
+from ..memory.host_form import HostForm
 from ..memory.host_pool import HostPool
-from ..memory.layout import CacheLayout, Region
+from ..memory.layout import Region
 from .base import SLICE_BYTES, BlockCopy
 
 
 class TorchPath:
     """Copies at once with torch, on a machine without a GPU."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool) -> None:
+    def __init__(self, form: HostForm, host: HostPool) -> None:
+        layout = form.layout
         if layout.device.type != "cpu":
             raise TransferError(f"the torch path copies on the CPU; the cache lies on {layout.device}")
         with torch.inference_mode(False):  # views made in that mode cannot be written outside of it
-            self._views = [_matching_views(region, host.tensor) for region in layout.regions]
+            columns = form.columns(host.tensor)
+            self._views = [_as_words(*pair) for pair in zip(layout.regions, columns, strict=True)]
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
@@ -38,10 +41,9 @@ class TorchPath:
         self._views = []
 
 
-def _matching_views(region: Region, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _as_words(region: Region, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The region and its column of the host pool, as int64 words where both allow it: an eighth of the elements."""
-    column = host[:, region.offset : region.offset + region.piece_bytes]
     start = region.view.storage_offset()
-    if all(value % 8 == 0 for value in (start, region.piece_bytes, region.block_stride, host.stride(0))):
+    if all(value % 8 == 0 for value in (start, region.piece_bytes, region.block_stride, column.stride(0))):
         return region.view.view(torch.int64), column.view(torch.int64)
     return region.view, column

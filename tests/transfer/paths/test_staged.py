@@ -13,6 +13,7 @@ import pytest
 import torch
 from kv_connector.triton_kernels import copy_pieces
 
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.paths import staged
 from kv_connector.transfer.paths.base import BlockCopy
 from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
@@ -65,7 +66,7 @@ def test_a_buffer_holds_one_chunk_at_a_time(direction: Direction, seed: int, mon
     layout = filled(fp8_with_scales, torch.device("cpu"))
     pool = make_pool(layout)
     pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
-    path = StagedPath(layout, pool, min_staging_memory(layout), driver.copy)  # type: ignore[arg-type]
+    path = StagedPath(raw_form(layout), pool, min_staging_memory(raw_form(layout)), driver.copy)  # type: ignore[arg-type]
     blocks = list(range(NUM_DEVICE))
     device_ids, host_ids = ids(*blocks), ids(*((block * 5 + 2) % NUM_HOST for block in blocks))
     regions = range(len(layout.regions))
