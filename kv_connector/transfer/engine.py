@@ -296,7 +296,7 @@ class TransferEngine:
         start, end, events = submission.start, submission.end, submission.events
         assert end is not None
         milliseconds = start.elapsed_time(end) if submission.ok and start is not None else 0.0
-        self._jobs.end(submission.jobs, submission.ok, milliseconds)
+        self._jobs.end(submission.jobs, submission.ok, milliseconds, submission.refused() if submission.ok else ())
         if submission is self._load:
             self._load = None  # all of it is there: no layer has to wait any more
         is_traced = self._traces is not None and self._traces.end(events)

@@ -214,8 +214,8 @@ class WorkerHalf(KVConnectorWorker):
         lost_blocks, self._lost_blocks = self._lost_blocks, set()
         done: list[int] = []
         failed: list[int] = []
-        ended: list[Completion | EndedStorageJob | EndedPeerJob] = [*completed, *stored, *handed]
-        for job in ended:
+        moved: list[Completion | EndedStorageJob] = [*completed, *stored]
+        for job in (*moved, *handed):
             (done if job.ok else failed).append(job.job_id)
         loaded_bytes, saved_bytes, load_milliseconds = 0, 0, 0.0
         for copy in completed:
@@ -241,7 +241,7 @@ class WorkerHalf(KVConnectorWorker):
             load_milliseconds=load_milliseconds,
             load_timings=self._transfer.take_load_timings() if self._engine else (),
             found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
-            missing=tuple((job.job_id, job.missing) for job in stored if job.missing),
+            missing=tuple((job.job_id, job.missing) for job in moved if job.missing),
             storage_counters=self._storage.counters() if self._storage is not None and stored else (),
             peer_port=self._peers.port if self._peers is not None else 0,
             peer_counters=self._peers.counters() if self._peers is not None else (),

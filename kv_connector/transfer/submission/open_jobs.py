@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ...errors import InvalidBlockError
@@ -60,11 +60,13 @@ class OpenJobs:
             self.end([job for job in valid if job.num_blocks == 0], ok=True)
         return TakenIn(failed, moving, *ids)
 
-    def end(self, jobs: Sequence[CopyJob], ok: bool, milliseconds: float = 0.0) -> None:
-        """Nothing is copied for these jobs any more; all of them took so long together."""
+    def end(self, jobs: Sequence[CopyJob], ok: bool, milliseconds: float = 0.0, refused: Collection[int] = ()) -> None:
+        """Nothing is copied for these jobs any more; all of them took so long together. The content of host blocks
+        that are `refused` did not fit."""
         for job in jobs:
             num_bytes = job.num_blocks * self._form.moved_bytes if ok else 0
-            self._finished.append(Completion(job.job_id, ok, num_bytes, job.direction, milliseconds))
+            missing = tuple(filter(refused.__contains__, job.host_ids.tolist())) if refused else ()
+            self._finished.append(Completion(job.job_id, ok, num_bytes, job.direction, milliseconds, missing))
             milliseconds = 0.0
 
     def report(self) -> list[Completion]:
