@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..base import KVConnectorWorker
-from ..config import Config
+from ..config import Config, HostFormName
 from ..errors import KVConnectorError
 from ..peer.protocol.jobs import EndedPeerJob
 from ..storage.base import GroupedStorage
@@ -20,7 +20,7 @@ from ..storage.jobs import AnotherRanksJobs, EndedStorageJob, StorageJobs
 from ..transfer.costs.curves import LinkCosts
 from ..transfer.costs.known import link_costs
 from ..transfer.engine import TransferEngine
-from ..transfer.memory.host_form import HostForm, raw_form
+from ..transfer.memory.host_form import HostForm, make_form
 from ..transfer.memory.host_pool import HostPool
 from ..transfer.memory.host_share import ALONE, HostShare
 from ..transfer.memory.layout import CacheLayout
@@ -101,7 +101,7 @@ class WorkerHalf(KVConnectorWorker):
         self._layout = layout
         self._layers = frozenset(layout.layer_names)
         if self._config.host_memory:
-            form = raw_form(layout)
+            form = make_form(layout, self._config.host_form)
             self._share = self._open_share()
             self._host = HostPool.sized(
                 self._config.host_memory // self._world_size,
@@ -118,7 +118,7 @@ class WorkerHalf(KVConnectorWorker):
             if self._open_storage is not None and self._share.uses_storage:
                 blocks = self._host.tensor.numpy()
                 storage = self._open_storage(
-                    form.block_bytes, blocks.reshape(-1).data, layout.arrangement, self._share.count
+                    form.block_bytes, blocks.reshape(-1).data, form.arrangement, self._share.count
                 )
                 self._storage = StorageJobs(storage, blocks)
             elif self._open_storage is not None:
@@ -261,6 +261,7 @@ class WorkerHalf(KVConnectorWorker):
             return "nothing registered"
         host = self._host
         on_host = f"{host.num_blocks} host blocks of {host.block_bytes} bytes" if host is not None else "0 host blocks"
+        on_host += f", {self._config.host_form.value}" if self._config.host_form is HostFormName.LOSSLESS else ""
         identity = f"; they are those of {self._identity}" if self._identity else ""
         peers = f"; other engines reach it at port {self._peers.port}" if self._peers is not None else ""
         return (

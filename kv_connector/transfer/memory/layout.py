@@ -38,13 +38,15 @@ class Region:
     """One piece of every block. It keeps the cache tensor's storage alive.
 
     `view` is uint8 of shape (num_blocks, piece_bytes) with strides (block_stride, 1), in the cache tensor's own
-    memory. `num_heads` and `head_bytes`: see `heads_of`; 0 where it is not known how heads lie.
+    memory. `num_heads` and `head_bytes`: see `heads_of`; 0 where it is not known how heads lie. `dtype` is that of its
+    elements, None where tensors of several lie over each other.
     """
 
     layer: str
     view: torch.Tensor
     num_heads: int = 0
     head_bytes: int = 0
+    dtype: torch.dtype | None = None
 
     @property
     def data_ptr(self) -> int:
@@ -76,13 +78,15 @@ _UNKNOWN = "unknown"
 
 
 class _Tensors:
-    """Tensors that were registered, each once. `pieces` are (layer, uint8 view), with `heads` as of `heads_of`."""
+    """Tensors that were registered, each once. `pieces` are (layer, uint8 view), with `heads` as of `heads_of` and the
+    `dtypes` of the tensors that have them."""
 
     def __init__(
         self, num_blocks: int, block_dims: Mapping[str, int] | None, head_dims: Mapping[str, int | None] | None
     ) -> None:
         self.pieces: list[tuple[str, torch.Tensor]] = []
         self.heads: list[tuple[int, int]] = []
+        self.dtypes: list[set[torch.dtype]] = []
         self.entries: dict[object, _Tensor] = {}
         self._num_blocks = num_blocks
         self._block_dims = block_dims or {}
@@ -98,6 +102,8 @@ class _Tensors:
         elif entry.head_dim != given:
             for piece in entry.pieces:
                 self.heads[piece] = 0, 0
+        for piece in entry.pieces:
+            self.dtypes[piece].add(tensor.dtype)
         return entry.pieces
 
     def _look(self, name: str, tensor: torch.Tensor, given: int | str | None) -> _Tensor:
@@ -108,6 +114,7 @@ class _Tensors:
             undivided = undivided_arrangement_of(tensor, dim, head_dim(name, tensor, dim, given))
         first = len(self.pieces)
         self.pieces.extend((name, view) for view in views)
+        self.dtypes.extend(set() for _ in views)
         for view in views:
             self.heads.append((0, 0) if isinstance(given, str) else heads_of(tensor, given, view.shape[1]))
         return _Tensor(arrangement, undivided, given, range(first, len(self.pieces)))
@@ -133,16 +140,15 @@ class CacheLayout:
         arrangement: str = "",
         undivided_arrangement: str = "",
         heads: Sequence[tuple[int, int]] = (),
+        dtypes: Sequence[torch.dtype | None] = (),
     ) -> None:
         """`pieces` are (layer, uint8 view) in order; `layer_regions[name]` are the regions that a layer reads; `heads`
-        are (KV heads, bytes of each in a row) of the pieces, where that is known of any.
+        are (KV heads, bytes of each in a row) of the pieces, and `dtypes` their elements, where that is known of any.
 
         Engines use `from_tensors`, which finds both.
         """
-        regions = [
-            Region(layer, view, *of_heads)
-            for (layer, view), of_heads in zip(pieces, heads or [(0, 0)] * len(pieces), strict=True)
-        ]
+        columns = zip(pieces, heads or [(0, 0)] * len(pieces), dtypes or [None] * len(pieces), strict=True)
+        regions = [Region(layer, view, *of_heads, dtype) for (layer, view), of_heads, dtype in columns]
         self.num_blocks = num_blocks
         self.arrangement = arrangement
         self.undivided_arrangement = undivided_arrangement
@@ -192,6 +198,10 @@ class CacheLayout:
         by_region, num_pieces = dict(zip(went, found.heads, strict=True)), Counter(went)
         # Of layers that lie over each other each may have other heads.
         heads = [by_region[region] if num_pieces[region] == 1 else (0, 0) for region in range(len(regions))]
+        found_dtypes: list[set[torch.dtype]] = [set() for _ in regions]
+        for region, dtypes in zip(went, found.dtypes, strict=True):
+            found_dtypes[region] |= dtypes
+        dtypes_of = [dtypes.pop() if len(dtypes) == 1 else None for dtypes in found_dtypes]
         texts, undivided = [], []
         for part in found.entries.values():
             first = part.pieces.start
@@ -200,7 +210,7 @@ class CacheLayout:
             is_known = all(heads[went[piece]][0] for piece in part.pieces)
             texts.append(f"{part.arrangement}{at}")
             undivided.append(f"{part.undivided if is_known else part.arrangement}{at}")
-        return cls(num_blocks, regions, layer_regions, _in_runs(texts), _in_runs(undivided), heads)
+        return cls(num_blocks, regions, layer_regions, in_runs(texts), in_runs(undivided), heads, dtypes_of)
 
     def last_region(self, layer_name: str) -> int:
         """Index of the last region that the layer reads; an alias reads its owner's. -1 for an unknown layer."""
@@ -212,7 +222,8 @@ class CacheLayout:
         return self._num_complete[num_layers]
 
 
-def _in_runs(texts: Sequence[str]) -> str:
+def in_runs(texts: Sequence[str]) -> str:
+    """The texts, neighbours that are equal as one with their number."""
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     return ", ".join(f"{count} x {text}" for text, count in runs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...config import Config, PathName
+from ...errors import ConfigError
 from ...types import Direction
 from ..costs.curves import BUILT_IN, LinkCosts
 from ..memory.host_form import HostForm
@@ -69,9 +70,10 @@ class AutoPath:
 
 
 def make_fallback(form: HostForm, host: HostPool) -> CopyPath:
-    """The path that needs least: no kernels, no staging, no pitch, any memory."""
-    on_cpu = form.layout.device.type == "cpu"
-    return TorchPath(form, host) if on_cpu else RunsPath(form, host, least_pitched=form.block_bytes + 1)
+    """The path that needs least: no kernels, no staging, no pitch, any memory. What is coded only torch can decode."""
+    if form.name or form.layout.device.type == "cpu":
+        return TorchPath(form, host)
+    return RunsPath(form, host, least_pitched=form.block_bytes + 1)
 
 
 def make_path(form: HostForm, host: HostPool, config: Config, costs: LinkCosts = BUILT_IN) -> CopyPath:
@@ -81,6 +83,8 @@ def make_path(form: HostForm, host: HostPool, config: Config, costs: LinkCosts =
     """
     if form.layout.device.type == "cpu":
         return TorchPath(form, host)
+    if form.name:
+        raise ConfigError("host_form='lossless' is for caches on the CPU so far: give 'raw'")
     if config.copy_path is PathName.AUTO:
         return AutoPath(form, host, config.staging_memory, costs)
     if config.copy_path is PathName.RUNS:

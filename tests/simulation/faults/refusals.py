@@ -10,6 +10,8 @@ _LEDGER = "kv_connector/scheduler/ledger.py"
 _OPEN_JOBS = "kv_connector/transfer/submission/open_jobs.py"
 _SUBMISSIONS = "kv_connector/transfer/submission/submissions.py"
 _WORLDS = tested("tests/simulation/test_refusals.py")
+_HOST_FORM = "kv_connector/transfer/memory/host_form.py"
+_FORM = "tests/transfer/memory/test_host_form.py"
 _TESTS = "tests/scheduler/saves/test_refusals.py"
 _TRANSFER = tested("tests/transfer/test_refusals.py")
 
@@ -110,5 +112,29 @@ REFUSALS: tuple[Mutant, ...] = (
             ),
         ),
         _TRANSFER,
+    ),
+    Mutant(
+        "coded-and-something-else",
+        "bytes that are of bf16 in one block and of something else in another are coded",
+        (
+            Patch(
+                "kv_connector/transfer/memory/layout.py",
+                "dtypes.pop() if len(dtypes) == 1 else None",
+                "max(dtypes, key=torch.bfloat16.__eq__)",
+            ),
+        ),
+        tested(f"{_FORM}::test_bytes_that_are_of_bf16_and_of_something_else_are_not_coded"),
+    ),
+    Mutant(
+        "form-unnamed",
+        "blocks of one form are found in storage by an engine that has them in another",
+        (Patch(_HOST_FORM, 'f"{layout.arrangement}; {stored_as}" if self.name else ', ""),),
+        tested(_FORM),
+    ),
+    Mutant(
+        "refused-in-the-last-layer",
+        "a block fits if its last layer does",
+        (Patch("kv_connector/transfer/paths/torch.py", "torch.stack(fits).all(0)", "fits[-1]"),),
+        tested("tests/transfer/paths/test_coded.py"),
     ),
 )
