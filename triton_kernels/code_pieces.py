@@ -24,6 +24,8 @@ ENCODE_PROGRAMS = 16
 DECODE_PROGRAMS = 16
 CHUNKS_PER_WARP = 2
 """Of a segment: 64 words in each thread, of which the next segment's are on their way."""
+AHEAD = True
+"""Whether the next segment is read before this one is written."""
 _CHUNK_BYTES = CHUNK * ELEMENT_BYTES
 _launches: dict[tuple[Any, ...], Launch] = {}
 """Of compiled kernels: see `copy_pieces`."""
@@ -103,7 +105,7 @@ def _launch(
     num_warps = max(1, rows // CHUNKS_PER_WARP)
     programs = min(num_programs, num_items)
     counts = flat_base, row_bytes, num_items, num_regions, segments, table.total
-    constants = in_order, whole, rows, not _IS_INTERPRETED
+    constants = in_order, whole, rows, not _IS_INTERPRETED, AHEAD
     key = (block_ids.get_device(), to_flat, num_warps, *constants)
     launch = _launches.get(key)
     if launch is None or is_observed():
@@ -214,15 +216,30 @@ def _next(segment, region, block, step, num_regions, segments):  # type: ignore[
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scatter(pointers, values, mask, TYPE: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store values, most of which are masked, from the threads that have them: `tl.store` would share them out anew."""
-    if ASM:
-        text: tl.constexpr = "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global." + TYPE + " [$1], $2; mov.u32 $0, 0; }"
+def _put_exceptions(words, numbers, at, slots, exponents, number, is_out, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store those `exponents` that are exceptions in slot `at` of `words`, and `number` in that of `numbers`."""
+    mask = (is_out != 0) & (at < slots)
+    if ASM:  # by the threads that have them: few do, and `tl.store` would share all of them out anew
         tl.inline_asm_elementwise(
-            text, "=r,l,r,r", [pointers, values, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+            """{
+            .reg .pred p;
+            .reg .b64 a, b;
+            setp.ne.u32 p, $6, 0;
+            mad.wide.u32 a, $3, 4, $1;
+            mad.wide.u32 b, $3, 2, $2;
+            @p st.global.u32 [a], $4;
+            @p st.global.u16 [b], $5;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,r,r,r,r",
+            [words.to(tl.int64), numbers.to(tl.int64), at, exponents, number, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
     else:
-        tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+        tl.store(words + at, exponents, mask=mask)
+        tl.store(numbers + at, number.to(tl.uint16), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -324,18 +341,13 @@ def _list_exceptions(  # type: ignore[no-untyped-def]
     each chunk, `total` of all."""
     slots, _ = _num_slots(chunks)
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 128)[None, :]
-    out0, out1 = is_out0.to(tl.int32), is_out1.to(tl.int32)
-    of_column = out0 + out1
-    at0 = (tl.cumsum(counts, 0) - counts)[:, None] + tl.cumsum(of_column, 1) - of_column
-    at1 = at0 + out0
+    of_column = is_out0 + is_out1
+    at = (tl.cumsum(counts, 0) - counts)[:, None] + tl.cumsum(of_column, 1) - of_column
     words = head + chunks + 1
     numbers = (words + slots).to(tl.pointer_type(tl.uint16))
     number = (rows * 128 + columns) * 2
-    in0, in1 = is_out0 & (at0 < slots), is_out1 & (at1 < slots)
-    _scatter(words + at0, e0, in0, "u32", ASM)
-    _scatter(words + at1, e1, in1, "u32", ASM)
-    _scatter(numbers + at0, number, in0, "u16", ASM)
-    _scatter(numbers + at1, number + 1, in1, "u16", ASM)
+    _put_exceptions(words, numbers, at, slots, e0, number, is_out0, ASM)
+    _put_exceptions(words, numbers, at + is_out0, slots, e1, number + 1, is_out1, ASM)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -382,6 +394,7 @@ def _encode_pieces(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     ASM: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 128)[None, :]
     num_blocks = num_items // num_regions // segments
@@ -398,7 +411,8 @@ def _encode_pieces(  # type: ignore[no-untyped-def]
             block_ids, flat_ids, bases, strides, sizes, offsets,
             flat_base, row_bytes, next_block, region, segment, num_blocks, segments, IN_ORDER,
         )  # fmt: skip
-        n0, n1, n2, n3 = _load_words(next_piece, next_elements, ROWS, WHOLE)
+        if AHEAD:
+            n0, n1, n2, n3 = _load_words(next_piece, next_elements, ROWS, WHOLE)
         r0, r1, r2, r3 = _rotated(w0), _rotated(w1), _rotated(w2), _rotated(w3)
         lowest = _lowest_of(r0) | (_lowest_of(r1) << 8) | (_lowest_of(r2) << 16) | (_lowest_of(r3) << 24)
         lowest = lowest.to(tl.uint32)
@@ -412,10 +426,11 @@ def _encode_pieces(  # type: ignore[no-untyped-def]
         tl.store(rest + quarter, _rest_of(r2, r3, ASM), mask=there)
         codes = (t0 & 0x0F0F0F0F) | ((t1 << 4) & 0xF0F0F0F0)
         tl.store(tl.multiple_of(words + elements // 4, 16) + rows * 128 + columns, codes, mask=there)
-        is_out0, is_out1 = (t0 & 0xF0F0F0F0) != 0, (t1 & 0xF0F0F0F0) != 0
+        is_out0 = tl.minimum(t0 & 0xF0F0F0F0, 1).to(tl.int32)
+        is_out1 = tl.minimum(t1 & 0xF0F0F0F0, 1).to(tl.int32)
         if not WHOLE:  # what is not there has exponent 0
-            is_out0, is_out1 = is_out0 & there, is_out1 & there
-        counts = tl.sum(is_out0.to(tl.int32) + is_out1.to(tl.int32), 1)
+            is_out0, is_out1 = tl.where(there, is_out0, 0), tl.where(there, is_out1, 0)
+        counts = tl.sum(is_out0 + is_out1, 1)
         total = tl.sum(counts, 0)
         chunks = (elements + 1023) // 1024
         slots, head_words = _num_slots(chunks)
@@ -434,6 +449,8 @@ def _encode_pieces(  # type: ignore[no-untyped-def]
             _list_exceptions(head, chunks, total, counts, is_out0, is_out1, e0, e1, ROWS, ASM)
             if total > slots:
                 tl.store(verdicts + block, 1)
+        if not AHEAD:
+            n0, n1, n2, n3 = _load_words(next_piece, next_elements, ROWS, WHOLE)
         piece, row, elements, block = next_piece, next_row, next_elements, next_block
         w0, w1, w2, w3 = n0, n1, n2, n3
 
@@ -460,6 +477,7 @@ def _decode_pieces(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     ASM: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 128)[None, :]
     num_blocks = num_items // num_regions // segments
@@ -476,7 +494,8 @@ def _decode_pieces(  # type: ignore[no-untyped-def]
             block_ids, flat_ids, bases, strides, sizes, offsets,
             flat_base, row_bytes, next_block, region, segment, num_blocks, segments, IN_ORDER,
         )  # fmt: skip
-        n0, n1, next_codes, next_lowest, next_total = _load_coded(next_row, next_elements, ROWS, WHOLE)
+        if AHEAD:
+            n0, n1, next_codes, next_lowest, next_total = _load_coded(next_row, next_elements, ROWS, WHOLE)
         low0, low1 = _pattern(lowest)
         e0, e1 = (codes & 0x0F0F0F0F) + low0, ((codes >> 4) & 0x0F0F0F0F) + low1
         quarter, there = _shape(elements, ROWS, WHOLE)
@@ -490,5 +509,7 @@ def _decode_pieces(  # type: ignore[no-untyped-def]
             tl.debug_barrier()  # other threads have written these words
             rest = _words(row)
             _patch_exceptions(words, rest, rest + elements // 8 * 3, elements, total, ROWS, ASM)
+        if not AHEAD:
+            n0, n1, next_codes, next_lowest, next_total = _load_coded(next_row, next_elements, ROWS, WHOLE)
         piece, row, elements, block = next_piece, next_row, next_elements, next_block
         s0, s1, codes, lowest, total = n0, n1, next_codes, next_lowest, next_total
