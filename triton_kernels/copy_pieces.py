@@ -127,7 +127,7 @@ def gather_pieces(
     between pieces stay as they are. `count` blocks are copied, or all from `first` on: a slice of a tensor would take
     as long as the launch, so that both ids may lie in one. On `stream`, or the current one, which takes longer to find.
     """
-    base, row_bytes = _flat_rows(flat, flat_shift)
+    base, row_bytes = flat_rows(flat, flat_shift)
     _launch(table, block_ids, base, row_bytes, flat_ids, first, count, flat_first, num_programs, stream, to_flat=True)
 
 
@@ -146,7 +146,7 @@ def scatter_pieces(
 ) -> None:
     """Copy row `flat_ids[flat_first + i]` of `flat` into the pieces of block `block_ids[first + i]`: `gather_pieces` in
     reverse."""
-    base, row_bytes = _flat_rows(flat, flat_shift)
+    base, row_bytes = flat_rows(flat, flat_shift)
     _launch(table, block_ids, base, row_bytes, flat_ids, first, count, flat_first, num_programs, stream, to_flat=False)
 
 
@@ -186,7 +186,7 @@ def copy_pieces_reference(
             view[block_ids] = column[flat_ids].to(view.device)
 
 
-def _flat_rows(flat: torch.Tensor, shift: int) -> tuple[int, int]:
+def flat_rows(flat: torch.Tensor, shift: int) -> tuple[int, int]:
     """Address of the first row, shifted, and bytes from row to row."""
     if flat.dtype != torch.uint8 or flat.ndim != 2 or flat.stride(1) != 1:
         raise ValueError(f"flat is {flat.dtype} of shape {tuple(flat.shape)}: give rows of uint8, bytes adjacent")
@@ -206,7 +206,7 @@ def _launch(
     stream: torch.cuda.Stream | None,
     to_flat: bool,
 ) -> None:
-    count = _checked_count(block_ids, flat_ids, first, count, flat_first)
+    count = checked_count(block_ids, flat_ids, first, count, flat_first)
     words = table.words and flat_base % 8 == 0 and row_bytes % 8 == 0
     width = table.width if words else STEP
     pieces = STEP // width
@@ -241,7 +241,7 @@ def _launch(
     launch(programs, handle, [ids_address, flat_ids_address, *table.addresses, *counts])
 
 
-def _checked_count(
+def checked_count(
     block_ids: torch.Tensor, flat_ids: torch.Tensor | None, first: int, count: int | None, flat_first: int
 ) -> int:
     """How many blocks are copied."""
