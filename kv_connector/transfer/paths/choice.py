@@ -83,9 +83,11 @@ def make_path(form: HostForm, host: HostPool, config: Config, costs: LinkCosts =
     """
     if form.layout.device.type == "cpu":
         return TorchPath(form, host)
-    if form.name:
-        raise ConfigError("host_form='lossless' is for caches on the CPU so far: give 'raw'")
-    if config.copy_path is PathName.AUTO:
+    if form.name and config.copy_path not in (PathName.AUTO, PathName.STAGED):
+        raise ConfigError(
+            f"copy_path={config.copy_path.value!r} cannot copy what host_form='lossless' codes: give 'auto' or 'staged'"
+        )
+    if config.copy_path is PathName.AUTO and not form.name:
         return AutoPath(form, host, config.staging_memory, costs)
     if config.copy_path is PathName.RUNS:
         return RunsPath(form, host)

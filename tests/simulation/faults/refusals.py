@@ -12,6 +12,8 @@ _SUBMISSIONS = "kv_connector/transfer/submission/submissions.py"
 _WORLDS = tested("tests/simulation/test_refusals.py")
 _HOST_FORM = "kv_connector/transfer/memory/host_form.py"
 _FORM = "tests/transfer/memory/test_host_form.py"
+_PACKING = "kv_connector/transfer/paths/packing.py"
+_CODED = "tests/transfer/paths/test_coded.py"
 _TESTS = "tests/scheduler/saves/test_refusals.py"
 _TRANSFER = tested("tests/transfer/test_refusals.py")
 
@@ -132,9 +134,51 @@ REFUSALS: tuple[Mutant, ...] = (
         tested(_FORM),
     ),
     Mutant(
+        "verdicts-overwritten",
+        "what says which blocks of a save did not fit is given to the next one before it was read",
+        (
+            Patch(
+                _PACKING,
+                "while self._taken and self._taken[0][2]() is None:\n            self._taken.popleft()",
+                "self._taken.clear()",
+            ),
+        ),
+        tested(_CODED),
+    ),
+    Mutant(
+        "verdicts-of-before",
+        "blocks are refused for what did not fit in an earlier save",
+        (Patch(_PACKING, "        self.memory.zero_()\n", ""),),
+        tested(_CODED),
+    ),
+    Mutant(
+        "verdicts-by-row",
+        "host blocks that did not fit are named in the order of the plan, and not in that of the copy",
+        (
+            Patch(
+                "kv_connector/transfer/paths/staged.py",
+                "partial(verdicts.refused, ids.host_ids)",
+                "partial(verdicts.refused, copy.host_ids)",
+            ),
+        ),
+        tested(_CODED),
+    ),
+    Mutant(
+        "packed-as-raw",
+        "what is coded on the host is moved as it is where it is staged",
+        (
+            Patch(
+                _PACKING,
+                "found[self._form.is_coded[chosen[0]]] =",
+                "found[False] =",
+            ),
+        ),
+        tested(_CODED),
+    ),
+    Mutant(
         "refused-in-the-last-layer",
         "a block fits if its last layer does",
         (Patch("kv_connector/transfer/paths/torch.py", "torch.stack(fits).all(0)", "fits[-1]"),),
-        tested("tests/transfer/paths/test_coded.py"),
+        tested(_CODED),
     ),
 )

@@ -14,7 +14,7 @@ import torch
 from kv_connector.triton_kernels import copy_pieces
 
 from kv_connector.transfer.memory.host_form import raw_form
-from kv_connector.transfer.paths import staged
+from kv_connector.transfer.paths import packing, staged
 from kv_connector.transfer.paths.base import BlockCopy
 from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
 from kv_connector.types import Direction
@@ -61,8 +61,8 @@ def test_a_buffer_holds_one_chunk_at_a_time(direction: Direction, seed: int, mon
     driver = Driver(seed)
     monkeypatch.setattr(staged, "make_lane", driver.make_lane)
     monkeypatch.setattr(staged, "make_stream", driver.make_stream)
-    monkeypatch.setattr(staged, "gather_pieces", driver.late(copy_pieces.gather_pieces))
-    monkeypatch.setattr(staged, "scatter_pieces", driver.late(copy_pieces.scatter_pieces))
+    monkeypatch.setattr(packing, "gather_pieces", driver.late(copy_pieces.gather_pieces))
+    monkeypatch.setattr(packing, "scatter_pieces", driver.late(copy_pieces.scatter_pieces))
     layout = filled(fp8_with_scales, torch.device("cpu"))
     pool = make_pool(layout)
     pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
