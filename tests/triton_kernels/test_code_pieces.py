@@ -168,6 +168,12 @@ def test_misuse_is_refused(device: torch.device) -> None:
     ids, verdicts = torch.tensor([0, 1], device=device), torch.zeros(2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="multiples of 16"):
         decode_pieces(table, ids, flat, flat_shift=8)
+    for other in (
+        RegionTable.upload([normal(4096, 0, device)], [8]),
+        RegionTable.upload([normal(4000, 0, device)], [0]),
+    ):
+        with pytest.raises(ValueError, match="at multiples of 16 on both sides"):
+            decode_pieces(other, ids, flat)
     with pytest.raises(ValueError, match="adjacent int32"):
         encode_pieces(table, ids, flat, verdicts.long())
     with pytest.raises(ValueError, match="1 verdicts for 2 blocks"):
