@@ -9,6 +9,7 @@ from ..costs.curves import BUILT_IN, LinkCosts
 from ..memory.host_form import HostForm
 from ..memory.host_pool import HostPool
 from .base import LONG_SLICE_BYTES, BlockCopy, CopyPath
+from .decoding import DecodingPath
 from .runs import RunsPath
 from .torch import TorchPath
 
@@ -70,10 +71,10 @@ class AutoPath:
 
 
 def make_fallback(form: HostForm, host: HostPool) -> CopyPath:
-    """The path that needs least: no kernels, no staging, no pitch, any memory. What is coded only torch can decode."""
-    if form.name or form.layout.device.type == "cpu":
+    """The path that needs least: no kernels, no staging, no pitch, any memory."""
+    if form.layout.device.type == "cpu":
         return TorchPath(form, host)
-    return RunsPath(form, host, least_pitched=form.block_bytes + 1)
+    return DecodingPath(form, host) if form.name else RunsPath(form, host, least_pitched=form.block_bytes + 1)
 
 
 def make_path(form: HostForm, host: HostPool, config: Config, costs: LinkCosts = BUILT_IN) -> CopyPath:

@@ -1,12 +1,12 @@
-"""The path of machines without a GPU, which copies at once; and of coded loads that are tried a second time."""
+"""The path of machines without a GPU: copies at once, with torch."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 
+from ...errors import TransferError
 from ...triton_kernels.coded_rows import decode_reference, encode_reference
 from ...types import Direction
 from ..memory.host_form import HostForm
@@ -16,27 +16,26 @@ from .base import SLICE_BYTES, BlockCopy
 
 
 class TorchPath:
-    """Copies with torch (see `CopyPath`): at once on the CPU; of a cache on a GPU it goes through memory of torch's,
-    and has the caller wait."""
+    """Copies at once with torch, on a machine without a GPU (see `CopyPath`)."""
 
     def __init__(self, form: HostForm, host: HostPool) -> None:
+        layout = form.layout
+        if layout.device.type != "cpu":
+            raise TransferError(f"the torch path copies on the CPU; the cache lies on {layout.device}")
         with torch.inference_mode(False):  # views made in that mode cannot be written outside of it
-            regions = zip(form.layout.regions, form.columns(host.tensor), form.is_coded, strict=True)
+            regions = zip(layout.regions, form.columns(host.tensor), form.is_coded, strict=True)
             self._pieces = [_piece(*entry) for entry in regions]
-        self._device = form.layout.device
         self._may_refuse = any(form.is_coded)
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
-        device_index = torch.tensor(copy.device_ids, device=self._device)
-        host_index = torch.tensor(copy.host_ids, device="cpu")
+        device_index, host_index = (torch.tensor(ids, device="cpu") for ids in (copy.device_ids, copy.host_ids))
         pieces = self._pieces[copy.regions.start : copy.regions.stop]
-        with torch.cuda.stream(copy.stream) if self._device.type == "cuda" else nullcontext():
-            if copy.direction is Direction.LOAD:
-                for piece in pieces:
-                    piece.load(device_index, host_index)
-                return
-            fits = [piece.save(device_index, host_index) for piece in pieces]
+        if copy.direction is Direction.LOAD:
+            for piece in pieces:
+                piece.load(device_index, host_index)
+            return
+        fits = [piece.save(device_index, host_index) for piece in pieces]
         if self._may_refuse:
             refused = host_index[~torch.stack(fits).all(0)].tolist()
             copy.refusals.append(lambda: refused)
@@ -71,11 +70,11 @@ class _Raw:
 
     def load(self, device_index: torch.Tensor, host_index: torch.Tensor) -> None:
         """See `_Piece.load`."""
-        self._view.index_copy_(0, device_index, self._column.index_select(0, host_index).to(self._view.device))
+        self._view.index_copy_(0, device_index, self._column.index_select(0, host_index))
 
     def save(self, device_index: torch.Tensor, host_index: torch.Tensor) -> torch.Tensor:
         """See `_Piece.save`: it always does."""
-        self._column.index_copy_(0, host_index, self._view.index_select(0, device_index).cpu())
+        self._column.index_copy_(0, host_index, self._view.index_select(0, device_index))
         return torch.ones(len(host_index), dtype=torch.bool, device="cpu")
 
 
@@ -87,15 +86,15 @@ class _Coded:
 
     def load(self, device_index: torch.Tensor, host_index: torch.Tensor) -> None:
         """See `_Piece.load`."""
-        coded = self._column.index_select(0, host_index).to(self._view.device)
+        coded = self._column.index_select(0, host_index)
         self._view.index_copy_(0, device_index, decode_reference(coded, self._view.shape[1]))
 
     def save(self, device_index: torch.Tensor, host_index: torch.Tensor) -> torch.Tensor:
         """See `_Piece.save`."""
         encoded: tuple[torch.Tensor, torch.Tensor] = encode_reference(self._view.index_select(0, device_index))
         coded, fits = encoded
-        self._column.index_copy_(0, host_index, coded.cpu())
-        return fits.cpu()
+        self._column.index_copy_(0, host_index, coded)
+        return fits
 
 
 def _piece(region: Region, column: torch.Tensor, is_coded: bool) -> _Piece:

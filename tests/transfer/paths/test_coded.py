@@ -15,7 +15,8 @@ from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths import packing
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
-from kv_connector.transfer.paths.choice import make_fallback, make_path
+from kv_connector.transfer.paths.choice import make_path
+from kv_connector.transfer.paths.decoding import DecodingPath
 from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
 from kv_connector.types import Direction
 from tests.copies import LOAD, SAVE, copy_now, ids, job
@@ -77,18 +78,23 @@ def test_what_is_loaded_is_what_was_saved_and_the_rest_is_refused(device: torch.
 
 
 def make_coded_path(name: str, form: HostForm, pool: HostPool) -> CopyPath:
-    if name == "torch":
-        return make_fallback(form, pool)
+    if name == "torch" and form.layout.device.type == "cpu":
+        return make_path(form, pool, Config())
     copier = copy_now if form.layout.device.type == "cpu" else None
     least = min_staging_memory(form)
     return StagedPath(form, pool, least if name == "cut into parts" else 8 * least, copier)
+
+
+def make_decoding_path(form: HostForm, pool: HostPool) -> CopyPath:
+    """What a load is tried with that has failed on a GPU."""
+    return DecodingPath(form, pool, copy_now if form.layout.device.type == "cpu" else None)
 
 
 @pytest.mark.parametrize("name", ["torch", "staged", "cut into parts"])
 def test_any_part_of_a_coded_block_comes_back_whichever_way_it_went(name: str, device: torch.device) -> None:
     """Also where the parts of a block are packed apart: a block is refused if one of them is."""
     form, pool, views = coded(device)
-    path = make_coded_path(name, form, pool)
+    path, fallback = make_coded_path(name, form, pool), make_decoding_path(form, pool)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     places = [(5 * block + 2) % NUM_BLOCKS for block in range(NUM_BLOCKS)]
     refusals: list[Any] = []
@@ -98,10 +104,11 @@ def test_any_part_of_a_coded_block_comes_back_whichever_way_it_went(name: str, d
         torch.cuda.synchronize()
     assert sorted(block for refused in refusals for block in refused()) == sorted(places[block] for block in NOISE)
     before = [view.clone() for view in views]
-    for regions in (range(6), range(1), range(1, 3), range(2, 5), range(3, 6), range(5, 6)):
+    some = (range(6), range(1), range(1, 3), range(2, 5), range(3, 6), range(5, 6))
+    for regions, loads in [(part, by) for part in some for by in (path, fallback)]:
         for index in regions:
             views[index].zero_()
-        path.copy(BlockCopy(LOAD, regions, ids(8, 0, 4), ids(places[8], places[0], places[4]), stream))
+        loads.copy(BlockCopy(LOAD, regions, ids(8, 0, 4), ids(places[8], places[0], places[4]), stream))
         if device.type == "cuda":
             torch.cuda.synchronize()
         for index in regions:
