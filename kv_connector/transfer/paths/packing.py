@@ -65,6 +65,7 @@ class Packing:
                 regions = tuple(form.layout.regions[index] for index in chosen)
                 self._tables.append((chosen, upload_table(regions, [form.offsets[index] for index in chosen])))
         self.may_refuse = bool(form.name)
+        self.no_verdicts = Verdicts(torch.zeros(0, dtype=torch.int32, device="cpu"))  # of what always fits
         self._slab = _Slab(SLAB_ROWS if self.may_refuse else 1, self._device)
 
     def part(self, regions: range) -> PartTables:
@@ -77,7 +78,7 @@ class Packing:
         return PartTables(found[False], found[True], self._form.offsets[regions.start])
 
     def verdicts(self, num_rows: int) -> Verdicts:
-        """For a save of so many rows; what it takes is used again once nobody holds it."""
+        """For a save of so many rows, one at least; what it takes is used again once nobody holds it."""
         return self._slab.take(num_rows)
 
     def pack(

@@ -162,9 +162,9 @@ class StagedPath:
         ring, uploads = self._rings[direction], self._ids[direction]
         move = self._load_chunk if direction is Direction.LOAD else self._save_chunk
         ids = uploads.get(copy.device_ids, copy.host_ids, copy.stream)
-        may_refuse = direction is Direction.SAVE and self._packing.may_refuse
-        verdicts = self._packing.verdicts(len(ids.host_ids) if may_refuse else 0)
-        if may_refuse:
+        verdicts = self._packing.no_verdicts
+        if direction is Direction.SAVE and self._packing.may_refuse:
+            verdicts = self._packing.verdicts(len(ids.host_ids))
             copy.refusals.append(partial(verdicts.refused, ids.host_ids))
         ring.fork(copy.stream)
         try:

@@ -156,6 +156,22 @@ def test_what_says_that_a_block_does_not_fit_is_nobody_else_s_meanwhile() -> Non
     assert len(verdicts._memory) < 1000, "memory that nobody holds is used again"
 
 
+@pytest.mark.parametrize("name", list(HostFormName))
+def test_no_page_locked_memory_is_made_in_service(name: HostFormName, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes milliseconds. Loads have no use for any, nor has a form that refuses nothing."""
+    form, _, _ = coded(torch.device("cpu"))
+    form = make_form(form.layout, name)
+    pool = HostPool(NUM_BLOCKS, form.block_bytes)
+    path = StagedPath(form, pool, 8 * min_staging_memory(form), copy_now)
+    monkeypatch.setattr(packing, "page_locked_int64", None)
+    held: list[Any] = []
+    for direction in [LOAD, SAVE] * 4:
+        path.copy(BlockCopy(direction, range(6), ids(0, 1), ids(0, 1), None, False, held))
+    assert len(held) == (4 if name is HostFormName.LOSSLESS else 0)
+    path.close()
+    pool.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [PathName.RUNS, PathName.DIRECT])
 def test_paths_that_only_move_bytes_say_that_they_cannot(name: PathName) -> None:
