@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from kv_connector.config import (
     Backup,
     Config,
+    HostFormName,
     LoadChoice,
     PeerConfig,
     PeerRole,
@@ -95,6 +96,7 @@ class EngineConfig:
     write_back_lookahead: int = 8
     layer_group_bytes: int = 0
     host_ready_seconds: float = 0.0
+    host_form: HostFormName = HostFormName.RAW
     refused_share: float = 0.0  # of blocks that are saved, whose content does not fit into the form of a host block
     host_seconds: float = 1e-3  # of a rank's process, for a step
     stalls: float = 0.0
@@ -186,6 +188,7 @@ class EngineConfig:
             max_load_stall_ms=self.max_load_stall_ms,
             write_back_lookahead=self.write_back_lookahead,
             layer_group_bytes=self.layer_group_bytes,
+            host_form=self.host_form,
             calibration="off",
             storage=storage,
             peer=peer,
