@@ -24,7 +24,8 @@ step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importl
   --disable-warnings tests integration/tests
 if command -v compute-sanitizer > /dev/null; then
   step compute-sanitizer --tool memcheck --error-exitcode 1 python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" \
-    --import-mode=importlib -m gpu -p no:cacheprovider --disable-warnings tests/triton_kernels/test_copy_pieces.py
+    --import-mode=importlib -m gpu -p no:cacheprovider --disable-warnings tests/triton_kernels/test_copy_pieces.py \
+    tests/triton_kernels/test_code_pieces.py
 fi
 [ "${2:-all}" = all ] || exit "$failed"
 step python3 -P -m integration.bench.copies --json "$out/copies.json"
@@ -32,6 +33,7 @@ step python3 -P -m integration.bench.submitting --json "$out/submitting.json"
 step python3 -P -m integration.bench.host_pool --json "$out/host_pool.json"
 step python3 -P -m integration.bench.copies_many --json "$out/copies_many.json"
 step python3 -P -m integration.bench.interference --json "$out/interference.json"
+step python3 -P -m integration.bench.lossless --json "$out/lossless.json"
 step python3 -P -m integration.bench.pd --json "$out/pd.json"
 step python3 -P -m integration.bench.overlap --json "$out/overlap.json" --trace "$out/overlap_trace.json"
 if python3 -P -c 'import transformers; from integration.models.smollm2 import find_gguf; find_gguf()' 2> /dev/null; then

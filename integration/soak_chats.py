@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for a tiny model a second threa
 import torch
 
 from kv_connector.errors import TransferError
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.types import Direction
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ class WatchedPath:
     def __init__(self, half: WorkerHalf, rng: random.Random, args: argparse.Namespace) -> None:
         assert half._engine is not None and half._layout is not None and half._host is not None
         self._half, self._inner = half, half._engine._queues[Direction.SAVE].paths[0]
-        self._layout, self._host = half._layout, half._host.tensor
+        self._layout = half._layout
+        self._columns = raw_form(half._layout).columns(half._host.tensor)
         self._rng, self._args = rng, args
         self._loaded: list[BlockCopy] = []  # in this step
         self.seen: Counter[str] = Counter()
@@ -206,8 +208,9 @@ class WatchedPath:
         self._inner.close()
 
     def _compare(self, copy: BlockCopy) -> None:
-        for region in self._layout.regions[copy.regions.start : copy.regions.stop]:
+        part = slice(copy.regions.start, copy.regions.stop)
+        for region, column in zip(self._layout.regions[part], self._columns[part], strict=True):
             device = region.view[torch.tensor(copy.device_ids)]
-            host = self._host[torch.tensor(copy.host_ids), region.offset : region.offset + region.piece_bytes]
+            host = column[torch.tensor(copy.host_ids)]
             self.seen["compared_bytes"] += device.numel()
             self.seen["different_bytes"] += int((device != host).sum())

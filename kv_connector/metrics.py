@@ -34,6 +34,7 @@ class CacheMetrics:
     saves_on_reuse_blocks: int = 0
     saves_pinned_blocks: int = 0
     saved_blocks: int = 0
+    refused_blocks: int = 0
     loaded_blocks: int = 0
     deferred_saves_blocks: int = 0
     dropped_saves_blocks: int = 0
@@ -91,6 +92,7 @@ DOCUMENTATION = {
     "saves_on_reuse_blocks": "Saves begun before the device block was reused.",
     "saves_pinned_blocks": "Saves begun because the prefix is pinned.",
     "saved_blocks": "Saves whose bytes arrived.",
+    "refused_blocks": "Blocks that were to be saved and did not fit into the form of a host block.",
     "loaded_blocks": "Blocks loaded.",
     "deferred_saves_blocks": "Blocks that waited for save_bandwidth, once for each request that wanted them saved.",
     "declined_saves_blocks": "Blocks worth less than all that would have to go (adaptive), or behind such or a hole.",

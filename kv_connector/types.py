@@ -222,8 +222,8 @@ class StepReport(NamedTuple):
     one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
     belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, a number
     whose bit i says that its key i exists here, and all in front of it unless they are kept `singly`. `missing` has,
-    for fetches and backups in `done`, the places in `host_ids` of blocks that were not moved here. `group_blocks` is a
-    power of two: so many blocks of a prefix this rank's storage keeps as one.
+    for jobs in `done`, those of their host blocks that were not moved here, or that their content did not fit into.
+    `group_blocks` is a power of two: so many blocks of a prefix this rank's storage keeps as one.
     `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have changed, and
     `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if nowhere; where
     `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were to fill and have not, as

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kv_connector.config import Config
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
@@ -48,12 +49,13 @@ def copy_now(targets: int, sources: int, sizes: int, count: int, pinned: bool, s
 
 
 def make_pool(layout: CacheLayout, num_blocks: int = NUM_HOST) -> HostPool:
+    block_bytes = raw_form(layout).block_bytes
     if layout.device.type == "cpu":
         pool: HostPool = HostPool.__new__(LockedPool)
-        HostPool.__init__(pool, num_blocks, layout.block_bytes, pin_memory=False)
+        HostPool.__init__(pool, num_blocks, block_bytes, pin_memory=False)
         pool.blocks_per_piece = 4
     else:
-        pool = HostPool(num_blocks, layout.block_bytes, device=layout.device, pin_piece_bytes=4 * layout.block_bytes)
+        pool = HostPool(num_blocks, block_bytes, device=layout.device, pin_piece_bytes=4 * block_bytes)
         pool.wait_ready()
         assert pool.is_pinned
     pool.tensor.fill_(POISON)
@@ -61,14 +63,14 @@ def make_pool(layout: CacheLayout, num_blocks: int = NUM_HOST) -> HostPool:
 
 
 def make_named_path(name: str, layout: CacheLayout, pool: HostPool, staging_memory: int = 0) -> CopyPath:
-    copier = copy_now if layout.device.type == "cpu" else None
+    form, copier = raw_form(layout), copy_now if layout.device.type == "cpu" else None
     if name == "runs":
-        return RunsPath(layout, pool, copier)
+        return RunsPath(form, pool, copier)
     if name == "direct":
-        return DirectPath(layout, pool)
+        return DirectPath(form, pool)
     if name == "staged":
-        return StagedPath(layout, pool, staging_memory or min_staging_memory(layout) * 3, copier)
-    return make_path(layout, pool, Config())
+        return StagedPath(form, pool, staging_memory or min_staging_memory(form) * 3, copier)
+    return make_path(form, pool, Config())
 
 
 PATHS = ["runs", "direct", "staged", "default"]
@@ -136,10 +138,10 @@ def expected_after(
     """What plain indexing makes of clones: device views and host blocks."""
     views = [region.view.cpu().clone() for region in layout.regions]
     host = pool.tensor.clone()
+    columns = raw_form(layout).columns(host)
     for index in regions:
-        region = layout.regions[index]
         for device_id, host_id in zip(device_ids, host_ids, strict=True):
-            piece = host[host_id, region.offset : region.offset + region.piece_bytes]
+            piece = columns[index][host_id]
             if direction is SAVE:
                 piece.copy_(views[index][device_id])
             else:

@@ -10,6 +10,7 @@ import torch
 from kv_connector.config import Config
 from kv_connector.errors import TransferError
 from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
@@ -108,8 +109,8 @@ def make_engine(
     layout = filled(bf16_apart, device or torch.device("cpu"))
     pool = make_pool(layout)
     config = Config(layer_group_bytes=4096, **settings)
-    path = None if fail_on is None else FailingPath(make_path(layout, pool, config), fail_on)
-    return TransferEngine(layout, pool, config, path), layout, pool
+    path = None if fail_on is None else FailingPath(make_path(raw_form(layout), pool, config), fail_on)
+    return TransferEngine(raw_form(layout), pool, config, path), layout, pool
 
 
 class LateSubmitter:

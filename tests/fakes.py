@@ -21,6 +21,7 @@ from kv_connector.index import CacheIdentity
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.storage.base import Storage
 from kv_connector.transfer.costs.curves import LinkCosts
+from kv_connector.transfer.memory.host_form import HostForm
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
@@ -133,8 +134,8 @@ class LateWorker(WorkerHalf):
         self._late: list[CopyJob] = []
         self._late_loads: list[CopyJob] = []
 
-    def _make_faulty(self, layout: CacheLayout, host: HostPool, config: Config, costs: LinkCosts) -> CopyPath:
-        self.path = FaultyPath(make_path(layout, host, config, costs), layout)
+    def _make_faulty(self, form: HostForm, host: HostPool, config: Config, costs: LinkCosts) -> CopyPath:
+        self.path = FaultyPath(make_path(form, host, config, costs), form.layout)
         return self.path
 
     def handle_preemptions(self, plan: StepPlan) -> None:

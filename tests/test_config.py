@@ -263,6 +263,7 @@ WRONG = [
     ({"copy_path": "dma"}, "copy_path='dma' is unknown: give one of 'auto', 'runs', 'direct', 'staged'"),
     ({"pin_memory": "yes"}, "pin_memory='yes' is not a boolean: give true or false"),
     ({"numa_bind": 1}, "numa_bind=1 is not a boolean: give true or false"),
+    ({"host_form": "zip"}, "host_form='zip' is unknown"),
     ({"trace_loads": None}, "trace_loads=None is not a boolean: give true or false"),
     ({"write_through_threshold": "2"}, "write_through_threshold='2' is not an integer: give one of at least 1"),
     ({"write_through_threshold": 2.0}, "write_through_threshold=2.0 is not an integer: give one of at least 1"),

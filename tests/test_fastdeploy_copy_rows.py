@@ -10,6 +10,7 @@ import torch
 
 from kv_connector.config import Config
 from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.choice import make_path
@@ -20,12 +21,12 @@ def copy_parts(device: str, num_blocks: int = 64, piece: int = 1 << 16, layers: 
     """Caches of some layers, a host pool with known bytes, and the engine between them."""
     caches = {f"layers.{i}": torch.zeros(num_blocks, piece, dtype=torch.uint8, device=device) for i in range(layers)}
     layout = CacheLayout.from_tensors(caches, num_blocks)
-    host = HostPool(num_blocks, layout.block_bytes, device=layout.device)
+    host = HostPool(num_blocks, raw_form(layout).block_bytes, device=layout.device)
     host.wait_ready()
     host.tensor.copy_(torch.randint(0, 256, host.tensor.shape, dtype=torch.uint8))
     config = Config(layer_group_bytes=4096)
-    path_ = make_path(layout, host, config)
-    return caches, host, TransferEngine(layout, host, config, path_), path_
+    path_ = make_path(raw_form(layout), host, config)
+    return caches, host, TransferEngine(raw_form(layout), host, config, path_), path_
 
 
 def load_job(num_blocks: int, job_id: int = 1) -> CopyJob:
@@ -96,12 +97,12 @@ def test_row_h2d_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     into groups."""
     caches, _, _, _ = copy_parts("cpu", num_blocks=8, piece=512, layers=32)
     layout = CacheLayout.from_tensors(caches, 8)
-    host = HostPool(8, layout.block_bytes)
+    host = HostPool(8, raw_form(layout).block_bytes)
     config = Config(layer_group_bytes=8 * 512)
-    inner, calls = make_path(layout, host, config), []
+    inner, calls = make_path(raw_form(layout), host, config), []
     copy = inner.copy
     monkeypatch.setattr(inner, "copy", lambda asked: (calls.append(asked.regions), copy(asked)))
-    engine = TransferEngine(layout, host, config, inner)
+    engine = TransferEngine(raw_form(layout), host, config, inner)
     jobs = [CopyJob(i, Direction.LOAD, np.array([i]), np.array([i])) for i in range(8)]
     engine.submit_load(jobs)
     assert [len(group) for group in calls] == [1, 8, 16, 7], "the first layers early, the others in longer rows"
@@ -119,8 +120,8 @@ def test_row_dtypes_and_mtp_and_scales_and_key_only() -> None:
         "draft.0": torch.randn(4, 3, 2).transpose(0, 1),
     }
     layout = CacheLayout.from_tensors(caches, 3)
-    host = HostPool(3, layout.block_bytes)
-    engine = TransferEngine(layout, host, Config(layer_group_bytes=4096))
+    host = HostPool(3, raw_form(layout).block_bytes)
+    engine = TransferEngine(raw_form(layout), host, Config(layer_group_bytes=4096))
     before = [t.clone() for t in tensors_of(caches)]
     ids = np.arange(3, dtype=np.int64)
     engine.submit_save([CopyJob(1, Direction.SAVE, ids, ids)])

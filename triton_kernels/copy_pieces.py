@@ -11,6 +11,7 @@ regions are rows as long as the distance between its blocks:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,9 +50,9 @@ class RegionTable:
 
     bases, strides, sizes, offsets: int64 of shape (num_regions,) on the GPU: address of block 0's piece, bytes from
     block to block, bytes of a piece, offset of the piece in a flat row.
-    host_sizes: `sizes` again, for the launcher, with their `largest` and `total`. words: whether bases, strides and
-    offsets allow 8-byte words. width: words of one piece that a step moves, a power of two; parts keep it, so that no
-    part needs a kernel of its own.
+    host_sizes: `sizes` again, for the launcher, with their `largest` and `total`. align: the largest power of two, up
+    to 16, that divides bases, strides and offsets. width: words of one piece that a step moves, a power of two; parts
+    keep it, so that no part needs a kernel of its own.
     """
 
     bases: torch.Tensor
@@ -59,7 +60,7 @@ class RegionTable:
     sizes: torch.Tensor
     offsets: torch.Tensor
     host_sizes: tuple[int, ...]
-    words: bool
+    align: int
     width: int
     largest: int = field(init=False)
     total: int = field(init=False)
@@ -85,12 +86,12 @@ class RegionTable:
             [view.shape[1] for view in views],
             list(offsets),
         ]
-        aligned = all(value % 8 == 0 for column in (columns[0], columns[1], columns[3]) for value in column)
+        align = math.gcd(16, *columns[0], *columns[1], *columns[3])
         content = torch.tensor(columns, dtype=torch.int64, device="cpu")
         table = content.to(views[0].device) if table is None else table.copy_(content)
-        longest = -(-min(max(columns[2]), CHUNK_BYTES) // (8 if aligned else 1))
+        longest = -(-min(max(columns[2]), CHUNK_BYTES) // (8 if align >= 8 else 1))
         width = min(max(triton.next_power_of_2(longest), LEAST_WIDTH), STEP)
-        return cls(table[0], table[1], table[2], table[3], tuple(columns[2]), aligned, width)
+        return cls(table[0], table[1], table[2], table[3], tuple(columns[2]), align, width)
 
     def narrow(self, first: int, count: int) -> RegionTable:
         """Regions [first, first + count)."""
@@ -101,7 +102,7 @@ class RegionTable:
             self.sizes[part],
             self.offsets[part],
             self.host_sizes[part],
-            self.words,
+            self.align,
             self.width,
         )
 
@@ -127,7 +128,7 @@ def gather_pieces(
     between pieces stay as they are. `count` blocks are copied, or all from `first` on: a slice of a tensor would take
     as long as the launch, so that both ids may lie in one. On `stream`, or the current one, which takes longer to find.
     """
-    base, row_bytes = _flat_rows(flat, flat_shift)
+    base, row_bytes = flat_rows(flat, flat_shift)
     _launch(table, block_ids, base, row_bytes, flat_ids, first, count, flat_first, num_programs, stream, to_flat=True)
 
 
@@ -146,7 +147,7 @@ def scatter_pieces(
 ) -> None:
     """Copy row `flat_ids[flat_first + i]` of `flat` into the pieces of block `block_ids[first + i]`: `gather_pieces` in
     reverse."""
-    base, row_bytes = _flat_rows(flat, flat_shift)
+    base, row_bytes = flat_rows(flat, flat_shift)
     _launch(table, block_ids, base, row_bytes, flat_ids, first, count, flat_first, num_programs, stream, to_flat=False)
 
 
@@ -186,7 +187,7 @@ def copy_pieces_reference(
             view[block_ids] = column[flat_ids].to(view.device)
 
 
-def _flat_rows(flat: torch.Tensor, shift: int) -> tuple[int, int]:
+def flat_rows(flat: torch.Tensor, shift: int) -> tuple[int, int]:
     """Address of the first row, shifted, and bytes from row to row."""
     if flat.dtype != torch.uint8 or flat.ndim != 2 or flat.stride(1) != 1:
         raise ValueError(f"flat is {flat.dtype} of shape {tuple(flat.shape)}: give rows of uint8, bytes adjacent")
@@ -206,8 +207,8 @@ def _launch(
     stream: torch.cuda.Stream | None,
     to_flat: bool,
 ) -> None:
-    count = _checked_count(block_ids, flat_ids, first, count, flat_first)
-    words = table.words and flat_base % 8 == 0 and row_bytes % 8 == 0
+    count = checked_count(block_ids, flat_ids, first, count, flat_first)
+    words = table.align >= 8 and flat_base % 8 == 0 and row_bytes % 8 == 0
     width = table.width if words else STEP
     pieces = STEP // width
     num_regions, chunks = len(table.host_sizes), -(-table.largest // CHUNK_BYTES)
@@ -241,7 +242,7 @@ def _launch(
     launch(programs, handle, [ids_address, flat_ids_address, *table.addresses, *counts])
 
 
-def _checked_count(
+def checked_count(
     block_ids: torch.Tensor, flat_ids: torch.Tensor | None, first: int, count: int | None, flat_first: int
 ) -> int:
     """How many blocks are copied."""

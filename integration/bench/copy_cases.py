@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kv_connector.config import Config, PathName
 from kv_connector.transfer.cuda.copier import DriverCopier
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
@@ -62,7 +63,7 @@ class Case:
     @property
     def num_bytes(self) -> int:
         """Moved in one run."""
-        return len(self.device_ids) * self.layout.piece_bytes
+        return len(self.device_ids) * raw_form(self.layout).moved_bytes
 
     def job(self, direction: Direction, job_id: int) -> CopyJob:
         """All blocks."""
@@ -94,8 +95,7 @@ class Case:
                         region.view.random_(0, 256)
                 on_streams(self, [lambda way=way, direction=direction: way.copy(direction)])
                 there = self.host.tensor[chosen].to(self.layout.device)
-                for region in self.layout.regions:
-                    part = there[:, region.offset : region.offset + region.piece_bytes]
+                for region, part in zip(self.layout.regions, raw_form(self.layout).columns(there), strict=True):
                     assert torch.equal(region.view[blocks], part), f"{name} {direction.value}: bytes differ"
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class LoopWay:
 
     def __init__(self, case: Case) -> None:
         self._count = max(1, min(len(case.device_ids), _LOOP_COPIES // len(case.pieces)))
-        self.num_bytes = self._count * case.layout.piece_bytes
+        self.num_bytes = self._count * raw_form(case.layout).moved_bytes
         self._case = case
 
     def copy(self, direction: Direction) -> None:
@@ -156,7 +156,7 @@ class VllmWay:
         strides = np.array([piece.stride(0) for piece in case.pieces])
         offsets = np.arange(len(case.pieces)) * case.piece_bytes
         there = bases + case.device_ids[:, None] * strides
-        here = case.host.tensor.data_ptr() + case.host_ids[:, None] * case.layout.block_bytes + offsets
+        here = case.host.tensor.data_ptr() + case.host_ids[:, None] * raw_form(case.layout).block_bytes + offsets
         self._device, self._host = (torch.from_numpy(side.ravel().astype(np.int64)) for side in (there, here))
         self._sizes = torch.full((len(self._host),), case.piece_bytes, dtype=torch.int64)
 
@@ -188,13 +188,13 @@ def make_case(piece_bytes: int, num_regions: int, num_bytes: int) -> Case:
         pieces = views = list(cache.unbind(0))
     layers = {f"layer {i}": view for i, view in enumerate(views)}
     layout = CacheLayout.from_tensors(layers, 2 * count, block_dims=dict.fromkeys(layers, 0))
-    host = HostPool(2 * count, layout.block_bytes, device=device)
+    host = HostPool(2 * count, raw_form(layout).block_bytes, device=device)
     host.wait_ready()
     rng = np.random.default_rng(0)
     ids = [rng.permutation(2 * count)[:count].astype(np.int64) for _ in range(2)]
     for side in ids:
         side.setflags(write=False)
-    moved = count * layout.piece_bytes
+    moved = count * raw_form(layout).moved_bytes
     flat_host = torch.empty(moved, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return Case(layout, pieces, host, ids[0], ids[1], torch.empty(moved, dtype=torch.uint8, device=device), flat_host)
 
@@ -209,7 +209,7 @@ def ways_of(case: Case, names: Sequence[str]) -> dict[str, Way]:
             found[name] = PathWay(case, _path(case, PathName(name)))
         elif name.startswith("batch"):
             copier = DriverCopier(int(name.removeprefix("batch")))
-            found[name] = PathWay(case, RunsPath(case.layout, case.host, copier))
+            found[name] = PathWay(case, RunsPath(raw_form(case.layout), case.host, copier))
         elif name == "loop":
             found[name] = LoopWay(case)
         elif name == "vllm":
@@ -221,7 +221,7 @@ def ways_of(case: Case, names: Sequence[str]) -> dict[str, Way]:
 
 
 def _path(case: Case, name: PathName) -> CopyPath:
-    return make_path(case.layout, case.host, Config(copy_path=name))
+    return make_path(raw_form(case.layout), case.host, Config(copy_path=name))
 
 
 def on_streams(case: Case, work: Sequence[Callable[[], None]], num_streams: int = 0) -> float:

@@ -20,6 +20,7 @@ from integration.bench.copy_cases import synchronize
 from integration.report import Report, hardware
 from kv_connector.config import Config
 from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.types import CopyJob, Direction
@@ -35,7 +36,7 @@ class Steps:
 
     def __init__(self, host: HostPool, layout: CacheLayout, caches: list[torch.Tensor], size: int) -> None:
         self._host = host
-        self._engine = TransferEngine(layout, host, Config())
+        self._engine = TransferEngine(raw_form(layout), host, Config())
         self._caches = caches
         self._matrix = torch.randn((size, size), device=layout.device).to(torch.bfloat16)
         self._rng = np.random.default_rng(0)
@@ -92,7 +93,8 @@ def main() -> int:
     num_bytes = 8 << 20 if options.tiny else int(options.gib * 2**30)
 
     begin = time.perf_counter()
-    host = HostPool(num_bytes // layout.block_bytes, layout.block_bytes, device=device)
+    block_bytes = raw_form(layout).block_bytes
+    host = HostPool(num_bytes // block_bytes, block_bytes, device=device)
     made = time.perf_counter() - begin
     while host.num_ready_blocks == 0:
         time.sleep(1e-3)

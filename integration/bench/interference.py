@@ -22,6 +22,7 @@ from integration.bench.copy_cases import Case, Way, large_copy_ms, make_case, wa
 from integration.report import Report, hardware
 from kv_connector.config import Config
 from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.types import CopyJob, Direction
 
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 32, 4096, 14336, 1024  # Llama-3.1-8B's
@@ -146,7 +147,7 @@ def measure_products(report: Report, case: Case, name: str, way: Way, repeats: i
 
 def measure_model(report: Report, case: Case, name: str, work: Callable[[], None], repeats: int) -> None:
     """A loop of the model with and without loads, saves, and both, through the transfer engine all the time."""
-    engine = TransferEngine(case.layout, case.host, Config(staging_memory="256MiB"))
+    engine = TransferEngine(raw_form(case.layout), case.host, Config(staging_memory="256MiB"))
     found: dict[str, list[float]] = {"alone": [], "loads": [], "saves": [], "loads and saves": []}
     for repeat in range(repeats + 1):
         for number, (beside, times) in enumerate(found.items()):

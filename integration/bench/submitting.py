@@ -24,6 +24,7 @@ from kv_connector.config import Config
 from kv_connector.transfer.costs.curves import LinkCosts
 from kv_connector.transfer.costs.known import link_costs
 from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.paths.base import BlockCopy
 from kv_connector.transfer.paths.choice import make_path
 from kv_connector.types import CopyJob, Direction
@@ -36,7 +37,7 @@ class TimedPath:
     """Copies like the path that an engine chooses, and adds up the time of the thread that does so."""
 
     def __init__(self, case: Case, costs: LinkCosts) -> None:
-        self._path = make_path(case.layout, case.host, Config(), costs)
+        self._path = make_path(raw_form(case.layout), case.host, Config(), costs)
         self.thread_ms = 0.0
 
     def copy(self, copy: BlockCopy) -> None:
@@ -84,7 +85,7 @@ def measure_case(report: Report, case: Case, repeats: int) -> None:
     """All of it for pieces of one size."""
     costs = link_costs(case.layout, case.host, Config())
     path = TimedPath(case, costs)
-    engine = TransferEngine(case.layout, case.host, Config(), path, costs=costs)
+    engine = TransferEngine(raw_form(case.layout), case.host, Config(), path, costs=costs)
     try:
         for direction in Direction:
             measure_long(report, case, engine, path, direction, repeats)

@@ -127,9 +127,9 @@ def _seams() -> Iterator[None]:
         device = current_rank().device
         return SimulatedLane(device, device.stream("load" if len(device.streams) == 1 else "save"))
 
-    def make_path(layout: Any, host: Any, *_: object) -> LatePath:
+    def make_path(form: Any, host: Any, *_: object) -> LatePath:
         rank = current_rank()
-        path = LatePath(layout, host, rank.device)
+        path = LatePath(form, host, rank.device)
         copy_late = path.copy
 
         def copy(copy: Any) -> None:

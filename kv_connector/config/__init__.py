@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..values import check_integer, check_text, choice, parse_size, shown
-from .choices import Backup, LoadChoice, PathName, PeerRole, PeerRoute, Prefetch, Protocol, WritePolicy
+from .choices import Backup, HostFormName, LoadChoice, PathName, PeerRole, PeerRoute, Prefetch, Protocol, WritePolicy
 from .mapping import from_mapping
 from .peer import PeerConfig
 from .s3 import S3Config
@@ -17,6 +17,7 @@ from .storage import StorageConfig
 __all__ = [
     "Backup",
     "Config",
+    "HostFormName",
     "LoadChoice",
     "PathName",
     "PeerConfig",
@@ -64,6 +65,8 @@ class Config:
         link busy, by the calibration.
     staging_memory: device bytes for the rings of the staged path, over both directions.
     pin_memory: page-lock the host pool (in the background) where there is a GPU.
+    host_form: `raw` keeps blocks on the host as they are on the device. `lossless` codes bf16 pieces in about three
+        quarters of their bytes, exactly: more blocks in the same memory, and fewer bytes over every link.
     numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on that of the first to come to it.
     trace_loads: time each layer group of a load with events and report the load stall.
     storage: where blocks are kept beyond the host's memory; none by default.
@@ -83,6 +86,7 @@ class Config:
     layer_group_bytes: int = 0
     staging_memory: int = 384 << 20
     pin_memory: bool = True
+    host_form: HostFormName = HostFormName.RAW
     numa_bind: bool = True
     trace_loads: bool = False
     storage: StorageConfig | None = None
@@ -93,6 +97,7 @@ class Config:
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
         object.__setattr__(self, "write_policy", choice(WritePolicy, self.write_policy, "write_policy"))
         object.__setattr__(self, "load_choice", choice(LoadChoice, self.load_choice, "load_choice"))
+        object.__setattr__(self, "host_form", choice(HostFormName, self.host_form, "host_form"))
         object.__setattr__(self, "copy_path", choice(PathName, self.copy_path, "copy_path"))
         for name in ("block_major", "pin_memory", "numa_bind", "trace_loads"):
             if not isinstance(getattr(self, name), bool):

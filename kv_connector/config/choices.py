@@ -23,6 +23,13 @@ class PathName(str, Enum):
     STAGED = "staged"
 
 
+class HostFormName(str, Enum):
+    """How blocks lie in host memory: see `transfer/memory/host_form.py`."""
+
+    RAW = "raw"
+    LOSSLESS = "lossless"
+
+
 class LoadChoice(str, Enum):
     """How hits are loaded: see `scheduler/loads/choice.py`."""
 

@@ -276,6 +276,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self.host.reset()
         self._log_removed()
         self._requests.reset()
+        self._saves.reset()
         is_done = self._companions.reset()
         return is_done and not any(map(self._brings_old, self._requests))
 

@@ -21,8 +21,7 @@ Job = CopyJob | StorageJob | PeerJob
 @dataclass(frozen=True, slots=True)
 class EndedJob:
     """A job that every rank has reported. `ok`: it is done on all of them. `found`: of a look-up, a bit for each key,
-    set where every rank has it. `missing`: of a storage job that is done, the places in it of blocks that some rank has
-    not moved."""
+    set where every rank has it. `missing`: of a job that is done, its host blocks that some rank has not moved."""
 
     job: Job
     ok: bool

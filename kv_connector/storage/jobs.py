@@ -16,8 +16,8 @@ from .base import GroupedStorage
 
 @dataclass(frozen=True, slots=True)
 class EndedStorageJob:
-    """`ok`: it was carried out. `found`: of a look-up, see `StepReport`. `missing`: of a fetch or a backup, the places
-    in its `host_ids` of blocks that were not moved all the same; where no block was, it was not carried out."""
+    """`ok`: it was carried out. `found`: of a look-up, see `StepReport`. `missing`: of a fetch or a backup, the
+    host blocks that were not moved all the same; where no block was, it was not carried out."""
 
     job_id: int
     ok: bool
@@ -70,7 +70,8 @@ class StorageJobs:
             else:
                 skipped = frozenset(job.skipped)
                 moved = [is_moved for place, is_moved in enumerate(future.result()) if place not in skipped]
-                missing = tuple(place for place, is_moved in enumerate(moved) if not is_moved)
+                pairs = zip(job.host_ids.tolist(), moved, strict=True)
+                missing = tuple(block_id for block_id, is_moved in pairs if not is_moved)
                 ended.append(EndedStorageJob(job.job_id, len(missing) < job.num_blocks, missing=missing))
         return ended
 

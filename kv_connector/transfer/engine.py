@@ -27,8 +27,9 @@ from ..errors import ConfigError, TransferError
 from ..types import CopyJob, Direction, LoadTiming
 from .costs.curves import BUILT_IN, LinkCosts
 from .cuda.streams import Event, Priority, make_lane
+from .memory.host_form import HostForm
 from .memory.host_pool import HostPool
-from .memory.layout import CacheLayout, last_group
+from .memory.layout import last_group, layer_groups
 from .paths.base import CopyPath
 from .paths.choice import make_path
 from .submission.open_jobs import OpenJobs, ids_of
@@ -40,7 +41,7 @@ logger = logging.getLogger("kv_connector.transfer")
 
 
 class TransferEngine:
-    """Copies jobs between the device blocks of `layout` and the blocks of `host`, on a stream for each direction.
+    """Copies jobs between device blocks and those of `host`, which has them in `form`, on a stream for each direction.
 
     Each submitted job is returned by `poll` exactly once, done or failed, and only after everything that was enqueued
     for it has completed, so that a job's end frees its blocks.
@@ -48,7 +49,7 @@ class TransferEngine:
 
     def __init__(
         self,
-        layout: CacheLayout,
+        form: HostForm,
         host: HostPool,
         config: Config,
         path: CopyPath | None = None,
@@ -61,24 +62,25 @@ class TransferEngine:
 
         Raises ConfigError where pool or path do not fit.
         """
-        if host.block_bytes != layout.block_bytes:
+        if host.block_bytes != form.block_bytes:
             raise ConfigError(
-                f"host pool has blocks of {host.block_bytes} bytes and the layout of {layout.block_bytes}: "
-                "make the pool with layout.block_bytes"
+                f"host pool has blocks of {host.block_bytes} bytes and the form of {form.block_bytes}: "
+                "make the pool with form.block_bytes"
             )
-        self._layout = layout
-        self._jobs = OpenJobs(layout, host)
-        path = path if path is not None else make_path(layout, host, config, costs)
+        layout = form.layout
+        self._form = form
+        self._jobs = OpenJobs(form, host)
+        path = path if path is not None else make_path(form, host, config, costs)
         self._group_bytes = config.layer_group_bytes or costs.group_bytes
         # Rows that DMA still moves, for groups that come early, and those that it moves well.
         self._row_bytes = min(costs.rows_at(0.8), self._group_bytes), costs.rows_at(0.92)
         self._groups: dict[int, tuple[range, ...]] = {}  # of loads, by the logarithm of their blocks
-        self._slice_blocks = {way: max(1, path.slice_bytes(way) // layout.piece_bytes) for way in Direction}
+        self._slice_blocks = {way: max(1, path.slice_bytes(way) // form.moved_bytes) for way in Direction}
         lanes = [make_lane(layout.device, priority, timing=True) for priority in (Priority.LOAD, Priority.SAVE)]
         load_paths = (path,) if fallback is None else (path, fallback)
         self._queues = {
-            Direction.LOAD: SubmissionQueue(lanes[0], load_paths, layout.bytes_of),
-            Direction.SAVE: SubmissionQueue(lanes[1], (path,), layout.bytes_of),
+            Direction.LOAD: SubmissionQueue(lanes[0], load_paths, form.bytes_of),
+            Direction.SAVE: SubmissionQueue(lanes[1], (path,), form.bytes_of),
         }
         self._submitters = {way: make_submitter(queue, layout.device) for way, queue in self._queues.items()}
         # Who drops the engine without `close` must not take staging memory away from copies that still run.
@@ -182,7 +184,7 @@ class TransferEngine:
         Does nothing for an unknown layer, and where no load is under way. Returns the ids of the load's jobs where it
         turns out that they have failed, once: see `submit_load`.
         """
-        region = self._layout.last_region(layer_name)
+        region = self._form.layout.last_region(layer_name)
         if self._load is None or region < 0:
             return frozenset()
         return self._wait_group(self._load, last_group(self._load.groups, region))
@@ -230,7 +232,7 @@ class TransferEngine:
         self, direction: Direction, jobs: Sequence[CopyJob], pairs: BlockPairs, num_guarded: int, after: Event | None
     ) -> None:
         """Queue whole blocks, the last `num_guarded` behind `after`; the caller wakes the submitter."""
-        whole = range(len(self._layout.regions))
+        whole = range(len(self._form.layout.regions))
         parts = block_parts(whole, pairs, self._slice_blocks[direction], num_guarded, after)
         self._queues[direction].put(self._begin(direction, jobs, parts))
 
@@ -239,9 +241,9 @@ class TransferEngine:
     ) -> Submission:
         """In flight from here on, and the caller queues it: in `groups` of layers, which a step waits for, or else in
         slices of blocks."""
-        num_bytes = sum(job.num_blocks for job in jobs) * self._layout.piece_bytes
+        num_bytes = sum(job.num_blocks for job in jobs) * self._form.moved_bytes
         is_awaited = bool(groups)
-        groups = groups or (range(len(self._layout.regions)),)
+        groups = groups or (range(len(self._form.layout.regions)),)
         submission = Submission(direction, jobs, groups, num_bytes, iter(parts), is_awaited)
         self._in_flight.append(submission)
         return submission
@@ -251,7 +253,8 @@ class TransferEngine:
         key = (num_blocks - 1).bit_length()
         groups = self._groups.get(key)
         if groups is None:
-            groups = self._layout.layer_groups(1 << key, self._group_bytes, *self._row_bytes)
+            stops, moved = self._form.layout.layer_stops, self._form.stored_bytes
+            groups = layer_groups(stops, moved, 1 << key, self._group_bytes, *self._row_bytes)
             self._groups[key] = groups
         return groups
 
@@ -293,7 +296,7 @@ class TransferEngine:
         start, end, events = submission.start, submission.end, submission.events
         assert end is not None
         milliseconds = start.elapsed_time(end) if submission.ok and start is not None else 0.0
-        self._jobs.end(submission.jobs, submission.ok, milliseconds)
+        self._jobs.end(submission.jobs, submission.ok, milliseconds, submission.refused() if submission.ok else ())
         if submission is self._load:
             self._load = None  # all of it is there: no layer has to wait any more
         is_traced = self._traces is not None and self._traces.end(events)

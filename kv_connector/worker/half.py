@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..base import KVConnectorWorker
-from ..config import Config
+from ..config import Config, HostFormName
 from ..errors import KVConnectorError
 from ..peer.protocol.jobs import EndedPeerJob
 from ..storage.base import GroupedStorage
@@ -20,6 +20,7 @@ from ..storage.jobs import AnotherRanksJobs, EndedStorageJob, StorageJobs
 from ..transfer.costs.curves import LinkCosts
 from ..transfer.costs.known import link_costs
 from ..transfer.engine import TransferEngine
+from ..transfer.memory.host_form import HostForm, make_form
 from ..transfer.memory.host_pool import HostPool
 from ..transfer.memory.host_share import ALONE, HostShare
 from ..transfer.memory.layout import CacheLayout
@@ -53,7 +54,7 @@ class WorkerHalf(KVConnectorWorker):
         config: Config,
         rank: int = 0,
         world_size: int = 1,
-        make_path: Callable[[CacheLayout, HostPool, Config, LinkCosts], CopyPath] = make_path,
+        make_path: Callable[[HostForm, HostPool, Config, LinkCosts], CopyPath] = make_path,
         fails_by_request: bool = True,
         retries_loads: bool = False,
         open_storage: Callable[[int, memoryview, str, int], GroupedStorage] | None = None,
@@ -100,23 +101,24 @@ class WorkerHalf(KVConnectorWorker):
         self._layout = layout
         self._layers = frozenset(layout.layer_names)
         if self._config.host_memory:
+            form = make_form(layout, self._config.host_form)
             self._share = self._open_share()
             self._host = HostPool.sized(
                 self._config.host_memory // self._world_size,
-                layout.block_bytes,
+                form.block_bytes,
                 device=layout.device,
                 pin_memory=self._config.pin_memory,
                 numa_bind=self._config.numa_bind,
                 share=self._share,
             )
             costs = link_costs(layout, self._host, self._config)
-            path = self._make_path(layout, self._host, self._config, costs)
-            fallback = make_fallback(layout, self._host) if self._retries_loads else None
-            self._engine = TransferEngine(layout, self._host, self._config, path, fallback, costs)
+            path = self._make_path(form, self._host, self._config, costs)
+            fallback = make_fallback(form, self._host) if self._retries_loads else None
+            self._engine = TransferEngine(form, self._host, self._config, path, fallback, costs)
             if self._open_storage is not None and self._share.uses_storage:
                 blocks = self._host.tensor.numpy()
                 storage = self._open_storage(
-                    layout.block_bytes, blocks.reshape(-1).data, layout.arrangement, self._share.count
+                    form.block_bytes, blocks.reshape(-1).data, form.arrangement, self._share.count
                 )
                 self._storage = StorageJobs(storage, blocks)
             elif self._open_storage is not None:
@@ -212,8 +214,8 @@ class WorkerHalf(KVConnectorWorker):
         lost_blocks, self._lost_blocks = self._lost_blocks, set()
         done: list[int] = []
         failed: list[int] = []
-        ended: list[Completion | EndedStorageJob | EndedPeerJob] = [*completed, *stored, *handed]
-        for job in ended:
+        moved: list[Completion | EndedStorageJob] = [*completed, *stored]
+        for job in (*moved, *handed):
             (done if job.ok else failed).append(job.job_id)
         loaded_bytes, saved_bytes, load_milliseconds = 0, 0, 0.0
         for copy in completed:
@@ -239,7 +241,7 @@ class WorkerHalf(KVConnectorWorker):
             load_milliseconds=load_milliseconds,
             load_timings=self._transfer.take_load_timings() if self._engine else (),
             found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
-            missing=tuple((job.job_id, job.missing) for job in stored if job.missing),
+            missing=tuple((job.job_id, job.missing) for job in moved if job.missing),
             storage_counters=self._storage.counters() if self._storage is not None and stored else (),
             peer_port=self._peers.port if self._peers is not None else 0,
             peer_counters=self._peers.counters() if self._peers is not None else (),
@@ -257,13 +259,14 @@ class WorkerHalf(KVConnectorWorker):
         """One line for a log: what was registered and what it is copied to."""
         if self._layout is None:
             return "nothing registered"
-        num_host_blocks = self._host.num_blocks if self._host is not None else 0
+        host = self._host
+        on_host = f"{host.num_blocks} host blocks of {host.block_bytes} bytes" if host is not None else "0 host blocks"
+        on_host += f", {self._config.host_form.value}" if self._config.host_form is HostFormName.LOSSLESS else ""
         identity = f"; they are those of {self._identity}" if self._identity else ""
         peers = f"; other engines reach it at port {self._peers.port}" if self._peers is not None else ""
         return (
             f"{len(self._layout.layer_names)} layers in {len(self._layout.regions)} regions of "
-            f"{self._layout.num_blocks} blocks on {self._layout.device}; {num_host_blocks} host blocks of "
-            f"{self._layout.block_bytes} bytes{peers}{identity}"
+            f"{self._layout.num_blocks} blocks on {self._layout.device}; {on_host}{peers}{identity}"
         )
 
     def shutdown(self) -> None:

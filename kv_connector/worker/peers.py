@@ -15,7 +15,7 @@ from ..peer.protocol.jobs import EndedPeerJob, PeerJobs
 from ..transfer.cuda.copier import driver_copier
 from ..transfer.cuda.driver import prepare_thread
 from ..transfer.cuda.streams import Event, Lane, Priority, make_lane
-from ..transfer.memory.layout import CacheLayout
+from ..transfer.memory.layout import CacheLayout, layer_groups
 from ..types import PeerAction, PeerJob, StepPlan
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class StepPeers:
     def __init__(self, layout: CacheLayout, config: Config, open_peers: OpenPeers) -> None:
         """Raises ConfigError where the links cannot be opened."""
         self._layout = layout
+        self._piece_bytes = [region.piece_bytes for region in layout.regions]
         self._group_bytes = config.layer_group_bytes or _GROUP_BYTES
         self._lane = make_lane(layout.device, Priority.PEER, timing=False)
         self._jobs = open_peers(pool_of(layout, self._lane))
@@ -86,7 +87,7 @@ class StepPeers:
         self._num_saved = 0
         if self._is_layerwise:
             num_blocks = sum(job.num_blocks for job in plan.peer if job.action is PeerAction.SEND)
-            groups = self._layout.layer_groups(num_blocks, self._group_bytes)
+            groups = layer_groups(self._layout.layer_stops, self._piece_bytes, num_blocks, self._group_bytes)
             self._stops = [group.stop for group in groups[:-1]]
 
     def saved_layer(self, layer_name: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from kv_connector.config import (
     Backup,
     Config,
+    HostFormName,
     LoadChoice,
     PeerConfig,
     PeerRole,
@@ -95,6 +96,8 @@ class EngineConfig:
     write_back_lookahead: int = 8
     layer_group_bytes: int = 0
     host_ready_seconds: float = 0.0
+    host_form: HostFormName = HostFormName.RAW
+    refused_share: float = 0.0  # of blocks that are saved, whose content does not fit into the form of a host block
     host_seconds: float = 1e-3  # of a rank's process, for a step
     stalls: float = 0.0
     prefetch: Prefetch | None = None  # None: without storage
@@ -185,6 +188,7 @@ class EngineConfig:
             max_load_stall_ms=self.max_load_stall_ms,
             write_back_lookahead=self.write_back_lookahead,
             layer_group_bytes=self.layer_group_bytes,
+            host_form=self.host_form,
             calibration="off",
             storage=storage,
             peer=peer,
@@ -265,6 +269,13 @@ def draw_ends(rng: random.Random, configs: list[EngineConfig]) -> list[EngineCon
     of its own."""
     may_end = [c.is_recurrent and max(c.block_sizes) > c.block_size and rng.random() < 0.7 for c in configs]
     return [replace(c, ends_within=c.ends_within or ends) for c, ends in zip(configs, may_end, strict=True)]
+
+
+def draw_refusals(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
+    """In some worlds a share of what is saved does not fit into the form of a host block. `rng` is one of its own."""
+    if rng.random() < 0.8:
+        return configs
+    return [replace(config, refused_share=rng.choice([0.01, 0.05, 0.3])) for config in configs]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

@@ -21,8 +21,8 @@ from kv_connector.config import Config
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as transfer_engine
 from kv_connector.transfer.costs.curves import LinkCosts
+from kv_connector.transfer.memory.host_form import HostForm
 from kv_connector.transfer.memory.host_pool import HostPool
-from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.transfer.submission.queue import SubmissionQueue
@@ -246,12 +246,16 @@ class SimulatedSubmitter:
 
 
 class LatePath:
-    """Copies as `TorchPath` does, when the stream comes to it. A load that is told to fail leaves garbage behind."""
+    """Copies as `TorchPath` does, when the stream comes to it. A load that is told to fail leaves garbage behind, and
+    so does a save in blocks that it refuses, as if what they hold did not fit: a share of all."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool, device: Device) -> None:
-        self._inner = TorchPath(layout, host)
-        self._layout = layout
+    def __init__(self, form: HostForm, host: HostPool, device: Device, refused_share: float = 0.0) -> None:
+        self._inner = TorchPath(form, host)
+        self._form = form
+        self._host = host
         self._device = device
+        self._refused_share = refused_share
+        self._chance = device.time.stream(f"{device.name}/refusals")
         # Drawn apart: of a source that all of the device draws from, one draw more would make another world.
         self._slice_blocks = device.time.stream(f"{device.name}/slices").choice(_SLICES)
 
@@ -262,23 +266,29 @@ class LatePath:
             faults[direction] -= 1
             if fails := faults[direction] < 0:
                 del faults[direction]
+        refused: list[int] = []  # until the copy has run nobody knows
+        if direction is Direction.SAVE:
+            copy.refusals.append(lambda: refused)
         if not fails or self._device.rng.random() < 0.5:
-            copy.stream.put(lambda: self._run(copy, fails))
+            copy.stream.put(lambda: self._run(copy, fails, refused))
         if fails:
             raise TransferError("injected fault")
 
     def slice_bytes(self, direction: Direction) -> int:
-        return self._slice_blocks * self._layout.piece_bytes
+        return self._slice_blocks * self._form.moved_bytes
 
     def close(self) -> None:
         self._inner.close()
 
-    def _run(self, copy: BlockCopy, fails: bool) -> None:
+    def _run(self, copy: BlockCopy, fails: bool, refused: list[int]) -> None:
         if not fails:
             self._device.on_copy(copy)
             self._inner.copy(copy)
+            if copy.direction is Direction.SAVE and self._refused_share:
+                refused += (b for b in copy.host_ids.tolist() if self._chance.random() < self._refused_share)
+                self._host.tensor[refused] = GARBAGE
         elif copy.direction is Direction.LOAD:
-            for region in self._layout.regions[copy.regions.start : copy.regions.stop]:
+            for region in self._form.layout.regions[copy.regions.start : copy.regions.stop]:
                 region.view[torch.tensor(copy.device_ids)] = GARBAGE
 
 
@@ -329,12 +339,13 @@ def on(device: Device) -> Iterator[None]:
 
 
 def path_maker(
-    device: Device, ready_blocks: Callable[[], int]
-) -> Callable[[CacheLayout, HostPool, Config, LinkCosts], CopyPath]:
-    """What a worker half takes as `make_path`. `ready_blocks`: how many blocks of its host pool are ready by now."""
+    device: Device, ready_blocks: Callable[[], int], refused_share: float
+) -> Callable[[HostForm, HostPool, Config, LinkCosts], CopyPath]:
+    """What a worker half takes as `make_path`. `ready_blocks`: how many blocks of its host pool are ready by now.
+    `refused_share`: of blocks that are saved."""
 
-    def make(layout: CacheLayout, host: HostPool, config: Config, costs: LinkCosts) -> CopyPath:
+    def make(form: HostForm, host: HostPool, config: Config, costs: LinkCosts) -> CopyPath:
         _ready_blocks[id(host)] = ready_blocks
-        return LatePath(layout, host, device)
+        return LatePath(form, host, device, refused_share)
 
     return make

@@ -69,7 +69,7 @@ class Rank:
             self.engine.connector_config,
             self.index,
             config.num_ranks,
-            path_maker(self.device, self._num_ready_blocks),
+            path_maker(self.device, self._num_ready_blocks, config.refused_share),
             fails_by_request=config.fails_by_request,
             open_storage=self.engine.world.outside.open_storage(self.engine, self.index),
             open_peers=self.engine.world.outside.open_peers(self.engine, self.index),

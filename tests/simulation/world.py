@@ -64,6 +64,7 @@ class World:
         self.configs = configs.draw_groups(random.Random(f"{seed}/groups"), self.configs)
         self.configs = configs.draw_replicas(random.Random(f"{seed}/replicas"), self.configs)
         self.configs = configs.draw_ends(random.Random(f"{seed}/ends"), self.configs)
+        self.configs = configs.draw_refusals(random.Random(f"{seed}/blocks_refused"), self.configs)
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))
@@ -171,6 +172,7 @@ class World:
         met["engines with replicas"] += config.replicas
         met["engines that remember little"] += config.most_remembered is not None
         met["engines with pipelines"] += config.pipeline
+        met["engines that refuse blocks"] += config.refused_share > 0
         met["engines with windows"] += any(group.window is not None for group in config.layer_groups)
         met["engines with blocks of several sizes"] += len(set(config.block_sizes)) > 1
         met["engines with recurrent layers"] += config.is_recurrent
@@ -193,7 +195,14 @@ class World:
             self.met[name] += int(stats[name])
 
 
-STATS = ("storage_hit_tokens", "peer_hit_tokens", "host_hit_tokens", "expired_transfers", "failed_receive_jobs")
+STATS = (
+    "storage_hit_tokens",
+    "peer_hit_tokens",
+    "host_hit_tokens",
+    "expired_transfers",
+    "failed_receive_jobs",
+    "refused_blocks",
+)
 """Counters of the connector that say whether anything was gained."""
 
 

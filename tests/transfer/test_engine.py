@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ import torch
 
 from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError, InvalidBlockError
+from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import layer_groups
 from kv_connector.transfer.paths.choice import make_path
 from kv_connector.transfer.submission.checks import merged_ids
 from kv_connector.types import CopyJob, Direction
@@ -35,15 +39,15 @@ from tests.engines import ManualLane, ends, make_engine
 
 def test_loads_of_about_one_length_are_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cutting takes longer than looking it up, and the model waits for the first group."""
-    engine, layout, _ = make_engine()
-    cut = layout.layer_groups
+    engine, _, _ = make_engine()
+    cut = engine_module.layer_groups
     asked: list[int] = []
 
-    def watched(num_blocks: int, *sizes: int) -> tuple[range, ...]:
+    def watched(stops: Any, pieces: Any, num_blocks: int, *sizes: int) -> tuple[range, ...]:
         asked.append(num_blocks)
-        return cut(num_blocks, *sizes)
+        return cut(stops, pieces, num_blocks, *sizes)
 
-    monkeypatch.setattr(layout, "layer_groups", watched)
+    monkeypatch.setattr(engine_module, "layer_groups", watched)
     for number, count in enumerate((5, 8, 7, 6, 9, 1, 1)):
         blocks = list(range(count))
         assert engine.submit_load([job(number, LOAD, blocks, blocks)]) == frozenset()
@@ -65,7 +69,7 @@ def test_saved_blocks_load_back_into_other_blocks(name: PathName, device: torch.
     seen = [region.view.clone() for region in layout.regions]  # on the current stream, which waited
     done = engine.drain()
     assert ends(done) == [(3, True), (4, True)]
-    assert sum(completion.bytes for completion in done) == 3 * layout.piece_bytes
+    assert sum(completion.bytes for completion in done) == 3 * raw_form(layout).moved_bytes
     for view, old in zip(seen, before, strict=True):
         expected = torch.full_like(old, POISON)
         expected[ids(0, 12, 5)] = old[ids(4, 3, 1)]
@@ -81,9 +85,8 @@ def test_a_save_reads_what_the_current_stream_wrote_before_it(device: torch.devi
             region.view.fill_(value)
         engine.submit_save([job(value, SAVE, list(range(NUM_DEVICE)), list(range(NUM_DEVICE)))])
         engine.drain()
-        for region in layout.regions:
-            column = pool.tensor[:NUM_DEVICE, region.offset : region.offset + region.piece_bytes]
-            assert bool((column == value).all())
+        for column in raw_form(layout).columns(pool.tensor):
+            assert bool((column[:NUM_DEVICE] == value).all())
     engine.close()
     pool.close()
 
@@ -96,7 +99,7 @@ def test_each_layer_waits_for_its_group_and_only_that(lanes: list[ManualLane]) -
     assert load.waited == []
     blocks = list(range(8))  # two regions of 128 bytes a layer: 2048 bytes for 8 blocks, so two layers a group
     engine.submit_load([job(1, LOAD, blocks, blocks)])
-    assert len(load.marks) - 1 == len(layout.layer_groups(8, 4096)) == 2
+    assert len(load.marks) - 1 == len(layer_groups(layout.layer_stops, raw_form(layout).stored_bytes, 8, 4096)) == 2
     for layer in ("0", "1", "2", "unknown"):
         engine.wait_layer(layer)
     assert load.waited == [load.marks[1], load.marks[1], load.marks[2]]
@@ -247,7 +250,7 @@ def test_close_ends_what_runs_and_fails_what_comes_later(lanes: list[ManualLane]
 def test_pool_and_layout_must_agree_on_the_size_of_a_block() -> None:
     layout = filled(bf16_apart, torch.device("cpu"))
     with pytest.raises(ConfigError, match="8192"):
-        TransferEngine(layout, HostPool(2, 8192), Config())
+        TransferEngine(raw_form(layout), HostPool(2, 8192), Config())
 
 
 def test_timings_of_loads_are_taken_once(device: torch.device) -> None:
@@ -343,8 +346,7 @@ def test_nothing_on_the_forward_path_waits_for_the_device() -> None:
     assert not gate.query()
     assert ends(engine.drain()) == [(2, True), (3, True)]
     torch.cuda.synchronize()
-    for region in layout.regions:
-        column = pool.tensor[:, region.offset : region.offset + region.piece_bytes]
+    for column in raw_form(layout).columns(pool.tensor):
         assert torch.equal(column[4:7], column[0:3])
     engine.close()
     pool.close()
@@ -354,9 +356,9 @@ def test_nothing_on_the_forward_path_waits_for_the_device() -> None:
 @pytest.mark.parametrize("direction", list(Direction))
 def test_an_unpinned_pool_is_copied_too(direction: Direction) -> None:
     layout = filled(bf16_apart, torch.device("cuda", 0))
-    pool = HostPool(NUM_HOST, layout.block_bytes, device=layout.device, pin_memory=False)
+    pool = HostPool(NUM_HOST, raw_form(layout).block_bytes, device=layout.device, pin_memory=False)
     pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
-    path = make_path(layout, pool, Config())
+    path = make_path(raw_form(layout), pool, Config())
     check_copy(path, layout, pool, direction, range(len(layout.regions)), PAIRS[3])
 
 

@@ -21,6 +21,7 @@ from kv_connector.transfer.costs.curves import BUILT_IN
 from kv_connector.transfer.cuda.driver import prepare_thread
 from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.base import BlockCopy
@@ -85,9 +86,8 @@ def test_what_torch_makes_tensors_on_by_default_does_not_matter(name: str, devic
         path = make_named_path(name, layout, pool)
         with side_stream(device) as stream:
             path.copy(BlockCopy(SAVE, EVERYTHING, ids(1, 2), ids(3, 4), stream))
-    for region in layout.regions:
-        column = pool.tensor[[3, 4], region.offset : region.offset + region.piece_bytes]
-        assert torch.equal(column, region.view[[1, 2]].cpu())
+    for region, column in zip(layout.regions, raw_form(layout).columns(pool.tensor), strict=True):
+        assert torch.equal(column[[3, 4]], region.view[[1, 2]].cpu())
     check_copy(path, layout, pool, LOAD, EVERYTHING, PAIRS[3])
     path.close()
     pool.close()
@@ -102,7 +102,7 @@ def test_paths_take_no_memory_that_the_engine_may_discard(name: PathName) -> Non
     pool = make_pool(layout)
     before = num_allocations()
     with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-        engine = TransferEngine(layout, pool, Config(copy_path=name, layer_group_bytes=4096))
+        engine = TransferEngine(raw_form(layout), pool, Config(copy_path=name, layer_group_bytes=4096))
     for turn in range(3):
         engine.submit_save([job(2 * turn, SAVE, [turn, 5], [1, 0])])
         assert ends(engine.drain()) == [(2 * turn, True)]
@@ -141,7 +141,7 @@ def test_memory_of_the_drivers_goes_with_its_last_view() -> None:
     pool = make_pool(layout)
     free: list[int] = []
     for _ in range(6):
-        path = make_path(layout, pool, Config(copy_path=PathName.STAGED, staging_memory=1 << 30))
+        path = make_path(raw_form(layout), pool, Config(copy_path=PathName.STAGED, staging_memory=1 << 30))
         free.append(torch.cuda.mem_get_info(CUDA)[0])
         path.close()
         del path
@@ -163,7 +163,7 @@ def test_streams_are_nobody_elses() -> None:
 def direct() -> Iterator[tuple[Any, CacheLayout, HostPool]]:
     layout = filled(bf16_apart, CUDA)
     pool = make_pool(layout)
-    path = make_path(layout, pool, Config(copy_path=PathName.DIRECT))
+    path = make_path(raw_form(layout), pool, Config(copy_path=PathName.DIRECT))
     yield path, layout, pool
     torch.cuda.synchronize()
     path.close()
@@ -187,9 +187,8 @@ def test_ids_do_not_lie_where_a_model_still_reads(direct: tuple[Any, CacheLayout
         path.copy(BlockCopy(SAVE, EVERYTHING, ids(number), ids(number), side))
     torch.cuda.synchronize()
     assert {int(total) for total in totals} == {7 * 8192}
-    for region in layout.regions:
-        column = pool.tensor[:12, region.offset : region.offset + region.piece_bytes]
-        assert torch.equal(column, region.view[:12].cpu())
+    for region, column in zip(layout.regions, raw_form(layout).columns(pool.tensor), strict=True):
+        assert torch.equal(column[:12], region.view[:12].cpu())
 
 
 @pytest.mark.gpu
@@ -199,7 +198,7 @@ def test_no_kernel_is_compiled_in_service(name: PathName, monkeypatch: pytest.Mo
     monkeypatch.setattr(copy_pieces, "_launches", {})
     layout = filled(bf16_apart, CUDA)
     pool = make_pool(layout)
-    path = make_path(layout, pool, Config(copy_path=name), BUILT_IN)
+    path = make_path(raw_form(layout), pool, Config(copy_path=name), BUILT_IN)
     known = set(copy_pieces._launches)
     assert len(known) >= 2
     for direction in Direction:
@@ -219,9 +218,8 @@ def test_an_engine_that_is_dropped_leaves_nothing_running(name: PathName) -> Non
     engine.fence()  # submitted, and not begun
     del engine
     gc.collect()
-    for region in layout.regions:
-        column = pool.tensor[:2, region.offset : region.offset + region.piece_bytes]
-        assert torch.equal(column, region.view[[4, 3]].cpu())
+    for region, column in zip(layout.regions, raw_form(layout).columns(pool.tensor), strict=True):
+        assert torch.equal(column[:2], region.view[[4, 3]].cpu())
     pool.close()
 
 

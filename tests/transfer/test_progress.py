@@ -7,6 +7,8 @@ import torch
 
 from kv_connector.config import Config, PathName
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.transfer.memory.host_form import raw_form
+from kv_connector.transfer.memory.layout import layer_groups
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.types import CopyJob, StepPlan
 from kv_connector.worker import WorkerHalf
@@ -20,10 +22,12 @@ def test_a_load_is_pending_by_layer_groups_until_they_have_arrived(lanes: list[M
     blocks = list(range(8))
     engine.submit_load([job(1, LOAD, blocks, blocks)])
     engine.submit_save([job(2, SAVE, [9, 10], [9, 10])])
-    first, second = (8 * layout.bytes_of(group) for group in layout.layer_groups(8, 4096))
-    assert first + second == 8 * layout.piece_bytes
+    form = raw_form(layout)
+    groups = layer_groups(layout.layer_stops, form.stored_bytes, 8, 4096)
+    first, second = (8 * form.bytes_of(group) for group in groups)
+    assert first + second == 8 * raw_form(layout).moved_bytes
     assert engine.pending_bytes(LOAD) == first + second
-    assert engine.pending_bytes(SAVE) == 2 * layout.piece_bytes
+    assert engine.pending_bytes(SAVE) == 2 * raw_form(layout).moved_bytes
     load.marks[1].done = True
     assert [engine.pending_bytes(LOAD), engine.pending_bytes(LOAD)] == [second, second]
     load.marks[2].done = save.marks[1].done = True
@@ -36,7 +40,7 @@ def test_what_has_failed_is_not_pending(lanes: list[ManualLane]) -> None:
     engine.submit_save([job(1, SAVE, [0], [0])])
     assert engine.pending_bytes(SAVE) == 0
     engine.submit_save([job(2, SAVE, [0], [1])])
-    assert engine.pending_bytes(SAVE) == layout.piece_bytes
+    assert engine.pending_bytes(SAVE) == raw_form(layout).moved_bytes
     lanes[1].marks[-1].lost = True
     assert engine.pending_bytes(SAVE) == 0, "the device is lost"
     lanes[1].marks[1].done = True
@@ -72,7 +76,7 @@ def test_long_copies_of_whole_blocks_tell_how_far_they_are(lanes: list[ManualLan
     pending = []
     for event in save.marks[1:]:
         assert engine.poll() == []
-        pending.append(engine.pending_bytes(SAVE) // layout.piece_bytes)
+        pending.append(engine.pending_bytes(SAVE) // raw_form(layout).moved_bytes)
         event.done = True
     assert pending == [7, 4, 1]
     assert ends(engine.poll()) == [(1, True), (2, True)]
@@ -85,7 +89,7 @@ def test_long_copies_of_whole_blocks_tell_how_far_they_are(lanes: list[ManualLan
     engine.submit_background_load([guarded], after)
     assert seen.host_ids[3:] == [[0, 1, 5], [6, 7], [2, 4]], "the guarded last, and only they behind the mark"
     assert [event for event, _ in load.waits] == [after]
-    assert engine.pending_bytes(LOAD) == 7 * layout.piece_bytes
+    assert engine.pending_bytes(LOAD) == 7 * raw_form(layout).moved_bytes
     assert ends(engine.drain()) == [(3, True)]
     for region, old in zip(layout.regions, before, strict=True):
         assert torch.equal(region.view[:7], old[:7])

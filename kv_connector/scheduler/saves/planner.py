@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..ledger import EndedJob
 from ..requests import RequestState
 from ..shared import Shared
 from .budget import SaveBudget
+from .refusals import Refusals
 
 logger = logging.getLogger("kv_connector.scheduler")
 
@@ -79,6 +80,7 @@ class SavePlanner:
         self._budget = budget
         self._on_saved = on_saved
         self._is_in_storage = is_in_storage
+        self._refusals = Refusals()
         self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
@@ -144,7 +146,8 @@ class SavePlanner:
             return
         num_saved = len(self._host_ids)
         watched = self._shared.pool.next_reused(self._num_watched())
-        known = [(device_id, key, node) for device_id, key in watched if (node := self._tree.get(key)) is not None]
+        nodes = [(device_id, key, self._tree.get(key)) for device_id, key in watched if key not in self._refusals]
+        known = [(device_id, key, node) for device_id, key, node in nodes if node is not None]
         for index in self._host.absent([node for _, _, node in known]):
             device_id, key, _ = known[index]
             node = self._tree.get(key)  # room was made for those in front of it, and one of them may be the same block
@@ -185,11 +188,26 @@ class SavePlanner:
             self.may_save_before_reuse = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
             return
+        if ended.missing:
+            host_ids = self._fitting(host_ids, ended.missing)
         filled = self._host.fill(host_ids)
         self._metrics.saved_blocks += len(filled)
         if filled and self._shared.events.is_read:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
         self._on_saved(filled)
+
+    def reset(self) -> None:
+        """Nothing that was computed until now may be used any more."""
+        self._refusals.reset()
+
+    def _fitting(self, host_ids: Sequence[int], refused: Collection[int]) -> list[int]:
+        """Those of a save's host blocks that hold what they should. What did not fit into the others stays uncached,
+        and is not tried again."""
+        lost = [b for b in host_ids if b in refused and self._host.state(b) is BlockState.SWAPPING_TO_HOST]
+        self._refusals.add(self._host.hashes_of(lost))
+        self._host.discard(lost)
+        self._metrics.refused_blocks += len(refused)
+        return [block_id for block_id in host_ids if block_id not in refused]
 
     def _num_watched(self) -> int:
         """Device blocks next in line for reuse to look at, so that twice as many as one of the last steps took are kept
@@ -228,7 +246,10 @@ class SavePlanner:
         first = min(table.next_block, full)  # an engine may take back what it has counted as computed
         table.next_block = max(table.next_block, full)
         saved, host_ids = self._take_waiting(progress, group, keys, most) if table.unsaved else ([], [])
-        new, most = self._wanted(keys[first:full], first), most - len(saved)
+        shown = keys[first:full]
+        new, most = self._wanted(shown, first), most - len(saved)
+        if (num_fit := self._refusals.first_in(shown)) < len(shown):  # what is behind that nobody could reach
+            self._lose_from(state, group, first + num_fit)
         if progress.num_hashes > state.first_unreachable:
             new = self._reachable(state, self._hashes_per_block[group], keys, new)
             if not saved and not new:
@@ -408,6 +429,8 @@ class SavePlanner:
         return room
 
     def _is_wanted(self, key: BlockHash) -> bool:
+        if key in self._refusals:
+            return False
         node = self._tree.get(key)
         if node is None:
             return self._policy.wants(hits=0, pinned=False)

@@ -339,8 +339,8 @@ class PrefetchPlanner:
             self._metrics.failed_fetch_jobs += not was_cancelled
             self._host.discard(host_ids)
             return
-        self._host.discard([host_ids[place] for place in sorted(ended.missing)])
-        host_ids = [block_id for place, block_id in enumerate(host_ids) if place not in ended.missing]
+        self._host.discard(sorted(ended.missing))
+        host_ids = [block_id for block_id in host_ids if block_id not in ended.missing]
         filled = self._host.fill(host_ids)
         self._on_fetched(host_ids)
         self._metrics.fetched_blocks += len(filled)

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...triton_kernels.copy_pieces import RegionTable
-from ..memory.layout import CacheLayout, Region
+from ..memory.host_form import HostForm
+from ..memory.layout import Region
 from .allocations import device_tensor, page_locked_int64
 from .copier import driver_copier
 from .streams import Event, Events, make_events
@@ -35,10 +36,10 @@ def upload_table(regions: tuple[Region, ...], offsets: list[int]) -> RegionTable
 
 
 class RegionTables:
-    """The layout's region table on the device, and its parts; each part is made once."""
+    """A form's region table on the device, and its parts; each part is made once."""
 
-    def __init__(self, layout: CacheLayout) -> None:
-        self._table = upload_table(layout.regions, [region.offset for region in layout.regions])
+    def __init__(self, form: HostForm) -> None:
+        self._table = upload_table(form.layout.regions, list(form.offsets))
         self._parts: dict[range, RegionTable] = {}
 
     def part(self, regions: range) -> RegionTable:

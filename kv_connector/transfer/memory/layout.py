@@ -2,9 +2,7 @@
 
 A region is a strided column of equal pieces, one a block: the piece of block b lies at `data_ptr + b * block_stride`
 and is `piece_bytes` long. A tensor whose block is one run of bytes gives one region; K and V apart, heads outside of
-blocks or padding inside a block give several. A host block holds every region's piece, in layer order:
-
-    host block    | layer 0: piece, piece | layer 1: piece | ... | padding to 4 KiB |
+blocks or padding inside a block give several. How pieces lie on the host is said by `host_form.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +28,6 @@ from .geometry import (
     undivided_arrangement_of,
 )
 
-PIECE_ALIGN = 16
-"""A piece's offset in its host block is a multiple of this, the widest load of a GPU thread."""
-BLOCK_ALIGN = 4096
-"""Host blocks start on pages, as page locking and direct I/O want it."""
 FIRST_GROUP_BYTES = 8 << 20
 """Of a load's first layer group at least: 150 us of the link, as long as it takes to submit the second. It may have
 short rows: a kernel moves it."""
@@ -44,15 +38,15 @@ class Region:
     """One piece of every block. It keeps the cache tensor's storage alive.
 
     `view` is uint8 of shape (num_blocks, piece_bytes) with strides (block_stride, 1), in the cache tensor's own
-    memory; `offset` is where the piece starts in a host block, in bytes. `num_heads` and `head_bytes`: see `heads_of`;
-    0 where it is not known how heads lie.
+    memory. `num_heads` and `head_bytes`: see `heads_of`; 0 where it is not known how heads lie. `dtype` is that of its
+    elements, None where tensors of several lie over each other.
     """
 
     layer: str
     view: torch.Tensor
-    offset: int
     num_heads: int = 0
     head_bytes: int = 0
+    dtype: torch.dtype | None = None
 
     @property
     def data_ptr(self) -> int:
@@ -84,13 +78,15 @@ _UNKNOWN = "unknown"
 
 
 class _Tensors:
-    """Tensors that were registered, each once. `pieces` are (layer, uint8 view), with `heads` as of `heads_of`."""
+    """Tensors that were registered, each once. `pieces` are (layer, uint8 view), with `heads` as of `heads_of` and the
+    `dtypes` of the tensors that have them."""
 
     def __init__(
         self, num_blocks: int, block_dims: Mapping[str, int] | None, head_dims: Mapping[str, int | None] | None
     ) -> None:
         self.pieces: list[tuple[str, torch.Tensor]] = []
         self.heads: list[tuple[int, int]] = []
+        self.dtypes: list[set[torch.dtype]] = []
         self.entries: dict[object, _Tensor] = {}
         self._num_blocks = num_blocks
         self._block_dims = block_dims or {}
@@ -106,6 +102,8 @@ class _Tensors:
         elif entry.head_dim != given:
             for piece in entry.pieces:
                 self.heads[piece] = 0, 0
+        for piece in entry.pieces:
+            self.dtypes[piece].add(tensor.dtype)
         return entry.pieces
 
     def _look(self, name: str, tensor: torch.Tensor, given: int | str | None) -> _Tensor:
@@ -116,21 +114,21 @@ class _Tensors:
             undivided = undivided_arrangement_of(tensor, dim, head_dim(name, tensor, dim, given))
         first = len(self.pieces)
         self.pieces.extend((name, view) for view in views)
+        self.dtypes.extend(set() for _ in views)
         for view in views:
             self.heads.append((0, 0) if isinstance(given, str) else heads_of(tensor, given, view.shape[1]))
         return _Tensor(arrangement, undivided, given, range(first, len(self.pieces)))
 
 
 class CacheLayout:
-    """Every region of the registered cache tensors, and where each lies in a host block. It never changes.
+    """Every region of the registered cache tensors. It never changes.
 
     num_blocks: blocks of the engine's cache, on the device.
-    regions: in host-block order; the regions of one layer are neighbours.
+    regions: in the order of layers; the regions of one layer are neighbours.
     layer_names: in the order of registration, aliases included.
-    block_bytes: size of a host block, a multiple of `BLOCK_ALIGN`.
-    piece_bytes: bytes that a copy of one block moves: `block_bytes` less the padding.
+    layer_stops: ascending, where a layer's regions end: the index behind its last one.
     device: where the tensors lie.
-    arrangement: what the bytes of a host block are: equal text, equal meaning of every byte. See `arrangement_of`.
+    arrangement: what the bytes of a block are: equal text, equal meaning of every byte. See `arrangement_of`.
     undivided_arrangement: the same but for how many KV heads each region has, where that is known.
     """
 
@@ -142,33 +140,27 @@ class CacheLayout:
         arrangement: str = "",
         undivided_arrangement: str = "",
         heads: Sequence[tuple[int, int]] = (),
+        dtypes: Sequence[torch.dtype | None] = (),
     ) -> None:
         """`pieces` are (layer, uint8 view) in order; `layer_regions[name]` are the regions that a layer reads; `heads`
-        are (KV heads, bytes of each in a row) of the pieces, where that is known of any.
+        are (KV heads, bytes of each in a row) of the pieces, and `dtypes` their elements, where that is known of any.
 
         Engines use `from_tensors`, which finds both.
         """
-        regions: list[Region] = []
-        end = 0
-        for (layer, view), (num_heads, head_bytes) in zip(pieces, heads or [(0, 0)] * len(pieces), strict=True):
-            offset = _round_up(end, PIECE_ALIGN)
-            regions.append(Region(layer, view, offset, num_heads, head_bytes))
-            end = offset + view.shape[1]
+        columns = zip(pieces, heads or [(0, 0)] * len(pieces), dtypes or [None] * len(pieces), strict=True)
+        regions = [Region(layer, view, *of_heads, dtype) for (layer, view), of_heads, dtype in columns]
         self.num_blocks = num_blocks
         self.arrangement = arrangement
         self.undivided_arrangement = undivided_arrangement
         self.regions = tuple(regions)
         self.layer_names = tuple(layer_regions)
-        self.block_bytes = _round_up(end, BLOCK_ALIGN)
-        self._bytes_before = [0, *accumulate(region.piece_bytes for region in regions)]  # of each region
-        self.piece_bytes = self._bytes_before[-1]
         self.device = regions[0].view.device
         self._last_region = {name: max(own) for name, own in layer_regions.items()}
         firsts = [*(min(own) for own in layer_regions.values()), len(regions)]
         self._num_complete = list(accumulate(reversed(firsts), min))[::-1]
-        self._layer_stops = [
+        self.layer_stops = tuple(
             i + 1 for i, region in enumerate(regions) if i + 1 == len(regions) or regions[i + 1].layer != region.layer
-        ]
+        )
 
     @classmethod
     def from_tensors(
@@ -206,6 +198,10 @@ class CacheLayout:
         by_region, num_pieces = dict(zip(went, found.heads, strict=True)), Counter(went)
         # Of layers that lie over each other each may have other heads.
         heads = [by_region[region] if num_pieces[region] == 1 else (0, 0) for region in range(len(regions))]
+        found_dtypes: list[set[torch.dtype]] = [set() for _ in regions]
+        for region, dtypes in zip(went, found.dtypes, strict=True):
+            found_dtypes[region] |= dtypes
+        dtypes_of = [dtypes.pop() if len(dtypes) == 1 else None for dtypes in found_dtypes]
         texts, undivided = [], []
         for part in found.entries.values():
             first = part.pieces.start
@@ -214,7 +210,7 @@ class CacheLayout:
             is_known = all(heads[went[piece]][0] for piece in part.pieces)
             texts.append(f"{part.arrangement}{at}")
             undivided.append(f"{part.undivided if is_known else part.arrangement}{at}")
-        return cls(num_blocks, regions, layer_regions, _in_runs(texts), _in_runs(undivided), heads)
+        return cls(num_blocks, regions, layer_regions, in_runs(texts), in_runs(undivided), heads, dtypes_of)
 
     def last_region(self, layer_name: str) -> int:
         """Index of the last region that the layer reads; an alias reads its owner's. -1 for an unknown layer."""
@@ -225,46 +221,41 @@ class CacheLayout:
         lies in them, as layers of several block groups lie over each other. An alias counts as a layer."""
         return self._num_complete[num_layers]
 
-    def layer_groups(
-        self, num_blocks: int, target_bytes: int, least_row: int = 0, long_row: int = 0
-    ) -> tuple[range, ...]:
-        """Cut the regions into consecutive groups of whole layers, in order, for a copy of `num_blocks` blocks.
 
-        The first group is there early: it closes once it holds `FIRST_GROUP_BYTES`. Each one behind it has at least
-        twice the bytes, up to `target_bytes`, and twice the row, from `least_row` to `long_row` bytes. The last group
-        may be smaller.
-        """
-        groups: list[range] = []
-        before = self._bytes_before
-        start = wanted_row = 0
-        least_bytes = min(FIRST_GROUP_BYTES, target_bytes)
-        for stop in self._layer_stops:
-            row_bytes = before[stop] - before[start]
-            is_full = row_bytes >= wanted_row and num_blocks * row_bytes >= least_bytes
-            if is_full or stop == len(self.regions):
-                groups.append(range(start, stop))
-                wanted_row = max(least_row, min(2 * row_bytes, long_row))
-                least_bytes = min(2 * num_blocks * row_bytes, target_bytes)
-                start = stop
-        return tuple(groups)
-
-    def bytes_of(self, regions: range) -> int:
-        """Bytes of one block's pieces in these consecutive regions, paddings left out."""
-        return self._bytes_before[regions.stop] - self._bytes_before[regions.start]
-
-    def host_slice(self, regions: range) -> tuple[int, int]:
-        """Offset and length, in bytes, of the part of a host block that holds these consecutive regions."""
-        start, last = self.regions[regions.start].offset, self.regions[regions.stop - 1]
-        return start, last.offset + last.piece_bytes - start
-
-
-def _in_runs(texts: Sequence[str]) -> str:
+def in_runs(texts: Sequence[str]) -> str:
+    """The texts, neighbours that are equal as one with their number."""
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     return ", ".join(f"{count} x {text}" for text, count in runs)
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def layer_groups(
+    layer_stops: Sequence[int],
+    piece_bytes: Sequence[int],
+    num_blocks: int,
+    target_bytes: int,
+    least_row: int = 0,
+    long_row: int = 0,
+) -> tuple[range, ...]:
+    """Cut regions into consecutive groups of whole layers, in order, for a copy of `num_blocks` blocks. `layer_stops`:
+    see `CacheLayout`; `piece_bytes` are those that move, by region.
+
+    The first group is there early: it closes once it holds `FIRST_GROUP_BYTES`. Each one behind it has at least twice
+    the bytes, up to `target_bytes`, and twice the row, from `least_row` to `long_row` bytes. The last group may be
+    smaller.
+    """
+    groups: list[range] = []
+    before = [0, *accumulate(piece_bytes)]
+    start = wanted_row = 0
+    least_bytes = min(FIRST_GROUP_BYTES, target_bytes)
+    for stop in layer_stops:
+        row_bytes = before[stop] - before[start]
+        is_full = row_bytes >= wanted_row and num_blocks * row_bytes >= least_bytes
+        if is_full or stop == len(piece_bytes):
+            groups.append(range(start, stop))
+            wanted_row = max(least_row, min(2 * row_bytes, long_row))
+            least_bytes = min(2 * num_blocks * row_bytes, target_bytes)
+            start = stop
+    return tuple(groups)
 
 
 def last_group(groups: Sequence[range], region: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,13 +20,19 @@ LONG_SLICE_BYTES = 512 << 20
 """Of a slice, 10 ms of the link, where each begins with something that the link waits for, and is few copies."""
 
 
+Refusals = Callable[[], Sequence[int]]
+"""Host blocks of a save whose content did not fit into their form: they hold nothing valid. For whoever knows that the
+copy has completed: the device finds out while it copies."""
+_NOBODY_ASKS: MutableSequence[Refusals] = deque(maxlen=0)
+
+
 class BlockCopy(NamedTuple):
     """These consecutive regions of device block `device_ids[i]`, to or from host block `host_ids[i]`.
 
     Ids are int64 of shape (num_blocks,), at least one, in range and without repetition: the engine has checked. The
     copy comes behind what `stream`, a torch stream, already holds, and what is enqueued there afterwards runs behind
     the copy; None on the CPU. `urgent` says that the model waits for it, so that it may take what the model needs
-    elsewhere.
+    elsewhere. A path that may refuse blocks adds to `refusals` what says which.
     """
 
     direction: Direction
@@ -33,6 +41,7 @@ class BlockCopy(NamedTuple):
     host_ids: Int64s
     stream: Any = None
     urgent: bool = False
+    refusals: MutableSequence[Refusals] = _NOBODY_ASKS
 
 
 class CopyPath(Protocol):

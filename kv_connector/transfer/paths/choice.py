@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from ...config import Config, PathName
+from ...errors import ConfigError
 from ...types import Direction
 from ..costs.curves import BUILT_IN, LinkCosts
+from ..memory.host_form import HostForm
 from ..memory.host_pool import HostPool
-from ..memory.layout import CacheLayout
 from .base import LONG_SLICE_BYTES, BlockCopy, CopyPath
+from .decoding import DecodingPath
 from .runs import RunsPath
 from .torch import TorchPath
 
 
 class AutoPath:
-    """Chooses a path for each copy: the one that `costs` says takes least, of those that this pool and layout have."""
+    """Chooses a path for each copy: the one that `costs` says takes least, of those that this pool and form have."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool, staging_memory: int, costs: LinkCosts) -> None:
+    def __init__(self, form: HostForm, host: HostPool, staging_memory: int, costs: LinkCosts) -> None:
         """`staging_memory` is what `StagedPath` may take; where a piece does not fit into it, DMA takes its place."""
         from .direct import DirectPath
         from .staged import StagedPath, min_staging_memory
 
-        self._layout = layout
+        self._form = form
         self._host = host
         self._costs = costs
-        self._runs = RunsPath(layout, host)
+        self._runs = RunsPath(form, host)
         self._paths: dict[PathName, CopyPath] = {PathName.RUNS: self._runs}
         if host.is_pinned:
-            self._paths[PathName.DIRECT] = DirectPath(layout, host)
-            if staging_memory >= min_staging_memory(layout):
-                self._paths[PathName.STAGED] = StagedPath(layout, host, staging_memory)
+            self._paths[PathName.DIRECT] = DirectPath(form, host)
+            if staging_memory >= min_staging_memory(form):
+                self._paths[PathName.STAGED] = StagedPath(form, host, staging_memory)
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`."""
@@ -48,8 +50,8 @@ class AutoPath:
 
     def slice_bytes(self, direction: Direction) -> int:
         """See `CopyPath.slice_bytes`: of the path that long ones take."""
-        num_rows = max(1, LONG_SLICE_BYTES // self._layout.piece_bytes)
-        name = self._choose(direction, range(len(self._layout.regions)), num_rows)
+        num_rows = max(1, LONG_SLICE_BYTES // self._form.moved_bytes)
+        name = self._choose(direction, range(len(self._form.layout.regions)), num_rows)
         return self._paths.get(name, self._runs).slice_bytes(direction)
 
     def close(self) -> None:
@@ -68,28 +70,33 @@ class AutoPath:
         return self._costs.choose(direction, segment_bytes, row_bytes, num_rows, urgent)
 
 
-def make_fallback(layout: CacheLayout, host: HostPool) -> CopyPath:
+def make_fallback(form: HostForm, host: HostPool) -> CopyPath:
     """The path that needs least: no kernels, no staging, no pitch, any memory."""
-    on_cpu = layout.device.type == "cpu"
-    return TorchPath(layout, host) if on_cpu else RunsPath(layout, host, least_pitched=layout.block_bytes + 1)
+    if form.layout.device.type == "cpu":
+        return TorchPath(form, host)
+    return DecodingPath(form, host) if form.name else RunsPath(form, host, least_pitched=form.block_bytes + 1)
 
 
-def make_path(layout: CacheLayout, host: HostPool, config: Config, costs: LinkCosts = BUILT_IN) -> CopyPath:
+def make_path(form: HostForm, host: HostPool, config: Config, costs: LinkCosts = BUILT_IN) -> CopyPath:
     """The path that `config.copy_path` names, by `costs` where it is `auto`; a cache on the CPU is copied with torch.
 
-    Raises ConfigError where the path cannot serve this pool and layout.
+    Raises ConfigError where the path cannot serve this pool and form.
     """
-    if layout.device.type == "cpu":
-        return TorchPath(layout, host)
-    if config.copy_path is PathName.AUTO:
-        return AutoPath(layout, host, config.staging_memory, costs)
+    if form.layout.device.type == "cpu":
+        return TorchPath(form, host)
+    if form.name and config.copy_path not in (PathName.AUTO, PathName.STAGED):
+        raise ConfigError(
+            f"copy_path={config.copy_path.value!r} cannot copy what host_form='lossless' codes: give 'auto' or 'staged'"
+        )
+    if config.copy_path is PathName.AUTO and not form.name:
+        return AutoPath(form, host, config.staging_memory, costs)
     if config.copy_path is PathName.RUNS:
-        return RunsPath(layout, host)
+        return RunsPath(form, host)
     # Only these need Triton.
     if config.copy_path is PathName.DIRECT:
         from .direct import DirectPath
 
-        return DirectPath(layout, host)
+        return DirectPath(form, host)
     from .staged import StagedPath
 
-    return StagedPath(layout, host, config.staging_memory)
+    return StagedPath(form, host, config.staging_memory)

@@ -9,24 +9,25 @@ from ...triton_kernels.copy_pieces import LINK_LOAD_PROGRAMS, LINK_SAVE_PROGRAMS
 from ...types import Direction
 from ..cuda.allocations import device_tensor
 from ..cuda.uploads import IdUploads, RegionTables
+from ..memory.host_form import HostForm
 from ..memory.host_pool import HostPool
-from ..memory.layout import CacheLayout
 from .base import LONG_SLICE_BYTES, BlockCopy
 
 
 class DirectPath:
     """One kernel a copy, over the link (see `CopyPath`): fast at any piece size, but it slows the model."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool) -> None:
+    def __init__(self, form: HostForm, host: HostPool) -> None:
         """Raises ConfigError for host memory that is not to be page-locked: the GPU cannot reach it."""
         if not host.is_pinned:
             raise ConfigError('copy_path="direct" needs page-locked host memory: set pin_memory or another copy_path')
         self._host = host
-        self._tables = RegionTables(layout)
-        self._ids = {way: IdUploads(layout.device, sides=2, in_order=False) for way in Direction}
-        if layout.device.type == "cuda":
-            with torch.cuda.device(layout.device):
-                self._compile(layout)
+        device = form.layout.device
+        self._tables = RegionTables(form)
+        self._ids = {way: IdUploads(device, sides=2, in_order=False) for way in Direction}
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._compile(device)
 
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`. Raises TransferError where page locking has failed since."""
@@ -60,11 +61,11 @@ class DirectPath:
             uploads.close()
         self._ids = {}
 
-    def _compile(self, layout: CacheLayout) -> None:
+    def _compile(self, device: torch.device) -> None:
         """Compile both kernels, on bytes that stay what they are, whether or not they were measured: the first copy of
         service would hold up all that is queued behind it."""
-        row = device_tensor((1, self._host.block_bytes), torch.uint8, layout.device)
-        ids = device_tensor((1,), torch.int64, layout.device).zero_()
+        row = device_tensor((1, self._host.block_bytes), torch.uint8, device)
+        ids = device_tensor((1,), torch.int64, device).zero_()
         for _ in range(2):  # the second call is the one that service makes
             for move in (gather_pieces, scatter_pieces):
                 move(self._tables.part(range(1)), ids, row, ids)

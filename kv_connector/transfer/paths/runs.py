@@ -18,8 +18,8 @@ from ..costs.curves import LEAST_PITCHED_BYTES
 from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
 from ..cuda.pitched import MOST_PITCH, Pitch, PitchedCopier, copy_pitched, pitched_copies
+from ..memory.host_form import HostForm
 from ..memory.host_pool import HostPool
-from ..memory.layout import CacheLayout
 from .base import SLICE_BYTES, BlockCopy, Int64s
 
 logger = logging.getLogger("kv_connector.transfer")
@@ -72,7 +72,7 @@ class RunsPath:
 
     def __init__(
         self,
-        layout: CacheLayout,
+        form: HostForm,
         host: HostPool,
         copier: Copier | None = None,
         pitched: PitchedCopier = copy_pitched,
@@ -80,7 +80,7 @@ class RunsPath:
     ) -> None:
         """`copier` and `pitched` replace the CUDA driver in tests. Pieces of less than `least_pitched` bytes are
         segments, however they lie."""
-        self._layout = layout
+        self._form = form
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
         self._pitched = pitched
@@ -154,9 +154,9 @@ class RunsPath:
     def _merged_columns(self, regions: range) -> _Columns:
         """Those of the regions."""
         if regions not in self._columns:
-            part = self._layout.regions[regions.start : regions.stop]
+            part = self._form.layout.regions[regions.start : regions.stop]
             bases = np.array([region.data_ptr for region in part], dtype=np.int64)
-            offsets = np.array([region.offset for region in part], dtype=np.int64)
+            offsets = np.array(self._form.offsets[regions.start : regions.stop], dtype=np.int64)
             strides = np.array([region.block_stride for region in part], dtype=np.int64)
             sizes = np.array([region.piece_bytes for region in part], dtype=np.int64)
             # A driver may refuse a copy from one allocation into the next, and then gets no pitched one any more.

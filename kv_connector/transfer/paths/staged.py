@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,17 +21,17 @@ import numpy as np
 import torch
 
 from ...errors import ConfigError
-from ...triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
 from ...types import Direction
 from ..costs.curves import EDGE_BYTES
 from ..cuda.allocations import device_tensor
 from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
 from ..cuda.streams import Event, Priority, make_lane, make_stream
-from ..cuda.uploads import IdUploads, RegionTables, UploadedIds
+from ..cuda.uploads import IdUploads, UploadedIds
+from ..memory.host_form import PIECE_ALIGN, HostForm
 from ..memory.host_pool import HostPool
-from ..memory.layout import PIECE_ALIGN, CacheLayout
 from .base import LONG_SLICE_BYTES, BlockCopy, Int64s
+from .packing import Packing, PartTables, Verdicts
 from .runs import merge_runs
 
 NUM_BUFFERS = 3
@@ -95,7 +96,7 @@ class _Ring:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Consecutive regions whose row fits into a buffer of one direction; `start` is where they begin in a host block.
+    """Consecutive regions whose row fits into a buffer of one direction.
 
     All that is the same for every chunk is made once, so that a chunk costs the thread that submits it little more than
     its launch and its call of the driver: `rows[b]` are the rows of buffer b, uint8 of shape (most_rows, row_bytes),
@@ -103,8 +104,7 @@ class _Part:
     it would carry what the buffer held before to the host. `pointers` are where those arrays lie, the sizes' last.
     """
 
-    table: RegionTable
-    start: int
+    tables: PartTables
     offsets: Int64s  # of a row's stretches in a host block
     rows: tuple[torch.Tensor, ...]
     addresses: tuple[Int64s, ...]
@@ -118,38 +118,41 @@ class _Part:
 
 
 class _Chunk(NamedTuple):
-    """`num_rows` blocks of a copy from `first` on; `addresses` are the host's side of all of the copy's stretches."""
+    """`num_rows` blocks of a copy from `first` on; `addresses` are the host's side of all of the copy's stretches, and
+    `verdicts` those of a save's rows."""
 
     block_ids: torch.Tensor
     first: int
     num_rows: int
     addresses: Int64s
     pointer: int  # of the chunk's addresses
+    verdicts: Verdicts
     pieces: Int64s | None  # which registered piece of host memory each lies in; None where no two are neighbours
 
 
 class StagedPath:
     """Packing kernel and DMA over a bounded ring (see `CopyPath`): near the link's rate from 4 KiB pieces up."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool, staging_memory: int, copier: Copier | None = None) -> None:
+    def __init__(self, form: HostForm, host: HostPool, staging_memory: int, copier: Copier | None = None) -> None:
         """`staging_memory` bytes of device memory serve both directions; `copier` replaces the CUDA driver in tests.
 
         Raises ConfigError where a piece does not fit into a buffer.
         """
-        least = min_staging_memory(layout)
+        least = min_staging_memory(form)
         if staging_memory < least:
             raise ConfigError(
                 f"staging_memory={staging_memory} cannot hold the largest piece in each of {2 * NUM_BUFFERS} buffers: "
                 f'give at least {least} bytes, or copy_path="runs"'
             )
-        self._layout = layout
+        device = form.layout.device
+        self._form = form
         self._host = host
         self._copier = copier if copier is not None else driver_copier()
-        self._tables = RegionTables(layout)
-        self._ids = {way: IdUploads(layout.device, sides=1, in_order=True) for way in Direction}
-        self._rings = {way: _Ring(layout.device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
+        self._packing = Packing(form)
+        self._ids = {way: IdUploads(device, sides=1, in_order=True) for way in Direction}
+        self._rings = {way: _Ring(device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
         self._parts: dict[tuple[Direction, range], tuple[_Part, ...]] = {}
-        if layout.device.type == "cuda":
+        if device.type == "cuda":
             with self._rings[Direction.LOAD].lane.on_device():
                 self._compile()
 
@@ -159,10 +162,14 @@ class StagedPath:
         ring, uploads = self._rings[direction], self._ids[direction]
         move = self._load_chunk if direction is Direction.LOAD else self._save_chunk
         ids = uploads.get(copy.device_ids, copy.host_ids, copy.stream)
+        verdicts = self._packing.no_verdicts
+        if direction is Direction.SAVE and self._packing.may_refuse:
+            verdicts = self._packing.verdicts(len(ids.host_ids))
+            copy.refusals.append(partial(verdicts.refused, ids.host_ids))
         ring.fork(copy.stream)
         try:
             for part in self._fitting_parts(direction, copy.regions):
-                for chunk in self._chunks(direction, part, ids):
+                for chunk in self._chunks(direction, part, ids, verdicts):
                     move(ring, part, chunk)
         finally:
             ring.join(copy.stream)
@@ -180,23 +187,15 @@ class StagedPath:
         self._rings, self._parts, self._ids = {}, {}, {}
 
     def _compile(self) -> None:
-        """Compile both kernels, on bytes that stay what they are.
+        """Compile all kernels.
 
         The first load would wait for the compiler otherwise, and be taken for the speed of the link.
         """
         ring = self._rings[Direction.LOAD]
-        part = self._fitting_parts(Direction.LOAD, range(1))[0]
-        block_ids = device_tensor((1,), torch.int64, self._layout.device).zero_()
-        stream = ring.buffers[0].stream
-        current = ring.lane.current()
-        ring.fork(current)
-        for _ in range(2):  # the second call is the one that service makes
-            for move in (gather_pieces, scatter_pieces):
-                move(part.table, block_ids, part.rows[0], flat_shift=-part.start, stream=stream)
-        ring.join(current)
-        current.synchronize()  # `block_ids` go
+        ring.fork(ring.lane.current())
+        self._packing.compile(ring.buffers[0].stream)
 
-    def _chunks(self, direction: Direction, part: _Part, ids: UploadedIds) -> Iterator[_Chunk]:
+    def _chunks(self, direction: Direction, part: _Part, ids: UploadedIds, verdicts: Verdicts) -> Iterator[_Chunk]:
         """The rows of a copy in equal chunks that fit into a buffer, but for a short one at the exposed end."""
         host_ids, width = ids.host_ids, len(part.offsets)
         addresses = host_ids * self._host.block_bytes + self._host.tensor.data_ptr()
@@ -207,21 +206,14 @@ class StagedPath:
             pieces = host_ids // self._host.blocks_per_piece
         pointer, first = addresses.ctypes.data, 0
         for count in chunk_rows(direction, len(host_ids), part.most_rows, EDGE_BYTES // part.rows[0].stride(0)):
-            yield _Chunk(ids.there, first, count, addresses, pointer + 8 * width * first, pieces)
+            yield _Chunk(ids.there, first, count, addresses, pointer + 8 * width * first, verdicts, pieces)
             first += count
 
     def _save_chunk(self, ring: _Ring, part: _Part, chunk: _Chunk) -> None:
         number = ring.take()
         stream = ring.buffers[number].stream
-        gather_pieces(
-            part.table,
-            chunk.block_ids,
-            part.rows[number],
-            first=chunk.first,
-            count=chunk.num_rows,
-            flat_shift=-part.start,
-            stream=stream,
-        )
+        rows = part.rows[number]
+        self._packing.pack(part.tables, chunk.block_ids, rows, chunk.verdicts, chunk.first, chunk.num_rows, stream)
         ring.pass_on(stream, ring.lane.stream)
         self._copy_rows(Direction.SAVE, ring, part, number, chunk)
         ring.give(number, ring.lane.stream)
@@ -232,15 +224,7 @@ class StagedPath:
         stream = ring.buffers[number].stream
         self._copy_rows(Direction.LOAD, ring, part, number, chunk)
         ring.pass_on(ring.lane.stream, stream)
-        scatter_pieces(
-            part.table,
-            chunk.block_ids,
-            part.rows[number],
-            first=chunk.first,
-            count=chunk.num_rows,
-            flat_shift=-part.start,
-            stream=stream,
-        )
+        self._packing.unpack(part.tables, chunk.block_ids, part.rows[number], chunk.first, chunk.num_rows, stream)
         ring.give(number, stream)
 
     def _copy_rows(self, direction: Direction, ring: _Ring, part: _Part, number: int, chunk: _Chunk) -> None:
@@ -263,7 +247,7 @@ class StagedPath:
             ranges = []
             start = regions.start
             for region in regions:
-                if _row_bytes(self._layout, range(start, region + 1)) > ring.buffer_bytes:
+                if _row_bytes(self._form, range(start, region + 1)) > ring.buffer_bytes:
                     ranges.append(range(start, region))
                     start = region
             ranges.append(range(start, regions.stop))
@@ -271,20 +255,19 @@ class StagedPath:
         return self._parts[key]
 
     def _part(self, ring: _Ring, regions: range) -> _Part:
-        pieces = self._layout.regions[regions.start : regions.stop]
-        offsets = np.array([region.offset for region in pieces], dtype=np.int64)
-        sizes = np.array([region.piece_bytes for region in pieces], dtype=np.int64)
+        part = slice(regions.start, regions.stop)
+        offsets = np.array(self._form.offsets[part], dtype=np.int64)
+        sizes = np.array(self._form.stored_bytes[part], dtype=np.int64)
         stretches = merge_runs(offsets, offsets, sizes, np.zeros_like(sizes))
-        start, row_bytes = pieces[0].offset, _row_bytes(self._layout, regions)
-        most_rows = min(ring.buffer_bytes // row_bytes, self._layout.num_blocks)
+        start, row_bytes = int(offsets[0]), _row_bytes(self._form, regions)
+        most_rows = min(ring.buffer_bytes // row_bytes, self._form.layout.num_blocks)
         memory = [buffer.memory for buffer in ring.buffers]
         rows = tuple(buffer[: most_rows * row_bytes].view(most_rows, row_bytes) for buffer in memory)
         row_offsets = np.arange(most_rows, dtype=np.int64)[:, None] * row_bytes + (stretches.host - start)
         addresses = tuple((row_offsets + buffer.data_ptr()).ravel() for buffer in memory)
         sizes = np.tile(stretches.sizes, most_rows)
         return _Part(
-            table=self._tables.part(regions),
-            start=start,
+            tables=self._packing.part(regions),
             offsets=stretches.host,
             rows=rows,
             addresses=addresses,
@@ -304,11 +287,11 @@ def chunk_rows(direction: Direction, count: int, most: int, edge: int) -> list[i
     return [edge, *rows] if direction is Direction.SAVE else [*rows, edge]
 
 
-def min_staging_memory(layout: CacheLayout) -> int:
+def min_staging_memory(form: HostForm) -> int:
     """Bytes that the rings need at least: every buffer holds the largest piece."""
-    largest = max(_row_bytes(layout, range(i, i + 1)) for i in range(len(layout.regions)))
+    largest = max(_row_bytes(form, range(i, i + 1)) for i in range(len(form.offsets)))
     return 2 * NUM_BUFFERS * largest
 
 
-def _row_bytes(layout: CacheLayout, part: range) -> int:
-    return -(-layout.host_slice(part)[1] // PIECE_ALIGN) * PIECE_ALIGN
+def _row_bytes(form: HostForm, part: range) -> int:
+    return -(-form.host_slice(part)[1] // PIECE_ALIGN) * PIECE_ALIGN

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ...errors import InvalidBlockError
 from ...types import CopyJob, Direction
+from ..memory.host_form import HostForm
 from ..memory.host_pool import HostPool
-from ..memory.layout import CacheLayout
 from ..paths.base import Int64s
 from .checks import merged_ids, right_jobs
 from .submissions import Completion
@@ -30,8 +30,8 @@ class TakenIn(NamedTuple):
 class OpenJobs:
     """Takes each job in once, and reports it once: done or failed. One thread makes every call."""
 
-    def __init__(self, layout: CacheLayout, host: HostPool) -> None:
-        self._layout = layout
+    def __init__(self, form: HostForm, host: HostPool) -> None:
+        self._form = form
         self._host = host
         self._finished: list[Completion] = []
         self._unreported: set[int] = set()
@@ -43,7 +43,7 @@ class OpenJobs:
         Raises InvalidBlockError for a job id that is still to be reported; nothing is taken in then.
         """
         self._take_ids(jobs)
-        num_device, num_host = self._layout.num_blocks, self._host.num_ready_blocks
+        num_device, num_host = self._form.layout.num_blocks, self._host.num_ready_blocks
         valid = jobs
         if self.is_closed:
             logger.warning("%d %ss failed: the transfer engine is closed", len(jobs), direction.value)
@@ -60,11 +60,13 @@ class OpenJobs:
             self.end([job for job in valid if job.num_blocks == 0], ok=True)
         return TakenIn(failed, moving, *ids)
 
-    def end(self, jobs: Sequence[CopyJob], ok: bool, milliseconds: float = 0.0) -> None:
-        """Nothing is copied for these jobs any more; all of them took so long together."""
+    def end(self, jobs: Sequence[CopyJob], ok: bool, milliseconds: float = 0.0, refused: Collection[int] = ()) -> None:
+        """Nothing is copied for these jobs any more; all of them took so long together. The content of host blocks
+        that are `refused` did not fit."""
         for job in jobs:
-            num_bytes = job.num_blocks * self._layout.piece_bytes if ok else 0
-            self._finished.append(Completion(job.job_id, ok, num_bytes, job.direction, milliseconds))
+            num_bytes = job.num_blocks * self._form.moved_bytes if ok else 0
+            missing = tuple(filter(refused.__contains__, job.host_ids.tolist())) if refused else ()
+            self._finished.append(Completion(job.job_id, ok, num_bytes, job.direction, milliseconds, missing))
             milliseconds = 0.0
 
     def report(self) -> list[Completion]:

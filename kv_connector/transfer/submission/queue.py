@@ -193,7 +193,13 @@ class SubmissionQueue:
         is_first_of_many = not submission.events and len(submission.groups) > 1
         regions, pairs, _ = part
         copy = BlockCopy(
-            submission.direction, regions, pairs.device_ids, pairs.host_ids, self.lane.stream, is_first_of_many
+            submission.direction,
+            regions,
+            pairs.device_ids,
+            pairs.host_ids,
+            self.lane.stream,
+            is_first_of_many,
+            submission.refusals,
         )
         try:
             path.copy(copy)

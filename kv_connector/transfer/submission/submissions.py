@@ -11,7 +11,7 @@ import numpy as np
 
 from ...types import CopyJob, Direction
 from ..cuda.streams import Event
-from ..paths.base import Int64s
+from ..paths.base import Int64s, Refusals
 
 logger = logging.getLogger("kv_connector.transfer")
 
@@ -19,7 +19,8 @@ logger = logging.getLogger("kv_connector.transfer")
 class Completion(NamedTuple):
     """The end of a job. `bytes` were copied, paddings left out; none count where the job failed.
 
-    `milliseconds` are those of all that was submitted with the job, counted on the first of these jobs.
+    `milliseconds` are those of all that was submitted with the job, counted on the first of these jobs. `missing` are
+    host blocks of a save that is done, but for these: their content did not fit.
     """
 
     job_id: int
@@ -27,6 +28,7 @@ class Completion(NamedTuple):
     bytes: int
     direction: Direction
     milliseconds: float = 0.0
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Submission:
     start: Event | None = None  # queue
     events: list[Event] = field(default_factory=list)  # queue
     part_bytes: list[int] = field(default_factory=list)  # queue
+    refusals: list[Refusals] = field(default_factory=list)  # queue: of all parts
     num_paths_failed: int = 0  # queue
     end: Event | None = None  # queue
     ok: bool = True  # queue, until it is submitted
@@ -136,6 +139,10 @@ class Submission:
             logger.warning("%s failed on the device: %s", self.direction.value, error)
             self.ok = False
             return True
+
+    def refused(self) -> frozenset[int]:
+        """Host blocks whose content did not fit into them; for one that has ended and is `ok`."""
+        return frozenset(block_id for refusals in self.refusals for block_id in refusals())
 
     def pending_bytes(self) -> int:
         """Bytes that will arrive and are not known to have done so: none where the copy failed. Never blocks."""

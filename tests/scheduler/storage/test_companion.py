@@ -66,6 +66,7 @@ def report(
 ) -> None:
     """Storage jobs have ended on a rank, but for blocks at these places in them; of look-ups so many leading keys were
     found."""
+    lost = tuple((job.job_id, tuple(job.host_ids[list(missing)].tolist())) for job in done if missing)
     half.update_connector_output(
         [
             StepReport(
@@ -75,7 +76,7 @@ def report(
                 tuple(job.job_id for job in failed),
                 num_host_blocks=half.host.pool.capacity,
                 found=tuple((job.job_id, (1 << found) - 1) for job in done) if found is not None else (),
-                missing=tuple((job.job_id, missing) for job in done if missing),
+                missing=lost,
             )
         ]
     )

@@ -62,6 +62,7 @@ def report(
     """These jobs have ended, but for blocks at these places; of a look-up, the keys of these bits were found."""
     ids = tuple(job.job_id for job in jobs)
     bits = tuple((job_id, found) for job_id in ids) if found is not None else ()
+    lost = tuple((job.job_id, tuple(job.host_ids[list(missing)].tolist())) for job in jobs if missing)
     done, failed = (ids, ()) if ok else ((), ids)
     half.update_connector_output(
         [
@@ -72,7 +73,7 @@ def report(
                 failed,
                 num_host_blocks=half.host.pool.capacity,
                 found=bits,
-                missing=tuple((job_id, missing) for job_id in done if missing),
+                missing=lost,
             )
         ]
     )

@@ -12,6 +12,7 @@ from .macs import MACS
 from .mutant import Mutant
 from .peer_groups import PEER_GROUPS
 from .peers import PEERS
+from .refusals import REFUSALS
 from .replicas import REPLICAS
 from .reuse import REUSE
 from .saves import SAVES
@@ -29,6 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *SCHEDULER,
     *LOADS,
     *SAVES,
+    *REFUSALS,
     *WORKER,
     *REPLICAS,
     *PEERS,

@@ -486,7 +486,13 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "fetched-in-part",
         "a block that is missing in a fetch is not told of",
-        (Patch("kv_connector/storage/jobs.py", "enumerate(moved) if not is_moved", "enumerate(()) if True"),),
+        (
+            Patch(
+                "kv_connector/storage/jobs.py",
+                "for block_id, is_moved in pairs if not is_moved",
+                "for block_id, _ in ()",
+            ),
+        ),
         tested("tests/storage/test_jobs.py"),
     ),
     Mutant(
@@ -507,10 +513,10 @@ STORAGE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PREFETCHES,
-                "enumerate(host_ids) if place not in ended.missing]",
-                "enumerate(host_ids)]",
+                "host_ids = [block_id for block_id in host_ids if block_id not in ended.missing]",
+                "pass",
             ),
-            Patch(_PREFETCHES, "self._host.discard([host_ids[place] for place in sorted(ended.missing)])", "pass"),
+            Patch(_PREFETCHES, "self._host.discard(sorted(ended.missing))", "pass"),
         ),
         tested(f"{_TESTS}::test_a_block_that_one_rank_could_not_fetch_is_lost_and_no_other"),
     ),

@@ -265,8 +265,8 @@ TRANSFER: tuple[Mutant, ...] = (
         (
             Patch(
                 _STAGED,
-                "        ring.pass_on(ring.lane.stream, stream)\n        scatter_pieces(",
-                "        scatter_pieces(",
+                "        ring.pass_on(ring.lane.stream, stream)\n",
+                "",
             ),
         ),
         tested("tests/transfer/paths/test_staged.py"),

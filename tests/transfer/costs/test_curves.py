@@ -15,6 +15,7 @@ from kv_connector.config import Config, PathName
 from kv_connector.errors import ConfigError
 from kv_connector.transfer.costs.curves import BUILT_IN, Curve, LinkCosts, decode
 from kv_connector.transfer.costs.known import link_costs
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.types import Direction
@@ -141,7 +142,7 @@ def test_without_a_gpu_built_in_figures_serve(tmp_path: Path) -> None:
 
 def costs_of(config: Config) -> LinkCosts:
     layout = CacheLayout.from_tensors({"0": torch.zeros(4, 16)}, 4)
-    return link_costs(layout, HostPool(4, layout.block_bytes), config)
+    return link_costs(layout, HostPool(4, raw_form(layout).block_bytes), config)
 
 
 @pytest.mark.gpu
@@ -152,7 +153,8 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda", torch.cuda.current_device())
     layout = CacheLayout.from_tensors({"0": torch.zeros(64, 16 << 10, dtype=torch.uint8, device=device)}, 64)
-    host = HostPool((64 << 20) // layout.block_bytes, layout.block_bytes, device=device)
+    block_bytes = raw_form(layout).block_bytes
+    host = HostPool((64 << 20) // block_bytes, block_bytes, device=device)
     first = link_costs(layout, host, Config(host_memory=1))
     assert first.source != BUILT_IN.source
     for direction in Direction:

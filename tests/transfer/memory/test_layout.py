@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_connector.errors import LayoutError
+from kv_connector.transfer.memory.host_form import BLOCK_ALIGN, raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
-from kv_connector.transfer.memory.layout import BLOCK_ALIGN, FIRST_GROUP_BYTES, PIECE_ALIGN, CacheLayout
+from kv_connector.transfer.memory.layout import FIRST_GROUP_BYTES, CacheLayout, layer_groups
 from kv_connector.transfer.paths.base import BlockCopy
 from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.types import Direction
@@ -72,9 +73,10 @@ def test_any_geometry_round_trips_and_every_byte_is_covered_once(data: st.DataOb
     tensors = {f"layer.{i}": tensor for i, (tensor, _) in enumerate(drawn)}
     dims = {f"layer.{i}": dim for i, (_, dim) in enumerate(drawn)}
     layout = CacheLayout.from_tensors(tensors, num_blocks, dims)
+    form = raw_form(layout)
 
-    assert layout.block_bytes % BLOCK_ALIGN == 0
-    assert layout.piece_bytes == sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) // num_blocks
+    assert form.block_bytes % BLOCK_ALIGN == 0
+    assert form.moved_bytes == sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) // num_blocks
     for name, tensor in tensors.items():
         for block in range(num_blocks):
             covered = [
@@ -87,8 +89,8 @@ def test_any_geometry_round_trips_and_every_byte_is_covered_once(data: st.DataOb
             assert set(covered) == block_addresses(tensor, dims[name], num_blocks, block)
 
     before = {name: memory_of(tensor).clone() for name, tensor in tensors.items()}
-    host = HostPool(num_blocks, layout.block_bytes)
-    path = TorchPath(layout, host)
+    host = HostPool(num_blocks, form.block_bytes)
+    path = TorchPath(form, host)
     everything = range(len(layout.regions))
     there = np.arange(num_blocks, dtype=np.int64)
     path.copy(BlockCopy(Direction.SAVE, everything, there, there[::-1].copy()))
@@ -112,7 +114,8 @@ def test_layer_groups_cut_between_layers_in_order(
 ) -> None:
     tensors = {f"{i}": [torch.zeros(7, size), torch.zeros(7, 3, 2)[:, :, :1]] for i, size in enumerate(pieces)}
     layout = CacheLayout.from_tensors(tensors, 7, {f"{i}": 0 for i in range(len(pieces))})
-    groups = layout.layer_groups(num_blocks, target, least, least + more)
+    sizes = [region.piece_bytes for region in layout.regions]
+    groups = layer_groups(layout.layer_stops, sizes, num_blocks, target, least, least + more)
     assert [region for group in groups for region in group] == list(range(len(layout.regions)))
     # Every group holds twice the one before it, so that the first is early and later ones come in longer rows.
     least_row, least_bytes = 0, min(FIRST_GROUP_BYTES, target)
@@ -171,25 +174,6 @@ def test_layers_interleaved_in_one_storage() -> None:
     layout = CacheLayout.from_tensors({f"{i}": whole[:, i] for i in range(3)}, B)
     assert [region.data_ptr - whole.data_ptr() for region in layout.regions] == [0, N * D, 2 * N * D]
     assert {region.block_stride for region in layout.regions} == {3 * N * D}
-
-
-def test_mixed_layers_lie_in_layer_order_and_aligned() -> None:
-    caches = {
-        "dense": torch.zeros(2, B, N, H, D, dtype=torch.bfloat16),
-        "mla": torch.zeros(B, N, 37, dtype=torch.uint8),
-        "fp8": [torch.zeros(B, N, D, dtype=torch.float8_e4m3fn), torch.zeros(B, N, dtype=torch.float32)],
-        "draft": torch.zeros(B, N, H, D, dtype=torch.float16),
-    }
-    layout = CacheLayout.from_tensors(caches, B)
-    assert [region.layer for region in layout.regions] == ["dense", "dense", "mla", "fp8", "fp8", "draft"]
-    ends = [0]
-    for region in layout.regions:
-        assert region.offset % PIECE_ALIGN == 0
-        assert ends[-1] <= region.offset < ends[-1] + PIECE_ALIGN
-        ends.append(region.offset + region.piece_bytes)
-    assert layout.host_slice(range(6)) == (0, ends[-1])
-    assert layout.host_slice(range(2, 3)) == (layout.regions[2].offset, N * 37)
-    assert layout.block_bytes == -(-ends[-1] // BLOCK_ALIGN) * BLOCK_ALIGN
 
 
 def test_a_shared_tensor_is_copied_once_and_both_names_wait_for_it() -> None:

@@ -19,6 +19,7 @@ from kv_connector.transfer.costs.curves import BUILT_IN, LEAST_PITCHED_BYTES, Cu
 from kv_connector.transfer.cuda import driver
 from kv_connector.transfer.cuda import pitched as pitched_module
 from kv_connector.transfer.cuda.pitched import COPY, MOST_PITCH, ON_DEVICE, ON_HOST, copy_pitched
+from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths import runs as runs_module
@@ -77,7 +78,7 @@ def test_paths_copy_exactly_what_indexing_would(name: str, make: Any, device: to
 def test_a_small_ring_goes_round_and_long_rows_are_cut(extra: int, device: torch.device) -> None:
     layout = filled(fp8_with_scales, device)
     pool = make_pool(layout)
-    path = make_named_path("staged", layout, pool, min_staging_memory(layout) + extra)
+    path = make_named_path("staged", layout, pool, min_staging_memory(raw_form(layout)) + extra)
     everything = range(len(layout.regions))
     pairs = [(block, (block * 5 + 2) % NUM_HOST) for block in range(NUM_DEVICE)]
     for _ in range(2):
@@ -100,7 +101,7 @@ def test_runs_and_torch_agree_on_any_ids(data: st.DataObject, which: int, direct
     pairs = list(zip(device_ids, host_ids, strict=True))
     for kind in ("runs", "torch"):
         pool = make_pool(layout)
-        path = RunsPath(layout, pool, copy_now) if kind == "runs" else TorchPath(layout, pool)
+        path = RunsPath(raw_form(layout), pool, copy_now) if kind == "runs" else TorchPath(raw_form(layout), pool)
         check_copy(path, layout, pool, direction, regions, pairs)
 
 
@@ -110,7 +111,7 @@ def count_segments(make: Any, pairs: list[tuple[int, int]], blocks_per_piece: in
     pool.blocks_per_piece = blocks_per_piece
     device_ids, host_ids = (ids(*column) for column in zip(*pairs, strict=True))
     copy = BlockCopy(SAVE, range(len(layout.regions)), device_ids, host_ids)
-    return len(RunsPath(layout, pool, copy_now).plan(copy))
+    return len(RunsPath(raw_form(layout), pool, copy_now).plan(copy))
 
 
 def test_runs_merge_across_layers_and_blocks_in_either_order() -> None:
@@ -167,7 +168,8 @@ def test_pieces_that_lie_evenly_apart_are_one_copy_a_block(direction: Direction,
     pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
     on_cpu = device.type == "cpu"
     pitched = PitchedNow()
-    path = RunsPath(layout, pool, copy_now, pitched, 48) if on_cpu else RunsPath(layout, pool, least_pitched=48)
+    form = raw_form(layout)
+    path = RunsPath(form, pool, copy_now, pitched, 48) if on_cpu else RunsPath(form, pool, least_pitched=48)
     for pairs in PAIRS:
         for regions in (range(4), range(1, 3)):
             before = pitched.count
@@ -187,7 +189,7 @@ def test_long_pieces_that_lie_evenly_apart_need_no_packing(monkeypatch: pytest.M
     slow_pieces = Curve((LEAST_PITCHED_BYTES, 4 * LEAST_PITCHED_BYTES), (1.0, 50.0), 0.0)
     fast_packing = Curve((LEAST_PITCHED_BYTES,), (1e5,), 0.0)
     costs = replace(BUILT_IN, save=replace(BUILT_IN.save, dma=slow_pieces, packing=fast_packing))
-    path = AutoPath(layout, pool, min_staging_memory(layout), costs)
+    path = AutoPath(raw_form(layout), pool, min_staging_memory(raw_form(layout)), costs)
     monkeypatch.setattr(path._runs, "_pitched", pitched)
     check_copy(path, layout, pool, SAVE, range(4), PAIRS[3])
     assert pitched.count == len(PAIRS[3])
@@ -201,7 +203,7 @@ def test_copies_that_are_packed_are_cut_into_longer_slices(monkeypatch: pytest.M
     pool = make_pool(layout)
     slow_pieces = replace(BUILT_IN.save, dma=Curve((1 << 7, 1 << 9), (1.0, 50.0), 0.0))
     costs = replace(BUILT_IN, load=replace(BUILT_IN.load, dma=Curve((1 << 7,), (50.0,), 0.0)), save=slow_pieces)
-    path = AutoPath(layout, pool, min_staging_memory(layout), costs)
+    path = AutoPath(raw_form(layout), pool, min_staging_memory(raw_form(layout)), costs)
     assert (path.slice_bytes(LOAD), path.slice_bytes(SAVE)) == (SLICE_BYTES, LONG_SLICE_BYTES)
     monkeypatch.setattr(type(pool), "is_pinned", False)
     assert path.slice_bytes(SAVE) == SLICE_BYTES
@@ -212,10 +214,10 @@ def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.M
     memory that is pageable."""
     cpu = torch.device("cpu")
     layout = evenly_apart(cpu)
-    pool, pageable = make_pool(layout), HostPool(2, layout.block_bytes, pin_memory=False)
+    pool, pageable = make_pool(layout), HostPool(2, raw_form(layout).block_bytes, pin_memory=False)
 
     def is_pitched(layout: CacheLayout, pool: HostPool, num_regions: int, least: int = 48) -> bool:
-        return RunsPath(layout, pool, copy_now, least_pitched=least).is_pitched(range(num_regions))
+        return RunsPath(raw_form(layout), pool, copy_now, least_pitched=least).is_pitched(range(num_regions))
 
     assert is_pitched(layout, pool, 4)
     assert not is_pitched(layout, pool, 4, least=49)
@@ -258,7 +260,7 @@ def test_a_driver_that_refuses_a_pitched_copy_is_asked_for_no_other(
 
     monkeypatch.setattr(pitched_module, "_driver_call", lambda: take_one)
     monkeypatch.setattr(driver, "libcuda", lambda: SimpleNamespace(cuGetErrorString=say))
-    path = RunsPath(layout, pool, copy_now, lambda copies, _: copy_pitched(copies, 7), least_pitched=48)
+    path = RunsPath(raw_form(layout), pool, copy_now, lambda copies, _: copy_pitched(copies, 7), least_pitched=48)
     assert path.is_pitched(range(4))
     for way in (direction, *Direction):
         pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
@@ -285,7 +287,7 @@ def test_what_the_driver_refuses_is_copied_all_the_same(direction: Direction) ->
         copies["width"][1:] = MOST_PITCH + 1
         copy_pitched(copies, stream)
 
-    path = RunsPath(layout, pool, pitched=ask_for_too_much, least_pitched=48)
+    path = RunsPath(raw_form(layout), pool, pitched=ask_for_too_much, least_pitched=48)
     for _ in range(2):
         check_copy(path, layout, pool, direction, range(4), PAIRS[3])
     assert asked == [len(PAIRS[3])]
@@ -306,7 +308,7 @@ def test_layers_that_lie_gigabytes_apart_are_pitched_copies(direction: Direction
         cache.random_(0, 256)
     layout = CacheLayout.from_tensors(caches, NUM_DEVICE, dict.fromkeys(caches, 0))
     pool = make_pool(layout)
-    path = RunsPath(layout, pool)
+    path = RunsPath(raw_form(layout), pool)
     assert path.is_pitched(range(num_layers))
     device_ids, host_ids = (ids(*column) for column in zip(*PAIRS[3], strict=True))
     views, host = expected_after(layout, pool, direction, range(num_layers), device_ids, host_ids)
@@ -320,7 +322,7 @@ def test_layers_that_lie_gigabytes_apart_are_pitched_copies(direction: Direction
 def test_a_long_plan_is_handed_over_in_calls_of_some_size(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = filled(layers_inside_blocks, torch.device("cpu"))
     pool = make_pool(layout)
-    monkeypatch.setattr(runs_module, "CALL_BYTES", 2 * layout.block_bytes)
+    monkeypatch.setattr(runs_module, "CALL_BYTES", 2 * raw_form(layout).block_bytes)
     counts = []
 
     def counting(targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
@@ -328,17 +330,18 @@ def test_a_long_plan_is_handed_over_in_calls_of_some_size(monkeypatch: pytest.Mo
         copy_now(targets, sources, sizes, count, pinned, stream)
 
     pairs = [(2 * block, 3 * block) for block in range(5)]
-    check_copy(RunsPath(layout, pool, counting), layout, pool, SAVE, range(4), pairs)
+    check_copy(RunsPath(raw_form(layout), pool, counting), layout, pool, SAVE, range(4), pairs)
     assert counts == [2, 2, 1]
 
 
 def test_paths_that_cannot_serve_say_what_to_change() -> None:
-    layout = filled(bf16_apart, torch.device("cpu"))
+    form = raw_form(filled(bf16_apart, torch.device("cpu")))
+    pool = HostPool(2, form.block_bytes)
     with pytest.raises(ConfigError, match="pin_memory"):
-        DirectPath(layout, HostPool(2, layout.block_bytes))
-    with pytest.raises(ConfigError, match=rf"staging_memory=100 .* give at least {min_staging_memory(layout)} bytes"):
-        StagedPath(layout, HostPool(2, layout.block_bytes), 100, copy_now)
-    assert isinstance(make_path(layout, HostPool(2, layout.block_bytes), Config(copy_path=PathName.STAGED)), TorchPath)
+        DirectPath(form, pool)
+    with pytest.raises(ConfigError, match=rf"staging_memory=100 .* give at least {min_staging_memory(form)} bytes"):
+        StagedPath(form, pool, 100, copy_now)
+    assert isinstance(make_path(form, pool, Config(copy_path=PathName.STAGED)), TorchPath)
 
 
 def test_staged_joins_its_stream_also_where_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +353,7 @@ def test_staged_joins_its_stream_also_where_a_copy_fails(monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise TransferError("no luck")
 
-    path = StagedPath(layout, pool, min_staging_memory(layout), fail)
+    path = StagedPath(raw_form(layout), pool, min_staging_memory(raw_form(layout)), fail)
     for direction in Direction:
         with pytest.raises(TransferError):
             path.copy(BlockCopy(direction, range(2), ids(1), ids(2)))

@@ -13,7 +13,8 @@ import pytest
 import torch
 from kv_connector.triton_kernels import copy_pieces
 
-from kv_connector.transfer.paths import staged
+from kv_connector.transfer.memory.host_form import raw_form
+from kv_connector.transfer.paths import packing, staged
 from kv_connector.transfer.paths.base import BlockCopy
 from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
 from kv_connector.types import Direction
@@ -60,12 +61,12 @@ def test_a_buffer_holds_one_chunk_at_a_time(direction: Direction, seed: int, mon
     driver = Driver(seed)
     monkeypatch.setattr(staged, "make_lane", driver.make_lane)
     monkeypatch.setattr(staged, "make_stream", driver.make_stream)
-    monkeypatch.setattr(staged, "gather_pieces", driver.late(copy_pieces.gather_pieces))
-    monkeypatch.setattr(staged, "scatter_pieces", driver.late(copy_pieces.scatter_pieces))
+    monkeypatch.setattr(packing, "gather_pieces", driver.late(copy_pieces.gather_pieces))
+    monkeypatch.setattr(packing, "scatter_pieces", driver.late(copy_pieces.scatter_pieces))
     layout = filled(fp8_with_scales, torch.device("cpu"))
     pool = make_pool(layout)
     pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
-    path = StagedPath(layout, pool, min_staging_memory(layout), driver.copy)  # type: ignore[arg-type]
+    path = StagedPath(raw_form(layout), pool, min_staging_memory(raw_form(layout)), driver.copy)  # type: ignore[arg-type]
     blocks = list(range(NUM_DEVICE))
     device_ids, host_ids = ids(*blocks), ids(*((block * 5 + 2) % NUM_HOST for block in blocks))
     regions = range(len(layout.regions))

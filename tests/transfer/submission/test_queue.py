@@ -21,6 +21,8 @@ from kv_connector.config import PathName
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer.engine import TransferEngine
+from kv_connector.transfer.memory.host_form import raw_form
+from kv_connector.transfer.memory.layout import layer_groups
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.transfer.submission import queue as queue_module
@@ -139,8 +141,7 @@ class QueuesMachine(RuleBasedStateMachine):
         host = [self.free_host.pop() for _ in range(count)]
         self.num_jobs += 1
         self.value += 1
-        for region in self.layout.regions:
-            column = self.pool.tensor[:, region.offset : region.offset + region.piece_bytes]
+        for region, column in zip(self.layout.regions, raw_form(self.layout).columns(self.pool.tensor), strict=True):
             (region.view if direction is SAVE else column)[device if direction is SAVE else host] = self.value % 251
         made = CopyJob(self.num_jobs, direction, np.array(device, dtype=np.int64), np.array(host, dtype=np.int64))
         self.jobs[made.job_id] = made
@@ -151,8 +152,8 @@ class QueuesMachine(RuleBasedStateMachine):
             done = self.jobs.pop(job_id)  # KeyError: it ended twice
             self.free_device.update(done.device_ids.tolist())
             self.free_host.update(done.host_ids.tolist())
-            for region in self.layout.regions if ok else ():
-                column = self.pool.tensor[:, region.offset : region.offset + region.piece_bytes]
+            columns = raw_form(self.layout).columns(self.pool.tensor)
+            for region, column in zip(self.layout.regions, columns, strict=True) if ok else ():
                 assert torch.equal(region.view[done.device_ids], column[done.host_ids])
 
     @rule(count=st.integers(1, 3))
@@ -440,8 +441,10 @@ def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None
     engine.submit_background_load([job(1, LOAD, [0], [0])], engine.mark())
     engine.submit_load([job(2, LOAD, list(range(1, 9)), list(range(1, 9)))])
     assert watched.urgent == [True], "only its first group is submitted"
-    first, second = (8 * layout.bytes_of(group) for group in layout.layer_groups(8, 4096))
-    assert engine.pending_bytes(LOAD) == first + second + layout.piece_bytes
+    form = raw_form(layout)
+    groups = layer_groups(layout.layer_stops, form.stored_bytes, 8, 4096)
+    first, second = (8 * form.bytes_of(group) for group in groups)
+    assert engine.pending_bytes(LOAD) == first + second + raw_form(layout).moved_bytes
     assert engine.wait_layer("0") == frozenset()
     assert watched.urgent == [True]
     assert engine.wait_layer("2") == frozenset()
@@ -513,14 +516,15 @@ def test_a_signal_s_handler_that_raises_leaves_the_queue_to_others(threads_run_u
     has its turn. The engine that closes then has the rest submitted."""
     layout = filled(bf16_apart, torch.device("cpu"))
     pool = make_pool(layout)
-    watched = WatchedPath(TorchPath(layout, pool))
-    queue = SubmissionQueue(ManualLane(), (watched,), layout.bytes_of)  # type: ignore[arg-type]
+    form = raw_form(layout)
+    watched = WatchedPath(TorchPath(form, pool))
+    queue = SubmissionQueue(ManualLane(), (watched,), form.bytes_of)  # type: ignore[arg-type]
     regions = range(len(layout.regions))
     at_a_part, step_comes = threading.Event(), threading.Event()
 
     def submission(block: int) -> Submission:
         pairs = BlockPairs(ids(block), ids(block))
-        return Submission(LOAD, (), (regions,), layout.piece_bytes, iter([Part(regions, pairs, None)]))
+        return Submission(LOAD, (), (regions,), raw_form(layout).moved_bytes, iter([Part(regions, pairs, None)]))
 
     def interrupt_the_step(copy: BlockCopy) -> None:
         at_a_part.set()

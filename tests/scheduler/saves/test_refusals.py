@@ -1,0 +1,120 @@
+"""Blocks that do not fit into the form of a host block, which is known once they were copied."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_connector.events import BlockStored
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import StepPlan, StepReport
+from tests.scheduler.test_half import Asked, admit, make_half, report, run
+
+PROMPT = list(range(17))  # four blocks, and a token
+
+
+def refuse(half: SchedulerHalf, plan: StepPlan, *places: int, rank: int = 0) -> None:
+    """A rank has done the step's save, but for the blocks at these places in it."""
+    (job,) = plan.saves
+    missing = ((job.job_id, tuple(job.host_ids[list(places)].tolist())),) if places else ()
+    capacity = half.host.pool.capacity
+    told = StepReport(plan.step, rank, (job.job_id,), num_host_blocks=capacity, missing=missing)
+    half.update_connector_output([told])
+
+
+def matched(half: SchedulerHalf, tokens: list[int] = PROMPT) -> int | None:
+    return half.get_num_new_matched_tokens(Asked("looks", tokens), 0)[0]
+
+
+def computed(half: SchedulerHalf, name: str, tokens: list[int] = PROMPT, first_block: int = 0) -> StepPlan:
+    """The step of a request that computes what is not on the host."""
+    request = Asked(name, tokens)
+    hit = admit(half, request, first_block)
+    return run(half, request, computed=hit)
+
+
+def test_one_block_that_does_not_fit_costs_no_other() -> None:
+    half, blocks = make_half()
+    one, other = Asked("one", PROMPT), Asked("other", [7] * 9)
+    admit(half, one)
+    admit(half, other, 20)
+    plan = run(half, one, other)
+    assert plan.saves[0].num_blocks == 6, "a step's saves are one job"
+    refuse(half, plan, 2)
+    assert matched(half) == 8, "nobody hits what is behind it either"
+    assert matched(half, [7] * 9) == 8
+    assert half.metrics.refused_blocks == 1
+    assert half.metrics.saved_blocks == 5
+    assert half.metrics.failed_save_jobs == 0
+    assert half.host.pool.num_free == 5, "its host block is free"
+    told = [event.block_hashes for event in half.take_events() if isinstance(event, BlockStored)]
+    assert told == [tuple(h for i, h in enumerate(one.block_hashes + other.block_hashes) if i != 2)]
+    assert blocks.pins() == {}
+    half.check()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_block_that_does_not_fit_on_one_rank_is_on_no_host(order: tuple[int, int]) -> None:
+    half, _ = make_half(world_size=2)
+    plan = computed(half, "r")
+    for rank in order:
+        refuse(half, plan, 1 + rank, rank=rank)
+    assert matched(half) == 4
+    assert half.metrics.refused_blocks == 2
+    half.check()
+
+
+def test_a_save_of_nothing_that_fits_has_not_failed() -> None:
+    half, _ = make_half()
+    refuse(half, computed(half, "r"), 0, 1, 2, 3)
+    assert matched(half) == 0
+    assert (half.metrics.failed_save_jobs, half.host.num_copies) == (0, 0)
+    half.check()
+
+
+def test_what_does_not_fit_is_not_tried_again_nor_what_is_behind_it_until_a_reset() -> None:
+    """Whoever asks for the same prompt would have it copied for nothing each time."""
+    half, _ = make_half()
+    refuse(half, computed(half, "first", PROMPT[:9]), 1)
+    half.request_finished(Asked("first", PROMPT[:9]))
+    assert computed(half, "second", first_block=20).saves == ()
+    half.request_finished(Asked("second", PROMPT))
+    assert half.reset_cache()
+    plan = computed(half, "third", first_block=40)
+    assert [job.num_blocks for job in plan.saves] == [4]
+    report(half, plan)
+    assert matched(half) == 16
+    half.check()
+
+
+def test_an_idle_engine_does_not_try_what_did_not_fit_again_and_again() -> None:
+    """It steps for as long as there is something to save before reuse, and the others are saved all the same."""
+    half, blocks = make_half(write_policy="write_back")
+    request = Asked("r", PROMPT)
+    admit(half, request)
+    run(half, request)
+    half.request_finished(request)
+    blocks.order = [(i, request.block_hashes[i]) for i in (3, 2, 1, 0)]
+    num_steps = 0
+    while half.has_pending_push_work():
+        plan = run(half)
+        if plan.saves:
+            refused = [i for i, b in enumerate(plan.saves[0].device_ids.tolist()) if b == 2]
+            refuse(half, plan, *refused)
+        num_steps += 1
+        assert num_steps < 5
+    assert (half.metrics.saved_blocks, half.metrics.refused_blocks) == (3, 1)
+    half.check()
+
+
+def test_a_block_that_was_forgotten_as_it_was_copied_is_not_refused_under_another_s_name() -> None:
+    """A reset has let go of it: what its host block is the copy of is nobody's business."""
+    half, _ = make_half()
+    plan = computed(half, "r")
+    half.request_finished(Asked("r", PROMPT))
+    half.reset_cache()
+    refuse(half, plan, 0)
+    plan = computed(half, "again", first_block=20)
+    assert [job.num_blocks for job in plan.saves] == [4]
+    refuse(half, plan)
+    assert matched(half) == 16
+    half.check()
