@@ -261,8 +261,8 @@ def _patch_exceptions(  # type: ignore[no-untyped-def]
 
 @triton.jit(  # type: ignore[untyped-decorator]
     launch_metadata=launch_metadata,
-    do_not_specialize=["flat_base", "row_bytes", "num_items", "num_regions", "segments", "block_bytes"],
-    do_not_specialize_on_alignment=["block_ids", "flat_ids", "bases", "strides", "sizes", "offsets", "verdicts"],
+    do_not_specialize=["verdicts", "flat_base", "row_bytes", "num_items", "num_regions", "segments", "block_bytes"],
+    do_not_specialize_on_alignment=["block_ids", "flat_ids", "bases", "strides", "sizes", "offsets"],
 )
 def encode_kernel(  # type: ignore[no-untyped-def]
     block_ids,
@@ -338,7 +338,7 @@ def encode_kernel(  # type: ignore[no-untyped-def]
         if total > 0:
             _list_exceptions(head, chunks, is_out0, is_out1, e0, e1, ROWS, ASM)
             if total > slots:
-                tl.store(verdicts + block, 1)
+                tl.store((verdicts + block.to(tl.int64) * 4).to(tl.pointer_type(tl.int32)), 1)
         if not AHEAD:
             n0, n1, n2, n3 = _load_words(next_piece, next_elements, ROWS, WHOLE)
         piece, row, elements, block = next_piece, next_row, next_elements, next_block

@@ -176,7 +176,7 @@ def test_misuse_is_refused(device: torch.device) -> None:
             decode_pieces(other, ids, flat)
     with pytest.raises(ValueError, match="adjacent int32"):
         encode_pieces(table, ids, flat, verdicts.long())
-    with pytest.raises(ValueError, match="1 verdicts for 2 blocks"):
+    with pytest.raises(ValueError, match="1 verdicts where 2 are needed"):
         encode_pieces(table, ids, flat, verdicts[:1])
     with pytest.raises(ValueError, match="there are"):
         decode_pieces(table, ids[:1], flat, ids)
