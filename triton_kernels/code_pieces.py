@@ -17,10 +17,11 @@ from .coded_rows import ALIGN, CHUNK, ELEMENT_BYTES, LEAST_BYTES, SEGMENT_CHUNKS
 from .copy_pieces import RegionTable, checked_count, flat_rows
 from .launch import Launch, is_observed, launch_of
 
-ENCODE_PROGRAMS = 16
-DECODE_PROGRAMS = 16
+NUM_WARPS = 128
+"""Of all programs together, unless the caller says how many: those of short pieces have one warp each, and others up to
+eight."""
 CHUNKS_PER_WARP = 2
-"""Of a segment: 64 words in each thread, of which the next segment's are on their way."""
+"""Of a segment: 32 words in each thread, and as many of the next segment's on their way."""
 AHEAD = True
 """Whether the next segment is read before this one is written."""
 _CHUNK_BYTES = CHUNK * ELEMENT_BYTES
@@ -39,7 +40,7 @@ def encode_pieces(
     count: int | None = None,
     flat_first: int = 0,
     flat_shift: int = 0,
-    num_programs: int = ENCODE_PROGRAMS,
+    num_programs: int | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Write the coded pieces of block `block_ids[first + i]` into row `flat_ids[flat_first + i]` of `flat`.
@@ -61,7 +62,7 @@ def decode_pieces(
     count: int | None = None,
     flat_first: int = 0,
     flat_shift: int = 0,
-    num_programs: int = DECODE_PROGRAMS,
+    num_programs: int | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Write row `flat_ids[flat_first + i]` of `flat` into the pieces of block `block_ids[first + i]`: `encode_pieces`
@@ -79,7 +80,7 @@ def _launch(
     count: int | None,
     flat_first: int,
     flat_shift: int,
-    num_programs: int,
+    num_programs: int | None,
     stream: torch.cuda.Stream | None,
 ) -> None:
     flat_base, row_bytes = flat_rows(flat, flat_shift)
@@ -94,7 +95,7 @@ def _launch(
     whole = table.unit % _CHUNK_BYTES == 0
     rows = triton.next_power_of_2(segment_chunks(table.largest))
     num_warps = max(1, rows // CHUNKS_PER_WARP)
-    programs = min(num_programs, num_items)
+    programs = min(NUM_WARPS // num_warps if num_programs is None else num_programs, num_items)
     told = () if verdicts is None else (verdicts.data_ptr() + 4 * first,)
     counts = *told, flat_base, row_bytes, num_items, num_regions, segments, table.total
     constants = in_order, whole, rows, _assembly(block_ids.device), AHEAD
