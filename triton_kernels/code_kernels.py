@@ -173,7 +173,8 @@ def _shape(elements, ROWS: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[n
         quarter = tl.full((1, ROWS, 1), 128, tl.int32)
         there = (rows * 1024 < elements) & (columns >= 0)
     else:
-        quarter = tl.multiple_of(tl.minimum(tl.maximum(elements - rows * 1024, 0), 1024) >> 3, (4, 4, 4))
+        # A multiple of four, which Triton sees: loads and stores are as wide as those of whole chunks.
+        quarter = (tl.minimum(tl.maximum(elements - rows * 1024, 0), 1024) >> 5) * 4
         there = columns < quarter
     return quarter, there
 
