@@ -17,10 +17,11 @@ from .coded_rows import ALIGN, CHUNK, ELEMENT_BYTES, LEAST_BYTES, SEGMENT_CHUNKS
 from .copy_pieces import RegionTable, checked_count, flat_rows
 from .launch import Launch, is_observed, launch_of
 
-ENCODE_PROGRAMS = 16
-DECODE_PROGRAMS = 16
+NUM_WARPS = 128
+"""Of all programs together, unless the caller says how many: those of short pieces have one warp each, and others up to
+eight."""
 CHUNKS_PER_WARP = 2
-"""Of a segment: 64 words in each thread, of which the next segment's are on their way."""
+"""Of a segment: 32 words in each thread, and as many of the next segment's on their way."""
 AHEAD = True
 """Whether the next segment is read before this one is written."""
 _CHUNK_BYTES = CHUNK * ELEMENT_BYTES
@@ -39,7 +40,7 @@ def encode_pieces(
     count: int | None = None,
     flat_first: int = 0,
     flat_shift: int = 0,
-    num_programs: int = ENCODE_PROGRAMS,
+    num_programs: int | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Write the coded pieces of block `block_ids[first + i]` into row `flat_ids[flat_first + i]` of `flat`.
@@ -48,8 +49,6 @@ def encode_pieces(
     `ALIGN`, as are the row's. `verdicts` is int32 of shape (at least first + count,), on the GPU or page-locked: 1 is
     written at `first + i` where a piece of that block does not fit, and nothing otherwise.
     """
-    if verdicts.dtype != torch.int32 or not verdicts.is_contiguous():
-        raise ValueError(f"verdicts are {verdicts.dtype} of strides {verdicts.stride()}: give adjacent int32")
     _launch(table, block_ids, flat, verdicts, flat_ids, first, count, flat_first, flat_shift, num_programs, stream)
 
 
@@ -63,7 +62,7 @@ def decode_pieces(
     count: int | None = None,
     flat_first: int = 0,
     flat_shift: int = 0,
-    num_programs: int = DECODE_PROGRAMS,
+    num_programs: int | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Write row `flat_ids[flat_first + i]` of `flat` into the pieces of block `block_ids[first + i]`: `encode_pieces`
@@ -81,31 +80,24 @@ def _launch(
     count: int | None,
     flat_first: int,
     flat_shift: int,
-    num_programs: int,
+    num_programs: int | None,
     stream: torch.cuda.Stream | None,
 ) -> None:
     flat_base, row_bytes = flat_rows(flat, flat_shift)
     count = checked_count(block_ids, flat_ids, first, count, flat_first)
-    if table.align < ALIGN or any(size % LEAST_BYTES for size in table.host_sizes):
-        raise ValueError(
-            f"pieces of {table.host_sizes} bytes at multiples of {table.align}: coded ones are multiples of "
-            f"{LEAST_BYTES} bytes, at multiples of {ALIGN} on both sides"
-        )
-    if flat_base % ALIGN or row_bytes % ALIGN:
-        raise ValueError(f"rows of {row_bytes} bytes from {flat_base:#x} on: both have to be multiples of {ALIGN}")
-    if verdicts is not None and verdicts.shape[0] < first + count:
-        raise ValueError(f"{verdicts.shape[0]} verdicts for {count} blocks from {first} on")
+    _check(table, flat_base, row_bytes, verdicts, first + count)
     num_regions, chunks = len(table.host_sizes), chunks_of(table.largest)
     segments = -(-chunks // SEGMENT_CHUNKS)
     num_items = count * num_regions * segments
     if num_items == 0:
         return
     to_flat, in_order = verdicts is not None, flat_ids is None
-    whole = all(size % _CHUNK_BYTES == 0 for size in table.host_sizes)
+    whole = table.unit % _CHUNK_BYTES == 0
     rows = triton.next_power_of_2(segment_chunks(table.largest))
     num_warps = max(1, rows // CHUNKS_PER_WARP)
-    programs = min(num_programs, num_items)
-    counts = flat_base, row_bytes, num_items, num_regions, segments, table.total
+    programs = min(NUM_WARPS // num_warps if num_programs is None else num_programs, num_items)
+    told = () if verdicts is None else (verdicts.data_ptr() + 4 * first,)
+    counts = *told, flat_base, row_bytes, num_items, num_regions, segments, table.total
     constants = in_order, whole, rows, _assembly(block_ids.device), AHEAD
     key = (block_ids.get_device(), to_flat, num_warps, *constants)
     launch = _launches.get(key)
@@ -114,20 +106,35 @@ def _launch(
         ids = block_ids[first:]
         sides = ids, ids if flat_ids is None else flat_ids[flat_first:]
         with torch.cuda.stream(stream):
-            if verdicts is None:
-                kernel = decode_kernel[(programs,)](*sides, *columns, *counts, *constants, num_warps=num_warps)
-            else:
-                kernel = encode_kernel[(programs,)](
-                    *sides, *columns, verdicts[first:], *counts, *constants, num_warps=num_warps
-                )
+            kernel = (encode_kernel if to_flat else decode_kernel)[(programs,)](
+                *sides, *columns, *counts, *constants, num_warps=num_warps
+            )
         if kernel is not None and launch is None:  # the interpreter compiles nothing
             _launches[key] = launch_of(kernel, constants)
         return
     ids_address = block_ids.data_ptr() + 8 * first
     flat_ids_address = ids_address if flat_ids is None else flat_ids.data_ptr() + 8 * flat_first
     handle = torch.cuda.current_stream().cuda_stream if stream is None else stream.cuda_stream
-    told = [] if verdicts is None else [verdicts.data_ptr() + 4 * first]
-    launch(programs, handle, [ids_address, flat_ids_address, *table.addresses, *told, *counts])
+    launch(programs, handle, [ids_address, flat_ids_address, *table.addresses, *counts])
+
+
+def _check(
+    table: RegionTable, flat_base: int, row_bytes: int, verdicts: torch.Tensor | None, num_verdicts: int
+) -> None:
+    """Raise ValueError where a kernel would fault, or the format has no such piece."""
+    if table.align < ALIGN or table.unit % LEAST_BYTES:
+        raise ValueError(
+            f"pieces of {set(table.host_sizes)} bytes, at multiples of {table.align}: coded ones have multiples of "
+            f"{LEAST_BYTES} bytes, at multiples of {ALIGN} on both sides"
+        )
+    if flat_base % ALIGN or row_bytes % ALIGN:
+        raise ValueError(f"rows of {row_bytes} bytes from {flat_base:#x} on: both have to be multiples of {ALIGN}")
+    if verdicts is None:
+        return
+    if verdicts.dtype != torch.int32 or not verdicts.is_contiguous():
+        raise ValueError(f"verdicts are {verdicts.dtype} of strides {verdicts.stride()}: give adjacent int32")
+    if verdicts.shape[0] < num_verdicts:
+        raise ValueError(f"{verdicts.shape[0]} verdicts where {num_verdicts} are needed")
 
 
 @cache

@@ -50,9 +50,9 @@ class RegionTable:
 
     bases, strides, sizes, offsets: int64 of shape (num_regions,) on the GPU: address of block 0's piece, bytes from
     block to block, bytes of a piece, offset of the piece in a flat row.
-    host_sizes: `sizes` again, for the launcher, with their `largest` and `total`. align: the largest power of two, up
-    to 16, that divides bases, strides and offsets. width: words of one piece that a step moves, a power of two; parts
-    keep it, so that no part needs a kernel of its own.
+    host_sizes: `sizes` again, for the launcher, with their `largest`, their `total`, and the `unit` that divides them
+    all. align: the largest power of two, up to 16, that divides bases, strides and offsets. width: words of one piece
+    that a step moves, a power of two; parts keep it, so that no part needs a kernel of its own.
     """
 
     bases: torch.Tensor
@@ -64,11 +64,13 @@ class RegionTable:
     width: int
     largest: int = field(init=False)
     total: int = field(init=False)
+    unit: int = field(init=False)
     addresses: tuple[int, ...] = field(init=False)  # of the four tensors: cheaper to pass on than these
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "largest", max(self.host_sizes))
         object.__setattr__(self, "total", sum(self.host_sizes))
+        object.__setattr__(self, "unit", math.gcd(*self.host_sizes))
         columns = (self.bases, self.strides, self.sizes, self.offsets)
         object.__setattr__(self, "addresses", tuple(column.data_ptr() for column in columns))
 

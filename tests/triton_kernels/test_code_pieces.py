@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,7 +180,7 @@ def test_misuse_is_refused(device: torch.device) -> None:
             decode_pieces(other, ids, flat)
     with pytest.raises(ValueError, match="adjacent int32"):
         encode_pieces(table, ids, flat, verdicts.long())
-    with pytest.raises(ValueError, match="1 verdicts for 2 blocks"):
+    with pytest.raises(ValueError, match="1 verdicts where 2 are needed"):
         encode_pieces(table, ids, flat, verdicts[:1])
     with pytest.raises(ValueError, match="there are"):
         decode_pieces(table, ids[:1], flat, ids)
@@ -221,3 +225,38 @@ def test_one_compiled_kernel_serves_every_number_of_blocks(
     decode_pieces(table, ids, flat)
     (arguments,) = launched
     assert all(abs(value) < 1 << 31 for value in arguments[-5:]), "counts and lengths"
+
+
+COMPILE = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kv_connector.triton_kernels.code_kernels import decode_kernel, encode_kernel
+
+ADDRESSES = {"block_ids", "flat_ids", "bases", "strides", "sizes", "offsets"}
+for kernel in (encode_kernel, decode_kernel):
+    for capability, asm, rows, whole, warps in ((90, 2, 16, True, 8), (90, 2, 1, False, 1), (80, 1, 2, False, 1)):
+        constants = {"IN_ORDER": False, "WHOLE": whole, "ROWS": rows, "ASM": asm, "AHEAD": True}
+        types = dict.fromkeys(constants, "constexpr") | {"verdicts": "i64", "flat_base": "i64"}
+        names = kernel.arg_names
+        signature = {name: types.get(name, "*i64" if name in ADDRESSES else "i32") for name in names}
+        values = {(names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=values)
+        found = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+        print(kernel.fn.__name__, rows, found.asm["ptx"].count("global.v4.b32"))
+"""
+
+
+def test_the_kernels_compile_for_gpus_that_are_not_here_with_wide_loads(tmp_path: Path) -> None:
+    """The interpreter takes what the compiler does not, and does not tell of loads that it would cut up."""
+    environment = dict(os.environ, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    command = [sys.executable, "-P", "-c", COMPILE]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert len(rows) == 6
+    for name, chunks, wide in rows:
+        chunks_per_thread = 2 if int(chunks) > 1 else 1
+        pieces = 2 * 4 + 3 if name == "encode_kernel" else 2 * 3 + 4  # words of this segment, of the next, and coded
+        assert int(wide) == pieces * chunks_per_thread
