@@ -246,13 +246,15 @@ def test_slots_that_are_no_pages_are_told_and_not_written(make: Make) -> None:
 
 def test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved(make: Make) -> None:
     """It had all of it when it was offered, so its pages were not asked for, and SGLang did not lock them."""
-    driver = make(host_memory="32KiB", write_policy="write_through")  # 8 blocks
+    driver = make(host_memory="48KiB", write_policy="write_through")  # 12 blocks
     driver.save(keys(4), range(1, 5))
+    driver.save(keys(8, "newer"), range(5, 13))
     driver.round()
-    driver.linker.offload(driver.transfer(keys(8, "others"), range(5, 13)))
+    driver.linker.offload(driver.transfer(keys(4, "others"), range(13, 17)))
     assert not driver.linker.offload(driver.transfer(keys(4), range(1, 5)))
     driver.round()
     driver.round()
+    assert driver.lookup("request", keys(4)) == 0
     assert driver.linker.stats()["failed_save_jobs"] == 0
     driver.check()
 
