@@ -139,12 +139,35 @@ def mutants(result: Result) -> list[str]:
     return _wrapped(f"The last run of all ({where}): {verdicts['caught']} of {len(result['rows'])} caught; {rest}.")
 
 
+def first_tokens(result: Result) -> list[str]:
+    """A table of hits by tokens and engine."""
+    hits = {(row["tokens"], row["kind"], row["connector"]): row for row in result["rows"] if row["part"] == "hits"}
+    connectors = list(dict.fromkeys(connector for *_, connector in hits))
+    lines = [
+        *_wrapped(
+            f"`{result['name']}_h200.json`, {_origin(result)}, {result['hardware']['gpu']}: milliseconds to the first "
+            f"token, median and in brackets least and most."
+        ),
+        "",
+        f"| tokens | | {' | '.join(connectors)} |",
+        "|---" * (2 + len(connectors)) + "|",
+    ]
+    for tokens, kind in dict.fromkeys((tokens, kind) for tokens, kind, _ in hits):
+        rows = [hits.get((tokens, kind, name)) for name in connectors]
+        cells = [
+            f"{row['ms']:.1f} ({min(row['all_ms']):.1f} to {max(row['all_ms']):.1f})" if row else "" for row in rows
+        ]
+        lines.append(f"| {tokens:,} | {kind.replace('_', ' ')} | {' | '.join(cells)} |")
+    return lines
+
+
 WRITERS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
     "steps": ("steps", steps),
     "index": ("index", index),
     "simulation": ("simulation", simulation),
     "simulation_short": ("simulation", simulation_short),
     "mutants": ("mutants", mutants),
+    "sglang_ttft": ("sglang_ttft_h200", first_tokens),
 }
 """By the name in a document: the result, and what writes its lines."""
 

@@ -283,7 +283,6 @@ def encode_kernel(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     ASM: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     rows, columns = _places(ROWS)
     num_blocks = num_items // num_regions // segments
@@ -300,8 +299,7 @@ def encode_kernel(  # type: ignore[no-untyped-def]
             block_ids, flat_ids, bases, strides, sizes, offsets,
             flat_base, row_bytes, next_block, region, segment, num_blocks, segments, IN_ORDER,
         )  # fmt: skip
-        if AHEAD:
-            n0, n1, n2, n3 = _load_words(next_piece, next_elements, ROWS, WHOLE)
+        n0, n1, n2, n3 = _load_words(next_piece, next_elements, ROWS, WHOLE)
         r0, r1, r2, r3 = _rotated(w0), _rotated(w1), _rotated(w2), _rotated(w3)
         lowest = (
             _lowest_of(r0, ASM) | (_lowest_of(r1, ASM) << 8) | (_lowest_of(r2, ASM) << 16) | (_lowest_of(r3, ASM) << 24)
@@ -340,8 +338,6 @@ def encode_kernel(  # type: ignore[no-untyped-def]
             _list_exceptions(head, chunks, is_out0, is_out1, e0, e1, ROWS, ASM)
             if total > slots:
                 tl.store((verdicts + block.to(tl.int64) * 4).to(tl.pointer_type(tl.int32)), 1)
-        if not AHEAD:
-            n0, n1, n2, n3 = _load_words(next_piece, next_elements, ROWS, WHOLE)
         piece, row, elements, block = next_piece, next_row, next_elements, next_block
         w0, w1, w2, w3 = n0, n1, n2, n3
 
@@ -368,7 +364,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     ASM: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     rows, columns = _places(ROWS)
     num_blocks = num_items // num_regions // segments
@@ -385,8 +380,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             block_ids, flat_ids, bases, strides, sizes, offsets,
             flat_base, row_bytes, next_block, region, segment, num_blocks, segments, IN_ORDER,
         )  # fmt: skip
-        if AHEAD:
-            n0, n1, next_codes, next_lowest, next_total = _load_coded(next_row, next_elements, ROWS, WHOLE)
+        n0, n1, next_codes, next_lowest, next_total = _load_coded(next_row, next_elements, ROWS, WHOLE)
         low0, low1 = _pattern(lowest)
         e0, e1 = (codes & 0x0F0F0F0F) + low0, ((codes >> 4) & 0x0F0F0F0F) + low1
         quarter, there = _shape(elements, ROWS, WHOLE)
@@ -400,7 +394,5 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             tl.debug_barrier()  # other threads have written these words
             rest = _words(row)
             _patch_exceptions(words, rest, rest + (elements >> 3) * 3, elements, total, ROWS, ASM)
-        if not AHEAD:
-            n0, n1, next_codes, next_lowest, next_total = _load_coded(next_row, next_elements, ROWS, WHOLE)
         piece, row, elements, block = next_piece, next_row, next_elements, next_block
         s0, s1, codes, lowest, total = n0, n1, next_codes, next_lowest, next_total

@@ -31,31 +31,24 @@ from kv_connector.types import Direction
 REGIONS, PIECE = 64, 32 << 10  # 16 tokens of Llama-3.1-8B
 PRODUCT, PRODUCTS = 8192, 40
 NUM_BUFFERS, BUFFER = 3, (128 << 20) // 3  # as the staged path has them
-SHAPES = [(2, True), (2, False), (4, False), (1, True), (1, False)]  # chunks for a warp, and whether reading runs ahead
 GB = 1e9
 DEVICE = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How kernels are launched: programs, chunks of a segment for each warp, and whether reading runs ahead."""
+    """Of which form, and how many programs they are launched with."""
 
     programs: int
-    chunks: int = 2
-    ahead: bool = True
     coded: bool = True
 
     def __str__(self) -> str:
-        if not self.coded:
-            return f"raw {self.programs}"
-        return f"{self.programs} x {16 // self.chunks} warps{'' if self.ahead else ', not ahead'}"
-
-    def choose(self) -> None:
-        """From now on."""
-        code_pieces.CHUNKS_PER_WARP, code_pieces.AHEAD = self.chunks, self.ahead
+        return f"{'coded' if self.coded else 'raw'}, {self.programs} programs"
 
 
-RAW = Kernel(16, coded=False)
+RAW, CODED = Kernel(16, coded=False), Kernel(16)
+"""As the engine launches them."""
+OTHERS = Kernel(4), Kernel(8), Kernel(32), Kernel(132)
 
 
 def main() -> int:
@@ -121,7 +114,6 @@ class Blocks:
 
     def pack(self, kernel: Kernel, rows: torch.Tensor, first: int, count: int, stream: Any = None) -> None:
         """Blocks to rows."""
-        kernel.choose()
         options = {"first": first, "count": count, "num_programs": kernel.programs, "stream": stream}
         if kernel.coded:
             code_pieces.encode_pieces(self.coded, self.ids, rows, self.verdicts, **options)
@@ -130,7 +122,6 @@ class Blocks:
 
     def unpack(self, kernel: Kernel, rows: torch.Tensor, first: int, count: int, stream: Any = None) -> None:
         """Rows to blocks."""
-        kernel.choose()
         options = {"first": first, "count": count, "num_programs": kernel.programs, "stream": stream}
         if kernel.coded:
             code_pieces.decode_pieces(self.coded, self.ids, rows, **options)
@@ -206,7 +197,6 @@ class Bench:
             print(f"{options.caches} is not there: normal numbers take the place of real caches")
             self._caches = torch.randn((30, 2, 512, 3, 64)).to(torch.bfloat16)
         self._is_real = options.caches.is_file()
-        self._best: dict[Direction, list[Kernel]] = {way: [Kernel(16), Kernel(32)] for way in Direction}
         self._blocks: Blocks | None = None
         self._pipe: Pipeline | None = None
 
@@ -227,12 +217,9 @@ class Bench:
         normal = torch.randn(1 << 19).to(torch.bfloat16).view(torch.uint8)
         cases = [(patterns, 8192), (patterns, 2048), (noise, 4096), (noise, PIECE)]
         cases += list(product((flat[: 1 << 20], normal), (192, 2048, 2112, 4096, 6144, PIECE, 65536 + 4160)))
-        shapes = [(2, True, cases)] + [(*shape, [(flat, PIECE), (noise, PIECE)]) for shape in SHAPES[1:]]
         worst = 0
-        for chunks, ahead, chosen in shapes:
-            code_pieces.CHUNKS_PER_WARP, code_pieces.AHEAD = chunks, ahead
-            for data, size in chosen:
-                worst += self._differing(data[: data.numel() // size * size].view(-1, size)[:24].to(DEVICE))
+        for data, size in cases:
+            worst += self._differing(data[: data.numel() // size * size].view(-1, size)[:24].to(DEVICE))
         print(f"{worst} bytes differ")
         self._report.claim("bytes_that_differ", worst, 0, "bytes", "lower")
 
@@ -273,7 +260,7 @@ class Bench:
             self._report.claim(f"refused_pieces_{size}", refused, 0, "pieces", "lower")
 
     def kernels(self) -> None:
-        """GB/s of raw bytes on the device alone, by programs and warps; the best go on to the next parts."""
+        """GB/s of raw bytes on the device alone, by programs."""
         blocks, _ = self._all
         count = min(BUFFER // blocks.raw_bytes, blocks.count)
         rows = torch.zeros((count, blocks.raw_bytes), dtype=torch.uint8, device=DEVICE)
@@ -283,21 +270,16 @@ class Bench:
             for first in firsts:
                 work(kernel, own, first, count)
 
-        rates: dict[Direction, dict[Kernel, float]] = {way: {} for way in Direction}
-        kernels = [Kernel(n, *shape) for shape in SHAPES for n in (4, 8, 16, 32, 64, 132)]
-        for kernel in [*kernels, *(Kernel(n, coded=False) for n in (4, 8, 16, 32))]:
+        for kernel in (CODED, *OTHERS, *(Kernel(n, coded=False) for n in (4, 8, 16, 32))):
             own = rows[:, : blocks.row_bytes(kernel)]
-            for way, work in ((Direction.SAVE, blocks.pack), (Direction.LOAD, blocks.unpack)):
-                ms = best_ms(lambda work=work, kernel=kernel, own=own: several(work, kernel, own), self._repeats)
-                rates[way][kernel] = len(firsts) * count * blocks.raw_bytes / ms / 1e6
-            save, load = rates[Direction.SAVE][kernel], rates[Direction.LOAD][kernel]
+            save, load = (
+                len(firsts) * count * blocks.raw_bytes / 1e6
+                / best_ms(lambda work=work, kernel=kernel, own=own: several(work, kernel, own), self._repeats)
+                for work in (blocks.pack, blocks.unpack)
+            )  # fmt: skip
             print(f"{kernel!s:>26}: encode {save:6.0f}, decode {load:6.0f} GB/s", flush=True)
             row = {"part": "kernels", "kernel": str(kernel), "encode": save, "decode": load}
             self._report.rows.append(row)
-        for way in Direction:
-            # By programs: the best shape of each number.
-            own = {n: [k for k in kernels if k.programs == n] for n in (4, 8, 16, 32, 132)}
-            self._best[way] = [max(group, key=lambda k, way=way: rates[way][k]) for group in own.values()]
         assert not blocks.verdicts.any(), "blocks of real caches were refused"
 
     def whole(self) -> None:
@@ -306,22 +288,21 @@ class Bench:
         self._verify(blocks, pipe)
         for way in (Direction.SAVE, Direction.LOAD):  # a load finds what a save has written
             link = best_ms(lambda way=way: pipe.large_copy(way), self._repeats)
-            best = 0.0
-            for kernel in (RAW, *self._best[way]):
+            multiples: dict[Kernel, float] = {}
+            for kernel in (RAW, CODED, *OTHERS):
                 if way is Direction.LOAD:
                     pipe.run(Direction.SAVE, kernel)
                 ms = best_ms(lambda way=way, kernel=kernel: pipe.run(way, kernel), self._repeats)
-                multiple = link / ms
-                best = max(best, multiple if kernel.coded else 0)
-                print(f"{way.value:>5} {kernel!s:>26}: {ms:.1f} ms, {multiple:.3f} of the link", flush=True)
+                multiples[kernel] = link / ms
+                print(f"{way.value:>5} {kernel!s:>26}: {ms:.1f} ms, {link / ms:.3f} of the link", flush=True)
                 row = {"part": "whole", "direction": way.value, "kernel": str(kernel), "ms": ms, "link_ms": link}
                 self._report.rows.append(row)
             goal = 1.22 if way is Direction.LOAD else 1.2
-            self._report.claim(f"{way.value}_multiple_of_link", best, goal, "of 1", "higher")
+            self._report.claim(f"{way.value}_multiple_of_link", multiples[CODED], goal, "of 1", "higher")
 
     def _verify(self, blocks: Blocks, pipe: Pipeline) -> None:
         before = blocks.cache[:, blocks.ids].clone()
-        for kernel in (RAW, self._best[Direction.SAVE][0]):
+        for kernel in (RAW, CODED):
             pipe.run(Direction.SAVE, kernel)
             blocks.cache.zero_()
             pipe.run(Direction.LOAD, kernel)
@@ -341,7 +322,7 @@ class Bench:
 
         for way in Direction:
             lost: dict[Kernel, float] = {}
-            for kernel in (RAW, *self._best[way]):
+            for kernel in (RAW, CODED, *OTHERS):
                 pipe.run(Direction.SAVE, kernel)
                 found = [self._beside(pipe, way, kernel, products, side) for _ in range(self._repeats + 1)][1:]
                 alone, beside, copying, link = (median(column) for column in zip(*found, strict=True))
@@ -353,9 +334,8 @@ class Bench:
                 )
                 row = {"part": "products", "direction": way.value, "kernel": str(kernel), "ms": found}
                 self._report.rows.append(row | {"lost_ms_per_gb": lost[kernel], "columns": "alone beside copy link"})
-            best = min(value for kernel, value in lost.items() if kernel.coded)
             goal = 1.0 if way is Direction.LOAD else 1.5
-            self._report.claim(f"products_lose_{way.value}", best, goal, "ms per GB", "lower")
+            self._report.claim(f"products_lose_{way.value}", lost[CODED], goal, "ms per GB", "lower")
 
     def _beside(
         self,

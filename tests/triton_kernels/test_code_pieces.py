@@ -237,7 +237,7 @@ from kv_connector.triton_kernels.code_kernels import decode_kernel, encode_kerne
 ADDRESSES = {"block_ids", "flat_ids", "bases", "strides", "sizes", "offsets"}
 for kernel in (encode_kernel, decode_kernel):
     for capability, asm, rows, whole, warps in ((90, 2, 16, True, 8), (90, 2, 1, False, 1), (80, 1, 2, False, 1)):
-        constants = {"IN_ORDER": False, "WHOLE": whole, "ROWS": rows, "ASM": asm, "AHEAD": True}
+        constants = {"IN_ORDER": False, "WHOLE": whole, "ROWS": rows, "ASM": asm}
         types = dict.fromkeys(constants, "constexpr") | {"verdicts": "i64", "flat_base": "i64"}
         names = kernel.arg_names
         signature = {name: types.get(name, "*i64" if name in ADDRESSES else "i32") for name in names}
