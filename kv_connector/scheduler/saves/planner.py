@@ -18,6 +18,7 @@ from ..ledger import EndedJob
 from ..requests import RequestState
 from ..shared import Shared
 from .budget import SaveBudget
+from .lookahead import LookAhead
 from .refusals import Refusals
 
 logger = logging.getLogger("kv_connector.scheduler")
@@ -69,13 +70,13 @@ class SavePlanner:
         on_saved: Callable[[Sequence[int]], None],
         is_in_storage: bool,
     ) -> None:
-        self.may_save_before_reuse = False  # something changed since nothing was left to save
         self._shared = shared
         self._grouped = grouped = shared.grouped
         self._tree = grouped.tree
         self._host = shared.host
         self._policy = policy
         self._saves_before_reuse = policy.saves_before_reuse
+        self._look_ahead = LookAhead(policy.lookahead)
         self._reuse = reuse
         self._budget = budget
         self._on_saved = on_saved
@@ -88,23 +89,20 @@ class SavePlanner:
         self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
         self._device_ids: list[int] = []  # that the step being planned saves
         self._host_ids: list[int] = []  # where it saves them
-        self._num_admitted = 0  # device blocks that requests admitted in the step being scheduled have use for
-        self._num_begun = 0  # device blocks that this step begins to fill
-        self._most_taken = 0  # in a recent step
-        self._num_ahead = 0  # device blocks next in line that were looked at and have not been taken since
+
+    @property
+    def may_save_before_reuse(self) -> bool:
+        """Whether an idle engine's steps may have something to save."""
+        return self._look_ahead.may_find
 
     def note_admitted(self, num_hashes: int, num_hit_hashes: int) -> None:
-        """A request was admitted that will take blocks of so many hashes, and has some that the device holds.
-
-        It takes them step by step where it computes and all at once where it loads: they are counted as a whole.
-        """
+        """A request was admitted that will take blocks of so many hashes, and has some that the device holds."""
         if self._saves_before_reuse:
-            self._num_admitted += self._num_blocks(num_hashes)
-            self._num_ahead -= self._num_blocks(num_hit_hashes)  # they may have been among those next in line
+            self._look_ahead.admitted(self._num_blocks(num_hashes), self._num_blocks(num_hit_hashes))
 
     def note_changed(self) -> None:
         """Device blocks were freed: there may be something to save before reuse."""
-        self.may_save_before_reuse = self._saves_before_reuse
+        self._look_ahead.may_find = self._saves_before_reuse
 
     def plan(self, state: RequestState, item: ScheduledRequest, told: Sequence[StateBlock], now: float) -> None:
         """The step saves what the policy wants of blocks that are, or will be after it, full and valid on the device,
@@ -117,7 +115,8 @@ class SavePlanner:
         size, hashes, tables = self._shared.block_size, state.request.block_hashes, state.tables
         num_before, num_tokens = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
         if self._saves_before_reuse:
-            self._num_begun += self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
+            num_begun = self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
+            self._look_ahead.begun(num_begun)
         if state.is_stale or not tables:
             return
         num_hashes, per_block = min(num_tokens // size, len(hashes)), self._hashes_per_block
@@ -145,7 +144,7 @@ class SavePlanner:
         if not self._saves_before_reuse:
             return
         num_saved = len(self._host_ids)
-        watched = self._shared.pool.next_reused(self._num_watched())
+        watched = self._shared.pool.next_reused(self._look_ahead.next_step())
         nodes = [(device_id, key, self._tree.get(key)) for device_id, key in watched if key not in self._refusals]
         known = [(device_id, key, node) for device_id, key, node in nodes if node is not None]
         for index in self._host.absent([node for _, _, node in known]):
@@ -163,7 +162,7 @@ class SavePlanner:
             self._host_ids += host_ids
         num_saved = len(self._host_ids) - num_saved
         self._metrics.saves_on_reuse_blocks += num_saved
-        self.may_save_before_reuse = num_saved > 0
+        self._look_ahead.may_find = num_saved > 0
 
     def open(self) -> tuple[CopyJob, ...]:
         """The job of the step that has been planned, none where it saves nothing. Its host blocks are leased."""
@@ -185,7 +184,7 @@ class SavePlanner:
         if not ended.ok:
             self._metrics.failed_save_jobs += 1
             self._host.discard(host_ids)
-            self.may_save_before_reuse = False  # an idle engine does not try again and again
+            self._look_ahead.may_find = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
             return
         if ended.missing:
@@ -208,18 +207,6 @@ class SavePlanner:
         self._host.discard(lost)
         self._metrics.refused_blocks += len(refused)
         return [block_id for block_id in host_ids if block_id not in refused]
-
-    def _num_watched(self) -> int:
-        """Device blocks next in line for reuse to look at, so that twice as many as one of the last steps took are kept
-        saved: all of them after something was freed, or when half of them are gone, for what was saved stays so.
-        """
-        self._most_taken = max(self._most_taken - self._most_taken // 8, self._num_admitted, self._num_begun)
-        self._num_ahead -= self._num_admitted + self._num_begun
-        self._num_admitted = self._num_begun = 0
-        if not self.may_save_before_reuse and self._num_ahead >= self._most_taken:
-            return self._policy.lookahead
-        self._num_ahead = max(self._policy.lookahead, 2 * self._most_taken)
-        return self._num_ahead
 
     def _num_blocks(self, num_hashes: int) -> int:
         """That a prefix of so many hashes takes, of all groups."""

@@ -6,6 +6,7 @@ from .mutant import Mutant, Patch, tested
 from .scheduler import WORLDS
 
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
+_LOOK_AHEAD = "kv_connector/scheduler/saves/lookahead.py"
 _TESTS = "tests/index/test_tier.py"
 _TIER = "kv_connector/index/tier.py"
 _EVICTION = "kv_connector/index/eviction.py"
@@ -44,7 +45,7 @@ SAVES: tuple[Mutant, ...] = (
     Mutant(
         "look-ahead-not-renewed",
         "under write_back what steps take is not looked at again until something is freed",
-        (Patch(_PLANNER, " and self._num_ahead >= self._most_taken:", ":"),),
+        (Patch(_LOOK_AHEAD, " and self._num_ahead >= self._most_taken:", ":"),),
         tested("tests/scheduler/test_step_cost.py::test_no_step_takes_blocks_that_were_not_looked_at"),
     ),
     Mutant(
@@ -76,8 +77,8 @@ SAVES: tuple[Mutant, ...] = (
         "under write_back blocks behind those that are hit on the device are taken unsaved",
         (
             Patch(
-                _PLANNER,
-                "self._num_ahead -= self._num_blocks(num_hit_hashes)",
+                _LOOK_AHEAD,
+                "self._num_ahead -= num_hit",
                 "self._num_ahead -= 0",
             ),
         ),
