@@ -1,8 +1,8 @@
 """Coded host blocks beside raw ones: the kernels, whole loads and saves, what they cost products, and what fits.
 
 Every part runs by itself, so that one that fails leaves the others. Blocks are those of an 8B model, 64 pieces of
-32 KiB, filled with SmolLM2's own caches (`integration.models.smollm2_caches` writes them); loads and saves go through
-a ring of buffers in device memory as those of the staged path do, for both forms alike. Needs a GPU.
+32 KiB, filled with SmolLM2's own caches (`integration.models.smollm2_caches` writes them); whole loads and saves take
+the engine's staged path in both forms, in turn. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -25,12 +26,17 @@ from kv_connector.triton_kernels.copy_pieces import RegionTable, gather_pieces, 
 
 from integration.models import smollm2_caches
 from integration.report import Report, hardware
-from kv_connector.transfer.cuda.copier import driver_copier
+from kv_connector.config import Config, HostFormName, PathName
+from kv_connector.transfer.memory.host_form import make_form
+from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths.base import BlockCopy, Refusals
+from kv_connector.transfer.paths.choice import make_path
 from kv_connector.types import Direction
 
 REGIONS, PIECE = 64, 32 << 10  # 16 tokens of Llama-3.1-8B
 PRODUCT, PRODUCTS = 8192, 40
-NUM_BUFFERS, BUFFER = 3, (128 << 20) // 3  # as the staged path has them
+BUFFER = 42 << 20  # of device memory, for kernels alone
 GB = 1e9
 DEVICE = "cuda"
 
@@ -129,61 +135,32 @@ class Blocks:
             scatter_pieces(self.raw, self.ids, rows, **options)
 
 
-class Pipeline:
-    """Whole loads and saves through a ring of buffers: kernels of each on a stream of its own, DMA on one for all."""
+class Copies:
+    """Whole loads and saves of blocks through the engine's staged path, in one form on the host."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-        self.host = torch.empty(blocks.num_bytes, dtype=torch.uint8, pin_memory=True)
-        self.flat = torch.empty(blocks.num_bytes, dtype=torch.uint8, device=DEVICE)
-        self._buffers = [torch.empty(BUFFER, dtype=torch.uint8, device=DEVICE) for _ in range(NUM_BUFFERS)]
-        self._streams = [torch.cuda.Stream(priority=-2) for _ in range(NUM_BUFFERS)]
-        self._lane = torch.cuda.Stream(priority=-1)
-        self._copy = driver_copier().copy_one
+    def __init__(self, blocks: Blocks, name: HostFormName) -> None:
+        tensors = {str(region): view.view(torch.bfloat16) for region, view in enumerate(blocks.cache)}
+        layout = CacheLayout.from_tensors(tensors, 2 * blocks.count)
+        form = make_form(layout, name)
+        self.name = name.value
+        self._everything = range(len(layout.regions))
+        self._device_ids = blocks.ids.cpu().numpy()
+        self._host_ids = np.random.default_rng(0).permutation(blocks.count)
+        self._host = HostPool(blocks.count, form.block_bytes, device=layout.device)
+        self._host.wait_ready()
+        self._path = make_path(form, self._host, Config(copy_path=PathName.STAGED, host_form=name))
+        self._refusals: list[Refusals] = []
 
-    def rows(self, kernel: Kernel) -> torch.Tensor:
-        """The host's."""
-        blocks, size = self._blocks, self._blocks.row_bytes(kernel)
-        return self.host[: blocks.count * size].view(blocks.count, size)
+    def run(self, direction: Direction) -> None:
+        """Enqueue a load or a save of all blocks behind the current stream, which waits for it."""
+        stream = torch.cuda.current_stream()
+        ids = self._device_ids, self._host_ids
+        self._path.copy(BlockCopy(direction, self._everything, *ids, stream, refusals=self._refusals))
 
-    def run(self, direction: Direction, kernel: Kernel) -> None:
-        """Enqueue a load or a save of all blocks; the current stream waits for it."""
-        blocks, size = self._blocks, self._blocks.row_bytes(kernel)
-        host = self.rows(kernel)
-        current = torch.cuda.current_stream()
-        start = current.record_event()
-        for stream in (self._lane, *self._streams):
-            stream.wait_event(start)
-        free: list[torch.cuda.Event | None] = [None] * NUM_BUFFERS
-        most = BUFFER // size
-        for number, first in enumerate(range(0, blocks.count, most)):
-            at, count = number % NUM_BUFFERS, min(most, blocks.count - first)
-            stream, rows = self._streams[at], self._buffers[at][: count * size].view(count, size)
-            taker = self._lane if direction is Direction.LOAD else stream
-            if (event := free[at]) is not None:
-                taker.wait_event(event)
-            if direction is Direction.LOAD:
-                self._copy_rows(rows, host[first : first + count])
-                stream.wait_event(self._lane.record_event())
-                blocks.unpack(kernel, rows, first, count, stream)
-                free[at] = stream.record_event()
-            else:
-                blocks.pack(kernel, rows, first, count, stream)
-                self._lane.wait_event(stream.record_event())
-                self._copy_rows(host[first : first + count], rows)
-                free[at] = self._lane.record_event()
-        for stream in (self._lane, *self._streams):
-            current.wait_event(stream.record_event())
-
-    def large_copy(self, direction: Direction) -> None:
-        """As many raw bytes in one piece, on the current stream."""
-        target, source = (self.flat, self.host) if direction is Direction.LOAD else (self.host, self.flat)
-        target.copy_(source, non_blocking=True)
-
-    def _copy_rows(self, targets: torch.Tensor, sources: torch.Tensor) -> None:
-        """A copy for each row, as rows of a host pool are not neighbours."""
-        for target, source in zip(targets, sources, strict=True):
-            self._copy(target.data_ptr(), source.data_ptr(), target.numel(), self._lane.cuda_stream)
+    def check(self) -> None:
+        """Once all of it has completed: every block has fitted."""
+        assert not any(refused() for refused in self._refusals), "blocks of real caches were refused"
+        self._refusals.clear()
 
 
 class Bench:
@@ -197,15 +174,26 @@ class Bench:
             print(f"{options.caches} is not there: normal numbers take the place of real caches")
             self._caches = torch.randn((30, 2, 512, 3, 64)).to(torch.bfloat16)
         self._is_real = options.caches.is_file()
-        self._blocks: Blocks | None = None
-        self._pipe: Pipeline | None = None
 
-    @property
-    def _all(self) -> tuple[Blocks, Pipeline]:
-        if self._blocks is None or self._pipe is None:
-            self._blocks = Blocks(self._caches, PIECE, REGIONS, self._bytes // (REGIONS * PIECE))
-            self._pipe = Pipeline(self._blocks)
-        return self._blocks, self._pipe
+    @cached_property
+    def _blocks(self) -> Blocks:
+        return Blocks(self._caches, PIECE, REGIONS, self._bytes // (REGIONS * PIECE))
+
+    @cached_property
+    def _copies(self) -> tuple[Copies, ...]:
+        return tuple(Copies(self._blocks, name) for name in HostFormName)
+
+    @cached_property
+    def _flat(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As many bytes in one piece, on the device and on the host."""
+        num_bytes = self._blocks.num_bytes
+        device = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+        return device, torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def _large_copy(self, way: Direction) -> None:
+        device, host = self._flat
+        target, source = (device, host) if way is Direction.LOAD else (host, device)
+        target.copy_(source, non_blocking=True)
 
     def exactness(self) -> None:
         """Coded bytes are the reference's, and come back: of all patterns, real caches, noise, and odd lengths."""
@@ -261,7 +249,7 @@ class Bench:
 
     def kernels(self) -> None:
         """GB/s of raw bytes on the device alone, by programs."""
-        blocks, _ = self._all
+        blocks = self._blocks
         count = min(BUFFER // blocks.raw_bytes, blocks.count)
         rows = torch.zeros((count, blocks.raw_bytes), dtype=torch.uint8, device=DEVICE)
         firsts = range(0, blocks.count - count + 1, count)[:12]  # more than the GPU's caches hold
@@ -284,35 +272,34 @@ class Bench:
 
     def whole(self) -> None:
         """Whole loads and saves with the GPU otherwise idle, as multiples of one large copy of as many raw bytes."""
-        blocks, pipe = self._all
-        self._verify(blocks, pipe)
+        self._verify()
         for way in (Direction.SAVE, Direction.LOAD):  # a load finds what a save has written
-            link = best_ms(lambda way=way: pipe.large_copy(way), self._repeats)
-            multiples: dict[Kernel, float] = {}
-            for kernel in (RAW, CODED, *OTHERS):
-                if way is Direction.LOAD:
-                    pipe.run(Direction.SAVE, kernel)
-                ms = best_ms(lambda way=way, kernel=kernel: pipe.run(way, kernel), self._repeats)
-                multiples[kernel] = link / ms
-                print(f"{way.value:>5} {kernel!s:>26}: {ms:.1f} ms, {link / ms:.3f} of the link", flush=True)
-                row = {"part": "whole", "direction": way.value, "kernel": str(kernel), "ms": ms, "link_ms": link}
-                self._report.rows.append(row)
+            found: dict[str, list[float]] = {"link": [], **{copies.name: [] for copies in self._copies}}
+            for _ in range(self._repeats + 1):
+                found["link"].append(device_ms(lambda way=way: self._large_copy(way)))
+                for copies in self._copies:
+                    found[copies.name].append(device_ms(lambda way=way, copies=copies: copies.run(way)))
+                    copies.check()
+            ms = {name: median(times[1:]) for name, times in found.items()}
+            for name, own in ms.items():
+                print(f"{way.value:>5} {name:>8}: {own:.1f} ms, {ms['link'] / own:.3f} of the link", flush=True)
+            self._report.rows.append({"part": "whole", "direction": way.value, "ms": found})
             goal = 1.22 if way is Direction.LOAD else 1.2
-            self._report.claim(f"{way.value}_multiple_of_link", multiples[CODED], goal, "of 1", "higher")
+            self._report.claim(f"{way.value}_multiple_of_link", ms["link"] / ms["lossless"], goal, "of 1", "higher")
 
-    def _verify(self, blocks: Blocks, pipe: Pipeline) -> None:
+    def _verify(self) -> None:
+        blocks = self._blocks
         before = blocks.cache[:, blocks.ids].clone()
-        for kernel in (RAW, CODED):
-            pipe.run(Direction.SAVE, kernel)
+        for copies in self._copies:
+            copies.run(Direction.SAVE)
             blocks.cache.zero_()
-            pipe.run(Direction.LOAD, kernel)
+            copies.run(Direction.LOAD)
             torch.cuda.synchronize()
-            assert torch.equal(blocks.cache[:, blocks.ids], before), f"{kernel}: bytes differ"
-        assert not blocks.verdicts.any()
+            copies.check()
+            assert torch.equal(blocks.cache[:, blocks.ids], before), f"{copies.name}: bytes differ"
 
     def products(self) -> None:
         """What large products lose for each GB of raw bytes that is loaded or saved beside them."""
-        blocks, pipe = self._all
         left = torch.randn((PRODUCT, PRODUCT), dtype=torch.bfloat16, device=DEVICE)
         side = torch.cuda.Stream()
 
@@ -321,34 +308,33 @@ class Bench:
                 torch.mm(left, left)
 
         for way in Direction:
-            lost: dict[Kernel, float] = {}
-            for kernel in (RAW, CODED, *OTHERS):
-                pipe.run(Direction.SAVE, kernel)
-                found = [self._beside(pipe, way, kernel, products, side) for _ in range(self._repeats + 1)][1:]
+            for copies in self._copies:
+                copies.run(Direction.SAVE)
+                found = [self._beside(copies, way, products, side) for _ in range(self._repeats + 1)][1:]
+                copies.check()
                 alone, beside, copying, link = (median(column) for column in zip(*found, strict=True))
-                lost[kernel] = (beside - alone) / (blocks.num_bytes / GB)
+                lost = (beside - alone) / (self._blocks.num_bytes / GB)
                 print(
-                    f"{way.value:>5} {kernel!s:>26}: products {beside / alone - 1:+.1%}, {lost[kernel]:.2f} ms a GB, "
+                    f"{way.value:>5} {copies.name:>8}: products {beside / alone - 1:+.1%}, {lost:.2f} ms a GB, "
                     f"copy at {link / copying:.3f} of the link in {copying:.0f} of {beside:.0f} ms",
                     flush=True,
                 )
-                row = {"part": "products", "direction": way.value, "kernel": str(kernel), "ms": found}
-                self._report.rows.append(row | {"lost_ms_per_gb": lost[kernel], "columns": "alone beside copy link"})
-            goal = 1.0 if way is Direction.LOAD else 1.5
-            self._report.claim(f"products_lose_{way.value}", lost[CODED], goal, "ms per GB", "lower")
+                row = {"part": "products", "direction": way.value, "form": copies.name, "ms": found}
+                self._report.rows.append(row | {"lost_ms_per_gb": lost, "columns": "alone beside copy link"})
+            goal = 1.0 if way is Direction.LOAD else 1.5  # of the last form, which is the coded one
+            self._report.claim(f"products_lose_{way.value}", lost, goal, "ms per GB", "lower")
 
     def _beside(
         self,
-        pipe: Pipeline,
+        copies: Copies,
         way: Direction,
-        kernel: Kernel,
         products: Callable[[], None],
         side: torch.cuda.Stream,
     ) -> tuple[float, float, float, float]:
         """Milliseconds of the products alone and beside a copy, of that, and of a large copy."""
-        link = device_ms(lambda: pipe.large_copy(way))
+        link = device_ms(lambda: self._large_copy(way))
         alone = device_ms(products)
-        device_ms(lambda: pipe.large_copy(way))  # as long a rest as in front of the others
+        device_ms(lambda: self._large_copy(way))  # as long a rest as in front of the others
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -357,7 +343,7 @@ class Bench:
         side.wait_event(start)
         with torch.cuda.stream(side):
             begun.record()
-            pipe.run(way, kernel)
+            copies.run(way)
             done.record()
         torch.cuda.synchronize()
         return alone, start.elapsed_time(end), begun.elapsed_time(done), link
