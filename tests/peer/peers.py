@@ -34,7 +34,8 @@ from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 SECRET = b"a secret that both sides know"
 SECONDS = 30.0
 PIECES = (512, 512, 768)  # bytes of a block in each region
-IDENTITY = PeerIdentity("model", "float32", "NHD", 16, 1, 1, 0, PIECES)
+NO_HEADS = (0,) * len(PIECES)
+IDENTITY = PeerIdentity("model", "float32", "NHD", 16, 1, 1, 0, PIECES, heads=NO_HEADS, head_bytes=NO_HEADS)
 STAGING = 8 * 8192
 
 
