@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -88,8 +88,10 @@ def made_tiny(options: argparse.Namespace) -> argparse.Namespace:
     return options
 
 
-def first_tokens(kind: type[EngineOptions], options: argparse.Namespace) -> tuple[Report, list[EngineOptions]]:
-    """Measure engines of this kind; the result, and what they were started with."""
+def first_tokens(
+    kind: type[EngineOptions], options: argparse.Namespace, last: Callable[[Report, Engines], None] | None = None
+) -> tuple[Report, list[EngineOptions]]:
+    """Measure engines of this kind; the result, and what they were started with. `last` is called before they stop."""
     report = Report(f"{kind.package}_ttft")
     link = link_rate(torch.device("cuda", options.device) if torch.cuda.is_available() else torch.device("cpu"))
     kept = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
@@ -105,12 +107,17 @@ def first_tokens(kind: type[EngineOptions], options: argparse.Namespace) -> tupl
     ]
     print(f"logs of the engines: {wanted[0].logs}", flush=True)
     if lengths:
-        measure_hits(options, report, wanted, lengths, link)
+        measure_hits(options, report, wanted, lengths, link, last)
     return report, wanted
 
 
 def measure_hits(
-    options: argparse.Namespace, report: Report, wanted: Sequence[EngineOptions], lengths: Sequence[int], link: float
+    options: argparse.Namespace,
+    report: Report,
+    wanted: Sequence[EngineOptions],
+    lengths: Sequence[int],
+    link: float,
+    last: Callable[[Report, Engines], None] | None,
 ) -> None:
     """Parts one and two, on engines that run beside each other."""
     engines, _ = start_engines(wanted, options.start_timeout)
@@ -124,6 +131,8 @@ def measure_hits(
             claim_length(report, length, length * wanted[0].bytes_per_token / link)
             report.write(options.json)
         measure_part(report, engines, options.part_length, options.prompts)
+        if last is not None:
+            last(report, engines)
         report.write(options.json)
     finally:
         engines.close()

@@ -36,11 +36,16 @@ TINY = LLAMA_8B | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_siz
 TINY |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
 
 
-def bytes_per_token(tiny: bool) -> int:
+def usual_dtype(tiny: bool) -> str:
+    """Of the model and of its KV cache."""
+    return "float32" if tiny else "bfloat16"
+
+
+def bytes_per_token(tiny: bool, dtype: str) -> int:
     """Of the KV cache."""
     model = TINY if tiny else LLAMA_8B
     values = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"]
-    return int(values * (4 if tiny else 2))
+    return int(values * getattr(torch, dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,13 @@ class EngineOptions(ABC):
         """Tokens of a block of its KV cache."""
 
     @property
+    def dtype(self) -> str:
+        """Of its model and of its KV cache."""
+        return usual_dtype(self.tiny)
+
+    @property
     def bytes_per_token(self) -> int:
-        return bytes_per_token(self.tiny)
+        return bytes_per_token(self.tiny, self.dtype)
 
     @property
     def host_blocks(self) -> int:

@@ -17,6 +17,9 @@ PEERS = {"offloading", "simple", "lmcache", "hicache"}
 ROLES = {"producer": "kv_producer", "consumer": "kv_consumer"}
 """Of ours: engines that compute prompts for others, and that continue them."""
 
+LOSSLESS = 'ours:host_form="lossless"'
+"""Of ours, with host blocks in that form, else as by default."""
+
 
 class Connector(NamedTuple):
     """A name in parts. `settings` by their keys, values as JSON reads them."""

@@ -18,15 +18,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from integration.bench.peers import is_default, is_peer
+from integration.bench.peers import LOSSLESS, is_default, is_peer
 from integration.report import Report
 from kv_connector.values import parse_size
 
 OVER_BEST_PEER = {"vllm": 1.05, "sglang": 1.0}
 MEDIAN_OVER_BEST_PEER = {"vllm": 1.2, "sglang": 1.1}
 MISS_PATH = 0.99
+LOSSLESS_OVER_RAW = 1.1
 """Goals: the default policy's turns a second over the best peer's, in each regime and in the median of all, by engine;
-throughput where nothing is hit over that without a connector."""
+throughput where nothing is hit over that without a connector; turns with lossless host blocks over those with raw
+ones."""
 _FIGURES = ("turns_per_second", "ttft_p50_ms", "ttft_p99_ms", "cached_share", "waiting", "arrived")
 _SERVING = {f"{engine}_serving" for engine in OVER_BEST_PEER}
 _SETTLING = 2.0  # seconds between windows: unfinished turns are aborted, saves arrive
@@ -122,6 +124,11 @@ def claim_regime(report: Report, regime: Mapping[str, Any]) -> None:
         report.claim(f"turns_over_{over}", regime["over_best_peer"], _goal(regime), "x", "higher")
     if "p50_over_soonest_peer" in regime:
         report.claim(f"p50_over_{over}", regime["p50_over_soonest_peer"], 1.0, "of 1", "lower")
+    turns = {name: engine["turns_per_second"] for name, engine in regime["engines"].items()}
+    if LOSSLESS in turns and (raw := next((turns[name] for name in turns if is_default(name)), None)):
+        report.claim(
+            f"turns_lossless_over_raw_{label(regime)}", turns[LOSSLESS] / raw, LOSSLESS_OVER_RAW, "x", "higher"
+        )
 
 
 def _goal(regime: Mapping[str, Any]) -> float:

@@ -20,7 +20,14 @@ import numpy as np
 
 from integration.bench.chats import ChatShape, Window, begin_chats, chat_row, run_window
 from integration.bench.engines import Engines, EngineServer, start_engines
-from integration.bench.options import EngineOptions, add_arguments, bytes_per_token, engine_options, unavailable
+from integration.bench.options import (
+    EngineOptions,
+    add_arguments,
+    bytes_per_token,
+    engine_options,
+    unavailable,
+    usual_dtype,
+)
 from integration.bench.regimes import (
     claim_misses,
     claim_regime,
@@ -108,7 +115,7 @@ def serve(kind: type[EngineOptions], parser: argparse.ArgumentParser) -> int:
         return 0
     at_once = options.at_once or max(1, options.users // 2)
     shape = ChatShape(options.users, at_once, options.document, options.question, options.max_length)
-    chats_bytes = shape.mean_tokens * bytes_per_token(options.tiny)
+    chats_bytes = shape.mean_tokens * bytes_per_token(options.tiny, usual_dtype(options.tiny))
     try:
         size = kind.host_size(host_bytes(options.host_memory, chats_bytes))
     except ConfigError as error:

@@ -73,7 +73,7 @@ class SglangOptions(EngineOptions):
             "json_model_override_args": json.dumps({"architectures": ["LargeLlamaForCausalLM"]}),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "dtype": "float32" if self.tiny else "bfloat16",
+            "dtype": self.dtype,
             "device": "cpu" if self.tiny else "cuda",
             "attention_backend": "torch_native" if self.tiny else "triton",
             "sampling_backend": "pytorch",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from integration.bench.engines import Output, Phases, Sample, fill_device
 from integration.bench.options import EngineOptions
@@ -69,7 +70,7 @@ class VllmServer:
             load_format=register_weights(),
             skip_tokenizer_init=True,
             generation_config="vllm",
-            dtype="float32" if options.tiny else "bfloat16",
+            dtype=options.dtype,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
             max_num_seqs=64,
@@ -90,6 +91,12 @@ class VllmServer:
     def scheduler(self) -> Any:
         """vLLM's."""
         return self._core.scheduler
+
+    @property
+    def kv_caches(self) -> list[torch.Tensor]:
+        """By layer; the last three dimensions are of a block's tokens, KV heads and values, in some order."""
+        caches: list[torch.Tensor] = self._core.model_executor.driver_worker.worker.model_runner.kv_caches
+        return caches
 
     def params(self, max_tokens: int) -> Any:
         """Greedy, of exactly so many tokens."""
