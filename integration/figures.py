@@ -16,6 +16,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -161,6 +162,62 @@ def first_tokens(result: Result) -> list[str]:
     return lines
 
 
+def lossless(result: Result) -> list[str]:
+    """A table of whole copies in both forms, alone and beside products, and which goals are missed."""
+    whole = {row["direction"]: row["ms"] for row in result["rows"] if row["part"] == "whole"}
+    lost = {
+        (row["direction"], row["form"]): row["lost_ms_per_gb"] for row in result["rows"] if row["part"] == "products"
+    }
+    head = (
+        f"`lossless_h200.json`, {_origin(result)}, {result['hardware']['gpu']}: whole loads and saves of SmolLM2's own "
+        f"caches in pieces of 32 KiB, as multiples of one large copy of as many raw bytes, and milliseconds that large "
+        f"products lose for each GB of raw bytes that moves beside them."
+    )
+    lines = [*_wrapped(head), "", "| | raw | lossless | products lose, raw | lossless |", "|---" * 5 + "|"]
+    for way, ms in whole.items():
+        shares = [median(ms["link"][1:]) / median(ms[form][1:]) for form in ("raw", "lossless")]
+        cells = [f"{share:.3f}" for share in shares] + [f"{lost[way, form]:.2f}" for form in ("raw", "lossless")]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return [*lines, "", *_wrapped(_missed(result))]
+
+
+def lossless_first_tokens(result: Result) -> list[str]:
+    """Those of `first_tokens`, how exponents spread, and which of the form's own goals are missed."""
+    spreads = [row for row in result["rows"] if row["part"] == "exponents"]
+    told = "; ".join(
+        f"{'the engine' if row['of'] != 'SmolLM2' else 'SmolLM2'} {row['entropy_bits']:.2f} bits, "
+        f"{row['far_below']:.3%} out of the code's reach"
+        for row in spreads
+    )
+    own = {name: claim for name, claim in result["claims"].items() if "lossless" in name and "waits" not in name}
+    return [
+        *first_tokens(result),
+        "",
+        *_wrapped(f"Exponents in the caches: {told}. {_missed({'claims': own})}"),
+    ]
+
+
+def chats(result: Result) -> list[str]:
+    """A table of turns a second, and throughput where nothing is hit."""
+    rows = [row for row in result["rows"] if row["part"] == "chats"]
+    misses = {row["connector"]: row for row in result["rows"] if row["part"] == "misses"}
+    sizes = result["rows"][0]
+    answers = list(dict.fromkeys(row["answer"] for row in rows))
+    head = (
+        f"`vllm_serving_lossless_0251_075x_h200.json`, {_origin(result)}, {result['hardware']['gpu']}: chats whose "
+        f"host memory holds {sizes['host_share']:g} of them, turns a second and share of prompts that is cached, in windows "
+        f"of {rows[0]['seconds']:.0f} s; and tokens a second where nothing is hit, as a share of no connector's."
+    )
+    titles = [f"answers of {answer}" for answer in answers]
+    lines = [*_wrapped(head), "", f"| | {' | '.join(titles)} | nothing is hit |", "|---" * (2 + len(titles)) + "|"]
+    for name in dict.fromkeys(row["connector"] for row in rows):
+        own = {row["answer"]: row for row in rows if row["connector"] == name}
+        cells = [f"{own[a]['turns_per_second']:.1f}, {own[a]['cached_share']:.0%}" for a in answers]
+        miss = f"{misses[name]['over_none']:.3f}" if "over_none" in misses.get(name, {}) else ""
+        lines.append(f"| {name} | {' | '.join(cells)} | {miss} |")
+    return lines
+
+
 WRITERS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
     "steps": ("steps", steps),
     "index": ("index", index),
@@ -168,6 +225,9 @@ WRITERS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
     "simulation_short": ("simulation", simulation_short),
     "mutants": ("mutants", mutants),
     "sglang_ttft": ("sglang_ttft_h200", first_tokens),
+    "lossless": ("lossless_h200", lossless),
+    "lossless_ttft": ("vllm_lossless_0251_h200", lossless_first_tokens),
+    "lossless_chats": ("vllm_serving_lossless_0251_075x_h200", chats),
 }
 """By the name in a document: the result, and what writes its lines."""
 
@@ -219,6 +279,17 @@ def _found(result: Result) -> str:
     failed = [f"{len(seeds)} worlds failed, of seeds {', '.join(seeds)}"] if seeds else []
     worlds = f"{ran['steps']:,} engine steps of {ran['seeds']:,} worlds, {ran['requests']:,} requests"
     return f"{worlds}: " + "; ".join([", ".join(f"no {what}" for what in none), *failed])
+
+
+def _missed(result: Result) -> str:
+    missed = [
+        f"`{name}` ({claim['value']:.3g}, goal {claim['goal']:g})"
+        for name, claim in result["claims"].items()
+        if not claim["holds"]
+    ]
+    return f"{len(result['claims']) - len(missed)} of {len(result['claims'])} goals hold" + (
+        f"; missed: {', '.join(missed)}." if missed else "."
+    )
 
 
 def _taken(row: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@
 site=$1
 copy=$(mktemp -d)
 python3 -m integration.vendor "$copy/kv_connector" >/dev/null
-cp -r integration conftest.py "$copy/"
+cp -r integration tests conftest.py "$copy/"
 export BENCH_COMMIT=${BENCH_COMMIT:-$(git describe --always --abbrev=40 --exclude='*' --dirty=+ 2>/dev/null || true)}
 export PYTHONPATH="$site:$copy" SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
 cd "$copy"

@@ -9,7 +9,7 @@ site=$1
 peers=${2:-}
 copy=$(mktemp -d)
 python3 -m integration.vendor "$copy/kv_connector" >/dev/null
-cp -r integration conftest.py "$copy/"
+cp -r integration tests conftest.py "$copy/"
 export BENCH_COMMIT=${BENCH_COMMIT:-$(git describe --always --abbrev=40 --exclude='*' --dirty=+ 2>/dev/null || true)}
 export PYTHONPATH="${peers:+$peers:}$site:$copy" VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1
 if [ -d "$site/nccl" ]; then

@@ -28,8 +28,8 @@ export -f one
 
 tests=${TESTS:-integration/tests/test_vllm_gpu.py integration/tests/test_vllm_families.py}
 # shellcheck disable=SC2086
-python3 -P -m pytest $test_options --rootdir "$PWD" --collect-only $tests | grep '::' >"$logs/all"
-[ -s "$logs/all" ] || { echo 'no test was found' >&2; exit 2; }
+python3 -P -m pytest $test_options --rootdir "$PWD" --collect-only $tests >"$logs/collected"
+grep '::' "$logs/collected" >"$logs/all" || { echo 'no test was found:' >&2; tail -n 20 "$logs/collected" >&2; exit 2; }
 in_turn() { # HOW MANY AT ONCE
     timeout "$seconds" xargs -r -d '\n' -P "$1" -I{} bash -c 'one "$1"' _ {}
 }
