@@ -146,7 +146,7 @@ def first_tokens(result: Result) -> list[str]:
     connectors = list(dict.fromkeys(connector for *_, connector in hits))
     lines = [
         *_wrapped(
-            f"`{result['name']}_h200.json`, {_origin(result)}, {result['hardware']['gpu']}: milliseconds to the first "
+            f"`{result['file']}`, {_origin(result)}, {result['hardware']['gpu']}: milliseconds to the first "
             f"token, median and in brackets least and most."
         ),
         "",
@@ -204,9 +204,10 @@ def chats(result: Result) -> list[str]:
     sizes = result["rows"][0]
     answers = list(dict.fromkeys(row["answer"] for row in rows))
     head = (
-        f"`vllm_serving_lossless_0251_075x_h200.json`, {_origin(result)}, {result['hardware']['gpu']}: chats whose "
-        f"host memory holds {sizes['host_share']:g} of them, turns a second and share of prompts that is cached, in windows "
-        f"of {rows[0]['seconds']:.0f} s; and tokens a second where nothing is hit, as a share of no connector's."
+        f"`{result['file']}`, {_origin(result)}, {result['hardware']['gpu']}: chats whose "
+        f"host memory holds {sizes['host_share']:g} of them, turns a second and share of prompts that is cached, "
+        f"in windows of {rows[0]['seconds']:.0f} s; and tokens a second where nothing is hit, as a share of those "
+        f"without a connector."
     )
     titles = [f"answers of {answer}" for answer in answers]
     lines = [*_wrapped(head), "", f"| | {' | '.join(titles)} | nothing is hit |", "|---" * (2 + len(titles)) + "|"]
@@ -237,7 +238,8 @@ def renewed(text: str) -> str:
 
     def fill(block: re.Match[str]) -> str:
         name, write = WRITERS[block["name"]]
-        lines = write(json.loads((RESULTS / f"{name}.json").read_text()))
+        path = RESULTS / f"{name}.json"
+        lines = write(json.loads(path.read_text()) | {"file": path.name})
         return block["begin"] + "".join(f"{block['indent']}{line}".rstrip() + "\n" for line in lines)
 
     return _BLOCK.sub(fill, text)

@@ -182,6 +182,8 @@ def test_misuse_is_refused(device: torch.device) -> None:
         encode_pieces(table, ids, flat, verdicts.long())
     with pytest.raises(ValueError, match="1 verdicts where 2 are needed"):
         encode_pieces(table, ids, flat, verdicts[:1])
+    with pytest.raises(ValueError, match="1 verdicts where 2 are needed"):
+        encode_pieces(table, ids, flat, verdicts[:1], first=1, count=1)
     with pytest.raises(ValueError, match="there are"):
         decode_pieces(table, ids[:1], flat, ids)
 

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kv_connector.triton_kernels.coded_rows import (
     ALIGN,
@@ -124,6 +124,7 @@ def elements(draw: st.DrawFn) -> torch.Tensor:
     return bits_of(bits)
 
 
+@settings(deadline=None)
 @given(elements())
 @example(bits_of(torch.zeros(1024)))
 @example(bits_of(torch.full((1024,), 0xFFFF)))
@@ -137,6 +138,7 @@ def test_what_fits_comes_back_and_what_does_not_is_said(piece: torch.Tensor) -> 
         assert torch.equal(decode_reference(coded, size)[0], piece)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 70), st.integers(0, 1 << 30))
 def test_any_bytes_are_decoded_to_something(units: int, seed: int) -> None:
     size = 64 * units

@@ -140,9 +140,10 @@ class StagedPath:
         """
         least = min_staging_memory(form)
         if staging_memory < least:
+            other = 'host_form="raw"' if form.name else 'copy_path="runs"'
             raise ConfigError(
                 f"staging_memory={staging_memory} cannot hold the largest piece in each of {2 * NUM_BUFFERS} buffers: "
-                f'give at least {least} bytes, or copy_path="runs"'
+                f"give at least {least} bytes, or {other}"
             )
         device = form.layout.device
         self._form = form

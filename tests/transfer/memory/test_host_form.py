@@ -65,6 +65,18 @@ def test_bytes_that_are_of_bf16_and_of_something_else_are_not_coded() -> None:
     assert make_form(CacheLayout.from_tensors(same, B), HostFormName.LOSSLESS).is_coded == (False, True)
 
 
+def test_pieces_that_wide_loads_cannot_reach_are_not_coded() -> None:
+    """They begin, or follow each other, at no multiple of 16 bytes."""
+    memory = torch.zeros(B * 4096 + 8, dtype=torch.bfloat16)
+    caches = {
+        "good": torch.zeros(B, 2048, dtype=torch.bfloat16),
+        "begins apart": memory[4 : 4 + B * 2048].view(B, 2048),
+        "follows apart": torch.zeros(B, 2052, dtype=torch.bfloat16)[:, :2048],
+    }
+    layout = CacheLayout.from_tensors(caches, B)
+    assert make_form(layout, HostFormName.LOSSLESS).is_coded == (True, False, False)
+
+
 def test_a_form_that_codes_nothing_is_refused() -> None:
     layout = CacheLayout.from_tensors({"a": torch.zeros(B, 64, dtype=torch.float16)}, B)
     with pytest.raises(ConfigError, match=r"host_form='lossless' gains nothing here: .*; give 'raw'"):

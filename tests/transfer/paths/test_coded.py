@@ -156,6 +156,17 @@ def test_what_says_that_a_block_does_not_fit_is_nobody_else_s_meanwhile() -> Non
     assert len(verdicts._memory) < 1000, "memory that nobody holds is used again"
 
 
+def test_memory_that_goes_round_leaves_the_oldest_in_use_alone() -> None:
+    verdicts = packing._Slab(12, torch.device("cpu"))
+    first, oldest = verdicts.take(4), verdicts.take(4)
+    oldest.memory[:] = 1
+    del first
+    held = [verdicts.take(4), verdicts.take(3)]  # the last one from the start again
+    held.append(verdicts.take(3))
+    assert oldest.refused(ids(0, 1, 2, 3)) == [0, 1, 2, 3]
+    assert not any(entry.refused(ids(*range(4))[: len(entry.memory)]) for entry in held)
+
+
 @pytest.mark.parametrize("name", list(HostFormName))
 def test_no_page_locked_memory_is_made_in_service(name: HostFormName, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes milliseconds. Loads have no use for any, nor has a form that refuses nothing."""
