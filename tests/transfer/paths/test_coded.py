@@ -156,7 +156,7 @@ def test_what_says_that_a_block_does_not_fit_is_nobody_else_s_meanwhile() -> Non
     assert len(verdicts._memory) < 1000, "memory that nobody holds is used again"
 
 
-@pytest.mark.parametrize("name", list(HostFormName))
+@pytest.mark.parametrize("name", [HostFormName.RAW, HostFormName.LOSSLESS])
 def test_no_page_locked_memory_is_made_in_service(name: HostFormName, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes milliseconds. Loads have no use for any, nor has a form that refuses nothing."""
     form, _, _ = coded(torch.device("cpu"))
