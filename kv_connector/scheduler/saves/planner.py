@@ -189,11 +189,8 @@ class SavePlanner:
             self._look_ahead.may_find = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
             return
-        refused: list[BlockHash] = []
-        if ended.missing:
-            refused = self._refuse(host_ids, ended.missing)
-            host_ids = [block_id for block_id in host_ids if block_id not in ended.missing]
-        filled = self._host.fill(host_ids)
+        refused = self._refuse(host_ids, ended.missing) if ended.missing else []
+        filled = self._host.fill(host_ids)  # but what was refused
         self._refusals.judge(len(filled), refused)
         self._metrics.saved_blocks += len(filled)
         if filled and self._shared.events.is_read:

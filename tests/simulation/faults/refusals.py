@@ -24,7 +24,7 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-shown",
         "a block that did not fit is matched, with whatever its host block holds",
-        (Patch(_PLANNER, "host_ids = [block_id for block_id in host_ids if block_id not in ended.missing]", "pass"),),
+        (Patch(_PLANNER, "self._refuse(host_ids, ended.missing) if ended.missing else []", "[]"),),
         _WORLDS,
     ),
     Mutant(
@@ -130,13 +130,7 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "form-of-its-own",
         "a rank takes another form than the others",
-        (
-            Patch(
-                _FORM_CHOICE,
-                '            objection = f"coded loads are',
-                '            return raw, costs\n            objection = f"coded loads are',
-            ),
-        ),
+        (Patch(_FORM_CHOICE, "objection = self._agreed(objection)", "self._agreed(objection)"),),
         tested(_CHOICE),
     ),
     Mutant(
