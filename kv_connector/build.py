@@ -52,6 +52,7 @@ def build_worker(
     groups: Sequence[BlockGroup] = (),
     num_replicas: int = 1,
     exchange: Exchange | None = None,
+    exchange_all: Exchange | None = None,
     **options: Any,
 ) -> WorkerHalf:
     """The worker half of one rank; `options` as for `WorkerHalf`. Imports torch.
@@ -61,9 +62,11 @@ def build_worker(
     is kept of a model with several of them is of no use to one with others. With `num_replicas` 4 the caches of ranks 0
     to 3 hold the same bytes, those of ranks 4 to 7 do, and so on: they have one name in storage, and those of a machine
     one copy in host memory, for which `exchange` tells each of them what the others say (see `host_share.Exchange`).
+    `exchange_all` does so among all ranks: without it several of them keep their blocks raw under `host_form="auto"`.
     Raises KVConnectorError for a rank that is none of `world_size`, or so many replicas that do not make it up, and
     ConfigError for a `peer.port` behind which there are not as many ports as ranks.
     """
+    from .transfer.form_choice import FormChooser
     from .worker import WorkerHalf
 
     _check_argument("world_size", world_size, 1)
@@ -83,7 +86,13 @@ def build_worker(
         from .transfer.memory.host_share import share_host
 
         options["open_share"] = partial(share_host, exchange)
+    name_of = partial(_name_of, own) if identity is not None else lambda arrangement: ""
+    options["forms"] = FormChooser(config, world_size, exchange_all, name_of)
     return WorkerHalf(config, rank, world_size, identity=own.shown() if identity is not None else "", **options)
+
+
+def _name_of(identity: RankIdentity, arrangement: str) -> str:
+    return replace(identity, arrangement=arrangement).digest().hex()
 
 
 def _check_argument(name: str, value: object, least: int, most: int | None = None) -> None:

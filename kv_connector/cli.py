@@ -120,7 +120,8 @@ def _measured(number: int) -> LinkCosts:
         host = HostPool(32, 1 << 20, device=device)
         host.wait_ready()
         try:
-            return measure(device, host, [1 << power for power in (10, 12, 14, 16, 18)])
+            lengths = [1 << power for power in (10, 12, 14, 16, 18)]
+            return measure(device, host, lengths, lengths)
         finally:
             host.close()
 

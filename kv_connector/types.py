@@ -181,6 +181,7 @@ class StepPlan:
     cancelled_peer: ids of RECEIVE jobs that are wanted no more.
     reported_step: the last step of which the scheduler half knew what every rank said when it made this plan. A load
         that failed behind it was not known: what this step computes may rest on bytes that never came.
+    unfit: so much of what was saved did not fit into the form of host blocks that nothing is saved any more.
     computes: without, the step is there for what runs beside it, and may rest for a moment.
     """
 
@@ -198,6 +199,7 @@ class StepPlan:
     withdrawn: tuple[str, ...] = ()
     cancelled_peer: tuple[int, ...] = ()
     reported_step: int = -1
+    unfit: bool = False
     computes: bool = True
 
     @property

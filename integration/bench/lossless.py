@@ -181,7 +181,7 @@ class Bench:
 
     @cached_property
     def _copies(self) -> tuple[Copies, ...]:
-        return tuple(Copies(self._blocks, name) for name in HostFormName)
+        return tuple(Copies(self._blocks, name) for name in (HostFormName.RAW, HostFormName.LOSSLESS))
 
     @cached_property
     def _flat(self) -> tuple[torch.Tensor, torch.Tensor]:

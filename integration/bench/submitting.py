@@ -83,7 +83,7 @@ def main() -> int:
 
 def measure_case(report: Report, case: Case, repeats: int) -> None:
     """All of it for pieces of one size."""
-    costs = link_costs(case.layout, case.host, Config())
+    costs = link_costs(raw_form(case.layout), Config(host_memory=case.host.tensor.nbytes))
     path = TimedPath(case, costs)
     engine = TransferEngine(raw_form(case.layout), case.host, Config(), path, costs=costs)
     try:

@@ -41,6 +41,34 @@ def test_ranks_hear_of_those_that_have_their_head_and_of_no_others(monkeypatch: 
     assert heard == ["01", "01", "23", "23"]
 
 
+def test_ranks_of_all_stages_hear_of_one_another_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages of two ranks."""
+    from kv_connector.engines.vllm import worker
+
+    def tell(values: list[Any], value: object, group: tuple[str, int]) -> None:
+        kind, rank = group
+        own = [rank - rank % 2, rank - rank % 2 + 1]
+        assert value == (rank if kind == "tp" else own)
+        values[:] = own if kind == "tp" else [[0, 1], [2, 3]]
+
+    monkeypatch.setattr(worker.torch.distributed, "all_gather_object", tell)
+    for rank in range(4):
+        for kind in ("tp", "pp"):
+            group = SimpleNamespace(world_size=2, cpu_group=(kind, rank))
+            monkeypatch.setattr(worker, f"get_{kind}_group", lambda group=group: group)
+        assert worker._exchange_all(rank) == [0, 1, 2, 3]
+
+
+def test_ranks_come_to_one_form_of_host_blocks(tmp_path: Path) -> None:
+    """Raw, on the CPU; they ask each other before they share their memory."""
+    config = transfer_config({"write_policy": "write_through", "host_form": "auto"})
+    with running(tmp_path, "one_head", num_blocks=100, kv_transfer_config=config, **RANKS) as engine:
+        expected = engine.alone(prompts(1))
+        assert engine.alone(prompts(1)) == expected
+        assert engine.stats()["saved_blocks"] > 0
+        assert engine.stats()["saves_are_off"] == 0
+
+
 @pytest.mark.parametrize("choice", ["sync", "async"])
 def test_each_rank_has_its_cache_back(tmp_path: Path, choice: str) -> None:
     """Of every block one of them has saved what both load."""

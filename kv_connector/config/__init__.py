@@ -66,7 +66,8 @@ class Config:
     staging_memory: device bytes for the rings of the staged path, over both directions.
     pin_memory: page-lock the host pool (in the background) where there is a GPU.
     host_form: `raw` keeps blocks on the host as they are on the device. `lossless` codes bf16 pieces in about three
-        quarters of their bytes, exactly: more blocks in the same memory, and fewer bytes over every link.
+        quarters of their bytes, exactly: more blocks in the same memory, and fewer bytes over every link. `auto` takes
+        `lossless` on GPUs where blocks become smaller by it and no load longer, else `raw`, and says why in the log.
     numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on that of the first to come to it.
     trace_loads: time each layer group of a load with events and report the load stall.
     storage: where blocks are kept beyond the host's memory; none by default.

@@ -28,6 +28,7 @@ class HostFormName(str, Enum):
 
     RAW = "raw"
     LOSSLESS = "lossless"
+    AUTO = "auto"
 
 
 class LoadChoice(str, Enum):

@@ -50,6 +50,7 @@ from .ranks import RankStates
 from .requests import RequestState, RequestTable, num_blocks_of
 from .saves.budget import SaveBudget
 from .saves.planner import SavePlanner
+from .saves.refusals import Refusals
 from .shared import DevicePool, Shared
 from .steps import InFlightSteps, first_written
 from .watchdog import CopyWatchdog
@@ -113,7 +114,10 @@ class SchedulerHalf(KVConnectorScheduler):
         self._budget = SaveBudget(config.save_bandwidth)
         is_in_storage = config.storage is not None
         policy = SavePolicy.from_config(config)
-        self._saves = SavePlanner(shared, policy, self.reuse, self._budget, self._companions.saved, is_in_storage)
+        self.refusals = Refusals()
+        self._saves = SavePlanner(
+            shared, policy, self.reuse, self.refusals, self._budget, self._companions.saved, is_in_storage
+        )
         self._hits = HitCounter(shared, self.reuse)
         self._pins = PinnedPrefixes(shared)
         self._fence = Fence(self._ledger)
@@ -210,6 +214,7 @@ class SchedulerHalf(KVConnectorScheduler):
             announced,
             awaited,
             reported_step=self._ranks.reported_step,
+            unfit=self.refusals.are_too_many,
             computes=num_tokens > 0,
         )
         plan = self._companions.plan(plan)
@@ -300,6 +305,7 @@ class SchedulerHalf(KVConnectorScheduler):
             "host_cached_blocks": self.host.num_copies,
             "host_leased_blocks": self.host.pool.capacity - self.host.num_available,
             "host_evicted_blocks": self.host.num_evicted,
+            "saves_are_off": float(self.refusals.are_too_many),
             "jobs_in_flight": len(self._ledger),
             "known_blocks": len(self.tree),
         }

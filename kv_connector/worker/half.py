@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..base import KVConnectorWorker
-from ..config import Config, HostFormName
+from ..config import Config
 from ..errors import KVConnectorError
 from ..peer.protocol.jobs import EndedPeerJob
 from ..storage.base import GroupedStorage
 from ..storage.jobs import AnotherRanksJobs, EndedStorageJob, StorageJobs
 from ..transfer.costs.curves import LinkCosts
-from ..transfer.costs.known import link_costs
 from ..transfer.engine import TransferEngine
-from ..transfer.memory.host_form import HostForm, make_form
+from ..transfer.form_choice import FormChooser
+from ..transfer.memory.host_form import HostForm
 from ..transfer.memory.host_pool import HostPool
 from ..transfer.memory.host_share import ALONE, HostShare
 from ..transfer.memory.layout import CacheLayout
@@ -46,7 +46,7 @@ class WorkerHalf(KVConnectorWorker):
     `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given, arranged as
     the text says, and for so many ranks that share it; `open_peers` opens the links to other engines. `identity` is
     what decides this rank's bytes, to be told. `open_share`: see `HostShare`; it is called once, as the cache is
-    registered, and may wait for other ranks.
+    registered, and may wait for other ranks. `forms` chooses the form of host blocks then.
     """
 
     def __init__(
@@ -61,7 +61,10 @@ class WorkerHalf(KVConnectorWorker):
         open_peers: OpenPeers | None = None,
         identity: str = "",
         open_share: Callable[[], HostShare] = lambda: ALONE,
+        forms: FormChooser | None = None,
     ) -> None:
+        self._forms = FormChooser(config, world_size) if forms is None else forms
+        self._form_name = ""
         self._identity = identity
         self._open_share = open_share
         self._share = ALONE
@@ -101,7 +104,8 @@ class WorkerHalf(KVConnectorWorker):
         self._layout = layout
         self._layers = frozenset(layout.layer_names)
         if self._config.host_memory:
-            form = make_form(layout, self._config.host_form)
+            form, costs = self._forms.choose(layout)
+            self._form_name = form.name
             self._share = self._open_share()
             self._host = HostPool.sized(
                 self._config.host_memory // self._world_size,
@@ -111,7 +115,6 @@ class WorkerHalf(KVConnectorWorker):
                 numa_bind=self._config.numa_bind,
                 share=self._share,
             )
-            costs = link_costs(layout, self._host, self._config)
             path = self._make_path(form, self._host, self._config, costs)
             fallback = make_fallback(form, self._host) if self._retries_loads else None
             self._engine = TransferEngine(form, self._host, self._config, path, fallback, costs)
@@ -135,6 +138,8 @@ class WorkerHalf(KVConnectorWorker):
         self._plan = plan
         self._step = plan.step
         self._saves_pending = bool(plan.saves)
+        if plan.unfit:
+            self._forms.note_unfit()
         if plan.awaited_loads:
             # Told in this step: the engine may believe its requests complete, and has hit their blocks for others.
             self._fail_loads(self._transfer.wait_jobs(plan.awaited_loads))
@@ -261,7 +266,7 @@ class WorkerHalf(KVConnectorWorker):
             return "nothing registered"
         host = self._host
         on_host = f"{host.num_blocks} host blocks of {host.block_bytes} bytes" if host is not None else "0 host blocks"
-        on_host += f", {self._config.host_form.value}" if self._config.host_form is HostFormName.LOSSLESS else ""
+        on_host += f", coded as {self._form_name}" if self._form_name else ""
         identity = f"; they are those of {self._identity}" if self._identity else ""
         peers = f"; other engines reach it at port {self._peers.port}" if self._peers is not None else ""
         return (

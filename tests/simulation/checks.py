@@ -61,6 +61,8 @@ class JobBook:
 
     def planned(self, plan: StepPlan, num_rows: Mapping[int, int]) -> None:
         """The scheduler half has made this plan. `num_rows`: of blocks that it was told prompts end inside of."""
+        if plan.unfit and plan.saves:
+            raise Violation("saves", f"step {plan.step} saves, and too much did not fit")
         for job in (*plan.loads, *plan.background_loads, *plan.saves, *plan.storage, *plan.peer):
             if job.job_id in self.open:
                 raise Violation("job", f"job {job.job_id} is planned twice")

@@ -98,6 +98,7 @@ class EngineConfig:
     host_ready_seconds: float = 0.0
     host_form: HostFormName = HostFormName.RAW
     refused_share: float = 0.0  # of blocks that are saved, whose content does not fit into the form of a host block
+    judged_blocks: int = 1024  # by which it is judged whether anything is saved any more
     host_seconds: float = 1e-3  # of a rank's process, for a step
     stalls: float = 0.0
     prefetch: Prefetch | None = None  # None: without storage
@@ -272,10 +273,14 @@ def draw_ends(rng: random.Random, configs: list[EngineConfig]) -> list[EngineCon
 
 
 def draw_refusals(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
-    """In some worlds a share of what is saved does not fit into the form of a host block. `rng` is one of its own."""
+    """In some worlds a share of what is saved does not fit into the form of a host block, and of some engines so much
+    that they save nothing any more. `rng` is one of its own."""
     if rng.random() < 0.8:
         return configs
-    return [replace(config, refused_share=rng.choice([0.01, 0.05, 0.3])) for config in configs]
+    return [
+        replace(config, refused_share=rng.choice([0.01, 0.05, 0.3, 0.7]), judged_blocks=rng.choice([16, 64, 1024]))
+        for config in configs
+    ]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

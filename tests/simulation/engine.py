@@ -96,6 +96,7 @@ class Engine:
             engine_id=self.engine_id,
         )
         self.half.reuse.least_part = 8  # a world asks for few blocks
+        self.half.refusals.judged_blocks = config.judged_blocks
         self.half.bind_block_pool(ConnectorView(self.pool, self.book.freed))
         self.scheduler = SchedulerModel(config, self.pool, self.half, self.met)
         self.scheduler.epoch = world.epochs[index]

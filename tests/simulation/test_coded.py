@@ -59,7 +59,7 @@ def coder() -> Iterator[None]:
 
 
 def code(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
-    return [replace(config, host_form=HostFormName.LOSSLESS) for config in configs]
+    return [replace(c, host_form=HostFormName.LOSSLESS, judged_blocks=rng.choice([4, 1024])) for c in configs]
 
 
 def run(seed: int) -> Outcome:

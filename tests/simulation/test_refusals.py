@@ -1,5 +1,6 @@
 """Worlds in which a share of what is saved does not fit into the form of a host block: known only once it was copied.
-Ranks apart and such as share a copy, with storage and without, models of one kind of layers and of several.
+Where most does not, nothing is saved any more. Ranks apart and such as share a copy, with storage and without, models
+of one kind of layers and of several.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def draw_engines(rng: random.Random) -> list[EngineConfig]:
 
 
 def refuse(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
-    return [replace(config, refused_share=rng.choice([0.02, 0.1, 0.3, 1.0])) for config in configs]
+    return [
+        replace(config, refused_share=rng.choice([0.02, 0.1, 0.3, 1.0]), judged_blocks=rng.choice([16, 64, 1024]))
+        for config in configs
+    ]
 
 
 def run(seed: int) -> Outcome:
@@ -52,6 +56,11 @@ def outcomes() -> list[Outcome]:
 
 def test_what_does_not_fit_breaks_no_promise(outcomes: list[Outcome]) -> None:
     assert violations(outcomes) == []
+
+
+def test_engines_save_nothing_any_more_where_most_does_not_fit_and_others_go_on(outcomes: list[Outcome]) -> None:
+    num_off = sum(outcome.met["saves_are_off"] for outcome in outcomes)
+    assert NUM_WORLDS / 10 < num_off < NUM_WORLDS * 2 / 3
 
 
 def test_what_fits_comes_back_from_the_host_and_from_storage(outcomes: list[Outcome]) -> None:

@@ -202,6 +202,7 @@ STATS = (
     "expired_transfers",
     "failed_receive_jobs",
     "refused_blocks",
+    "saves_are_off",
 )
 """Counters of the connector that say whether anything was gained."""
 

@@ -123,7 +123,7 @@ def test_links_and_measurements_take_no_memory_that_the_engine_may_discard() -> 
     lane = make_lane(CUDA, Priority.PEER, timing=False)
     before = num_allocations()
     with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-        calibration.measure(CUDA, host, (4096,))
+        calibration.measure(CUDA, host, (4096,), (4096,))
         writer = RemoteWriters(layout, lane).writer(*peer_of(other))
         writer.write(ids(1, 2), ids(5, 3), EVERYTHING)
     lane.wait_idle()

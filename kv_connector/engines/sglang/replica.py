@@ -63,6 +63,7 @@ class Replica:
             backend=backend,
             num_replicas=ranks.count if pages.are_replicated else 1,
             exchange=ranks.exchange,
+            exchange_all=ranks.exchange,
             retries_loads=True,
         )
         self.worker.register_kv_caches(pages.tensors, pages.num_pages, dict.fromkeys(pages.tensors, 0))

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base import KVConnectorWorker
 from ...build import build_worker
+from ...config import HostFormName
 from ...errors import ConfigError, KVConnectorError
 from ...types import StepPlan, StepReport
 from .identity import read_backend, read_identity
@@ -83,15 +84,16 @@ class TieredKVWorker:
             )
         self.shutdown()
         ranks, rank = self._ranks, self._ranks.rank()
-        stores = self._config.storage is not None
+        is_named = self._config.storage is not None or self._config.host_form is HostFormName.AUTO
         half = build_worker(
             self._config,
             rank,
             ranks.count,
-            identity=read_identity(self._llm_args, size, ranks.count) if stores else None,
+            identity=read_identity(self._llm_args, size, ranks.count) if is_named else None,
             backend=read_backend(self._llm_args),
             num_replicas=ranks.count if kv_factor == 1 else 1,
             exchange=ranks.exchange,
+            exchange_all=ranks.exchange,
             retries_loads=True,
         )
         layers = {str(layer): kv_cache_tensor[:, layer] for layer in range(num_layers)}

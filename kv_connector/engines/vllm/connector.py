@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.platforms import current_platform
 
-from ...config import Config, PeerRoute
+from ...config import Config, HostFormName, PeerRoute
 from ...errors import KVConnectorError
 from .identity import read_backend, read_identity
 from .specs import read_config, read_shape, refuse_unserved
@@ -73,6 +73,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             from .worker import WorkerRole
 
+            has_new_scales = getattr(vllm_config.cache_config, "calculate_kv_scales", False)  # of fp8: it stays raw
+            if config.host_form is HostFormName.AUTO and not has_new_scales:
+                identity = identity or read_identity(vllm_config, kv_cache_config, shape.block_size)
             self._worker_role = WorkerRole(config, shape, identity, read_backend(vllm_config))
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from ...build import build_worker
 from ...config import Config
@@ -49,6 +49,7 @@ class WorkerRole:
             engine_id=shape.engine_id,
             num_replicas=shape.num_replicas,
             exchange=partial(_exchange, shape.num_replicas),
+            exchange_all=_exchange_all,
             fails_by_request=TELLS_FAILED_REQUESTS,
             retries_loads=True,
         )
@@ -110,10 +111,22 @@ def _exchange(num_replicas: int, value: object) -> list[object]:
     """What this rank and those that cache the same tell each other, as all ranks of a stage register their caches at
     the same time."""
     group = get_tp_group()
-    values: list[object] = [None] * group.world_size
-    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    values = _told(group, value)
     first = group.rank_in_group - group.rank_in_group % num_replicas
     return values[first : first + num_replicas]
+
+
+def _exchange_all(value: object) -> list[object]:
+    """What all ranks tell each other as they register their caches, in the order of ranks: those of each stage first.
+    Where ranks share out a context, too, these are not all."""
+    stages: list[Any] = _told(get_pp_group(), _told(get_tp_group(), value))
+    return [told for stage in stages for told in stage]
+
+
+def _told(group: Any, value: object) -> list[Any]:
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 def _forward_order(layer_name: str) -> tuple[int, ...]:

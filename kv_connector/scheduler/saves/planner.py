@@ -57,8 +57,9 @@ class _Taken:
 class SavePlanner:
     """Pairs device blocks with host blocks, opens a job for the pairs of a step, and hears how it ended.
 
-    What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps. `on_saved` is
-    told the host blocks that saves have filled. `is_in_storage`: they go on to storage, and come back from there.
+    What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps. Nothing is
+    saved while `refusals` are too many. `on_saved` is told the host blocks that saves have filled. `is_in_storage`:
+    they go on to storage, and come back from there.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SavePlanner:
         shared: Shared,
         policy: SavePolicy,
         reuse: ReuseModel,
+        refusals: Refusals,
         budget: SaveBudget,
         on_saved: Callable[[Sequence[int]], None],
         is_in_storage: bool,
@@ -81,7 +83,7 @@ class SavePlanner:
         self._budget = budget
         self._on_saved = on_saved
         self._is_in_storage = is_in_storage
-        self._refusals = Refusals()
+        self._refusals = refusals
         self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
@@ -93,7 +95,7 @@ class SavePlanner:
     @property
     def may_save_before_reuse(self) -> bool:
         """Whether an idle engine's steps may have something to save."""
-        return self._look_ahead.may_find
+        return self._look_ahead.may_find and not self._refusals.are_too_many
 
     def note_admitted(self, num_hashes: int, num_hit_hashes: int) -> None:
         """A request was admitted that will take blocks of so many hashes, and has some that the device holds."""
@@ -117,7 +119,7 @@ class SavePlanner:
         if self._saves_before_reuse:
             num_begun = self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
             self._look_ahead.begun(num_begun)
-        if state.is_stale or not tables:
+        if state.is_stale or not tables or self._refusals.are_too_many:
             return
         num_hashes, per_block = min(num_tokens // size, len(hashes)), self._hashes_per_block
         groups = [group for group in self._in_order if tables[group].has_new(num_hashes // per_block[group])]
@@ -141,7 +143,7 @@ class SavePlanner:
 
         They are within no budget and take nothing from it: a block that waited would be lost, and computed again.
         """
-        if not self._saves_before_reuse:
+        if not self._saves_before_reuse or self._refusals.are_too_many:
             return
         num_saved = len(self._host_ids)
         watched = self._shared.pool.next_reused(self._look_ahead.next_step())
@@ -187,9 +189,9 @@ class SavePlanner:
             self._look_ahead.may_find = False  # an idle engine does not try again and again
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
             return
-        if ended.missing:
-            host_ids = self._fitting(host_ids, ended.missing)
-        filled = self._host.fill(host_ids)
+        refused = self._refuse(host_ids, ended.missing) if ended.missing else []
+        filled = self._host.fill(host_ids)  # but what was refused
+        self._refusals.judge(len(filled), refused)
         self._metrics.saved_blocks += len(filled)
         if filled and self._shared.events.is_read:
             self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
@@ -199,14 +201,14 @@ class SavePlanner:
         """Nothing that was computed until now may be used any more."""
         self._refusals.reset()
 
-    def _fitting(self, host_ids: Sequence[int], refused: Collection[int]) -> list[int]:
-        """Those of a save's host blocks that hold what they should. What did not fit into the others stays uncached,
-        and is not tried again."""
-        lost = [b for b in host_ids if b in refused and self._host.state(b) is BlockState.SWAPPING_TO_HOST]
-        self._refusals.add(self._host.hashes_of(lost))
+    def _refuse(self, host_ids: Sequence[int], unfit: Collection[int]) -> list[BlockHash]:
+        """What did not fit into these of a save's host blocks stays uncached, and is not tried again: its names, but of
+        what a reset has let go of meanwhile."""
+        lost = [b for b in host_ids if b in unfit and self._host.state(b) is BlockState.SWAPPING_TO_HOST]
+        names = self._host.hashes_of(lost)
         self._host.discard(lost)
-        self._metrics.refused_blocks += len(refused)
-        return [block_id for block_id in host_ids if block_id not in refused]
+        self._metrics.refused_blocks += len(unfit)
+        return names
 
     def _num_blocks(self, num_hashes: int) -> int:
         """That a prefix of so many hashes takes, of all groups."""

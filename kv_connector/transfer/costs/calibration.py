@@ -1,14 +1,13 @@
 """Measures what copies take on this machine, in well under two seconds, and remembers it for later starts.
 
-On the host pool's own memory, which is empty at start-up, and scratch memory on the device. Random places on both
-sides, medians. A result is kept for the GPU, its driver, its link, this module's version and the length of a piece.
+On page-locked memory of its own, and scratch memory on the device. Random places on both sides, medians. A result is
+kept for the GPU, its driver, its link, this module's version, and the length of a piece and of one that is coded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ import numpy as np
 import torch
 
 from ...errors import ConfigError
+from ...triton_kernels.code_pieces import decode_pieces, encode_pieces
+from ...triton_kernels.coded_rows import coded_bytes
 from ...triton_kernels.copy_pieces import (
     LINK_LOAD_PROGRAMS,
     LINK_SAVE_PROGRAMS,
@@ -30,75 +31,80 @@ from ...types import Direction
 from ..cuda.allocations import device_tensor
 from ..cuda.copier import driver_copier
 from ..cuda.streams import Priority, make_lane
+from ..memory.host_form import BLOCK_ALIGN, HostForm
 from ..memory.host_pool import HostPool
-from ..memory.layout import CacheLayout
 from ..memory.numa import SYSFS, pci_address
 from .curves import BUILT_IN, Curve, DirectionCosts, LinkCosts, decode
+from .remembered import recall, remember
 
 logger = logging.getLogger("kv_connector.transfer")
 
-VERSION = 2
+VERSION = 3
 """Counted up with every change of what is measured or of the paths: results of an older one are not used."""
 SEGMENT_LENGTHS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 """Segments that DMA is measured with; short ones are bounded by the thread that submits them."""
 REGIONS = 16  # pieces of a block that kernels are measured with
 NUM_BYTES = 32 << 20
 """Of host memory and of scratch memory that copies are measured on."""
+_NUMBERS = 1 << 16  # that are drawn, again and again, for what is coded
 _REPEATS = 3
 _READY_SECONDS = 1.5
-"""How long a start waits for the first page-locked memory."""
+"""How long a start waits for page-locked memory."""
 
 
-def remembered_costs(layout: CacheLayout, host: HostPool) -> LinkCosts:
-    """Those of an earlier start on such a machine, or measured now and remembered.
+def remembered_costs(form: HostForm, numa_bind: bool) -> LinkCosts:
+    """Those of an earlier start on such a machine for blocks like these, or measured now and remembered.
 
-    Writes to the first blocks of `host`: for start-up, before they are used. A machine that cannot be measured is
-    served with what is built in.
+    `numa_bind`: as the host pool. A machine that cannot be measured is served with what is built in.
     """
-    piece_bytes = max(region.piece_bytes for region in layout.regions)
-    if host.num_blocks * host.block_bytes < NUM_BYTES:
-        return BUILT_IN  # nobody waits for so little
-    path = cache_folder() / f"link_costs_{_key(layout.device, piece_bytes)}.json"
+    regions = form.layout.regions
+    piece_bytes = max(region.piece_bytes for region in regions)
+    coded = [region.piece_bytes for region, is_coded in zip(regions, form.is_coded, strict=True) if is_coded]
+    pieces, coded_pieces = (piece_bytes,), (max(coded),) if coded else ()
+    name = f"link_costs_{_key(form.layout.device, (*pieces, *coded_pieces))}.json"
     try:
-        return decode(path.read_text(), str(path))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, ConfigError) as error:
-        logger.warning("%s cannot be used and is measured anew: %s", path, error)
-    return _measured_now(layout.device, host, piece_bytes, path)
-
-
-def _measured_now(device: torch.device, host: HostPool, piece_bytes: int, path: Path) -> LinkCosts:
+        if (text := recall(name)) is not None:
+            return decode(text, name)
+    except ConfigError as error:
+        logger.warning("%s cannot be used and is measured anew: %s", name, error)
     begin = time.perf_counter()
-    while host.num_ready_blocks * host.block_bytes < NUM_BYTES:
-        if time.perf_counter() - begin > _READY_SECONDS:
-            logger.warning("no host memory is ready after %.1f s: copies go by what is built in", _READY_SECONDS)
-            return BUILT_IN
-        time.sleep(0.01)
-    try:
-        costs = measure(device, host, (piece_bytes,))
-    except Exception as error:  # noqa: BLE001 - a start does not fail for this
-        logger.warning("copies could not be measured and go by what is built in: %s: %s", type(error).__name__, error)
-        return BUILT_IN
-    logger.info("measured what copies take in %.2f s; see kv-connector calibrate", time.perf_counter() - begin)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(costs.encode())
-        temporary.chmod(0o600)
-        temporary.replace(path)
-    except OSError as error:
-        logger.warning("what copies take is not remembered: %s", error)
+    costs = _measured_now(form.layout.device, numa_bind, pieces, coded_pieces)
+    if costs is not BUILT_IN:
+        logger.info("measured what copies take in %.2f s; see kv-connector calibrate", time.perf_counter() - begin)
+        remember(name, costs.encode())
     return costs
 
 
-def measure(device: torch.device, host: HostPool, piece_lengths: Sequence[int]) -> LinkCosts:
-    """Measure now: DMA at `SEGMENT_LENGTHS`, the kernels at `piece_lengths`, ascending.
+def _measured_now(
+    device: torch.device, numa_bind: bool, pieces: Sequence[int], coded_pieces: Sequence[int]
+) -> LinkCosts:
+    host = HostPool(NUM_BYTES // BLOCK_ALIGN, BLOCK_ALIGN, device=device, numa_bind=numa_bind)
+    try:
+        begin = time.perf_counter()
+        while host.num_ready_blocks < host.num_blocks:
+            if time.perf_counter() - begin > _READY_SECONDS:
+                raise TimeoutError(f"no host memory is ready after {_READY_SECONDS} s")
+            time.sleep(0.01)
+        if not host.is_pinned:
+            raise MemoryError("host memory cannot be page-locked")
+        return measure(device, host, pieces, coded_pieces)
+    except Exception as error:  # noqa: BLE001 - a start does not fail for this
+        logger.warning("copies could not be measured and go by what is built in: %s: %s", type(error).__name__, error)
+        return BUILT_IN
+    finally:
+        host.close()
+
+
+def measure(
+    device: torch.device, host: HostPool, piece_lengths: Sequence[int], coded_lengths: Sequence[int] = ()
+) -> LinkCosts:
+    """Measure now: DMA at `SEGMENT_LENGTHS`, the kernels at `piece_lengths`, ascending, and the coder at
+    `coded_lengths`, of those that can be coded; without any it is as built in.
 
     Overwrites the first `NUM_BYTES` of `host`. Raises ValueError where it has less that is ready or pieces are longer,
     and what CUDA raises.
     """
-    if host.num_ready_blocks * host.block_bytes < NUM_BYTES or max(piece_lengths) > NUM_BYTES:
+    if host.num_ready_blocks * host.block_bytes < NUM_BYTES or max(*piece_lengths, *coded_lengths, 0) > NUM_BYTES:
         raise ValueError(f"{NUM_BYTES} bytes of host memory are needed, and pieces of at most as many")
     bench = _Bench(device, host)
     found = {}
@@ -107,7 +113,9 @@ def measure(device: torch.device, host: HostPool, piece_lengths: Sequence[int]) 
             dma = _curve([(length, bench.dma(direction, length)) for length in SEGMENT_LENGTHS])
             packing = _curve([(length, bench.kernel(direction, length, over_link=False)) for length in piece_lengths])
             direct = _curve([(length, bench.kernel(direction, length, over_link=True)) for length in piece_lengths])
-            found[direction] = DirectionCosts(dma, packing, direct)
+            coding = [(coded_bytes(length), bench.coder(direction, length)) for length in coded_lengths]
+            coding_curve = _curve(coding) if coding else BUILT_IN.of(direction).coding
+            found[direction] = DirectionCosts(dma, packing, direct, coding_curve)
     return LinkCosts(found[Direction.LOAD], found[Direction.SAVE], f"measured on {_names(device)}")
 
 
@@ -141,14 +149,8 @@ class _Bench:
 
     def kernel(self, direction: Direction, length: int, over_link: bool) -> tuple[float, float]:
         """The same of blocks of up to `REGIONS` pieces of `length`, to rows on the device or in host memory."""
-        regions = min(REGIONS, NUM_BYTES // length)
-        row_bytes = length * regions
-        count = NUM_BYTES // row_bytes
-        views = self._scratch[0][: count * row_bytes].view(regions, count, length)
-        columns = device_tensor((4, regions), torch.int64, self._device)
-        table = RegionTable.upload(list(views.unbind(0)), [i * length for i in range(regions)], columns)
-        ids = device_tensor((count,), torch.int64, self._device)
-        ids.copy_(torch.from_numpy(self._random.permutation(count)))
+        table, ids, row_bytes = self._blocks(length, length)
+        count = len(ids)
         rows = (self._host if over_link else self._scratch[1])[: count * row_bytes].view(count, row_bytes)
         load = direction is Direction.LOAD
         move = scatter_pieces if load else gather_pieces
@@ -159,6 +161,38 @@ class _Bench:
             move(table, ids, rows, flat_ids, count=number, num_programs=programs, stream=self._stream)
 
         return self._rate(copy, count, row_bytes)
+
+    def coder(self, direction: Direction, length: int) -> tuple[float, float]:
+        """As `kernel`, of pieces that are coded on the device: of numbers spread like those of a cache, since what does
+        not fit costs something else. Bytes are coded ones."""
+        numbers = torch.from_numpy(self._random.standard_normal(_NUMBERS, np.float32)).to(torch.bfloat16)
+        self._host.view(torch.bfloat16).view(-1, _NUMBERS).copy_(numbers)
+        self._scratch[0].copy_(self._host)  # done on return; a kernel of torch's would take the engine's memory
+        table, ids, row_bytes = self._blocks(length, coded_bytes(length))
+        count = len(ids)
+        rows = self._scratch[1][: count * row_bytes].view(count, row_bytes)
+        verdicts = device_tensor((count,), torch.int64, self._device).view(torch.int32)
+
+        def encode(number: int) -> None:
+            encode_pieces(table, ids, rows, verdicts, count=number, stream=self._stream)
+
+        def decode(number: int) -> None:
+            decode_pieces(table, ids, rows, count=number, stream=self._stream)
+
+        encode(count)  # what there is to decode
+        return self._rate(decode if direction is Direction.LOAD else encode, count, row_bytes)
+
+    def _blocks(self, length: int, row_piece: int) -> tuple[RegionTable, torch.Tensor, int]:
+        """Up to `REGIONS` pieces of `length` a block over the scratch memory, a random order of all blocks, and the
+        bytes of a row, where a piece has `row_piece`."""
+        regions = min(REGIONS, NUM_BYTES // length)
+        count = NUM_BYTES // (length * regions)
+        views = self._scratch[0][: count * regions * length].view(regions, count, length)
+        columns = device_tensor((4, regions), torch.int64, self._device)
+        table = RegionTable.upload(list(views.unbind(0)), [i * row_piece for i in range(regions)], columns)
+        ids = device_tensor((count,), torch.int64, self._device)
+        ids.copy_(torch.from_numpy(self._random.permutation(count)))
+        return table, ids, row_piece * regions
 
     def _rate(self, copy: Callable[[int], None], count: int, length: int) -> tuple[float, float]:
         """Of `copy(count)`, which moves `count * length` bytes, and of `copy(1)`."""
@@ -180,13 +214,8 @@ class _Bench:
         return median(times[1:])
 
 
-def cache_folder() -> Path:
-    """Where results are kept: in `XDG_CACHE_HOME`, or `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv_connector"
-
-
-def _key(device: torch.device, piece_bytes: int) -> str:
-    return hashlib.sha256(f"{_names(device)}|{piece_bytes}".encode()).hexdigest()[:16]
+def _key(device: torch.device, pieces: Sequence[int]) -> str:
+    return hashlib.sha256(f"{_names(device)}|{pieces}".encode()).hexdigest()[:16]
 
 
 def _names(device: torch.device) -> str:

@@ -1,7 +1,8 @@
 """What a copy takes on each path on this machine, and from that the path and the layer groups that serve best.
 
-Three things are known of each direction, measured at start-up (`calibration.py`) or built in: DMA by the length of a
-segment, the packing kernel, and the kernel over the link, both by the length of a piece. All else is sums of these.
+Four things are known of each direction, measured at start-up (`calibration.py`) or built in: DMA by the length of a
+segment, and the kernels that pack, that code and that go over the link, by the length of a piece. All else is sums of
+these. Bytes are those that are moved: of a coded piece what is stored of it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...config import PathName
@@ -80,11 +81,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class DirectionCosts:
-    """`dma` by segment; `packing` on the device and `direct` over the link by piece."""
+    """`dma` by segment; `packing` and `coding` on the device and `direct` over the link by piece."""
 
     dma: Curve
     packing: Curve
     direct: Curve
+    coding: Curve
 
     def microseconds(self, path: PathName, segment_bytes: int, row_bytes: int, num_rows: int) -> float:
         """Of a copy of `num_rows` rows of host memory in segments of `segment_bytes` on average, by one path."""
@@ -94,7 +96,9 @@ class DirectionCosts:
         if path is PathName.DIRECT:
             return self.direct.microseconds(num_bytes, segment_bytes)
         edge = self.packing.microseconds(min(num_bytes, EDGE_BYTES), segment_bytes)
-        return edge + self.dma.microseconds(num_bytes, row_bytes)
+        # A chunk is packed while another is copied: whichever takes longer.
+        packing = num_bytes / self.packing.rate(segment_bytes) / 1e3
+        return edge + max(packing, self.dma.microseconds(num_bytes, row_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,12 @@ class LinkCosts:
     def of(self, direction: Direction) -> DirectionCosts:
         """Those of a direction."""
         return self.load if direction is Direction.LOAD else self.save
+
+    @property
+    def coded(self) -> LinkCosts:
+        """Of blocks that are coded on the host, which the coder packs."""
+        load, save = (replace(costs, packing=costs.coding) for costs in (self.load, self.save))
+        return replace(self, load=load, save=save)
 
     def choose(
         self, direction: Direction, segment_bytes: int, row_bytes: int, num_rows: int, urgent: bool = False
@@ -154,7 +164,7 @@ def decode(text: str, name: str) -> LinkCosts:
 
 
 def _direction(found: Mapping[str, Any]) -> DirectionCosts:
-    return DirectionCosts(*(_curve(found[name]) for name in ("dma", "packing", "direct")))
+    return DirectionCosts(*(_curve(found[name]) for name in ("dma", "packing", "direct", "coding")))
 
 
 def _curve(found: Mapping[str, Any]) -> Curve:
@@ -163,17 +173,20 @@ def _curve(found: Mapping[str, Any]) -> Curve:
 
 
 _LENGTHS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
-# Packing: half of what twice as many programs reached, not measured itself.
+# Packing: half of what twice as many programs reached, not measured itself. Coding: 49/64 of what
+# `integration/bench/lossless.py` has in raw bytes, of pieces of 32 KiB with the programs that copies use.
 BUILT_IN = LinkCosts(
     load=DirectionCosts(
         dma=Curve(_LENGTHS, (2.1, 8.0, 26.0, 49.6, 50.0, 54.3), 10.0),
         packing=Curve((1 << 10, 16 << 10), (200.0, 400.0), 25.0),
         direct=Curve((1 << 10, 4 << 10, 16 << 10), (40.0, 44.9, 50.0), 12.0),
+        coding=Curve((24 << 10,), (295.0,), 25.0),
     ),
     save=DirectionCosts(
         dma=Curve(_LENGTHS, (2.3, 8.9, 38.0, 49.8, 50.1, 54.2), 10.0),
         packing=Curve((1 << 10, 16 << 10), (200.0, 400.0), 25.0),
         direct=Curve((1 << 10, 4 << 10, 16 << 10), (40.0, 45.5, 51.2), 12.0),
+        coding=Curve((24 << 10,), (258.0,), 25.0),
     ),
     source="built in: one H200 on PCIe 5, driver 580, 2026-11-21",
 )

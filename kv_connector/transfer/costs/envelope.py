@@ -48,6 +48,8 @@ def table(costs: LinkCosts, num_bytes: int) -> str:
         lines.append(f"{point.direction.value:>8} {length:>9} {rates}  {point.chosen.value}")
     rows = [costs.rows_at(share) >> 10 for share in (0.8, 0.92)]
     lines.append(f"layer groups of {costs.group_bytes >> 20} MiB, in rows from {rows[0]} to {rows[1]} KiB")
+    coders = [max(costs.of(way).coding.gigabytes_per_second) for way in (Direction.SAVE, Direction.LOAD)]
+    lines.append(f"pieces that are coded on the host: up to {coders[0]:.0f} to it and {coders[1]:.0f} from it")
     lines.append(
         f"from {LEAST_PITCHED_BYTES >> 10} KiB on pieces that lie evenly apart are runs as long as their block"
     )

@@ -7,15 +7,17 @@ from pathlib import Path
 from ...config import Config
 from ...errors import ConfigError
 from ...values import shortened, shown
-from ..memory.host_pool import HostPool
-from ..memory.layout import CacheLayout
+from ..memory.host_form import HostForm
 from .curves import BUILT_IN, LinkCosts, decode
 
+_LEAST_HOST_MEMORY = 32 << 20
+"""Nobody waits for copies of less."""
 
-def link_costs(layout: CacheLayout, host: HostPool, config: Config) -> LinkCosts:
+
+def link_costs(form: HostForm, config: Config) -> LinkCosts:
     """What `config.calibration` says: measured, now or at an earlier start, built in, or from a file.
 
-    Measuring writes to the first blocks of `host`: for start-up. Raises ConfigError for a file that cannot be read.
+    The coder is measured where `form` codes. Raises ConfigError for a file that cannot be read.
     """
     if config.calibration not in ("auto", "off"):
         try:
@@ -24,8 +26,9 @@ def link_costs(layout: CacheLayout, host: HostPool, config: Config) -> LinkCosts
             raise ConfigError(
                 f"calibration={shown(config.calibration)} cannot be read: {shortened(str(error))}"
             ) from error
-    if config.calibration == "off" or layout.device.type != "cuda" or not host.is_pinned:
+    is_worth_it = form.layout.device.type == "cuda" and config.pin_memory and config.host_memory >= _LEAST_HOST_MEMORY
+    if config.calibration == "off" or not is_worth_it:
         return BUILT_IN
     from .calibration import remembered_costs  # only this needs Triton
 
-    return remembered_costs(layout, host)
+    return remembered_costs(form, config.numa_bind)

@@ -79,11 +79,16 @@ def raw_form(layout: CacheLayout) -> HostForm:
     return HostForm(layout, [False] * len(layout.regions))
 
 
+def coded_form(layout: CacheLayout) -> HostForm:
+    """All pieces that can be coded are; maybe none."""
+    return HostForm(layout, [_can_code(region) for region in layout.regions])
+
+
 def make_form(layout: CacheLayout, name: HostFormName) -> HostForm:
-    """The form that a user asks for. Raises ConfigError where no piece of the layout can be coded."""
+    """The form that a user names, not `auto`. Raises ConfigError where no piece of the layout can be coded."""
     if name is HostFormName.RAW:
         return raw_form(layout)
-    form = HostForm(layout, [_can_code(region) for region in layout.regions])
+    form = coded_form(layout)
     if not form.name:
         raise ConfigError(
             "host_form='lossless' gains nothing here: no cache tensor has bf16 elements in pieces of whole "

@@ -118,3 +118,65 @@ def test_a_block_that_was_forgotten_as_it_was_copied_is_not_refused_under_anothe
     refuse(half, plan)
     assert matched(half) == 16
     half.check()
+
+
+def saved(half: SchedulerHalf, names: str, *unfit: int) -> list[int]:
+    """Requests of four blocks each, of which those at some places do not fit: how many of each are tried."""
+    tried = []
+    for name in names:
+        plan = computed(half, name, [ord(name)] * 17)
+        tried.append(sum(job.num_blocks for job in plan.saves))
+        if plan.saves:
+            refuse(half, plan, *unfit)
+        half.request_finished(Asked(name, [ord(name)] * 17))
+    return tried
+
+
+ALL = range(4)
+
+
+def test_where_half_of_the_last_blocks_do_not_fit_nothing_is_saved_until_a_reset(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What fitted is served; ranks hear of it, an operator once, and statistics tell."""
+    half, _ = make_half(num_host_blocks=100)
+    half.refusals.judged_blocks = 16
+    assert saved(half, "abcxyz") == [4] * 6
+    assert saved(half, "d", *ALL) == [4]
+    assert not run(half).unfit
+    assert half.get_kv_connector_stats()["saves_are_off"] == 0
+    assert saved(half, "efg", *ALL) == [4, 0, 0], "two of the last four"
+    assert run(half).unfit
+    assert half.get_kv_connector_stats()["saves_are_off"] == 1
+    (told,) = [text for text in map(str, caplog.messages) if "do not fit" in text]
+    assert told.startswith("8 of the last 16 blocks") and told.endswith('give host_form="raw"')
+    assert matched(half, [ord("a")] * 17) == 16, "what fitted is there"
+    assert half.reset_cache()
+    assert saved(half, "abc", *ALL) == [4] * 3, "of other weights nothing is known yet"
+    assert not run(half).unfit
+    assert half.get_kv_connector_stats()["saves_are_off"] == 0
+    half.check()
+
+
+def test_a_prompt_that_does_not_fit_or_a_few_blocks_of_each_turn_nothing_off() -> None:
+    half, _ = make_half(num_host_blocks=200)
+    half.refusals.judged_blocks = 16
+    assert saved(half, "z", *ALL) == [4]
+    assert saved(half, "abcdefghijklmnopqrst", 3) == [4] * 20
+    half.check()
+
+
+def test_an_idle_engine_that_saves_nothing_any_more_takes_no_steps_for_it() -> None:
+    half, blocks = make_half(write_policy="write_back")
+    half.refusals.judged_blocks = 4
+    for name, first in (("one", 0), ("other", 20)):
+        request = Asked(name, PROMPT if name == "one" else [7] * 17)
+        admit(half, request, first)
+        run(half, request)
+        half.request_finished(request)
+        blocks.order = [(first + i, request.block_hashes[i]) for i in (3, 2, 1, 0)]
+        if name == "one":
+            refuse(half, run(half), *ALL)
+        assert not half.has_pending_push_work()
+        assert run(half).saves == ()
+    half.check()

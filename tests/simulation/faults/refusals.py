@@ -14,6 +14,9 @@ _HOST_FORM = "kv_connector/transfer/memory/host_form.py"
 _FORM = "tests/transfer/memory/test_host_form.py"
 _PACKING = "kv_connector/transfer/paths/packing.py"
 _CODED = "tests/transfer/paths/test_coded.py"
+_REFUSALS = "kv_connector/scheduler/saves/refusals.py"
+_FORM_CHOICE = "kv_connector/transfer/form_choice.py"
+_CHOICE = "tests/transfer/test_form_choice.py"
 _TESTS = "tests/scheduler/saves/test_refusals.py"
 _TRANSFER = tested("tests/transfer/test_refusals.py")
 
@@ -21,7 +24,7 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-shown",
         "a block that did not fit is matched, with whatever its host block holds",
-        (Patch(_PLANNER, "            host_ids = self._fitting(host_ids, ended.missing)\n", "            pass\n"),),
+        (Patch(_PLANNER, "self._refuse(host_ids, ended.missing) if ended.missing else []", "[]"),),
         _WORLDS,
     ),
     Mutant(
@@ -64,6 +67,92 @@ REFUSALS: tuple[Mutant, ...] = (
         "refused-under-another-name",
         "a block of before a reset is refused under the name that its host block had last",
         (Patch(_PLANNER, " and self._host.state(b) is BlockState.SWAPPING_TO_HOST]", "]"),),
+        tested(_TESTS),
+    ),
+    Mutant(
+        "saved-in-vain",
+        "what is computed is saved though too much does not fit",
+        (Patch(_PLANNER, "not tables or self._refusals.are_too_many:", "not tables:"),),
+        _WORLDS,
+    ),
+    Mutant(
+        "saved-before-reuse-in-vain",
+        "what the engine reuses next is saved though too much does not fit",
+        (
+            Patch(
+                _PLANNER,
+                "not self._saves_before_reuse or self._refusals.are_too_many:",
+                "not self._saves_before_reuse:",
+            ),
+        ),
+        _WORLDS,
+    ),
+    Mutant(
+        "idle-in-vain",
+        "an engine that saves nothing any more steps for what it would save",
+        (
+            Patch(
+                _PLANNER, "self._look_ahead.may_find and not self._refusals.are_too_many", "self._look_ahead.may_find"
+            ),
+        ),
+        tested(_TESTS),
+    ),
+    Mutant(
+        "off-for-ever",
+        "nothing is saved after a reset since what was there before it did not fit",
+        (Patch(_REFUSALS, "= 0\n        self.are_too_many = False\n", "= 0\n"),),
+        tested(_TESTS),
+    ),
+    Mutant(
+        "judged-by-the-past",
+        "blocks of before a reset count against those behind it",
+        (Patch(_REFUSALS, "        self._saves.clear()\n        self._num_judged = self._num_refused = 0\n", ""),),
+        tested(_TESTS),
+    ),
+    Mutant(
+        "judged-at-once",
+        "one prompt that does not fit turns saves off",
+        (Patch(_REFUSALS, "self.are_too_many or self._num_judged < self.judged_blocks:", "self.are_too_many:"),),
+        tested(_TESTS),
+    ),
+    Mutant(
+        "judged-by-all",
+        "what fitted long ago keeps saves on that are in vain",
+        (Patch(_REFUSALS, "- self._saves[0][0] >= self.judged_blocks:", "- self._saves[0][0] >= 1 << 62:"),),
+        tested(_TESTS),
+    ),
+    Mutant(
+        "judged-by-refusals",
+        "blocks that fit are not counted",
+        (Patch(_REFUSALS, "self._count(num_fitting + len(refused), ", "self._count(len(refused), "),),
+        tested(_TESTS),
+    ),
+    Mutant(
+        "form-of-its-own",
+        "a rank takes another form than the others",
+        (Patch(_FORM_CHOICE, "objection = self._agreed(objection)", "self._agreed(objection)"),),
+        tested(_CHOICE),
+    ),
+    Mutant(
+        "form-unasked",
+        "ranks that cannot ask each other come to forms of their own",
+        (Patch(_FORM_CHOICE, 'return objection or f"its', 'return objection and f"its'),),
+        tested(_CHOICE),
+    ),
+    Mutant(
+        "form-of-another",
+        "what did not fit of one model keeps the others raw",
+        (
+            Patch(
+                "kv_connector/build.py", "replace(identity, arrangement=arrangement).digest()", "arrangement.encode()"
+            ),
+        ),
+        tested(_CHOICE),
+    ),
+    Mutant(
+        "unfit-unsaid",
+        "ranks do not hear that too much does not fit",
+        (Patch("kv_connector/scheduler/half.py", "            unfit=self.refusals.are_too_many,\n", ""),),
         tested(_TESTS),
     ),
     Mutant(

@@ -16,7 +16,6 @@ from kv_connector.errors import ConfigError
 from kv_connector.transfer.costs.curves import BUILT_IN, Curve, LinkCosts, decode
 from kv_connector.transfer.costs.known import link_costs
 from kv_connector.transfer.memory.host_form import raw_form
-from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.types import Direction
 
@@ -71,6 +70,19 @@ def test_a_rate_lies_between_its_neighbours(points: dict[int, float], start: flo
     assert min(around) * 0.999999 <= curve.rate(length) <= max(around) * 1.000001
     assert all(curve.rate(known) == pytest.approx(points[known]) for known in lengths)
     assert curve.microseconds(0, length) == start
+
+
+def test_what_is_coded_is_packed_by_the_coder_in_the_bytes_that_are_moved() -> None:
+    """Layer groups and loads follow from its rates: one that is slower than the link decides what a load takes."""
+    slow = replace(BUILT_IN.load, coding=Curve((1 << 10,), (20.0,), 100.0))
+    costs = replace(BUILT_IN, load=slow)
+    assert costs.group_bytes == BUILT_IN.group_bytes
+    assert costs.coded.group_bytes > BUILT_IN.coded.group_bytes
+    moved, rows = 49 << 14, 512
+    raw = costs.load.microseconds(PathName.STAGED, 64 << 10, moved, rows)
+    coded = costs.coded.load.microseconds(PathName.STAGED, 49 << 10, moved, rows)
+    assert coded > rows * moved / 20e3 > raw
+    assert BUILT_IN.coded.load.microseconds(PathName.STAGED, 49 << 10, moved, rows) == pytest.approx(raw, rel=0.05)
 
 
 def test_groups_are_worth_their_start() -> None:
@@ -142,7 +154,7 @@ def test_without_a_gpu_built_in_figures_serve(tmp_path: Path) -> None:
 
 def costs_of(config: Config) -> LinkCosts:
     layout = CacheLayout.from_tensors({"0": torch.zeros(4, 16)}, 4)
-    return link_costs(layout, HostPool(4, raw_form(layout).block_bytes), config)
+    return link_costs(raw_form(layout), config)
 
 
 @pytest.mark.gpu
@@ -153,9 +165,8 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda", torch.cuda.current_device())
     layout = CacheLayout.from_tensors({"0": torch.zeros(64, 16 << 10, dtype=torch.uint8, device=device)}, 64)
-    block_bytes = raw_form(layout).block_bytes
-    host = HostPool((64 << 20) // block_bytes, block_bytes, device=device)
-    first = link_costs(layout, host, Config(host_memory=1))
+    form, config = raw_form(layout), Config(host_memory="64MiB")
+    first = link_costs(form, config)
     assert first.source != BUILT_IN.source
     for direction in Direction:
         costs = first.of(direction)
@@ -164,9 +175,8 @@ def test_measured_once_and_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
     (file,) = (tmp_path / "kv_connector").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(calibration, "measure", lambda *_: pytest.fail("it was measured before"))
-    assert link_costs(layout, host, Config(host_memory=1)).load == first.load
+    assert link_costs(form, config).load == first.load
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file.write_text("{")
-    assert link_costs(layout, host, Config(host_memory=1)).source == first.source
-    host.close()
+    assert link_costs(form, config).source == first.source

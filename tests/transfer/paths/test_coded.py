@@ -167,7 +167,7 @@ def test_memory_that_goes_round_leaves_the_oldest_in_use_alone() -> None:
     assert not any(entry.refused(ids(*range(4))[: len(entry.memory)]) for entry in held)
 
 
-@pytest.mark.parametrize("name", list(HostFormName))
+@pytest.mark.parametrize("name", [HostFormName.RAW, HostFormName.LOSSLESS])
 def test_no_page_locked_memory_is_made_in_service(name: HostFormName, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes milliseconds. Loads have no use for any, nor has a form that refuses nothing."""
     form, _, _ = coded(torch.device("cpu"))

@@ -1,0 +1,41 @@
+"""What a machine remembers from one start to the next: small texts in the user's cache folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger("kv_connector.transfer")
+
+
+def cache_folder() -> Path:
+    """Where they are kept: in `XDG_CACHE_HOME`, or `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv_connector"
+
+
+def recall(name: str) -> str | None:
+    """What was remembered under this name of a file; None where nothing is known."""
+    path = cache_folder() / name
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # the latter of bytes that are no text
+        logger.warning("%s cannot be read: %s", path, error)
+        return None
+
+
+def remember(name: str, text: str) -> Path | None:
+    """Keep a text under this name, whole or not at all; the file, or None where it cannot be written."""
+    path = cache_folder() / name
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.write_text(text)
+        temporary.chmod(0o600)
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be written, and is not remembered: %s", path, error)
+        return None
+    return path
