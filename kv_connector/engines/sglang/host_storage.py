@@ -52,8 +52,8 @@ def read_storage_settings(extra_config: Mapping[str, Any] | None) -> StorageConf
     extra_config = extra_config or {}
     if "host_form" in extra_config:
         raise ConfigError(
-            f"host_form={shown(extra_config['host_form'])}: pages lie on the host as SGLang copies them there: leave it "
-            "out, or start with our linker, which takes it"
+            f"host_form={shown(extra_config['host_form'])}: pages lie on the host as SGLang copies them there: "
+            "leave it out, or start with our linker, which takes it"
         )
     given = from_mapping(_Given, {key: value for key, value in extra_config.items() if key not in _SGLANGS}).storage
     if not isinstance(given, Mapping):
