@@ -209,10 +209,12 @@ def fill_folder(folder: Path, keys: Sequence[bytes], per_pack: int, block_bytes:
 
 
 def batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """In order, the last one shorter."""
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 def block_key(number: int) -> bytes:
+    """What storage knows this block by."""
     return hashlib.sha256(f"block {number}".encode()).digest()
 
 
@@ -226,6 +228,7 @@ def _milliseconds(call: Callable[[], object], count: int) -> list[float]:
 
 
 def spread(values: Sequence[float], unit: float) -> str:
+    """Median, least and most, in this unit."""
     return f"{median(values) / unit:.4g} ({min(values) / unit:.4g} to {max(values) / unit:.4g})"
 
 
