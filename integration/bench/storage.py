@@ -77,7 +77,7 @@ class Ours:
         self.root, self.block_bytes, self.memory = root, block_bytes, memory
         self.storage = FilesystemStorage(root, IDENTITY, block_bytes, 2 * len(memory) * (block_bytes + 4096))
         self.storage.recovered.result()
-        self.keys = [_key(i) for i in range(len(memory))]
+        self.keys = [block_key(i) for i in range(len(memory))]
 
     def run(self, kind: str) -> float:
         """Bytes a second."""
@@ -93,7 +93,7 @@ class Ours:
     def _write(self, order: Sequence[int]) -> list[bool]:
         done: list[bool] = []
         futures = []
-        for batch in _batches(order, WRITE_BATCH):
+        for batch in batches(order, WRITE_BATCH):
             if len(futures) >= WRITES_UNDER_WAY:
                 done += futures.pop(0).result()
             futures.append(self.storage.write([self.keys[i] for i in batch], [self.memory[i] for i in batch]))
@@ -102,7 +102,7 @@ class Ours:
     def _read(self, order: Sequence[int]) -> list[bool]:
         futures = [
             self.storage.read([self.keys[i] for i in batch], [self.memory[i] for i in batch])
-            for batch in _batches(order, READ_BATCH)
+            for batch in batches(order, READ_BATCH)
         ]
         return [good for future in futures for good in future.result()]
 
@@ -159,7 +159,7 @@ def measure_throughput(report: Report, root: Path, block_bytes: int, size: int, 
         best = max(SIDES[1:], key=lambda side: median(sides[side]))
         ratios = [ours / fio for ours, fio in zip(sides["ours"], sides[best], strict=True)]
         value = median(sides["ours"]) / median(sides[best])
-        shown = "; ".join(f"{side} {_spread(values, 1e6)}" for side, values in sides.items())
+        shown = "; ".join(f"{side} {spread(values, 1e6)}" for side, values in sides.items())
         print(f"{kind:9} {shown}; over {best} {value:.2f} (round by round {min(ratios):.2f} to {max(ratios):.2f})")
         row = {"part": "throughput", "kind": kind, "block_bytes": block_bytes, "bytes": size, "direct": is_direct}
         report.rows.append(row | {f"{side}_bytes_per_second": values for side, values in sides.items()})
@@ -169,12 +169,12 @@ def measure_throughput(report: Report, root: Path, block_bytes: int, size: int, 
 def measure_index(report: Report, root: Path, num_blocks: int, per_pack: int) -> None:
     """Recovery and look-ups of a folder with so many blocks. Their bytes are holes: nothing here reads them."""
     folder = root / "many"
-    keys = [_key(i) for i in range(num_blocks)]
+    keys = [block_key(i) for i in range(num_blocks)]
     fill_folder(folder, keys, per_pack)
     num_packs = -(-num_blocks // per_pack)
     seconds = []
     for turn in range(4):  # the first has no journal yet
-        _drop_caches()
+        drop_caches()
         start = time.perf_counter()
         storage = FilesystemStorage(folder, IDENTITY, INDEX_BLOCK, 1 << 50)
         storage.recovered.result()
@@ -185,13 +185,13 @@ def measure_index(report: Report, root: Path, num_blocks: int, per_pack: int) ->
     without, seconds = seconds[0], seconds[1:]
     caches = "dropped" if os.geteuid() == 0 else "warm"
     print(f"\n{num_blocks} blocks in {num_packs} packs, the system's caches {caches}")
-    print(f"known after {_spread(seconds, 1)} s, and where the journal is lost after {without:.4g} s")
+    print(f"known after {spread(seconds, 1)} s, and where the journal is lost after {without:.4g} s")
     row = {"part": "recovery", "blocks": num_blocks, "packs": num_packs, "caches": caches}
     report.rows.append(row | {"seconds": seconds, "seconds_without_journal": without})
     report.claim(f"recovery_of_{num_blocks}_blocks_in_{num_packs}_packs", median(seconds), 5, "s", "lower")
     hit = _milliseconds(lambda: storage.exists(keys[:64]).result(), 200)
     missed = _milliseconds(lambda: storage.exists([b"x" * 32]).result(), 200)
-    print(f"look-up of 64 blocks: {_spread(hit, 1)} ms; of one that is missing: {_spread(missed, 1)} ms")
+    print(f"look-up of 64 blocks: {spread(hit, 1)} ms; of one that is missing: {spread(missed, 1)} ms")
     report.rows.append({"part": "look_up", "packs": num_packs, "hit_ms": median(hit), "missed_ms": median(missed)})
     storage.close()
     shutil.rmtree(folder)
@@ -201,18 +201,20 @@ def fill_folder(folder: Path, keys: Sequence[bytes], per_pack: int, block_bytes:
     """Packs as our storage writes them, their blocks never written and no journal."""
     layout = FolderLayout(folder)
     layout.claim()
-    for batch in _batches(keys, per_pack):
+    for batch in batches(keys, per_pack):
         header = PackHeader(IDENTITY, block_bytes, tuple(batch), (bytes(4),) * len(batch))
         path = layout.path(header.name)
         path.write_bytes(header.encode())
         os.truncate(path, header.file_bytes)
 
 
-def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+def batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """In order, the last one shorter."""
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def _key(number: int) -> bytes:
+def block_key(number: int) -> bytes:
+    """What storage knows this block by."""
     return hashlib.sha256(f"block {number}".encode()).digest()
 
 
@@ -225,11 +227,12 @@ def _milliseconds(call: Callable[[], object], count: int) -> list[float]:
     return times
 
 
-def _spread(values: Sequence[float], unit: float) -> str:
+def spread(values: Sequence[float], unit: float) -> str:
+    """Median, least and most, in this unit."""
     return f"{median(values) / unit:.4g} ({min(values) / unit:.4g} to {max(values) / unit:.4g})"
 
 
-def _drop_caches() -> None:
+def drop_caches() -> None:
     """Of the system, where we may: what was just written is to be read from the disk."""
     os.sync()
     if os.geteuid() == 0:

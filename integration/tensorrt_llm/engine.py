@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from integration.mini_engine.model import ModelConfig, PagedLlama
 
 from .blocks import LlmRequest
@@ -42,10 +44,18 @@ class _Ended:
 class LLM:
     """Ask with `start`, wait with `finish`. `shutdown` ends the ranks' threads and leaves copies as they are."""
 
-    def __init__(self, options: Options, connector: Connector | None = None, tp_size: int = 1, **variants: Any) -> None:
+    def __init__(
+        self,
+        options: Options,
+        connector: Connector | None = None,
+        tp_size: int = 1,
+        dtype: torch.dtype = torch.float32,
+        **variants: Any,
+    ) -> None:
         """`variants`: of the model; see `ModelConfig`."""
         self.options = options
-        self.model = PagedLlama.random(ModelConfig(num_hidden_layers=3, tp_size=tp_size, **variants), seed=0)
+        config = ModelConfig(num_hidden_layers=3, tp_size=tp_size, **variants)
+        self.model = PagedLlama.random(config, seed=0, dtype=dtype)
         self._world = world = World(tp_size)
         self._ended = _Ended()
         self._ids = itertools.count(1)

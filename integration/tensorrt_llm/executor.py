@@ -289,7 +289,7 @@ def _allocate(model: PagedLlama, options: Options) -> tuple[torch.Tensor, dict[s
     heads = (shape.head_dim,) if shape.key_only else (shape.num_heads, shape.head_dim)
     block = (options.tokens_per_block, *heads) if shape.key_only else (2, options.tokens_per_block, *heads)
     kv_factor = 1 if shape.key_only else 2
-    pool = torch.zeros(options.num_blocks, len(names), kv_factor, math.prod(block) // kv_factor)
+    pool = torch.zeros(options.num_blocks, len(names), kv_factor, math.prod(block) // kv_factor, dtype=model.dtype)
     return pool, {name: pool[:, i].view(options.num_blocks, *block) for i, name in enumerate(names)}
 
 

@@ -49,6 +49,17 @@ def expected(models: Path) -> Iterator[Expected]:
         yield answers
 
 
+@pytest.fixture(scope="session")
+def expected_in_bf16(models: Path) -> Iterator[Expected]:
+    """The same of an engine whose model and cache are in bf16."""
+    if find_spec("sglang") is None:
+        from integration.tests.vllm_contract import answers_alone
+    else:
+        from integration.tests.sglang_engines import answers_alone
+    with answers_alone(models, dtype="bfloat16") as answers:
+        yield answers
+
+
 @pytest.fixture
 def mamba2_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.32 lets Mamba2 keep a state from the middle of a step, which its kernels for the CPU cannot."""

@@ -181,9 +181,9 @@ def running(
 
 
 @contextmanager
-def answers_alone(folder: Path) -> Iterator[Expected]:
+def answers_alone(folder: Path, **options: Any) -> Iterator[Expected]:
     """What SGLang answers without us to each prompt alone."""
-    with running_alone(folder, max_total_tokens=8192, sleep_on_idle=True) as engine:
+    with running_alone(folder, max_total_tokens=8192, sleep_on_idle=True, **options) as engine:
 
         def answer(prompt: Sequence[int], num_tokens: int) -> Sequence[int]:
             (said,) = engine.generate([prompt], num_tokens)

@@ -334,6 +334,7 @@ PATH = {"path": "/kv", "capacity": "1GiB"}
         ({"storage": "/kv"}, "storage='/kv' is not an object"),
         ({"storage": PATH, "interface_v1": 0}, 'give "interface_v1": 1'),
         ({"storage": PATH, "host_memory": "1GiB"}, "unknown setting 'host_memory'"),
+        ({"storage": PATH, "host_form": "lossless"}, "host_form='lossless': pages lie on the host .*: leave it out"),
         ({"storage": PATH | {"capasity": 1}}, "did you mean 'capacity'"),
         ({"storage": PATH | {"capacity": "1KiB"}}, "too small: give at least 8388608"),
         ({"storage": PATH | {"prefetch": "timeout"}}, "--hicache-storage-prefetch-policy: leave it out"),

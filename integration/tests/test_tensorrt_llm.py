@@ -71,6 +71,32 @@ def test_contract(check: Check, engine: ModelledEngine, expected: Expected) -> N
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_cache_in_bf16_says_the_same_from_coded_blocks(tp_size: int) -> None:
+    """From raw ones, that is: in bf16 what is computed rounds otherwise than what goes on behind a loaded prefix."""
+    said = []
+    for form in ("raw", "lossless"):
+        with running(Options(), tp_size, {"host_form": form}, dtype=torch.bfloat16) as engine:
+            asked = prompts(engine, 4, seed="coded")
+            computed = [engine.generate([prompt])[0].token_ids for prompt in asked]
+            evict(engine, "coded")
+            again = [engine.generate([prompt])[0] for prompt in asked]
+            assert [answer.num_loaded for answer in again] == [loadable(engine, prompt) for prompt in asked]
+            said.append([computed, [answer.token_ids for answer in again]])
+            assert not engine.stats()["refused_blocks"]
+            engine.check_idle()
+    assert said[0] == said[1]
+
+
+def test_a_cache_that_cannot_be_coded_is_refused_at_the_start() -> None:
+    """It is in fp32 here."""
+    with (
+        pytest.raises(RuntimeError, match=r"host_form='lossless' gains nothing here: .*; give 'raw'"),
+        running(Options(), settings={"host_form": "lossless"}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("check", engine_contract.PREEMPTIONS, ids=lambda check: check.__name__)
 def test_requests_that_are_replayed(check: Check, tp_size: int, expected: Expected) -> None:
     """Nobody keeps their blocks for copies: the next step waits for these."""

@@ -134,17 +134,18 @@ def opened(folder: Path, settings: Mapping[str, Any] | None = None, **options: A
 
 
 @contextmanager
-def answers_alone(folder: Path) -> Iterator[Expected]:
+def answers_alone(folder: Path, **options: Any) -> Iterator[Expected]:
     """What vLLM answers without us to each prompt alone, in a process of its own."""
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_start_alone, initargs=(folder,)) as process:
+    arguments = folder, options
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_start_alone, initargs=arguments) as process:
         yield engine_contract.answered_once(lambda prompt, num: process.submit(_answer_alone, prompt, num).result())
 
 
 _alone: list[Any] = []  # in a process of its own: the engine, until that ends
 
 
-def _start_alone(folder: Path) -> None:
-    context = running(folder, num_blocks=200, kv_transfer_config=None, enable_prefix_caching=False)
+def _start_alone(folder: Path, options: dict[str, Any]) -> None:
+    context = running(folder, num_blocks=200, kv_transfer_config=None, enable_prefix_caching=False, **options)
     _alone.extend((context.__enter__(), context))
 
 

@@ -149,8 +149,11 @@ class VllmEngine:
         self.half.check()
 
 
-def weights(model: str, folder: Path) -> dict[str, Any]:
-    """Options of vLLM: a model of `tiny`, with weights under which a token depends on all that came before."""
+def weights(model: str | Path, folder: Path) -> dict[str, Any]:
+    """Options of vLLM: a model of `tiny`, with weights under which a token depends on all that came before, or the
+    folder of any other model."""
+    if isinstance(model, Path):
+        return {"model": str(model)}
     if model in tiny.ENGINES_OWN:
         return {"model": str(tiny.write(model, folder)), "load_format": register_weights()}
     return {"model": str(tiny.write_weights(model, folder))}
@@ -158,11 +161,12 @@ def weights(model: str, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def running(
-    folder: Path, model: str = "dense", num_blocks: int = 40, warm_up: bool = True, **options: Any
+    folder: Path, model: str | Path = "dense", num_blocks: int = 40, warm_up: bool = True, **options: Any
 ) -> Iterator[VllmEngine]:
-    """An engine on a model of `tiny`; `options` are vLLM's and go before ours. Without `warm_up` it has run no step."""
+    """An engine on a model of `weights`; `options` are vLLM's, before ours. Without `warm_up` it has run no step."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     settings = {
         "skip_tokenizer_init": True,
@@ -179,7 +183,12 @@ def running(
     if torch.cuda.is_available():
         # What is free is not measured: engines of other tests come and go on the same GPU.
         settings |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
-    llm = LLM(**(settings | weights(model, folder) | options))
+    try:
+        llm = LLM(**(settings | weights(model, folder) | options))
+    except Exception:  # the next one of this process would have what it has begun
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        raise
     try:
         engine = VllmEngine(llm)
         if warm_up and hasattr(engine.scheduler.connector, "_scheduler"):
@@ -207,7 +216,7 @@ def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_loaded_bytes_and_tokens(
-    folder: Path, model: str, choice: str, block_major: bool = True, **options: Any
+    folder: Path, model: str, choice: str, block_major: bool = True, host_form: str = "raw", **options: Any
 ) -> None:
     """Two prompts from vLLM's own cache, and from the host after vLLM forgot them and wrote other things over them.
 
@@ -215,7 +224,8 @@ def check_loaded_bytes_and_tokens(
     """
     from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 
-    config = transfer_config({"write_policy": "write_through", "load_choice": choice, "block_major": block_major})
+    settings = {"write_policy": "write_through", "load_choice": choice}
+    config = transfer_config(settings | {"block_major": block_major, "host_form": host_form})
     with running(folder, model, num_blocks=160, kv_transfer_config=config, **options) as engine:
         asked = [[*prompt[:-4], 5, 6, 7, 8] for prompt in prompts(2)]
         engine.alone(asked)

@@ -50,6 +50,11 @@ class _Given:
 def read_storage_settings(extra_config: Mapping[str, Any] | None) -> StorageConfig:
     """Raises ConfigError, naming the fix, for what is missing, unknown or of no use here."""
     extra_config = extra_config or {}
+    if "host_form" in extra_config:
+        raise ConfigError(
+            f"host_form={shown(extra_config['host_form'])}: pages lie on the host as SGLang copies them there: "
+            "leave it out, or start with our linker, which takes it"
+        )
     given = from_mapping(_Given, {key: value for key, value in extra_config.items() if key not in _SGLANGS}).storage
     if not isinstance(given, Mapping):
         raise ConfigError(
