@@ -196,6 +196,7 @@ FLOORS = {
     "same id again across engines": 530,
     "same id again while its load is under way": 320,
     "saves": 60000,
+    "saves_are_off": 30,
     "send done": 3200,
     "send failed": 12000,
     "sends step by step": 6000,
