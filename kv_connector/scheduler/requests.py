@@ -36,6 +36,7 @@ class RequestState:
     awaits_load: bool = False  # it is admitted once more when what it waits for is there
     awaits_both: bool = False  # a load, and what a companion brings behind it
     is_stale: bool = False  # what its blocks hold was computed before a reset: nothing of it is saved
+    num_refusals: int = 0  # that were found when its blocks were looked for among them: see `Refusals.num_found`
     first_unreachable: int = sys.maxsize
     """The first hash of a block that is not saved in some block group. Nothing behind is in any, but for what an
     operator has pinned: nobody could reach it."""

@@ -215,12 +215,20 @@ class SavePlanner:
         return sum(-(-num_hashes // size) for size in self._hashes_per_block)
 
     def _look_for_holes(self, state: RequestState, num_hashes: int) -> None:
-        """Nobody can reach what comes behind a block that has gone from the host since it was saved."""
+        """Nobody can reach what comes behind a block that has gone from the host since it was saved, or did not fit."""
         for group in self._grouped.full:
             table, full = state.tables[group], num_hashes // self._hashes_per_block[group]
             first = table.unsaved[0] if table.unsaved else min(table.next_block, full)
             if self._is_cut_off(state, group, first):
                 self._lose_from(state, group, first - 1)
+            if state.num_refusals < self._refusals.num_found:  # perhaps of what this request has had saved
+                self._lose_unfit(state, group, self._grouped.keys(state.request.block_hashes, group)[:first], 0)
+        state.num_refusals = self._refusals.num_found
+
+    def _lose_unfit(self, state: RequestState, group: int, keys: Sequence[BlockHash], first: int) -> None:
+        """Of these, which are the blocks from `first` on, nobody could reach what is behind one that does not fit."""
+        if (num_fit := self._refusals.first_in(keys)) < len(keys):
+            self._lose_from(state, group, first + num_fit)
 
     def _lose_from(self, state: RequestState, group: int, first: int) -> None:
         state.first_unreachable = min(state.first_unreachable, first * self._hashes_per_block[group])
@@ -237,8 +245,7 @@ class SavePlanner:
         saved, host_ids = self._take_waiting(progress, group, keys, most) if table.unsaved else ([], [])
         shown = keys[first:full]
         new, most = self._wanted(shown, first), most - len(saved)
-        if (num_fit := self._refusals.first_in(shown)) < len(shown):  # what is behind that nobody could reach
-            self._lose_from(state, group, first + num_fit)
+        self._lose_unfit(state, group, shown, first)
         if progress.num_hashes > state.first_unreachable:
             new = self._reachable(state, self._hashes_per_block[group], keys, new)
             if not saved and not new:

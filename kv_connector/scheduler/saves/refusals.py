@@ -28,6 +28,8 @@ class Refusals:
     def __init__(self) -> None:
         self.are_too_many = False
         """So few fit that nothing is to be saved any more, until a reset."""
+        self.num_found = 0
+        """How many there ever were: who has seen fewer may have blocks among them."""
         self.judged_blocks = JUDGED_BLOCKS
         self._keys: dict[BlockHash, None] = {}  # the oldest first
         self._saves: deque[tuple[int, int]] = deque()  # the last ones: blocks judged, and refused among them
@@ -70,7 +72,9 @@ class Refusals:
         self.are_too_many = False
 
     def _add(self, keys: Iterable[BlockHash]) -> None:
-        self._keys |= dict.fromkeys(keys)
+        known = dict.fromkeys(keys)
+        self.num_found += len(known)
+        self._keys |= known
         while len(self._keys) > _MOST:
             del self._keys[next(iter(self._keys))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.events import BlockStored
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import StepPlan, StepReport
@@ -82,6 +83,26 @@ def test_what_does_not_fit_is_not_tried_again_nor_what_is_behind_it_until_a_rese
     plan = computed(half, "third", first_block=40)
     assert [job.num_blocks for job in plan.saves] == [4]
     report(half, plan)
+    assert matched(half) == 16
+    half.check()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "adaptive"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_request_saves_nothing_behind_a_block_of_its_own_that_does_not_fit(place: int, policy: str) -> None:
+    """It is computed in chunks, and what others could hit would go for what nobody can reach."""
+    half, _ = make_half(write_policy=policy)
+    report(half, computed(half, "other"))
+    half.request_finished(Asked("other", PROMPT))
+    request = Asked("r", list(range(1000, 1041)))
+    admit(half, request, 20)
+    saved = []
+    for start in range(0, 40, 8):
+        plan = half.build_connector_meta(SchedulerOutput([ScheduledRequest("r", start, 8)]))
+        saved.append(sum(job.num_blocks for job in plan.saves))
+        if plan.saves:
+            refuse(half, plan, *([place] if start == 0 else []))
+    assert saved == [2, 0, 0, 0, 0]
     assert matched(half) == 16
     half.check()
 

@@ -58,6 +58,12 @@ REFUSALS: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_what_does_not_fit_is_not_tried_again_nor_what_is_behind_it_until_a_reset"),
     ),
     Mutant(
+        "refused-behind-its-own",
+        "a request goes on saving behind a block of its own that did not fit, and what could be hit goes for it",
+        (Patch(_PLANNER, "if state.num_refusals < self._refusals.num_found:", "if False:"),),
+        tested(f"{_TESTS}::test_a_request_saves_nothing_behind_a_block_of_its_own_that_does_not_fit"),
+    ),
+    Mutant(
         "refused-after-a-reset",
         "what did not fit is not saved when its hash stands for other bytes",
         (Patch("kv_connector/scheduler/half.py", "        self._saves.reset()\n", ""),),
