@@ -6,8 +6,11 @@ import pytest
 
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.events import BlockStored
+from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.types import StepPlan, StepReport
+from kv_connector.scheduler.saves import refusals
+from kv_connector.types import BlockHash, StepPlan, StepReport
+from tests.scheduler.saves import test_budget
 from tests.scheduler.test_half import Asked, admit, make_half, report, run
 
 PROMPT = list(range(17))  # four blocks, and a token
@@ -105,6 +108,27 @@ def test_a_request_saves_nothing_behind_a_block_of_its_own_that_does_not_fit(pla
     assert saved == [2, 0, 0, 0, 0]
     assert matched(half) == 16
     half.check()
+
+
+def test_a_block_of_a_window_that_does_not_fit_is_not_tried_again() -> None:
+    half, _, _ = test_budget.make_half(0, groups=(BlockGroup(window_blocks=2),))
+    for name, saves in (("one", 4), ("other", 0)):
+        plan = computed(half, name)
+        assert sum(job.num_blocks for job in plan.saves) == saves
+        if plan.saves:
+            refuse(half, plan, 2)
+        half.request_finished(Asked(name, PROMPT))
+    half.check()
+
+
+def test_of_blocks_that_did_not_fit_the_last_ones_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "_MOST", 3)
+    known = refusals.Refusals()
+    keys = [BlockHash(bytes([i]) * 32) for i in range(5)]
+    known.judge(0, keys[:2])
+    known.judge(10, keys[2:])
+    assert [key in known for key in keys] == [False, False, True, True, True]
+    assert (known.first_in(keys), known.first_in(keys[:2])) == (2, 2)
 
 
 def test_an_idle_engine_does_not_try_what_did_not_fit_again_and_again() -> None:
