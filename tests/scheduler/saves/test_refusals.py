@@ -117,7 +117,9 @@ def test_a_block_of_a_window_that_does_not_fit_is_not_tried_again() -> None:
         assert sum(job.num_blocks for job in plan.saves) == saves
         if plan.saves:
             refuse(half, plan, 2)
+            refuse(half, plan, rank=1)
         half.request_finished(Asked(name, PROMPT))
+    assert (matched(half), half.metrics.refused_blocks) == (8, 1)
     half.check()
 
 
