@@ -15,7 +15,7 @@ import torch
 import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
 from integration.faults import break_loads
 from integration.tests.sglang_parts import Meeting, ThreadRanks
-from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker, ranks
+from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker, pools, ranks
 from kv_connector.engines.sglang.pools import DevicePages
 from kv_connector.errors import ConfigError, KVConnectorError
 from kv_connector.index import CacheIdentity
@@ -315,6 +315,54 @@ def test_slots_that_are_no_pages_are_told_and_not_written(make: Make) -> None:
     driver.check()
 
 
+def test_an_offer_of_other_than_its_pages_is_refused(make: Make) -> None:
+    """SGLang would lock what is not saved."""
+    driver = make()
+    driver.round()
+    for num_slots in (2 * PAGE, 3 * PAGE - 1):
+        odd = driver.transfer(keys(3), [1, 2, 3])
+        odd[0].device_indices = odd[0].device_indices[:num_slots]
+        assert not driver.linker.offload(odd)
+    assert driver.lookup("request", keys(3)) == 0
+
+
+@pytest.mark.parametrize("page", [-1, PAGES + 1])
+def test_slots_that_are_not_of_the_pool_are_no_pages(page: int) -> None:
+    pages = DevicePages(make_pool(), PAGE)
+    assert pages.ids_of(torch.arange(PAGE) + PAGES * PAGE).read() == [PAGES]
+    assert pages.ids_of(torch.arange(PAGE) + page * PAGE).read() is None
+
+
+def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not before: until then others lie where they come to."""
+
+    class Slots(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    class Event:
+        """As CUDA's: one that was never recorded is over."""
+
+        stream: object = None
+        waited = False
+
+        def record(self, stream: object) -> None:
+            self.stream = stream
+
+        def query(self) -> bool:
+            return self.stream is None
+
+        def synchronize(self) -> None:
+            self.waited = self.stream is not None
+
+    event = Event()
+    cuda = SimpleNamespace(Event=lambda: event, current_stream=lambda device: "stream of the scheduler")
+    host = SimpleNamespace(cuda=cuda, empty=lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(pools, "torch", host)
+    ids = DevicePages(make_pool(), PAGE).ids_of(torch.arange(PAGE, 3 * PAGE).as_subclass(Slots))
+    assert event.stream == "stream of the scheduler" and not ids.have_come()
+    assert ids.read() == [1, 2] and event.waited
+
+
 def test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved(make: Make) -> None:
     """It had all of it when it was offered, so its pages were not asked for, and SGLang did not lock them."""
     driver = make(host_memory="48KiB", write_policy="write_through")  # 12 blocks
@@ -402,6 +450,18 @@ def test_a_load_of_what_was_lost_while_it_was_queued_is_told(make: Make) -> None
     assert driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
     driver.linker._replica.advance()  # as a look-up does that waits for storage
     assert not driver.forward()
+
+
+def test_offers_from_before_a_flush_are_not_told_after_it(make: Make) -> None:
+    """SGLang has unlocked them itself, and would unlock others in their place that are yet to be read."""
+    driver = make()
+    driver.round()
+    assert driver.linker.offload(driver.transfer(keys(4), range(1, 5)))
+    assert driver.linker.num_completed_offloads()
+    driver.linker.reset()
+    assert driver.linker.offload(driver.transfer(keys(4, "new"), range(5, 9)))
+    assert [driver.round() for _ in range(3)] == [1, 0, 0]
+    assert driver.lookup("request", keys(4, "new")) == 4
 
 
 def test_a_flush_forgets_all(make: Make) -> None:
