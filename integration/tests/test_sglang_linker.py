@@ -248,6 +248,7 @@ def test_requests_that_are_looked_up_in_each_round_leave_room_to_others(make: Ma
         clock[0] += 5
         assert [driver.lookup(name, names) for name, names in waiting.items()] == [4, 4, 4]
         assert not driver.save(keys(2, "new"), [20, 21]), "all is promised"
+    assert driver.linker.stats()["dropped_saves_blocks"] == 20
     for _ in range(3):
         clock[0] += 5
         for name, names in waiting.items():

@@ -188,7 +188,7 @@ class SchedulerHalf(KVConnectorScheduler):
         engines without windows tell in this way."""
         hashes, now = request.block_hashes, self._shared.clock()
         state = self._requests.admit(request, block_ids, 0)
-        state.is_counted = True
+        state.is_counted = state.is_held = True
         for table in state.tables:
             table.next_block = num_in_front
         self._hits.count_use(self._grouped.touch_known(hashes[num_in_front:], 0, now))

@@ -263,17 +263,21 @@ class TieredKVLinker(UnifiedCacheLinker):
 
     def _plan_save(self, fragment: Fragment, pages: list[int]) -> list[int]:
         """What the write policy wants is saved, behind the forward pass under way; returns the jobs."""
-        front = self._order.in_front_of(fragment.block_hashes[0])
-        num_in_front = int(front is not None and self._half.tree.get(front) is not None)
-        if num_in_front:  # which is not to be evicted before these
-            fragment = replace(fragment, block_hashes=[front, *fragment.block_hashes])
+        front = self._known_in_front_of(fragment.block_hashes[0])
+        if front:  # it is not to be evicted before these
+            fragment = replace(fragment, block_hashes=[*front, *fragment.block_hashes])
             pages = [NO_BLOCK, *pages]
-        self._half.hold_computed(fragment, [pages], num_in_front)
+        self._half.hold_computed(fragment, [pages], len(front))
         with self._behind_forward():
             scheduled = ScheduledRequest(fragment.request_id, len(pages) * fragment.page_size, 0)
             plan = self._replica.step(SchedulerOutput([scheduled]))
         self._replica.finish([fragment])
         return [job.job_id for job in plan.saves]
+
+    def _known_in_front_of(self, page: BlockHash) -> list[BlockHash]:
+        """The page that is in front of this one, if the tree knows it; else none."""
+        front = self._order.in_front_of(page)
+        return [front] if front is not None and self._half.tree.get(front) is not None else []
 
     def _has_all(self, hashes: Sequence[BlockHash]) -> bool:
         """Whether the host has, or will have, every one of these pages."""

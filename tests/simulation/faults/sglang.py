@@ -52,8 +52,8 @@ SGLANG: tuple[Mutant, ...] = (
         "chunks-apart",
         "of a prompt that was computed in chunks the heads are evicted, and tails stay that nobody reaches",
         "linker.py",
-        "        num_in_front = int(front is not None and self._half.tree.get(front) is not None)\n",
-        "        num_in_front = 0\n",
+        "        return [front] if front is not None and self._half.tree.get(front) is not None else []\n",
+        "        return []\n",
         f"{_LINKER}::test_a_prompt_that_was_computed_in_chunks_is_found_as_one_that_was_not",
     ),
     _mutant(
