@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,9 @@ class Rank:
 
     def prefill(self) -> _Batch | None:
         batch: list[Request] = []
+        if self.world.orders_by_prefix:
+            for request in self.waiting:
+                self.look_up(request, self.matched(request))
         for request in self.waiting[: self.chance.choice([1, 2, 4])]:
             if not self.admit(request):
                 break
@@ -173,15 +177,8 @@ class Rank:
 
     def admit(self, request: Request) -> bool:
         """As `init_next_round_input` and `add_one_req`; False where there is no room."""
-        matched = []
-        for key in request.keys:
-            if key not in self.tree:
-                break
-            matched.append(self.use(self.tree[key]))
-        rest, found = request.keys[len(matched) :], 0
-        if rest:
-            found = max(self.linker.lookup(request.rid, self.transfer(rest)), default=0)
-            self.agree("look-up", request.rid, found)
+        matched = self.matched(request)
+        rest, found = request.keys[len(matched) :], self.look_up(request, matched)
         if matched:
             matched[-1].lock()
         request.locked = matched[-1] if matched else None
@@ -199,6 +196,18 @@ class Rank:
         request.pages += pages[:-1]
         request.tail = pages[-1]
         return True
+
+    def matched(self, request: Request) -> list[Node]:
+        """What the device has of it, from the first page on."""
+        return [self.use(self.tree[key]) for key in takewhile(self.tree.__contains__, request.keys)]
+
+    def look_up(self, request: Request, matched: Sequence[Node]) -> int:
+        """How many pages behind those that the device has can be loaded."""
+        rest = request.keys[len(matched) :]
+        if not rest:
+            return 0
+        found = max(self.linker.lookup(request.rid, self.transfer(rest)), default=0)
+        return int(self.agree("look-up", request.rid, found))
 
     def allocate(self, count: int) -> list[int] | None:
         """Those that were freed last are handed out first, as by SGLang's allocator."""

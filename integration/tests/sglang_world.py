@@ -42,6 +42,7 @@ class World:
     faults: float  # share of rounds with one
     seconds: dict[str, float]  # that a copy takes about
     settings: dict[str, Any]
+    orders_by_prefix: bool  # and looks up whoever waits, in each round
 
     @classmethod
     def drawn(cls, seed: int) -> World:
@@ -70,6 +71,7 @@ class World:
             faults=chance.choice([0, 0.02, 0.1]),
             seconds={"load": chance.choice([1e-4, 2e-3]), "save": chance.choice([1e-4, 5e-3])},
             settings=settings,
+            orders_by_prefix=chance.random() < 0.3,
         )
 
 

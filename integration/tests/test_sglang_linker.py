@@ -15,10 +15,11 @@ import torch
 import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
 from integration.faults import break_loads
 from integration.tests.sglang_parts import Meeting, ThreadRanks
-from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker
+from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker, pools, ranks
 from kv_connector.engines.sglang.pools import DevicePages
 from kv_connector.errors import ConfigError, KVConnectorError
 from kv_connector.index import CacheIdentity
+from kv_connector.types import BlockHash
 
 PAGE, PAGES, LAYERS = 4, 32, 3
 
@@ -166,6 +167,42 @@ def test_a_prefix_that_was_offered_in_parts_is_one_hit(make: Make) -> None:
     driver.check()
 
 
+def found_again(driver: Driver, num_pages: int, chunk: int) -> list[int]:
+    """Two prompts are computed, in chunks, one behind the other; how many pages of each are found then."""
+    for name in ("first", "second"):
+        names = keys(num_pages, name)
+        driver.lookup(name, names)
+        for start in range(0, num_pages, chunk):
+            end = min(start + chunk, num_pages)
+            driver.save(names[start:end], range(1 + start, 1 + end))
+    return [driver.lookup(f"{name} again", keys(num_pages, name)) for name in ("first", "second")]
+
+
+@pytest.mark.parametrize("policy", ["write_through", "adaptive"])
+@pytest.mark.parametrize("num_pages", [8, 14], ids=["more than half of the host", "more than the host"])
+def test_a_prompt_that_was_computed_in_chunks_is_found_as_one_that_was_not(
+    make: Make, policy: str, num_pages: int
+) -> None:
+    """SGLang offers each chunk alone. Tails go first all the same: nobody reaches them without their heads."""
+    whole, chunks = (make(host_memory="48KiB", write_policy=policy) for _ in range(2))  # 12 blocks
+    found = found_again(whole, num_pages, num_pages)
+    assert sum(found) == 12
+    assert found_again(chunks, num_pages, 3) == found
+
+
+def test_what_was_looked_up_lately_is_known_by_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is looked up."""
+    monkeypatch.setattr(fragments, "_LEAST_REMEMBERED", 10)
+    order = fragments.PageOrder()
+    chats = [[BlockHash(bytes.fromhex(key)) for key in keys(6, f"chat {i}")] for i in range(6)]
+    for i, chat in enumerate(chats):
+        order.show(chat)
+        assert order.in_front_of(chat[0]) is None
+        for shown in chats[max(0, i - 1) : i + 1]:
+            assert [order.in_front_of(page) for page in shown[1:]] == shown[:-1]
+    assert not any(map(order.in_front_of, chats[0])), "it is forgotten some day"
+
+
 def test_what_is_promised_stays_until_it_is_loaded(make: Make) -> None:
     """Others save more than the host has room for in between."""
     driver = make(host_memory="32KiB")  # 8 blocks
@@ -191,6 +228,41 @@ def test_a_promise_lapses_and_the_load_is_refused(make: Make, monkeypatch: pytes
     driver.check()
     assert not driver.linker.load("request", driver.transfer(keys(3), [4, 5, 6]))
     assert driver.linker.start_layer_wise_loading() == -1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds by which all linkers that are made go."""
+    now = [1000.0]
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_requests_that_are_looked_up_in_each_round_leave_room_to_others(make: Make, clock: list[float]) -> None:
+    """A policy of SGLang's that orders by cached prefix does so with whoever waits, and for minutes."""
+    driver = make(host_memory="48KiB")  # 12 blocks
+    waiting = {f"request {i}": keys(4, f"chat {i}") for i in range(3)}
+    for names in waiting.values():
+        driver.save(names, range(1, 5))
+    for _ in range(10):
+        clock[0] += 5
+        assert [driver.lookup(name, names) for name, names in waiting.items()] == [4, 4, 4]
+        assert not driver.save(keys(2, "new"), [20, 21]), "all is promised"
+    assert driver.linker.stats()["dropped_saves_blocks"] == 20
+    for _ in range(3):
+        clock[0] += 5
+        for name, names in waiting.items():
+            driver.lookup(name, names)
+    assert driver.save(keys(2, "new"), [20, 21])
+    found = [driver.lookup(name, names) for name, names in waiting.items()]
+    assert sum(found) == 10, "what is left is theirs"
+    assert driver.linker.load("request 2", driver.transfer(waiting["request 2"], range(10, 14)))
+    for i in range(3):
+        driver.save(keys(8, f"newer {i}"), range(20, 28))
+    assert driver.forward()
+    assert driver.holds(waiting["request 2"], range(10, 14))
+    clock[0] += 100
+    driver.check()
 
 
 def test_a_promise_that_lapses_while_its_load_is_queued_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +314,54 @@ def test_slots_that_are_no_pages_are_told_and_not_written(make: Make) -> None:
     assert driver.lookup("next", keys(3, "others")) == 3
     assert driver.lookup("next", keys(3, "odd")) == 0
     driver.check()
+
+
+def test_an_offer_of_other_than_its_pages_is_refused(make: Make) -> None:
+    """SGLang would lock what is not saved."""
+    driver = make()
+    driver.round()
+    for num_slots in (2 * PAGE, 3 * PAGE - 1):
+        odd = driver.transfer(keys(3), [1, 2, 3])
+        odd[0].device_indices = odd[0].device_indices[:num_slots]
+        assert not driver.linker.offload(odd)
+    assert driver.lookup("request", keys(3)) == 0
+
+
+@pytest.mark.parametrize("page", [-1, PAGES + 1])
+def test_slots_that_are_not_of_the_pool_are_no_pages(page: int) -> None:
+    pages = DevicePages(make_pool(), PAGE)
+    assert pages.ids_of(torch.arange(PAGE) + PAGES * PAGE).read() == [PAGES]
+    assert pages.ids_of(torch.arange(PAGE) + page * PAGE).read() is None
+
+
+def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not before: until then others lie where they come to."""
+
+    class Slots(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    class Event:
+        """As CUDA's: one that was never recorded is over."""
+
+        stream: object = None
+        waited = False
+
+        def record(self, stream: object) -> None:
+            self.stream = stream
+
+        def query(self) -> bool:
+            return self.stream is None
+
+        def synchronize(self) -> None:
+            self.waited = self.stream is not None
+
+    event = Event()
+    cuda = SimpleNamespace(Event=lambda: event, current_stream=lambda device: "stream of the scheduler")
+    host = SimpleNamespace(cuda=cuda, empty=lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(pools, "torch", host)
+    ids = DevicePages(make_pool(), PAGE).ids_of(torch.arange(PAGE, 3 * PAGE).as_subclass(Slots))
+    assert event.stream == "stream of the scheduler" and not ids.have_come()
+    assert ids.read() == [1, 2] and event.waited
 
 
 def test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved(make: Make) -> None:
@@ -331,6 +451,18 @@ def test_a_load_of_what_was_lost_while_it_was_queued_is_told(make: Make) -> None
     assert driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
     driver.linker._replica.advance()  # as a look-up does that waits for storage
     assert not driver.forward()
+
+
+def test_offers_from_before_a_flush_are_not_told_after_it(make: Make) -> None:
+    """SGLang has unlocked them itself, and would unlock others in their place that are yet to be read."""
+    driver = make()
+    driver.round()
+    assert driver.linker.offload(driver.transfer(keys(4), range(1, 5)))
+    assert driver.linker.num_completed_offloads()
+    driver.linker.reset()
+    assert driver.linker.offload(driver.transfer(keys(4, "new"), range(5, 9)))
+    assert [driver.round() for _ in range(3)] == [1, 0, 0]
+    assert driver.lookup("request", keys(4, "new")) == 4
 
 
 def test_a_flush_forgets_all(make: Make) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from integration.tests.sglang_world import run
 
-SEEDS = range(40)
+SEEDS = range(60)
 
 
 def test_worlds() -> None:

@@ -42,6 +42,11 @@ class FragmentTree(PrefixTree):
             parent, index = nodes[-1], end
         return nodes
 
+    def on_path(self, path: Sequence[BlockHash], nodes: Sequence[int]) -> list[int]:
+        """As `PrefixTree.on_path`, where depths do not say which blocks of a path nodes are."""
+        names = set(path)
+        return [node for node, name in zip(nodes, self.hashes_of(nodes), strict=True) if name in names]
+
     def _learn(self, node: int, parent: int) -> None:
         """The parent of a node has become known; ROOT says that it has not."""
         if parent == ROOT or self.parent[node] == parent:

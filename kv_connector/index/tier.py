@@ -301,12 +301,7 @@ class CacheTier:
 
     def _on(self, paths: Sequence[Sequence[BlockHash]], nodes: Sequence[int]) -> list[int]:
         """Those of the nodes that are on one of the paths."""
-        depths, found = self.tree.depth, []
-        for path in paths:
-            if path and self.tree.get(path[0]) is not None:  # else nobody knows any of it
-                named = zip(nodes, self.tree.hashes_of(nodes), strict=True)
-                found += [n for n, name in named if depths[n] < len(path) and path[depths[n]] == name]
-        return found
+        return [node for path in paths for node in self.tree.on_path(path, nodes)]
 
     def _num_short(self, num_blocks: int) -> int:
         """Of so many blocks those that are not free, as far as eviction could free them."""

@@ -161,6 +161,13 @@ class PrefixTree:
             self._add(ROOT, missing, now, is_path=False)
         return [self._index[block_hash] for block_hash in hashes]
 
+    def on_path(self, path: Sequence[BlockHash], nodes: Sequence[int]) -> list[int]:
+        """Those of the nodes that are on the path, however long that is."""
+        if not path or path[0] not in self._index:  # nobody knows any of it
+            return []
+        depths, named = self.depth, zip(nodes, self.hashes_of(nodes), strict=True)
+        return [n for n, name in named if depths[n] < len(path) and path[depths[n]] == name]
+
     def visits_behind(self, parent: int) -> float:
         """Of a new child: who goes on where nobody did comes back, and is who has visited the parent; who turns off
         from others is new."""

@@ -183,13 +183,19 @@ class SchedulerHalf(KVConnectorScheduler):
         state.awaits_load = count > 0 and mode is LoadMode.ASYNC
         state.awaits_both = state.load is not None and num_brought > 0
 
-    def hold_computed(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+    def hold_computed(self, request: Request, block_ids: Sequence[Sequence[int]], num_in_front: int = 0) -> None:
         """For an engine that tells of blocks and not of the requests that compute them: these hold what the hashes of
         `request` say, and the engine keeps them until `request_finished`. The next plan, in which it is scheduled
-        without tokens, saves what the write policy wants of them. Counts as one use of the blocks and as no request."""
+        without tokens, saves what the write policy wants of them. Counts as one use of the blocks and as no request.
+
+        The first `num_in_front` hashes only say what is in front of the others, and their blocks are NO_BLOCK. Only
+        engines without windows tell in this way."""
         hashes, now = request.block_hashes, self._shared.clock()
-        self._requests.admit(request, block_ids, 0).is_counted = True
-        self._hits.count_use(self._grouped.touch_known(hashes, 0, now))
+        state = self._requests.admit(request, block_ids, 0)
+        state.is_counted = state.is_held = True
+        for table in state.tables:
+            table.next_block = num_in_front
+        self._hits.count_use(self._grouped.touch_known(hashes[num_in_front:], 0, now))
         for group in self._grouped.full:
             self.tree.settle(self._grouped.insert(hashes, group, now))
 

@@ -35,6 +35,7 @@ class RequestState:
     is_newly_admitted: bool = False  # since the last step was planned
     awaits_load: bool = False  # it is admitted once more when what it waits for is there
     awaits_both: bool = False  # a load, and what a companion brings behind it
+    is_held: bool = False  # for the next step alone, see `SchedulerHalf.hold_computed`: what that leaves is not saved
     is_stale: bool = False  # what its blocks hold was computed before a reset: nothing of it is saved
     num_refusals: int = 0  # that were found when its blocks were looked for among them: see `Refusals.num_found`
     first_unreachable: int = sys.maxsize

@@ -140,3 +140,32 @@ def test_a_block_that_waits_in_another_class_is_evicted_once() -> None:
     assert [*old[-1:], *chats.tree.match(second), *chats.tree.match(third)] == [20, 41, 42]
     order.nodes.remove(20)
     assert chats.evicted(42) == [*first[:19:-1], *second, *first[19::-1], *third]
+
+
+@pytest.mark.parametrize("column", ["visits", "asked"])
+def test_the_head_of_a_prefix_that_is_worth_more_than_its_tail_does_not_go_with_it(column: str) -> None:
+    """It was asked for more often, or at another time, and used when all of it was."""
+    order = Favourites()
+    chats = Chats(order)
+    first, second = chats.save("first", 0.0, count=40), chats.save("second", 5.0)
+    heads = chats.tree.match(first)[:10]
+    order.nodes |= set(heads)
+    for node in heads:
+        getattr(chats.tree, column)[node] = 7
+    assert chats.evicted(31) == [*first[:9:-1], second[0]]
+
+
+def test_what_is_pinned_stays_when_all_behind_it_goes() -> None:
+    chats = Chats()
+    path = chats.save("pinned", 0.0, count=8)
+    chats.tree.pin(chats.tree.match(path)[:4])
+    assert chats.evicted(8) == path[:3:-1]
+
+
+def test_a_head_waits_for_a_leaf_that_is_older_though_one_in_front_of_that_was_used_since() -> None:
+    chats = Chats()
+    path = chats.save("path", 0.0, count=2)
+    used, old = chats.save("used", 1.0), chats.save("old", 2.0)
+    chats.tree.touch(chats.tree.match(path)[:1], 5.0)
+    chats.tree.touch(chats.tree.match(used), 9.0)
+    assert chats.evicted(3) == [path[1], old[0], path[0]]

@@ -91,3 +91,14 @@ def test_any_fragments_in_any_order(seed: int) -> None:
                 assert tree.parent[node] in (ROOT, before)
         tree.check()
         host.check()
+
+
+def test_room_for_a_fragment_is_not_made_out_of_it() -> None:
+    """Its blocks are counted from where others began to show them."""
+    tree, hashes = FragmentTree(), chain(6)
+    host = CacheTier(tree, Tier.HOST, 4)
+    save(host, hashes[:4], now=1.0)
+    assert not host.has_room_behind([hashes[3:]], now=2.0)
+    assert host.allocate_behind(2, [hashes[3:]], now=2.0) == []
+    assert host.has_room_behind([hashes[4:]], now=3.0)
+    assert len(host.allocate_behind(2, [chain(2, "others")], now=3.0)) == 2

@@ -3,6 +3,10 @@
 A promise leases host blocks: SGLang aborts a request whose load fails, so whatever it is told it can load must be there
 until it has done so. It does not say when a request gives up before that, so a promise lapses in the end. A request
 that has waited that long is looked up anew before it is admitted, as all are.
+
+How far back a request's wait began is remembered for as long as it is looked up: policies of SGLang's that order by
+cached prefix look up whoever waits in each round, and the host would belong to them. Who has waited that long is
+promised what is left, until the next round begins, in which it is loaded or looked up anew.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from ...index import CacheTier, PrefixTree
 from ...types import BlockHash
 
 PROMISED_SECONDS = 60.0
+_LEAST_REMEMBERED = 1 << 17
+"""Pages of which it is known what is in front of them; 15 to 30 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +39,34 @@ class Fragment:
         return len(self.block_hashes) * self.page_size + 1
 
 
+class PageOrder:
+    """Which page is in front of which. Look-ups show it, and offers do not: SGLang offers a prompt that it computes in
+    chunks one by one. The latest pages are remembered, as many as requests that are being computed may have."""
+
+    def __init__(self) -> None:
+        self._newer: dict[BlockHash, BlockHash] = {}
+        self._older: dict[BlockHash, BlockHash] = {}
+
+    def show(self, hashes: Sequence[BlockHash]) -> None:
+        """These pages follow one another."""
+        self._newer.update(zip(hashes[1:], hashes, strict=False))
+        if len(self._newer) >= _LEAST_REMEMBERED:
+            self._newer, self._older = {}, self._newer
+
+    def in_front_of(self, page: BlockHash) -> BlockHash | None:
+        """None where that was not shown, or long ago."""
+        return self._newer.get(page) or self._older.get(page)
+
+
 @dataclass(slots=True)
 class Promise:
-    """Host blocks with the first pages of a fragment, each leased once."""
+    """Host blocks with the first pages of a fragment, each leased once. `made_at`: when the request was first promised
+    them; `asked_at`: when it was looked up last."""
 
     fragment: Fragment
     host_ids: list[int]
     made_at: float
+    asked_at: float
 
 
 class Promises:
@@ -72,10 +99,17 @@ class Promises:
     def make(self, fragment: Fragment, num_pages: int) -> None:
         """The first so many pages, which are resident on the host, are promised to the request, in place of what was
         promised before."""
+        now, before = self._clock(), self._made.get(fragment.request_id)
         host_ids = self._host.blocks_of(self._tree.match(fragment.block_hashes[:num_pages]))
         self._host.acquire(host_ids)
         self.end(fragment.request_id)
-        self._made[fragment.request_id] = Promise(fragment, host_ids, self._clock())
+        made_at = now if before is None else before.made_at
+        self._made[fragment.request_id] = Promise(fragment, host_ids, made_at, now)
+
+    def keep(self, request_id: str) -> None:
+        """The request loads what it was promised, and is not looked up again: its promise is as a new one."""
+        promise = self._made[request_id]
+        promise.made_at = promise.asked_at = self._clock()
 
     def end(self, request_id: str) -> Fragment | None:
         """The request has what it was promised, or wants it no more."""
@@ -86,14 +120,15 @@ class Promises:
         return promise.fragment
 
     def lapse(self) -> list[Fragment]:
-        """End promises that are too old; they are kept in the order in which they were made."""
+        """End the leases of promises that are too old. Returns those that nobody has asked about since."""
         oldest = self._clock() - PROMISED_SECONDS
-        lapsed = []
-        for request_id, promise in list(self._made.items()):
-            if promise.made_at > oldest:
-                break
-            lapsed.append(promise.fragment)
-            self.end(request_id)
+        for promise in self._made.values():
+            if promise.made_at <= oldest:
+                self._host.release(promise.host_ids)
+                promise.host_ids = []
+        lapsed = [promise.fragment for promise in self._made.values() if promise.asked_at <= oldest]
+        for fragment in lapsed:
+            self.end(fragment.request_id)
         return lapsed
 
     def clear(self) -> list[Fragment]:

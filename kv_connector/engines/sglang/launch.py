@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_disagg, get_spec
 
-from ...config import Config, LoadChoice, Prefetch, WritePolicy
+from ...config import Config, Prefetch
 from ...errors import ConfigError
+from ..settings import Slot, read_config
 
-_OPTION = "--unified-cache-external-linker-config"
+_SLOT = Slot(
+    engine="SGLang",
+    unit="pages",
+    example="give linker_extra_config in --unified-cache-external-linker-config a size such as "
+    '{"host_memory": "64GiB"} (all ranks together)',
+    why_no_peer="blocks of other engines are not asked for in SGLang: leave it out",
+    why_no_async="SGLang loads what it has asked for in front of the step that needs it: leave it out",
+    prefetches=(Prefetch.BEST_EFFORT, Prefetch.TIMEOUT),
+    why_no_wait="all requests of SGLang would stand still for as long as storage does: give 'best_effort', or "
+    "'timeout' with a short timeout_ms",
+)
+"""SGLang asks once and has no way to wait, so whoever waits holds up everybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +45,7 @@ def read_settings(extra_config: Mapping[str, Any]) -> LinkerSettings:
     keep_on_flush = given.pop("keep_on_flush", False)
     if not isinstance(keep_on_flush, bool):
         raise ConfigError(f"keep_on_flush={keep_on_flush!r} is not a boolean: give true or false")
-    if given.get("peer") is not None:
-        raise ConfigError("peer: blocks of other engines are not asked for in SGLang: leave it out")
-    config = Config.from_mapping(given)
-    if not config.host_memory:
-        raise ConfigError(
-            f"host_memory=0: there is nothing to cache in; give linker_extra_config in {_OPTION} a size such as "
-            '{"host_memory": "64GiB"} (all ranks together)'
-        )
-    if config.load_choice is LoadChoice.ASYNC:
-        raise ConfigError(
-            "load_choice='async': SGLang loads what it has asked for in front of the step that needs it: leave it out"
-        )
-    if config.write_policy is WritePolicy.WRITE_BACK:
-        raise ConfigError(
-            "write_policy='write_back': SGLang does not say which pages it will reuse: give 'adaptive', "
-            "'write_through' or 'write_through_selective'"
-        )
-    return LinkerSettings(replace(_with_prefetch(config, given), load_choice=LoadChoice.SYNC), keep_on_flush)
-
-
-def _with_prefetch(config: Config, given: Mapping[str, Any]) -> Config:
-    """SGLang asks once and has no way to wait, so whoever waits holds up everybody: nobody does who was not told to."""
-    if config.storage is None:
-        return config
-    storage = given["storage"]
-    if not isinstance(storage, Mapping) or "prefetch" not in storage:
-        return replace(config, storage=replace(config.storage, prefetch=Prefetch.BEST_EFFORT))
-    if config.storage.prefetch is Prefetch.WAIT_COMPLETE:
-        raise ConfigError(
-            "storage.prefetch='wait_complete': all requests of SGLang would stand still for as long as storage does: "
-            "give 'best_effort', or 'timeout' with a short timeout_ms"
-        )
-    return config
+    return LinkerSettings(read_config(given, _SLOT), keep_on_flush)
 
 
 def refuse_unserved(params: Any, components: Collection[ComponentType]) -> None:

@@ -13,9 +13,9 @@
     offload(keys, slots)     insert into tree  an offer, until it is known which pages these are  locked by SGLang
     pop_completed_offload    the save ended                                                       unlocked
 
-SGLang tells of pages and never of a request's whole prefix: see `index/fragments.py`. What it offers is never called
-stored for good: it offers pages anew whenever a request uses them, so that hot ones are known as such and those that
-the host has let go meanwhile are saved again.
+SGLang tells of pages and never of a request's whole prefix: see `index/fragments.py`. What is in front of pages that it
+offers is known from look-ups (`PageOrder`). What it offers is never called stored for good: it offers pages anew
+whenever a request uses them. So each use counts, and what the host has let go of meanwhile is saved again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from ...base import ScheduledRequest, SchedulerOutput
 from ...config import HostFormName
 from ...types import NO_BLOCK, BlockHash
-from .fragments import Fragment, Promises
+from .fragments import Fragment, PageOrder, Promises
 from .identity import read_backend, read_identity
 from .launch import read_settings, refuse_unserved
 from .pools import DevicePages, PageIds
@@ -112,6 +113,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._replica = Replica(config, pages, ranks, identity, read_backend())
         self._half = self._replica.scheduler
         self._promises = Promises(self._half.tree, self._half.host, self._replica.clock)
+        self._order = PageOrder()
         self._queued: dict[str, tuple[Fragment, PageIds]] = {}  # promised, and the pages that it goes to, by request
         self._loading: list[Fragment] = []  # of the step that has begun
         self._has_lost = False  # one of them, before it began
@@ -146,6 +148,7 @@ class TieredKVLinker(UnifiedCacheLinker):
             return False
         if slots.numel() != len(hashes) * fragment.page_size or self._promises.num_kept(rid) < len(hashes):
             return False
+        self._promises.keep(rid)
         self._queued[rid] = fragment, self._pages.ids_of(slots)
         return True
 
@@ -201,11 +204,11 @@ class TieredKVLinker(UnifiedCacheLinker):
         """Once a round of SGLang's scheduler: take note of what has ended, on this rank and on the others, and take
         what was offered."""
         self._num_rounds += 1
+        self._give_up(self._promises.lapse())  # first: what is taken may need their room
         if self._offers or self._half.has_pending_push_work() or not self._num_rounds % _QUIET_ROUNDS:
             num_ready = sum(1 for _ in itertools.takewhile(_Offer.can_be_taken, self._offers))
             for _ in range(self._replica.advance(len(self._offers), num_ready)):
                 self._take(self._offers.popleft())
-        self._give_up(self._promises.lapse())
         return sum(1 for _ in itertools.takewhile(self._has_saved, self._saving))
 
     def pop_completed_offload(self) -> bool:
@@ -248,6 +251,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         if known is not None:
             self._promises.end(rid)
             self._replica.finish([known])
+        self._order.show(hashes)
         return Fragment(rid, hashes, self._pages.page_size)
 
     def _take(self, offer: _Offer) -> None:
@@ -261,12 +265,21 @@ class TieredKVLinker(UnifiedCacheLinker):
 
     def _plan_save(self, fragment: Fragment, pages: list[int]) -> list[int]:
         """What the write policy wants is saved, behind the forward pass under way; returns the jobs."""
-        self._half.hold_computed(fragment, [pages])
+        front = self._known_in_front_of(fragment.block_hashes[0])
+        if front:  # it is not to be evicted before these
+            fragment = replace(fragment, block_hashes=[*front, *fragment.block_hashes])
+            pages = [NO_BLOCK, *pages]
+        self._half.hold_computed(fragment, [pages], len(front))
         with self._behind_forward():
             scheduled = ScheduledRequest(fragment.request_id, len(pages) * fragment.page_size, 0)
             plan = self._replica.step(SchedulerOutput([scheduled]))
         self._replica.finish([fragment])
         return [job.job_id for job in plan.saves]
+
+    def _known_in_front_of(self, page: BlockHash) -> list[BlockHash]:
+        """The page that is in front of this one, if the tree knows it; else none."""
+        front = self._order.in_front_of(page)
+        return [front] if front is not None and self._half.tree.get(front) is not None else []
 
     def _has_all(self, hashes: Sequence[BlockHash]) -> bool:
         """Whether the host has, or will have, every one of these pages."""

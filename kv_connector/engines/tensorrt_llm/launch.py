@@ -5,56 +5,39 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from ...config import Config, LoadChoice, Prefetch, WritePolicy
+from ...config import Config, Prefetch
 from ...errors import ConfigError
+from ..settings import Slot, read_config
 
 VARIABLE = "TRTLLM_KV_CONNECTOR"
 """Of the environment: TensorRT-LLM has no field for a connector's own settings, and hands variables that begin with
 TRTLLM or TLLM on to the processes of its ranks."""
 
+_SLOT = Slot(
+    engine="TensorRT-LLM",
+    unit="blocks",
+    example=f"""set {VARIABLE}='{{"host_memory": "64GiB"}}' (all ranks together)""",
+    why_no_peer="TensorRT-LLM hands blocks over itself: leave it out, and see its cache transceiver",
+    why_no_async="TensorRT-LLM has no way to hear that a load has failed that a request waits for: leave it out",
+    prefetches=(Prefetch.BEST_EFFORT,),
+    why_no_wait="TensorRT-LLM asks once and cannot be told to wait: leave it out, and what storage has is fetched for "
+    "those that come later",
+)
+"""TensorRT-LLM asks once, with its block manager locked and all ranks waiting: nobody waits for storage then."""
+
 
 def read_settings() -> Config:
     """From the environment. Raises ConfigError, naming the fix, for what is unknown or of no use to this slot."""
     text = os.environ.get(VARIABLE, "")
-    example = f"""set {VARIABLE}='{{"host_memory": "64GiB"}}' (all ranks together)"""
     try:
         given = json.loads(text or "{}")
     except ValueError as error:
-        raise ConfigError(f"{VARIABLE}={text!r} is not JSON: {error}; {example}") from error
+        raise ConfigError(f"{VARIABLE}={text!r} is not JSON: {error}; {_SLOT.example}") from error
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{VARIABLE}={text!r} is not an object: {example}")
-    if given.get("peer") is not None:
-        raise ConfigError("peer: TensorRT-LLM hands blocks over itself: leave it out, and see its cache transceiver")
-    config = Config.from_mapping(given)
-    if not config.host_memory:
-        raise ConfigError(f"host_memory=0: there is nothing to cache in; {example}")
-    if config.load_choice is LoadChoice.ASYNC:
-        raise ConfigError(
-            "load_choice='async': TensorRT-LLM has no way to hear that a load has failed that a request waits for: "
-            "leave it out"
-        )
-    if config.write_policy is WritePolicy.WRITE_BACK:
-        raise ConfigError(
-            "write_policy='write_back': TensorRT-LLM does not say which blocks it will reuse: give 'adaptive', "
-            "'write_through' or 'write_through_selective'"
-        )
-    return replace(_with_prefetch(config, given), load_choice=LoadChoice.SYNC)
-
-
-def _with_prefetch(config: Config, given: Mapping[str, Any]) -> Config:
-    """TensorRT-LLM asks once, with its block manager locked and all ranks waiting: nobody waits for storage then."""
-    if config.storage is None:
-        return config
-    storage = given["storage"]
-    if isinstance(storage, Mapping) and "prefetch" in storage and config.storage.prefetch is not Prefetch.BEST_EFFORT:
-        raise ConfigError(
-            f"storage.prefetch={config.storage.prefetch.value!r}: TensorRT-LLM asks once and cannot be told to wait: "
-            "leave it out, and what storage has is fetched for those that come later"
-        )
-    return replace(config, storage=replace(config.storage, prefetch=Prefetch.BEST_EFFORT))
+        raise ConfigError(f"{VARIABLE}={text!r} is not an object: {_SLOT.example}")
+    return read_config(given, _SLOT)
 
 
 def read_block_size(llm_args: Any) -> int:

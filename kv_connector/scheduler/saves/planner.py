@@ -133,7 +133,7 @@ class SavePlanner:
         for group in groups:
             if group in self._windows:
                 taken += self._take_window(progress, group)
-            elif has_room:  # with no room at all those are looked at when there is some
+            elif has_room or state.is_held:  # with no room at all those are looked at when there is some
                 taken += self._take_full(progress, group)
         for part in taken:
             self._save(state, part, now)

@@ -232,7 +232,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "room-of-another-group",
         "what is saved of one group takes the place of what another continues",
-        (Patch(_TIER, "        for path in paths:\n", "        for path in paths[:1]:\n"),),
+        (Patch(_TIER, "[node for path in paths for node in", "[node for path in paths[:1] for node in"),),
         tested(f"{_DECLINED}::test_room_for_one_group_is_not_made_out_of_what_another_continues"),
     ),
     Mutant(

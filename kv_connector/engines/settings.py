@@ -1,0 +1,56 @@
+"""Settings of engines that ask once for what is cached, and load it in front of the step that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import Config, LoadChoice, Prefetch, WritePolicy
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An engine's place for a connector, and why some settings are of no use in it; each reason ends with the fix.
+
+    unit: what the engine calls blocks. example: how `host_memory` is given. prefetches: those for which requests may
+    wait, or that keep none of them waiting.
+    """
+
+    engine: str
+    unit: str
+    example: str
+    why_no_peer: str
+    why_no_async: str
+    prefetches: Collection[Prefetch]
+    why_no_wait: str
+
+
+def read_config(given: Mapping[str, Any], slot: Slot) -> Config:
+    """Loads are those of a step, and nobody waits for storage who was not told to. Raises ConfigError, naming the fix,
+    for what is unknown or of no use to the slot."""
+    if given.get("peer") is not None:
+        raise ConfigError(f"peer: {slot.why_no_peer}")
+    config = Config.from_mapping(given)
+    if not config.host_memory:
+        raise ConfigError(f"host_memory=0: there is nothing to cache in; {slot.example}")
+    if config.load_choice is LoadChoice.ASYNC:
+        raise ConfigError(f"load_choice='async': {slot.why_no_async}")
+    if config.write_policy is WritePolicy.WRITE_BACK:
+        raise ConfigError(
+            f"write_policy='write_back': {slot.engine} does not say which {slot.unit} it will reuse: give 'adaptive', "
+            "'write_through' or 'write_through_selective'"
+        )
+    return replace(_with_prefetch(config, given, slot), load_choice=LoadChoice.SYNC)
+
+
+def _with_prefetch(config: Config, given: Mapping[str, Any], slot: Slot) -> Config:
+    if config.storage is None:
+        return config
+    storage = given["storage"]
+    if not isinstance(storage, Mapping) or "prefetch" not in storage:
+        return replace(config, storage=replace(config.storage, prefetch=Prefetch.BEST_EFFORT))
+    if config.storage.prefetch not in slot.prefetches:
+        raise ConfigError(f"storage.prefetch={config.storage.prefetch.value!r}: {slot.why_no_wait}")
+    return config
