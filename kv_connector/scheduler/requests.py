@@ -120,7 +120,7 @@ class RequestTable:
         state.is_stale &= bool(state.tables) and _go_on(state.tables, block_ids)
         state.tables = [BlockTable(list(ids)) for ids in block_ids]
         state.num_hit_hashes = num_hit_hashes
-        state.first_unreachable = sys.maxsize
+        state.first_unreachable, state.num_refusals = sys.maxsize, 0
         state.is_newly_admitted = True
         self._admitted.append(state)
         return state
