@@ -32,7 +32,7 @@ def test_a_small_run_names_who_is_missing_and_rotates_the_rest(tmp_path: Path, m
         (4, "none", 0), (4, "ours", 1), (8, "ours", 0), (8, "none", 1),
     ]  # fmt: skip
     for row in windows:
-        assert row["arrived"] >= row["users"] and row["seconds"] == 1.0
+        assert row["arrived"] >= row["at_once"] and row["seconds"] == 1.0
         assert (row["phases"]["external_tokens"] > 0) == (row["connector"] == "ours")
     assert {row["connector"]: "over_none" in row for row in result["rows"] if row["part"] == "misses"} == {
         "none": False,
