@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 from ..config import Config, HostFormName, PathName
+from ..errors import ConfigError
 from .costs.curves import LinkCosts
 from .costs.known import link_costs
 from .costs.remembered import recall, remember
@@ -72,7 +73,11 @@ class FormChooser:
     def _better(self, layout: CacheLayout) -> tuple[HostForm, LinkCosts]:
         raw, coded = raw_form(layout), coded_form(layout)
         objection = self._objection(coded, raw)
-        costs = link_costs(raw if objection else coded, self._config)
+        try:
+            costs = link_costs(raw if objection else coded, self._config)
+        except ConfigError as error:  # the others must not wait for this rank
+            self._agreed(str(error))
+            raise
         share = load_share(coded, raw, costs)
         if not objection and share > 1:
             objection = f"coded loads are estimated to take {share:.2f} of raw ones' time ({costs.source})"

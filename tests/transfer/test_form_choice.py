@@ -15,6 +15,7 @@ import torch
 
 from kv_connector.build import build_worker
 from kv_connector.config import Config, HostFormName
+from kv_connector.errors import ConfigError
 from kv_connector.index import CacheIdentity
 from kv_connector.transfer.costs.curves import BUILT_IN, Curve, LinkCosts
 from kv_connector.transfer.form_choice import FormChooser
@@ -52,6 +53,35 @@ def is_coded(chooser: FormChooser, tensors: CacheLayout | None = None) -> bool:
 def measured(tmp_path: Path, costs: LinkCosts) -> Config:
     (tmp_path / "costs.json").write_text(costs.encode())
     return config(calibration=str(tmp_path / "costs.json"))
+
+
+def test_a_user_without_a_home_folder_is_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that runs under any number."""
+
+    def no_home(_: object = None) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    chooser = FormChooser(config(), name_of=lambda arrangement: "a" * 32)
+    assert is_coded(chooser)
+    chooser.note_unfit()
+    assert "Give XDG_CACHE_HOME" in caplog.text
+
+
+def test_a_rank_that_cannot_start_keeps_no_other_waiting(tmp_path: Path) -> None:
+    told: list[object] = []
+
+    def exchange(value: object) -> list[object]:
+        told.append(value)
+        return [value, ""]
+
+    chooser = FormChooser(config(calibration=str(tmp_path / "absent.json")), 2, exchange)
+    with pytest.raises(ConfigError, match=r"absent\.json"):
+        chooser.choose(layout())
+    assert len(told) == 1 and "absent.json" in str(told[0])
 
 
 def test_blocks_of_bf16_on_a_gpu_are_coded_and_the_log_says_what_that_is_worth(

@@ -221,8 +221,9 @@ class SavePlanner:
             first = table.unsaved[0] if table.unsaved else min(table.next_block, full)
             if self._is_cut_off(state, group, first):
                 self._lose_from(state, group, first - 1)
-            if state.num_refusals < self._refusals.num_found:  # perhaps of what this request has had saved
-                self._lose_unfit(state, group, self._grouped.keys(state.request.block_hashes, group)[:first], 0)
+            if state.num_refusals < self._refusals.num_found:  # perhaps of what this request has shown before
+                shown = self._grouped.keys(state.request.block_hashes, group)[: min(table.next_block, full)]
+                self._lose_unfit(state, group, shown, 0)
         state.num_refusals = self._refusals.num_found
 
     def _lose_unfit(self, state: RequestState, group: int, keys: Sequence[BlockHash], first: int) -> None:

@@ -10,32 +10,34 @@ logger = logging.getLogger("kv_connector.transfer")
 
 
 def cache_folder() -> Path:
-    """Where they are kept: in `XDG_CACHE_HOME`, or `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv_connector"
+    """Where they are kept: in `XDG_CACHE_HOME`, or `~/.cache`. Raises OSError for a user without a home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv_connector"
+    except RuntimeError as error:  # as in a container that runs under any number
+        raise OSError(f"{error} Give XDG_CACHE_HOME.") from error
 
 
 def recall(name: str) -> str | None:
     """What was remembered under this name of a file; None where nothing is known."""
-    path = cache_folder() / name
     try:
-        return path.read_text()
+        return (cache_folder() / name).read_text()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # the latter of bytes that are no text
-        logger.warning("%s cannot be read: %s", path, error)
+        logger.warning("%s, which an earlier start may have left, cannot be read: %s", name, error)
         return None
 
 
 def remember(name: str, text: str) -> Path | None:
     """Keep a text under this name, whole or not at all; the file, or None where it cannot be written."""
-    path = cache_folder() / name
-    temporary = path.with_suffix(f".{os.getpid()}")
     try:
+        path = cache_folder() / name
+        temporary = path.with_suffix(f".{os.getpid()}")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary.write_text(text)
         temporary.chmod(0o600)
         temporary.replace(path)
     except OSError as error:
-        logger.warning("%s cannot be written, and is not remembered: %s", path, error)
+        logger.warning("%s cannot be written, and is not remembered: %s", name, error)
         return None
     return path

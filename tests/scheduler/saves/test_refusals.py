@@ -110,6 +110,27 @@ def test_a_request_saves_nothing_behind_a_block_of_its_own_that_does_not_fit(pla
     half.check()
 
 
+def test_what_waits_is_not_saved_behind_a_block_that_another_request_found_not_to_fit() -> None:
+    """Two of one prompt, and a budget of two blocks a step: the second one has the fourth block saved."""
+    half, _, watch = test_budget.make_half(20 * test_budget.BLOCK_BYTES)
+    one, other = Asked("one", list(range(41))), Asked("other", list(range(41)))
+    test_budget.admit(half, one)
+    test_budget.admit(half, other, 100)
+    tried: list[int] = []
+    for items in ([("one", 0, 41)], [("other", 0, 41), ("one", 41, 0)], *[[("one", 41, 0)]] * 6):
+        watch.now += 0.1
+        plan = half.build_connector_meta(SchedulerOutput([ScheduledRequest(*item) for item in items]))
+        host_ids = [block_id for job in plan.saves for block_id in job.host_ids.tolist()]
+        names = [one.block_hashes.index(name) for name in half.host.hashes_of(host_ids)]
+        tried += names
+        jobs = tuple(job.job_id for job in plan.saves)
+        missing = ((jobs[0], (host_ids[names.index(3)],)),) if 3 in names else ()
+        told = (jobs, (), 300, test_budget.BLOCK_BYTES // 2)
+        half.update_connector_output([StepReport(plan.step, rank, *told, missing=missing) for rank in range(2)])
+    assert tried == [0, 1, 2, 3]
+    half.check()
+
+
 def test_a_block_of_a_window_that_does_not_fit_is_not_tried_again() -> None:
     half, _, _ = test_budget.make_half(0, groups=(BlockGroup(window_blocks=2),))
     for name, saves in (("one", 4), ("other", 0)):
