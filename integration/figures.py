@@ -182,18 +182,15 @@ def lossless(result: Result) -> list[str]:
 
 
 def lossless_first_tokens(result: Result) -> list[str]:
-    """Those of `first_tokens`, how exponents spread, and which of the form's own goals are missed."""
+    """Those of `first_tokens`, how exponents spread, and which goals are missed."""
     spreads = [row for row in result["rows"] if row["part"] == "exponents"]
-    told = "; ".join(
-        f"{'the engine' if row['of'] != 'SmolLM2' else 'SmolLM2'} {row['entropy_bits']:.2f} bits, "
-        f"{row['far_below']:.3%} out of the code's reach"
-        for row in spreads
+    told = ", ".join(
+        f"{row['entropy_bits']:.2f} bits in {row['of'] if row['of'] == 'SmolLM2' else 'the engine'}" for row in spreads
     )
-    own = {name: claim for name, claim in result["claims"].items() if "lossless" in name and "waits" not in name}
     return [
         *first_tokens(result),
         "",
-        *_wrapped(f"Exponents in the caches: {told}. {_missed({'claims': own})}"),
+        *_wrapped(f"How far exponents lie below the largest near them has {told}. {_missed(result)}"),
     ]
 
 
@@ -206,7 +203,7 @@ def chats(result: Result) -> list[str]:
     head = (
         f"`{result['file']}`, {_origin(result)}, {result['hardware']['gpu']}: chats whose "
         f"host memory holds {sizes['host_share']:g} of them, turns a second and share of prompts that is cached, "
-        f"in windows of {rows[0]['seconds']:.0f} s; and tokens a second where nothing is hit, as a share of those "
+        f"in windows of {rows[0]['seconds']:.1f} s; and tokens a second where nothing is hit, as a share of those "
         f"without a connector."
     )
     titles = [f"answers of {answer}" for answer in answers]
@@ -216,7 +213,7 @@ def chats(result: Result) -> list[str]:
         cells = [f"{own[a]['turns_per_second']:.1f}, {own[a]['cached_share']:.0%}" for a in answers]
         miss = f"{misses[name]['over_none']:.3f}" if "over_none" in misses.get(name, {}) else ""
         lines.append(f"| {name} | {' | '.join(cells)} | {miss} |")
-    return lines
+    return [*lines, "", *_wrapped(_missed(result))]
 
 
 WRITERS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {

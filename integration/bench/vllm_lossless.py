@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+from kv_connector.triton_kernels.coded_rows import CHUNK
 
 from integration.bench.engines import Engines
 from integration.bench.first_tokens import add_ttft_arguments, first_tokens, made_tiny
@@ -25,8 +26,9 @@ from integration.report import Report
 RAW = "ours"
 GOALS = {8192: 0.85, 32768: 0.85}
 """A host hit's time over that of raw blocks, by tokens."""
-CHUNK = 2048  # elements that share a base
-PIECES = 32  # of each layer
+GROUP = CHUNK // 4
+"""Elements that share a lowest exponent."""
+BLOCKS = 32  # of each layer
 
 
 class Bf16Options(VllmOptions):
@@ -64,29 +66,30 @@ def add_spreads(report: Report, engines: Engines) -> None:
     found = {name: spread for name, spread in engines.everywhere(cache_spread).items() if name == LOSSLESS}
     if smollm2_caches.DEFAULT.is_file():
         words = smollm2_caches.load(smollm2_caches.DEFAULT).flatten()
-        found["SmolLM2"] = spread_of(words[: words.numel() // CHUNK * CHUNK].view(-1, CHUNK))
+        found["SmolLM2"] = spread_of(words[: words.numel() // GROUP * GROUP].view(-1, GROUP))
     for name, spread in found.items():
-        print(f"{name}: {spread['entropy_bits']:.2f} bits, {spread['far_below']:.4%} further than the code reaches")
+        print(f"{name}: {spread['entropy_bits']:.2f} bits, {spread['out_of_reach']:.4%} out of the code's reach")
         report.rows.append({"part": "exponents", "of": name, **spread})
 
 
 def cache_spread(server: VllmServer) -> dict[str, Any]:
-    """Runs in the engine's process: of blocks that hold something, from all layers."""
-    chunks = []
+    """Runs in the engine's process: of blocks that hold something, from all layers, of keys and of values."""
+    groups = []
     for cache in server.kv_caches:
         pieces = cache.flatten(0, cache.dim() - 4).flatten(1)
-        used = pieces[(pieces != 0).any(dim=1)][:PIECES]
-        chunks.append(used[:, : used.shape[1] // CHUNK * CHUNK].reshape(-1, CHUNK))
-    return spread_of(torch.cat(chunks).cpu())
+        used = pieces[(pieces != 0).any(dim=1)]
+        groups.append(used[:: max(1, len(used) // BLOCKS)].reshape(-1, GROUP))
+    return spread_of(torch.cat(groups).cpu())
 
 
-def spread_of(chunks: torch.Tensor) -> dict[str, Any]:
-    """How far exponents lie below the largest of their chunk, as shares of all words; the last is "further still"."""
-    exponents = (chunks.contiguous().view(torch.int16).int() >> 7) & 255
-    below = (exponents.amax(dim=1, keepdim=True) - exponents).clamp(max=15)
-    shares = (torch.bincount(below.flatten(), minlength=16) / below.numel()).tolist()
+def spread_of(groups: torch.Tensor) -> dict[str, Any]:
+    """How far exponents lie below the largest of their group, as shares of all; the last is out of the code's reach."""
+    exponents = (groups.contiguous().view(torch.int16).int() >> 7) & 255
+    below = (exponents.amax(dim=1, keepdim=True) - exponents).clamp(max=16)
+    shares = (torch.bincount(below.flatten(), minlength=17) / below.numel()).tolist()
     entropy = -sum(share * math.log2(share) for share in shares if share)
-    return {"chunks": len(chunks), "entropy_bits": entropy, "far_below": shares[15], "shares_below": shares}
+    spread = {"groups": len(groups), "group": GROUP, "entropy_bits": entropy}
+    return spread | {"out_of_reach": shares[16], "shares_below": shares}
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from kv_connector.types import StepPlan
 BLOCKS = 4
 
 
-def layout(num_coded: int = 16, num_other: int = 0, device: str = "cuda") -> CacheLayout:
+def layout(num_coded: int = 16, num_other: int = 0, device: str = "cuda", elements: int = 4096) -> CacheLayout:
     """So many layers of bf16, and of fp8, in pieces of as many bytes."""
-    tensors = {f"layers.{i}": torch.zeros(BLOCKS, 4096, dtype=torch.bfloat16) for i in range(num_coded)}
-    tensors |= {f"others.{i}": torch.zeros(BLOCKS, 8192, dtype=torch.float8_e4m3fn) for i in range(num_other)}
+    tensors = {f"layers.{i}": torch.zeros(BLOCKS, elements, dtype=torch.bfloat16) for i in range(num_coded)}
+    tensors |= {f"others.{i}": torch.zeros(BLOCKS, 2 * elements, dtype=torch.float8_e4m3fn) for i in range(num_other)}
     found = CacheLayout.from_tensors(tensors, BLOCKS)
     found.device = torch.device(device)
     return found
@@ -102,6 +102,12 @@ def test_blocks_of_bf16_on_a_gpu_are_coded_and_the_log_says_what_that_is_worth(
         (layout(0, 16), {}, "coded blocks would have 1.00 of raw ones' bytes"),
         (layout(8, 16), {}, "coded blocks would have 0.94 of raw ones' bytes, and gain from 0.85 down"),
         (layout(), {"copy_path": "runs"}, "copy_path='runs' cannot copy coded blocks"),
+        (layout(), {"copy_path": "direct"}, "copy_path='direct' cannot copy coded blocks"),
+        (
+            layout(1, elements=1 << 17),
+            {"staging_memory": "1MiB"},
+            "staging_memory=1048576 is too small for coded blocks",
+        ),
     ],
 )
 def test_where_there_is_nothing_to_gain_blocks_are_raw_and_the_log_says_why(
@@ -122,6 +128,10 @@ def test_on_a_link_that_is_faster_than_the_coder_blocks_are_raw(
     assert "coded loads are estimated to take 1." in caplog.text
     slow = replace(BUILT_IN, load=replace(BUILT_IN.load, dma=replace(dma, gigabytes_per_second=(12.0,))))
     assert is_coded(FormChooser(measured(tmp_path, slow)))
+
+
+def test_packing_that_a_user_asks_for_may_code() -> None:
+    assert is_coded(FormChooser(config(copy_path="staged")))
 
 
 def test_a_form_that_is_named_is_taken_whatever_is_estimated(caplog: pytest.LogCaptureFixture) -> None:
@@ -149,6 +159,7 @@ def told(*objections: str) -> list[bool]:
 
 def test_all_ranks_of_an_engine_come_to_one_form(caplog: pytest.LogCaptureFixture) -> None:
     assert told("", "", "") == [True] * 3
+    assert told("fp8", "", "") == [False] * 3
     assert told("", "", "fp8") == [False] * 3
     assert "host_form='auto' is raw: on rank 2, coded blocks would have" in caplog.text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 
 from ...config import Config, HostFormName, PeerRoute
-from ...errors import KVConnectorError
+from ...errors import ConfigError, KVConnectorError
 from .identity import read_backend, read_identity
 from .specs import read_config, read_shape, refuse_unserved
 from .stats import PromMetrics, TieredStats
@@ -73,9 +74,9 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             from .worker import WorkerRole
 
-            has_new_scales = getattr(vllm_config.cache_config, "calculate_kv_scales", False)  # of fp8: it stays raw
-            if config.host_form is HostFormName.AUTO and not has_new_scales:
-                identity = identity or read_identity(vllm_config, kv_cache_config, shape.block_size)
+            if config.host_form is HostFormName.AUTO and identity is None:
+                with suppress(ConfigError):  # of what has no name nothing is remembered
+                    identity = read_identity(vllm_config, kv_cache_config, shape.block_size)
             self._worker_role = WorkerRole(config, shape, identity, read_backend(vllm_config))
 
     @classmethod
