@@ -169,7 +169,7 @@ def lossless(result: Result) -> list[str]:
         (row["direction"], row["form"]): row["lost_ms_per_gb"] for row in result["rows"] if row["part"] == "products"
     }
     head = (
-        f"`lossless_h200.json`, {_origin(result)}, {result['hardware']['gpu']}: whole loads and saves of SmolLM2's own "
+        f"`{result['file']}`, {_origin(result)}, {result['hardware']['gpu']}: whole loads and saves of SmolLM2's own "
         f"caches in pieces of 32 KiB, as multiples of one large copy of as many raw bytes, and milliseconds that large "
         f"products lose for each GB of raw bytes that moves beside them."
     )

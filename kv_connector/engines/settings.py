@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import Config, LoadChoice, Prefetch, WritePolicy
+from ..config import Config, HostFormName, LoadChoice, Prefetch, WritePolicy
 from ..errors import ConfigError
 
 
@@ -43,6 +43,11 @@ def read_config(given: Mapping[str, Any], slot: Slot) -> Config:
             "'write_through' or 'write_through_selective'"
         )
     return replace(_with_prefetch(config, given, slot), load_choice=LoadChoice.SYNC)
+
+
+def needs_identity(config: Config) -> bool:
+    """Whether what is cached has to have a name: for storage, or for what a machine remembers of it."""
+    return config.storage is not None or config.host_form is HostFormName.AUTO
 
 
 def _with_prefetch(config: Config, given: Mapping[str, Any], slot: Slot) -> Config:

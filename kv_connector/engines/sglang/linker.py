@@ -35,8 +35,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from ...base import ScheduledRequest, SchedulerOutput
-from ...config import HostFormName
 from ...types import NO_BLOCK, BlockHash
+from ..settings import needs_identity
 from .fragments import Fragment, PageOrder, Promises
 from .identity import read_backend, read_identity
 from .launch import read_settings, refuse_unserved
@@ -108,8 +108,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._pages = pages = DevicePages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
         ranks = Ranks(params.attn_tp_cache_group or params.tp_cache_group)
         dtype = next(iter(pages.tensors.values()))[0].dtype
-        is_named = config.storage is not None or config.host_form is HostFormName.AUTO
-        identity = read_identity(params.page_size, ranks.count, str(dtype)) if is_named else None
+        identity = read_identity(params.page_size, ranks.count, str(dtype)) if needs_identity(config) else None
         self._replica = Replica(config, pages, ranks, identity, read_backend())
         self._half = self._replica.scheduler
         self._promises = Promises(self._half.tree, self._half.host, self._replica.clock)

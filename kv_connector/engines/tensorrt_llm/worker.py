@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base import KVConnectorWorker
 from ...build import build_worker
-from ...config import HostFormName
 from ...errors import ConfigError, KVConnectorError
 from ...types import StepPlan, StepReport
+from ..settings import needs_identity
 from .identity import read_backend, read_identity
 from .launch import read_block_size, read_settings, refuse_unserved, waits_up_front
 from .ranks import Ranks, meeting_place
@@ -84,12 +84,11 @@ class TieredKVWorker:
             )
         self.shutdown()
         ranks, rank = self._ranks, self._ranks.rank()
-        is_named = self._config.storage is not None or self._config.host_form is HostFormName.AUTO
         half = build_worker(
             self._config,
             rank,
             ranks.count,
-            identity=read_identity(self._llm_args, size, ranks.count) if is_named else None,
+            identity=read_identity(self._llm_args, size, ranks.count) if needs_identity(self._config) else None,
             backend=read_backend(self._llm_args),
             num_replicas=ranks.count if kv_factor == 1 else 1,
             exchange=ranks.exchange,
