@@ -53,9 +53,9 @@ def make_app(
             tasks.cancel_scope.cancel()
 
     async def show_models(request: Request) -> Response:
+        asked = {name: value for name, value in request.headers.items() if name == "authorization"}
         for engine in decode.order():
             try:
-                asked = {"authorization": request.headers.get("authorization", "")}
                 answer = await client.get(engine.url + request.url.path, headers=asked)
             except httpx.RequestError as error:
                 engine.failed(error, metrics)
