@@ -107,7 +107,9 @@ class Cluster:
         self.prefill, self.decode = self.start("kv_producer"), self.start("kv_consumer")
         for server in (self.prefill, self.decode):
             server.settle()
-            assert server.is_ready, server.log
+        if not (self.prefill.is_ready and self.decode.is_ready):
+            self._end_servers()
+            pytest.fail(f"a server did not start:\n{self.prefill.log}\n{self.decode.log}")
         self.proxy = Proxy(f"http://127.0.0.1:{self.prefill.port}", self.decode)
 
     def start(self, role: str, port: int = 0) -> Server:
@@ -160,6 +162,9 @@ class Cluster:
 
     def close(self) -> None:
         self.proxy.end()
+        self._end_servers()
+
+    def _end_servers(self) -> None:
         for server in (self.prefill, self.decode):
             server.end(signal.SIGTERM)
 
