@@ -1,5 +1,5 @@
-"""Figures in the documents that are written from results, and tables from the code (`integration/reference.py`), so that
-they cannot say anything else.
+"""Figures in the documents that are written from results, and tables that are written from the code
+(`integration/reference.py`), so that they cannot say anything else.
 
     python -m integration.figures            # print what is not as they say, and exit with 1 if anything is
     python -m integration.figures --write    # put it into the documents

@@ -121,12 +121,13 @@ def _caption() -> str:
     served, missed, tokens = result(CHATS[0]), result(MISSES), result(FIRST_TOKENS)
     gpus = {one["hardware"]["gpu"] for one in (served, missed, tokens)}
     assert gpus == {served["hardware"]["gpu"]}, f"one caption for results of {sorted(gpus)}"
+    vllm = f"vLLM {served['software']['vllm']}, {served['date'][:10]}, write policy adaptive"
+    sglang = f"SGLang {tokens['software']['sglang']}, {tokens['date'][:10]}"
     return (
-        f"One {served['hardware']['gpu']}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: vLLM "
-        f"{served['software']['vllm']}, {served['date'][:10]}, write policy adaptive; left: 12 chats of 8,000 to 12,288 tokens, "
-        f"host memory for 0.5, 0.75 or all of them, one window for each bar;\nmiddle: prompts that nobody repeats. Right: "
-        f"SGLang {tokens['software']['sglang']}, {tokens['date'][:10]}. Older results, other workloads and more that lost: "
-        f"docs/benchmarks.md."
+        f"One {served['hardware']['gpu']}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: "
+        f"12 chats of 8,000 to 12,288 tokens, host memory for 0.5, 0.75 or all of them, one window for each bar;\n"
+        f"middle: prompts that nobody repeats. Right: {sglang}. Older results, other workloads and more that lost: "
+        "docs/benchmarks.md."
     )
 
 

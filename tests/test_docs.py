@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SCRIPTS = sorted([ROOT / "Makefile", ROOT / ".ci" / "run", *ROOT.glob("integration/*.sh")])
 BASES = ("", "docs", "kv_connector", "integration/bench/results")
-"""Folders that a path may be relative to: ARCHITECTURE.md writes `scheduler/half.py`, docs/benchmarks.md names results."""
+"""Folders that a path may be relative to: ARCHITECTURE.md writes `scheduler/half.py`, benchmarks.md names results."""
 MADE = (".venv", "build/", "dist/", "out.json")
 """What a command that is shown makes."""
 FOREIGN = {
@@ -164,7 +164,8 @@ def test_every_setting_and_every_choice_is_described() -> None:
 
 
 def test_a_default_is_shown_as_a_user_would_write_it() -> None:
-    lines = {line.split("|")[1].strip(" `"): line.split("|")[2].strip() for line in reference.settings_of(config.Config)}
+    cells = [line.split("|") for line in reference.settings_of(config.Config)]
+    lines = {key.strip(" `"): default.strip() for _, key, default, *_ in cells}
     assert lines["staging_memory"] == '`"384MiB"`'
     assert lines["write_policy"] == '`"adaptive"`'
     assert (lines["pin_memory"], lines["write_back_lookahead"], lines["storage"]) == ("`true`", "`64`", "none")
@@ -180,7 +181,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site") / "docs"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    child = subprocess.run(command, cwd=ROOT, env=environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    environ["NO_MKDOCS_2_WARNING"] = "1"
+    child = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert child.returncode == 0, child.stdout + child.stderr
     return out
 

@@ -76,8 +76,8 @@ def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with the wheel, which sees the packages of this one, as an engine's would: torch
-    and all the others, but not the copy of kv_connector that the tests run."""
+    """The interpreter of an environment with the wheel, as an engine's would be: it sees torch and other packages of
+    this one, but not the copy of kv_connector that the tests run."""
     python = installed(wheel, tmp_path_factory.mktemp("engine") / "env")
     (site,) = python.parents[1].glob("lib/python*/site-packages")
     packages = [path for path in sys.path if path.endswith("site-packages")]
@@ -94,7 +94,7 @@ ENVIRONMENTS = {
 
 @pytest.fixture(params=ENVIRONMENTS)
 def python(request: pytest.FixtureRequest) -> Path:
-    """An interpreter with kv_connector installed: one without torch, one with torch, and the one that runs the tests."""
+    """An interpreter with kv_connector installed: without torch, beside torch, and the one that runs the tests."""
     fixture = ENVIRONMENTS[request.param]
     return request.getfixturevalue(fixture) if fixture else Path(sys.executable)
 
@@ -142,7 +142,8 @@ def test_a_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path
 def test_an_image_is_built_from_what_the_wheel_needs(wheel: Path, tmp_path: Path) -> None:
     """What the Dockerfile copies, which is all that .dockerignore lets through."""
     lines = (ROOT / "integration" / "deploy" / "Dockerfile").read_text().splitlines()
-    copied = [name for line in lines if line.startswith("COPY ") and "--from" not in line for name in line.split()[1:-1]]
+    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
+    copied = [name for names in copies for name in names]
     let_through = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert sorted(copied) == sorted(let_through)
     source = copy_of(copied, tmp_path / "source")
@@ -152,7 +153,7 @@ def test_an_image_is_built_from_what_the_wheel_needs(wheel: Path, tmp_path: Path
 def test_an_operator_has_the_command(engine_python: Path, tmp_path: Path) -> None:
     command = engine_python.with_name("kv-connector")
     assert "storage" in run(command, "--help", cwd=tmp_path).stdout
-    code = "import kv_connector, kv_connector.triton_kernels, torch; print(kv_connector.__file__, kv_connector.__version__)"
+    code = "import kv_connector as k, kv_connector.triton_kernels, torch; print(k.__file__, k.__version__)"
     file, version = run(engine_python, "-c", code, cwd=tmp_path).stdout.split()
     assert Path(file).is_relative_to(engine_python.parents[1])
     shown = run(engine_python, "-m", "pip", "show", "kv-connector", cwd=tmp_path).stdout
