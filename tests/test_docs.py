@@ -27,6 +27,14 @@ BASES = ("", "docs", "kv_connector", "integration/bench/results")
 """Folders that a path may be relative to: ARCHITECTURE.md writes `scheduler/half.py`, benchmarks.md names results."""
 MADE = (".venv", "build/", "dist/", "out.json")
 """What a command that is shown makes."""
+TRANSFER_KEYS = {
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_role",
+    "kv_load_failure_policy",
+    "kv_connector_extra_config",
+}
+"""Of vLLM's `KVTransferConfig`, those that documents give."""
 FOREIGN = {
     "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
     "lmdeploy/pytorch/kv_connector/base.py",
@@ -129,6 +137,23 @@ def test_a_command_that_is_none_is_found(capsys: pytest.CaptureFixture[str]) -> 
     named = commands("`kv-connector storage stat PATH`, `kv-connector storage sweep /a` and `kv-connector fly`")
     assert named == [("storage", "stat"), ("storage", "sweep"), ("fly",)]
     assert [is_command(words, capsys) for words in named] == [True, False, False]
+
+
+def transfer_configs(text: str) -> list[dict[str, object]]:
+    """Each `--kv-transfer-config` that is shown whole."""
+    return [json.loads(shown) for shown in re.findall(r"'(\{\s*\"kv_connector\".*?\})'", text, re.DOTALL)]
+
+
+def test_lines_for_an_engine_are_ones_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("KV_CONNECTOR_PEER_SECRET", "KV_CONNECTOR_STORAGE_SECRET"):
+        monkeypatch.setenv(variable, "0123456789abcdef")
+    shown = [given for document in DOCUMENTS for given in transfer_configs(document.read_text())]
+    assert len(shown) >= 8
+    for given in shown:
+        assert given.keys() <= TRANSFER_KEYS
+        settings = given["kv_connector_extra_config"]
+        assert isinstance(settings, dict)
+        config.Config.from_mapping(settings)
 
 
 def test_extras_and_metrics_that_are_named_exist() -> None:
