@@ -48,7 +48,7 @@ class Config:
 
     host_memory: bytes of host memory for cached blocks, over all ranks of the engine; 0 turns the host tier off.
     write_policy: when a computed block is saved to the host.
-    write_through_threshold: hits that a block needs under `write_through_selective`.
+    write_through_threshold: hits that a block needs under `write_through_selective`; its first use is none.
     write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved; it grows by itself to
         twice what the requests admitted in one step have had use for.
     save_bandwidth: bytes a second, over all ranks, that saves may take; what is over it is saved in later steps. 0 sets

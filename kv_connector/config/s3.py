@@ -21,7 +21,7 @@ class S3Config:
     AWS's own tools find them, see docs/storage_s3.md.
 
     bucket: required: its name; it must be there.
-    prefix: what the names of all objects begin with, without a `/` at its ends.
+    prefix: what the names of all objects begin with, without a `/` at its ends; another prefix is another storage.
     region: the bucket's; where AWS's own tools find it if empty, and `us-east-1` where they do not.
     endpoint: URL of the server, such as `"https://minio.local:9000"`; Amazon's for the region if empty.
     allow_http: whether the endpoint may be one of http: everybody on the way reads and changes what it carries.
