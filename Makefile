@@ -22,7 +22,7 @@ MODEL_STAMP := $(VENV)/.smollm2
 BENCHES := $(filter-out %/__init__.py,$(wildcard integration/bench/$(BENCH).py))
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: help demo demo-pd simulate mutants attacks test test-vllm test-vllm-matrix test-sglang vllm sglang bench known-bench bench-check lint vendor venv model clean
+.PHONY: help demo demo-pd simulate mutants attacks test test-vllm test-vllm-matrix test-sglang vllm sglang bench known-bench bench-check docs lint vendor venv model clean
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
@@ -37,6 +37,7 @@ help:
 	@echo 'make test-sglang               the tests in real SGLang engines on the CPU, part of make test'
 	@echo 'make bench [BENCH=index]       benchmarks, one or all; ARGS="--json out.json" goes to each'
 	@echo 'make bench-check               which results are of older code of the package'
+	@echo 'make docs                      the documents as a site, in build/docs'
 	@echo 'make lint                      ruff and mypy --strict'
 	@echo 'make vendor DEST=path          copy the package, kernels in place, into an engine'
 	@echo 'make venv | model | clean      create $(VENV); convert the model; remove caches and $(VENV)'
@@ -89,6 +90,10 @@ known-bench:
 bench-check: venv
 	@$(PY) -m integration.bench_check
 
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo build/docs/index.html
+
 # The second mypy reads a vendored copy, where the package's own imports of the kernels resolve.
 lint: venv
 	$(PY) -m ruff check .
@@ -122,7 +127,7 @@ $(TORCH_STAMP): | $(PY)
 
 $(DEPS_STAMP): pyproject.toml integration/mooncake_libraries.py $(TORCH_STAMP)
 	$(call say,installing kv-connector and what its tests and demo need)
-	$(PY) -m pip install -e '.[dev,demo,storage,mooncake,s3,nixl-cu12,proxy]'
+	$(PY) -m pip install -e '.[dev,docs,demo,storage,mooncake,s3,nixl-cu12,proxy]'
 	@$(PY) -m integration.mooncake_libraries
 	@touch $@
 

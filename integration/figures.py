@@ -1,6 +1,7 @@
-"""Figures in the documents that are written from results, so that they cannot say anything else.
+"""Figures in the documents that are written from results, and tables that are written from the code
+(`integration/reference.py`), so that they cannot say anything else.
 
-    python -m integration.figures            # print what is not as the results say, and exit with 1 if anything is
+    python -m integration.figures            # print what is not as they say, and exit with 1 if anything is
     python -m integration.figures --write    # put it into the documents
 
 A document has `<!-- figures: NAME -->`, the lines of that name below, and `<!-- end of figures -->`.
@@ -18,6 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from integration.reference import TABLES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "integration" / "bench" / "results"
@@ -234,12 +237,16 @@ def renewed(text: str) -> str:
     """The text of a document, with its figures as the results say."""
 
     def fill(block: re.Match[str]) -> str:
-        name, write = WRITERS[block["name"]]
-        path = RESULTS / f"{name}.json"
-        lines = write(json.loads(path.read_text()) | {"file": path.name})
+        lines = TABLES[block["name"]]() if block["name"] in TABLES else _figures(block["name"])
         return block["begin"] + "".join(f"{block['indent']}{line}".rstrip() + "\n" for line in lines)
 
     return _BLOCK.sub(fill, text)
+
+
+def _figures(name: str) -> list[str]:
+    result, write = WRITERS[name]
+    path = RESULTS / f"{result}.json"
+    return write(json.loads(path.read_text()) | {"file": path.name})
 
 
 def documents() -> list[Path]:

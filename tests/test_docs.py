@@ -1,24 +1,40 @@
-"""What the documents name exists: files and folders of the repository, modules that are run, targets of make."""
+"""What the documents name exists: files and folders of the repository, modules and commands that are run, targets of
+make, extras, metrics; their links lead somewhere, in the repository and in the site that is built from them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
+import sys
+from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 
 import pytest
 
-from integration import figures
+from integration import docs_site, figures, overview, reference
+from kv_connector import config
+from kv_connector.cli import main
+from kv_connector.metrics import DOCUMENTATION
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SCRIPTS = sorted([ROOT / "Makefile", ROOT / ".ci" / "run", *ROOT.glob("integration/*.sh")])
-BASES = ("", "kv_connector", "integration/bench/results")
-"""Folders that a path may be relative to: ARCHITECTURE.md writes `scheduler/half.py`, README.md names results."""
+BASES = ("", "docs", "kv_connector", "integration/bench/results")
+"""Folders that a path may be relative to: ARCHITECTURE.md writes `scheduler/half.py`, benchmarks.md names results."""
 MADE = (".venv", "build/", "dist/", "out.json")
 """What a command that is shown makes."""
+TRANSFER_KEYS = {
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_role",
+    "kv_load_failure_policy",
+    "kv_connector_extra_config",
+}
+"""Of vLLM's `KVTransferConfig`, those that documents give."""
 FOREIGN = {
     "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py",
     "lmdeploy/pytorch/kv_connector/base.py",
@@ -32,6 +48,12 @@ _PLACE = re.compile(r"(?<![\w/.$}{~:=-])((?:[a-z_.][\w.-]*/)+[\w-]*)(?![\w/*.$<{
 _DOCUMENT = re.compile(r"(?<![\w/])((?:docs/)?[\w-]+\.md)\b")
 _MODULE = re.compile(r"python3?(?: -P)?\s+-m\s+((?:integration|tests|kv_connector)(?:\.\w+)*)")
 _TARGET = re.compile(r"\bmake\s+([a-z][\w-]*)")
+_COMMAND = re.compile(r"\bkv-connector((?: +[a-z][a-z-]*(?![\w.=/]))+)")
+_EXTRA = re.compile(r"'\.\[([\w,-]+)\]'")
+_METRIC = re.compile(r"\bvllm:kv_tiered_([a-z_]+)")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"(?m)^#+ +(.+?) *$")
+_FENCED = re.compile(r"(?ms)^ *```.*?^ *```")
 
 
 def is_there(path: str) -> bool:
@@ -64,6 +86,155 @@ def test_what_a_document_names_is_there(document: Path) -> None:
     assert missing(document.read_text()) == []
 
 
+def anchors(document: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them."""
+    headings = _HEADING.findall(_FENCED.sub("", document.read_text()))
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def dead_links(text: str, document: Path) -> list[str]:
+    """Links in the text of a document to files of the repository, or headings in them, that are not there."""
+    links = [link for link in _LINK.findall(_FENCED.sub("", text)) if not re.match(r"[a-z]+:", link)]
+    parts = [link.partition("#") for link in links]
+    targets = [document.parent / path if path else document for path, _, _ in parts]
+    return [
+        link
+        for link, target, (_, _, anchor) in zip(links, targets, parts, strict=True)
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_a_document_lead_somewhere(document: Path) -> None:
+    assert dead_links(document.read_text(), document) == []
+
+
+def test_a_link_that_leads_nowhere_is_found() -> None:
+    good = "[a](docs/vllm.md) [b](docs/vllm.md#the-line) [c](#more) [d](https://a.b/c)"
+    bad = "[e](docs/gone.md) [f](docs/vllm.md#gone) [g](#gone)"
+    assert dead_links(f"{good} {bad}", ROOT / "README.md") == ["docs/gone.md", "docs/vllm.md#gone", "#gone"]
+
+
+def commands(text: str) -> list[tuple[str, ...]]:
+    """Each `kv-connector COMMAND ...` that is named, without what is given to it."""
+    return list(dict.fromkeys(tuple(words.split()) for words in _COMMAND.findall("\n".join(_CODE.findall(text)))))
+
+
+def is_command(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> bool:
+    """Whether the command line knows it, by what it says of its own help."""
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--help"])
+    capsys.readouterr()
+    return left.value.code == 0
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_of_a_document_exist(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [words for words in commands(document.read_text()) if not is_command(words, capsys)] == []
+
+
+def test_a_command_that_is_none_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    named = commands("`kv-connector storage stat PATH`, `kv-connector storage sweep /a` and `kv-connector fly`")
+    assert named == [("storage", "stat"), ("storage", "sweep"), ("fly",)]
+    assert [is_command(words, capsys) for words in named] == [True, False, False]
+
+
+def transfer_configs(text: str) -> list[dict[str, object]]:
+    """Each `--kv-transfer-config` that is shown whole."""
+    return [json.loads(shown) for shown in re.findall(r"'(\{\s*\"kv_connector\".*?\})'", text, re.DOTALL)]
+
+
+def test_lines_for_an_engine_are_ones_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("KV_CONNECTOR_PEER_SECRET", "KV_CONNECTOR_STORAGE_SECRET"):
+        monkeypatch.setenv(variable, "0123456789abcdef")
+    shown = [given for document in DOCUMENTS for given in transfer_configs(document.read_text())]
+    assert len(shown) >= 8
+    for given in shown:
+        assert given.keys() <= TRANSFER_KEYS
+        settings = given["kv_connector_extra_config"]
+        assert isinstance(settings, dict)
+        config.Config.from_mapping(settings)
+
+
+def test_extras_and_metrics_that_are_named_exist() -> None:
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    project = (ROOT / "pyproject.toml").read_text()
+    optional = project[project.index("[project.optional-dependencies]") : project.index("[project.scripts]")]
+    extras = set(re.findall(r"(?m)^([\w-]+) = \[", optional))
+    named = {extra for group in _EXTRA.findall(text) for extra in group.split(",")}
+    assert named and named <= extras
+    metrics = {re.sub("_total$", "", name) for name in _METRIC.findall(text)}
+    assert metrics == set(DOCUMENTATION), "docs/operations.md lists all"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def settings() -> Iterator[tuple[str, type]]:
+    """Every class of settings, and of what a setting chooses among."""
+    for name in config.__all__:
+        kind = getattr(config, name)
+        yield name, kind
+
+
+def test_every_setting_and_every_choice_is_described() -> None:
+    for name, kind in settings():
+        if issubclass(kind, Enum):
+            assert set(reference.described(kind)) == {one.value for one in kind}, name
+        else:
+            assert set(reference.described(kind)) == {field.name for field in dataclasses.fields(kind)}, name
+    tables = {kind for kind, _ in reference.SETTINGS.values()}
+    assert tables == {kind for _, kind in settings() if dataclasses.is_dataclass(kind)}, "docs/settings.md has them all"
+
+
+def test_a_default_is_shown_as_a_user_would_write_it() -> None:
+    cells = [line.split("|") for line in reference.settings_of(config.Config)]
+    lines = {key.strip(" `"): default.strip() for _, key, default, *_ in cells}
+    assert lines["staging_memory"] == '`"384MiB"`'
+    assert lines["write_policy"] == '`"adaptive"`'
+    assert (lines["pin_memory"], lines["write_back_lookahead"], lines["storage"]) == ("`true`", "`64`", "none")
+
+
+def test_the_picture_of_the_readme_is_of_the_results() -> None:
+    assert overview.shown_by(overview.PICTURE) == overview.shown(), "run python -m integration.overview --write"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it."""
+    out = tmp_path_factory.mktemp("site") / "docs"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environ["NO_MKDOCS_2_WARNING"] = "1"
+    child = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert child.returncode == 0, child.stdout + child.stderr
+    return out
+
+
+def test_the_site_has_a_page_for_each_document(site: Path) -> None:
+    pages = {path.with_suffix("").name for path in site.glob("*.html")}
+    documents = {path.stem for path in ROOT.glob("docs/*.md")}
+    assert documents | {Path(page).stem for page in docs_site.PAGES.values()} <= pages
+    assert "about 234 bytes" in (site / "choosing.html").read_text()
+
+
+def test_the_site_takes_nothing_from_other_servers(site: Path) -> None:
+    loaded = re.compile(r"""<(?:script|img|link|iframe|source)\b[^>]*?(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
+    styles = re.compile(r"""url\(["']?((?:https?:)?//[^)"']+)""")
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    assert {link for page in pages for link in loaded.findall(page.read_text())} == set()
+    assert {link for sheet in site.rglob("*.css") for link in styles.findall(sheet.read_text())} == set()
+
+
+def test_pictures_of_results_are_in_the_site(site: Path) -> None:
+    for page in site.glob("*.html"):
+        pictures = re.findall(r'<img[^>]*? src="([^"]+)"', page.read_text())
+        assert all((site / picture).exists() for picture in pictures), page
+    assert (site / "results" / "overview.png").exists()
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_script_runs_is_there(script: Path) -> None:
     assert missing(script.read_text(), is_script=True) == []
@@ -90,7 +261,8 @@ def test_what_is_not_there_is_named(text: str, named: list[str]) -> None:
 
 def test_figures_that_are_written_from_results_are_those_of_the_results() -> None:
     written = "".join(path.read_text() for path in figures.documents())
-    assert {name for name in figures.WRITERS if f"<!-- figures: {name} -->" in written} == set(figures.WRITERS)
+    names = {*figures.WRITERS, *reference.TABLES}
+    assert {name for name in names if f"<!-- figures: {name} -->" in written} == names
     for path in figures.documents():
         text = path.read_text()
         assert text == figures.renewed(text), "run python -m integration.figures --write"

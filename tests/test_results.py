@@ -26,7 +26,7 @@ def test_a_result_says_what_was_run_on_what(tmp_path: Path) -> None:
         names = ("p10", "p90") if row["count"] >= 10 else ("min", "max")  # few samples have no tenths
         assert [name for name in row if name in ("p10", "p90", "min", "max")] == list(names)
         assert row[names[0]] <= row["median"] <= row[names[1]]
-    assert set(result["claims"]) == set(figures.STEPS), "each claim has a line in README.md"
+    assert set(result["claims"]) == set(figures.STEPS), "each claim has a line in docs/benchmarks.md"
     assert len(figures.steps(result)) > len(figures.STEPS)
     for claim in result["claims"].values():
         assert set(claim) == {"value", "goal", "unit", "better", "holds"}

@@ -44,6 +44,7 @@ NUM_BLOCKS = 24  # of 32 tokens: about two chats
 VLLM_LEFTOVER = re.compile(
     r"vllm_dist_.*|psm_.*|sem\..*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\w{52}\.(h|h\.gch|lock)"
 )
+ROOT = Path(__file__).parents[2]
 FACTS = "Lyon lies where two rivers meet. Its old town is known for covered passages, silk and good food. "
 
 
@@ -59,7 +60,7 @@ class Server:
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "smollm2"]
         command += ["--dtype", "float32", "--max-model-len", "512", "--block-size", "32", "--enforce-eager"]
         command += ["--num-gpu-blocks-override", str(num_blocks), "--max-num-seqs", "8"]
-        command += ["--kv-transfer-config", transfer_config]
+        command += ["--enable-prompt-tokens-details", "--kv-transfer-config", transfer_config]
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         settings["PYTHONHASHSEED"] = "0"  # they share a folder, and old versions name blocks by it
         settings |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # several share the machine
@@ -250,6 +251,18 @@ def test_metrics_tell_where_tokens_came_from(server: Server) -> None:
     from_host = re.findall(source, text, re.MULTILINE)
     if "cached_by_source" in text:  # versions from 0.26 on
         assert from_host and float(from_host[0]) > 0, "vLLM's own counters do not name the host as the source"
+
+
+def test_what_the_readme_asks_shows_a_hit_from_the_host(server: Server) -> None:
+    blocks = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (script,) = (block for block in blocks if "ask()" in block)
+    script = script.replace("localhost:8000", f"127.0.0.1:{server.port}").replace("MODEL", "smollm2")
+    before = server.metric("vllm:kv_tiered_host_hit_tokens_total")
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    cached = [int(number) for number in re.findall(r'"cached_tokens":(\d+)', done.stdout)]
+    assert cached[-1] == 256 and sum(cached[:-1]) == 0, done.stdout
+    (total,) = re.findall(r"host_hit_tokens_total\{[^}]*\} (\S+)", done.stdout)
+    assert float(total) == before + 256
 
 
 def test_another_server_answers_from_the_folder_they_share(server: Server, starts: dict[str, Server]) -> None:

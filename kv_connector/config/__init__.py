@@ -48,30 +48,27 @@ class Config:
 
     host_memory: bytes of host memory for cached blocks, over all ranks of the engine; 0 turns the host tier off.
     write_policy: when a computed block is saved to the host.
-    write_through_threshold: hits that a block needs under `write_through_selective`.
+    write_through_threshold: hits that a block needs under `write_through_selective`; its first use is none.
     write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved; it grows by itself to
         twice what the requests admitted in one step have had use for.
     save_bandwidth: bytes a second, over all ranks, that saves may take; what is over it is saved in later steps. 0 sets
         no limit, and there is none for the saves of `write_back` before a device block is reused.
-    load_choice: `auto` loads, asynchronously or not, or computes, whatever is estimated to be sooner; `sync` and
-        `async` load every hit, and that way.
+    load_choice: how a hit is loaded.
     max_load_stall_ms: under `auto`, a load that would hold running requests up for longer is asynchronous.
     block_major: ask the engine for a device cache in which the layers of a block are neighbours, where it offers one:
         a block is then one long copy.
-    copy_path: `auto` picks a path per job from piece size and count; the others force one.
+    copy_path: how bytes move between device and host.
     calibration: what copies take on this machine: `auto` measures it at the first start and remembers it, `off` goes by
         built-in figures, anything else is a file that `kv-connector calibrate --json` wrote.
     layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each; 0: as many as keep the
         link busy, by the calibration.
     staging_memory: device bytes for the rings of the staged path, over both directions.
     pin_memory: page-lock the host pool (in the background) where there is a GPU.
-    host_form: `raw` keeps blocks on the host as they are on the device. `lossless` codes bf16 pieces in about three
-        quarters of their bytes, exactly: more blocks in the same memory, and fewer bytes over every link. `auto` takes
-        `lossless` on GPUs where blocks become smaller by it and no load longer, else `raw`, and says why in the log.
+    host_form: how blocks lie on the host and in storage: see docs/lossless.md.
     numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on that of the first to come to it.
     trace_loads: time each layer group of a load with events and report the load stall.
-    storage: where blocks are kept beyond the host's memory; none by default.
-    peer: how blocks are handed to other engines and come from them; not at all by default.
+    storage: an object: where blocks are kept beyond the host's memory. See the settings `storage.` below.
+    peer: an object: how blocks are handed to other engines and come from them. See the settings `peer.` below.
     """
 
     host_memory: int = 0

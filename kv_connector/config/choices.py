@@ -1,4 +1,4 @@
-"""What a setting chooses among."""
+"""What a setting chooses among. Each docstring says what every value means: docs/settings.md is written from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from enum import Enum
 
 
 class WritePolicy(str, Enum):
-    """When a block is saved to the host: see `index/policy.py`."""
+    """When a block is saved to the host: see `index/policy.py`.
+
+    adaptive: when it is computed, unless all that would have to go for it is more likely to be asked for again.
+    write_through: when it is computed, whatever has to go for it.
+    write_through_selective: when later requests have asked for it `write_through_threshold` times.
+    write_back: when the device is about to reuse it.
+    """
 
     ADAPTIVE = "adaptive"
     WRITE_THROUGH = "write_through"
@@ -15,7 +21,13 @@ class WritePolicy(str, Enum):
 
 
 class PathName(str, Enum):
-    """How bytes move between device and host: see `transfer/paths`."""
+    """How bytes move between device and host: see `transfer/paths`.
+
+    auto: whichever of the others is estimated to be best, chosen for each copy.
+    runs: DMA of merged runs, and of layers that lie evenly apart in one allocation.
+    direct: a kernel over pinned memory.
+    staged: packed on the device, then DMA of large rows.
+    """
 
     AUTO = "auto"
     RUNS = "runs"
@@ -24,7 +36,13 @@ class PathName(str, Enum):
 
 
 class HostFormName(str, Enum):
-    """How blocks lie in host memory: see `transfer/memory/host_form.py`."""
+    """How blocks lie in host memory: see `transfer/memory/host_form.py`.
+
+    raw: as on the device.
+    lossless: bf16 numbers in about three quarters of their bytes, given back bit for bit. A block whose numbers lie too
+        far apart is not kept (`refused_blocks`), and hits end in front of it.
+    auto: `lossless` on GPUs where blocks become smaller by it and no load longer, else `raw`; the log says why.
+    """
 
     RAW = "raw"
     LOSSLESS = "lossless"
@@ -32,7 +50,13 @@ class HostFormName(str, Enum):
 
 
 class LoadChoice(str, Enum):
-    """How hits are loaded: see `scheduler/loads/choice.py`."""
+    """How hits are loaded: see `scheduler/loads/choice.py`.
+
+    auto: in front of the step, beside it, with another request's load, or not at all but computed: whatever is
+        estimated to be sooner.
+    sync: every hit in front of the step that needs it.
+    async: every hit while its request waits and others run.
+    """
 
     AUTO = "auto"
     SYNC = "sync"
@@ -40,7 +64,12 @@ class LoadChoice(str, Enum):
 
 
 class Prefetch(str, Enum):
-    """Whether a request waits for what storage has of its prefix."""
+    """Whether a request waits for what storage has of its prefix.
+
+    best_effort: it starts with what is there.
+    wait_complete: it waits for all.
+    timeout: it waits until `timeout_ms` after it was first seen.
+    """
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
@@ -48,7 +77,12 @@ class Prefetch(str, Enum):
 
 
 class Backup(str, Enum):
-    """When a block goes from the host to storage: see `scheduler/storage/backups.py`."""
+    """When a block goes from the host to storage: see `scheduler/storage/backups.py`.
+
+    on_save: once it is on the host.
+    on_eviction: when it is next to be evicted from there.
+    at_finish: when a request that used it has ended.
+    """
 
     ON_SAVE = "on_save"
     ON_EVICTION = "on_eviction"
@@ -56,7 +90,12 @@ class Backup(str, Enum):
 
 
 class PeerRole(str, Enum):
-    """What an engine does for others: computes prompts for them, continues what others computed, or both."""
+    """What an engine does for others.
+
+    producer: it computes prompts for them.
+    consumer: it continues what others computed.
+    both: either.
+    """
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -64,7 +103,12 @@ class PeerRole(str, Enum):
 
 
 class PeerRoute(str, Enum):
-    """How blocks get from one engine's device to another's."""
+    """How blocks get from one engine's device to another's.
+
+    auto: `direct` where it can be done, else `staged`.
+    direct: from pool to pool; the start is refused where that cannot be done.
+    staged: through host memory.
+    """
 
     AUTO = "auto"
     DIRECT = "direct"
@@ -72,7 +116,11 @@ class PeerRoute(str, Enum):
 
 
 class Protocol(str, Enum):
-    """How Mooncake moves bytes between machines."""
+    """How Mooncake moves bytes between machines.
+
+    tcp: over sockets.
+    rdma: over the RDMA devices that `devices` names.
+    """
 
     TCP = "tcp"
     RDMA = "rdma"

@@ -19,20 +19,21 @@ _SECRET_ENV = "KV_CONNECTOR_PEER_SECRET"
 class PeerConfig:
     """KV transfers between engines. Sizes accept text such as `"64MiB"`.
 
-    kind: `shared_memory` serves engines of one machine and needs no package; `nixl` any, over whatever UCX finds.
-    role: `producer` computes prompts for others, `consumer` continues them, `both` does either.
-    route: `direct` writes from pool to pool, and refuses to start where that cannot be done; `staged` goes through host
-        memory; `auto` is the first where it can be done, and else the second. Engines that talk to each other must
-        arrive at the same one.
+    kind: `shared_memory` serves engines of one machine and needs no package; `nixl` any, with NIXL over what UCX finds.
+    role: what this engine does for others; in vLLM `kv_role` says it.
+    route: how blocks get from one engine's device to another's. Engines that talk to each other must arrive at the same
+        one.
     bind: address to listen at for other engines.
-    port: rank r listens at this port plus r; 0 takes any that are free, which those then learn who are told by the
-        engine itself.
+    port: rank r listens at this port plus r, and of data-parallel engine n plus n times its ranks; 0 takes any that are
+        free, which those then learn who are told by the engine itself.
     host: address that others are told; `bind` if empty.
     secret: what all engines that talk to each other know, at least 16 characters; the environment variable
-        `secret_env` if empty.
+        `secret_env` if empty, which is better: engines log their settings.
+    secret_env: the environment variable with the secret.
     timeout_ms: for a peer to answer a handshake, or to read what it is sent.
     deadline_ms: how long a producer holds blocks that nobody has asked for, and a consumer waits with nothing arriving.
-    staging_memory: bytes of host memory for each link and direction, where blocks go through such.
+    staging_memory: bytes of host memory for each link and direction, on each side, where blocks go through such; of two
+        sizes the smaller is used.
     """
 
     kind: str = "shared_memory"

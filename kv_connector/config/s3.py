@@ -20,8 +20,8 @@ class S3Config:
     """A bucket of Amazon S3, or of a server that speaks its protocol. Credentials are no settings: they are found where
     AWS's own tools find them, see docs/storage_s3.md.
 
-    bucket: its name; it must be there.
-    prefix: what the names of all objects begin with, without a `/` at its ends.
+    bucket: required: its name; it must be there.
+    prefix: what the names of all objects begin with, without a `/` at its ends; another prefix is another storage.
     region: the bucket's; where AWS's own tools find it if empty, and `us-east-1` where they do not.
     endpoint: URL of the server, such as `"https://minio.local:9000"`; Amazon's for the region if empty.
     allow_http: whether the endpoint may be one of http: everybody on the way reads and changes what it carries.

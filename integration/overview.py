@@ -1,0 +1,159 @@
+"""The picture at the top of README.md, drawn from results: chats beside all peers, and what is slower than without us.
+
+    python -m integration.overview            # exit with 1 where the picture is not of the results
+    python -m integration.overview --write    # draw it anew
+
+What it shows lies in the picture's own description, so that it can be compared without looking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from integration.bench.regimes import regimes
+from integration.figures import RESULTS, ROOT
+
+PICTURE = RESULTS / "overview.png"
+CHATS = ("vllm_serving_0251_05x_h200", "vllm_serving_0251_075x_h200", "vllm_serving_0251_1x_h200")
+MISSES = "vllm_misses_0251_h200"
+FIRST_TOKENS = "sglang_ttft_h200"
+NAMES = {
+    "ours": "kv_connector, default policy",
+    "offloading": "OffloadingConnector",
+    "simple": "SimpleCPUOffloadConnector",
+    "lmcache": "LMCache 0.5.2",
+    "hicache": "HiCache",
+}
+COLOURS = {"ours": "#3949ab", "offloading": "#ef6c00", "simple": "#8d6e63", "lmcache": "#78909c", "hicache": "#00897b"}
+
+
+def result(name: str) -> dict[str, Any]:
+    """One of the results."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content
+
+
+def chats() -> dict[str, dict[str, float]]:
+    """Turns answered a second, by regime and engine; small hosts first, short answers first."""
+    found = regimes([row for name in CHATS for row in result(name)["rows"]])
+    found.sort(key=lambda regime: (regime["host_share"], regime["answer"]))
+    return {
+        f"host {regime['host_share']:g}x\nanswers {regime['answer']}": {
+            name: round(regime["engines"][name]["turns_per_second"], 4) for name in NAMES if name in regime["engines"]
+        }
+        for regime in found
+    }
+
+
+def misses() -> dict[str, float]:
+    """Throughput of prompts that nobody repeats, over that without a connector, by engine."""
+    rows = {row["connector"]: row for row in result(MISSES)["rows"] if "over_none" in row}
+    return {name: round(rows[name]["over_none"], 4) for name in NAMES if name in rows}
+
+
+def host_hits() -> dict[str, dict[str, float]]:
+    """Milliseconds to the first token of a host hit in SGLang, by tokens and engine."""
+    rows = [row for row in result(FIRST_TOKENS)["rows"] if row["part"] == "hits" and row["kind"] == "host_hit"]
+    return {
+        f"{tokens:,} tokens": {
+            name: round(row["ms"], 3)
+            for name in NAMES
+            for row in rows
+            if (row["tokens"], row["connector"]) == (tokens, name)
+        }
+        for tokens in dict.fromkeys(row["tokens"] for row in rows)
+    }
+
+
+def shown() -> dict[str, Any]:
+    """All that the picture says."""
+    return {"chats": chats(), "misses": misses(), "host_hits": host_hits()}
+
+
+def shown_by(picture: Path) -> Any:
+    """What a picture says that was drawn earlier; None where there is none."""
+    from PIL import Image
+
+    if not picture.exists():
+        return None
+    with Image.open(picture) as image:
+        return json.loads(image.info.get("Description", "null"))
+
+
+def draw(path: Path) -> None:
+    """Write the picture. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    says = shown()
+    figure, (left, middle, right) = pyplot.subplots(
+        1, 3, figsize=(13, 4.4), width_ratios=(7, 2, 3), layout="constrained"
+    )
+    _bars(left, says["chats"], 1)
+    left.set_title("Chats: turns answered a second (more is better)", fontsize=10)
+    left.legend(fontsize=8, loc="upper left")
+    _bars(middle, {"nothing is hit": says["misses"]}, 2)
+    middle.axhline(1.0, color="#999999", linewidth=0.8, zorder=0)
+    middle.set_ylim(0, 1.15)
+    middle.set_title("Throughput over that\nwithout a connector (1)", fontsize=10)
+    ratios = {
+        tokens: {name: ms / engines["hicache"] for name, ms in engines.items()}
+        for tokens, engines in says["host_hits"].items()
+    }
+    _bars(right, ratios, 2)
+    right.axhline(1.0, color="#999999", linewidth=0.8, zorder=0)
+    right.set_ylim(0, 1.6)
+    right.set_title("SGLang, a host hit: time to first token\nover HiCache's (less is better)", fontsize=10)
+    right.legend(fontsize=8, loc="upper right")
+    figure.suptitle(_caption(), fontsize=8.5, y=-0.02, va="top", color="#555555")
+    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Description": json.dumps(says), "Software": None})
+    pyplot.close(figure)
+
+
+def _caption() -> str:
+    served, missed, tokens = result(CHATS[0]), result(MISSES), result(FIRST_TOKENS)
+    gpus = {one["hardware"]["gpu"] for one in (served, missed, tokens)}
+    assert gpus == {served["hardware"]["gpu"]}, f"one caption for results of {sorted(gpus)}"
+    vllm = f"vLLM {served['software']['vllm']}, {served['date'][:10]}, write policy adaptive"
+    sglang = f"SGLang {tokens['software']['sglang']}, {tokens['date'][:10]}"
+    return (
+        f"One {served['hardware']['gpu']}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: "
+        f"12 chats of 8,000 to 12,288 tokens, host memory for 0.5, 0.75 or all of them, one window for each bar;\n"
+        f"middle: prompts that nobody repeats. Right: {sglang}. Older results, other workloads and more that lost: "
+        "docs/benchmarks.md."
+    )
+
+
+def _bars(axes: Any, groups: Mapping[str, Mapping[str, float]], digits: int) -> None:
+    names: Sequence[str] = [name for name in NAMES if any(name in engines for engines in groups.values())]
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        bars = [(i + number * width, engines[name]) for i, engines in enumerate(groups.values()) if name in engines]
+        places, heights = zip(*bars, strict=True)
+        drawn = axes.bar(places, heights, width, label=NAMES[name], color=COLOURS[name])
+        axes.bar_label(drawn, fmt=f"%.{digits}f", fontsize=7, padding=1)
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(groups))], list(groups), fontsize=8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m integration.overview", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="draw it")
+    if parser.parse_args().write:
+        draw(PICTURE)
+    if shown_by(PICTURE) == shown():
+        return 0
+    print(f"{PICTURE.relative_to(ROOT)} is not of the results: python -m integration.overview --write")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
