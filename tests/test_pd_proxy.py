@@ -59,14 +59,15 @@ def test_both_engines_are_asked_at_once_where_the_producer_is_known() -> None:
 
 def test_a_client_says_what_is_kept_but_not_where_engines_connect() -> None:
     prefill, decode = Scripted(params=TOLD), Scripted()
-    theirs = {"pin": True, "remote_host": "evil", "remote_ports": [1], "transfer_id": "stolen", "do_remote_decode": 1}
+    evil = {"remote_host": "evil", "remote_ports": [1], "transfer_id": "stolen", "do_remote_decode": 1}
+    theirs = {"cache": {"pin": True}} | evil
     with proxy_of([prefill], [decode]) as proxy:
         assert proxy.complete({"prompt": "x", "kv_transfer_params": theirs}).status_code == 200
-    assert prefill.asked[0]["kv_transfer_params"] == ASKED | {"pin": True}
-    assert decode.asked[0]["kv_transfer_params"] == TOLD | {"pin": True}
+    assert prefill.asked[0]["kv_transfer_params"] == ASKED | {"cache": {"pin": True}}
+    assert decode.asked[0]["kv_transfer_params"] == TOLD | {"cache": {"pin": True}}
     with proxy_of([], [decode]) as proxy:
         assert proxy.complete({"prompt": "x", "kv_transfer_params": theirs}).status_code == 200
-    assert decode.asked[1]["kv_transfer_params"] == {"pin": True}
+    assert decode.asked[1]["kv_transfer_params"] == {"cache": {"pin": True}}
 
 
 def test_what_an_engine_finds_fault_with_is_told_by_the_decode_engine() -> None:

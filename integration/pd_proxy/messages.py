@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse
 
 from .engines import Engine
 
-CLIENT_PARAMS = ("pin", "ttl_s", "priority", "do_not_cache", "prefetch")
-"""Keys of `kv_transfer_params` that are a client's: all others name engines, and only the proxy may do that."""
+HINTS = "cache"
+"""The key of `kv_transfer_params` that is a client's: all others name engines, and only the proxy may do that."""
 _ASK_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -65,7 +65,7 @@ class Completion:
         params = self._body.pop("kv_transfer_params", None) or {}
         if not isinstance(params, dict):
             raise Refused(400, f"kv_transfer_params is a JSON {type(params).__name__}: give an object")
-        self._params = {name: params[name] for name in CLIENT_PARAMS if name in params}
+        self._params = {HINTS: params[HINTS]} if HINTS in params else {}
         named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
         left_out = _BETWEEN_TWO_HOPS | _OURS_TO_SAY | named
         self.headers = {name: value for name, value in headers.items() if name not in left_out}
