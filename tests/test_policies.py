@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from integration.bench import policies
-from integration.bench.policy_baselines import GDSF, LRU, S3FIFO, SLRU, Belady, HostCache, PrefixCache
 from integration.bench.policies import OURS
+from integration.bench.policy_baselines import GDSF, LRU, S3FIFO, SLRU, Belady, HostCache, PrefixCache
 from integration.bench.policy_traces import synthetic_traces
 from kv_connector.errors import ConfigError
 from kv_connector.replay import Trace, read_trace, write_through_lru, write_through_selective

@@ -2,9 +2,10 @@
 
 Every policy serves the same requests behind the same device cache. A figure is the host hits as a share of all blocks
 that are asked for, in per cent; sizes are shares of a trace's distinct blocks. Ours run through the package's own index
-classes (`kv_connector/replay/`), the others are models of their own (`policy_baselines.py`). `--trace` takes files in the
-format of Mooncake's traces, which github.com/kvcache-ai/Mooncake has in its folder FAST25-release/traces; without one
-only the synthetic traces run, which are the same every time. No time is measured: any machine gives the same figures.
+classes (`kv_connector/replay/`), the others are models of their own (`policy_baselines.py`). `--trace` takes files in
+the format of Mooncake's traces, which github.com/kvcache-ai/Mooncake has in its folder FAST25-release/traces; without
+one only the synthetic traces run, which are the same every time. No time is measured: any machine gives the same
+figures.
 """
 
 from __future__ import annotations

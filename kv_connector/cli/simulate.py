@@ -40,7 +40,9 @@ def add(parsers: Parsers) -> None:
     parser.add_argument("--bytes-per-token", metavar="SIZE", help="over all ranks: see `kv-connector size`")
     parser.add_argument("--policy", nargs="+", default=[_ALL], choices=[_ALL, *_POLICIES], help="write policies")
     parser.add_argument("--device-share", type=float, metavar="PERCENT", help="device's cache, of the distinct blocks")
-    parser.add_argument("--share", type=float, default=100.0, metavar="PERCENT", help="of the trace, from its beginning")
+    parser.add_argument(
+        "--share", type=float, default=100.0, metavar="PERCENT", help="of the trace, from its beginning"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture; needs matplotlib")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.set_defaults(run=_run)
@@ -101,8 +103,8 @@ def _sizes(options: argparse.Namespace, trace: Trace, token_bytes: int) -> list[
 def _head(trace: Trace) -> str:
     device = sum(trace.device_hits)
     return (
-        f"{trace.name}: {len(trace.requests):,} requests of {trace.num_tokens:,} tokens, {trace.num_blocks:,} blocks of "
-        f"{trace.block_tokens}, {trace.num_distinct:,} of them distinct\n"
+        f"{trace.name}: {len(trace.requests):,} requests of {trace.num_tokens:,} tokens, {trace.num_blocks:,} blocks "
+        f"of {trace.block_tokens}, {trace.num_distinct:,} of them distinct\n"
         f"a device cache of {trace.device_blocks:,} blocks hits {100 * device / max(1, trace.num_blocks):.1f} %; "
         "behind it a host would hit"
     )

@@ -70,8 +70,8 @@ def _ls(options: argparse.Namespace) -> int:
     packs = sorted(survey(options.path), key=lambda pack: -pack.used_ns)
     for pack in packs[: options.limit]:
         blocks = len(pack.header.keys) if pack.header else 0
-        told = pack.problem or f"{blocks} blocks"
-        print(f"{pack.name[:16]}  {_identity(pack):16}  {size_text(pack.num_bytes):>10}  {time_text(pack.used_ns)}  {told}")
+        told, size = pack.problem or f"{blocks} blocks", size_text(pack.num_bytes)
+        print(f"{pack.name[:16]}  {_identity(pack):16}  {size:>10}  {time_text(pack.used_ns)}  {told}")
     return 0
 
 
@@ -133,7 +133,7 @@ def _bad_blocks(bad: Mapping[int, str], count: int) -> str:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    capacity = parsesize_text(options.capacity, "--capacity")
+    capacity = parse_size(options.capacity, "--capacity")
     packs = sorted(survey(options.path), key=lambda pack: pack.used_ns)
     excess = sum(pack.num_bytes for pack in packs) - capacity
     gone = []

@@ -70,8 +70,8 @@ class Config:
         `lossless` on GPUs where blocks become smaller by it and no load longer, else `raw`, and says why in the log.
     numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on that of the first to come to it.
     trace_loads: time each layer group of a load with events and report the load stall.
-    record_trace: a file to append a line to for each request that ends, for `kv-connector simulate`: times, lengths, and
-        ids of its prompt's blocks, which are hashed with a random key that is never written; at most 1 GiB.
+    record_trace: a file to append a line to for each request that ends, for `kv-connector simulate`: times, lengths,
+        and ids of its prompt's blocks, which are hashed with a random key that is never written; at most 1 GiB.
     storage: where blocks are kept beyond the host's memory; none by default.
     peer: how blocks are handed to other engines and come from them; not at all by default.
     """

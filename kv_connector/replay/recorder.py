@@ -18,6 +18,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -106,7 +107,8 @@ class _Writer:
         try:
             _write_whole(self._file.fileno(), data)
         except OSError as error:
-            os.ftruncate(self._file.fileno(), size)  # no half of a line
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), size)  # no half of a line
             logger.warning("%s: the recording ends: %s", self._file.name, shortened(str(error)))
             return False
         return True
@@ -146,8 +148,7 @@ def _open(path: Path) -> BinaryIO:
     for number in count():
         own = path if not number else path.with_name(f"{path.stem}.{number}{path.suffix}")
         try:
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            file = os.fdopen(os.open(own, flags, 0o600), "rb+", buffering=0)
+            file = open(own, "rb+", buffering=0, opener=_open_for_owner)  # noqa: SIM115 - the writer closes it
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"record_trace={shown(str(own))} cannot be written: {shortened(str(error))}; give a file in a folder "
@@ -166,6 +167,10 @@ def _open(path: Path) -> BinaryIO:
         _drop_torn_line(file)
         return file
     raise AssertionError("count() does not end")
+
+
+def _open_for_owner(path: str, _: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _drop_torn_line(file: BinaryIO) -> None:

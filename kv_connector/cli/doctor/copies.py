@@ -77,7 +77,9 @@ def _measure(found: FoundGpu) -> Copied:
         plain = _plain(host, device)
         ours = _ours(host, device)
         if found.device is None:
-            value = f"{min(plain):.2f} GB/s of plain copies, {min(ours):.2f} of ours in pieces of {PIECE_BYTES >> 10} KiB"
+            value = (
+                f"{min(plain):.2f} GB/s of plain copies, {min(ours):.2f} of ours in pieces of {PIECE_BYTES >> 10} KiB"
+            )
             copied.findings.append(ok("memory of the CPU", value))
         else:
             copied.findings += [_against_link(plain, found.link), _against_plain(ours, plain)]

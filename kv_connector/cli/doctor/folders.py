@@ -31,7 +31,9 @@ def look(path: Path, mounts: Path = Path("/proc/self/mounts")) -> Iterator[Findi
         yield from _missing(path)
         return
     except OSError as error:
-        yield problem("storage folder", f"{path}: {error.strerror}", "a folder of this user", "mend it, or give another")
+        yield problem(
+            "storage folder", f"{path}: {error.strerror}", "a folder of this user", "mend it, or give another"
+        )
         return
     if not stat.S_ISDIR(found.st_mode):
         yield problem("storage folder", f"{path} is no folder", "a folder", "give another path")
@@ -104,7 +106,9 @@ def _kind(path: Path, mounts: Path) -> Finding:
     kind, place = kind_of(path, mounts)
     value = f"{kind} at {place}"
     if kind in _FLEETING:
-        return warning("file system of storage", f"{value}: {_FLEETING[kind]}", "a disk, local or shared", "another path")
+        return warning(
+            "file system of storage", f"{value}: {_FLEETING[kind]}", "a disk, local or shared", "another path"
+        )
     return ok("file system of storage", value)
 
 

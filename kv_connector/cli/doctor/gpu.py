@@ -55,10 +55,9 @@ def look(number: int) -> FoundGpu:
     if number >= count:
         limit = f"below {count}, as torch sees that many"
         return FoundGpu(findings=[problem("GPU", f"--device {number}", limit, "give another, or CUDA_VISIBLE_DEVICES")])
-    found = FoundGpu(torch.device("cuda", number))
-    found.link = link_of(found.device)
-    found.findings = [*_itself(found.device), _link(found.link), *numa_findings(found.device)]
-    return found
+    device = torch.device("cuda", number)
+    link = link_of(device)
+    return FoundGpu(device, link, [*_itself(device), _link(link), *numa_findings(device)])
 
 
 def _without(cuda: str | None) -> Finding:
@@ -78,7 +77,8 @@ def _itself(device: torch.device) -> Iterator[Finding]:
 
     properties: Any = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    value = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability {'%d.%d' % capability}"
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    value = f"{properties.name}, {memory}, compute capability {capability[0]}.{capability[1]}"
     limit = "compute capability {}.{} or newer".format(*_LEAST_CAPABILITY)
     if capability >= _LEAST_CAPABILITY:
         yield ok("GPU", value, limit)
@@ -167,7 +167,9 @@ def numa_findings(device: torch.device) -> Iterator[Finding]:
     elif landed != node and landed >= 0:
         yield warning(name, f"what a thread there touches lies on node {landed}", f"node {node}", fix)
     else:
-        yield ok(name, "a bound thread's memory lies there" if landed == node else "bound; the kernel does not say where")
+        yield ok(
+            name, "a bound thread's memory lies there" if landed == node else "bound; the kernel does not say where"
+        )
 
 
 def node_of_touched(cpus: frozenset[int]) -> int | None:

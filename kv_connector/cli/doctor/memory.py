@@ -78,7 +78,9 @@ def locked_memory(host_memory: int, is_pinned: bool | None) -> Finding:
     if host_memory and soft >= host_memory:
         return ok(name, size_text(soft), needed)
     if _may_lock(soft + _TRIED_BYTES):
-        return ok(name, f"{size_text(soft)}, which does not hold here: this process may lock more (CAP_IPC_LOCK)", needed)
+        return ok(
+            name, f"{size_text(soft)}, which does not hold here: this process may lock more (CAP_IPC_LOCK)", needed
+        )
     fix = (
         "raise it: `ulimit -l unlimited`, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of a systemd unit, or "
         "give the container the capability IPC_LOCK"

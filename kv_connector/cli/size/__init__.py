@@ -29,7 +29,9 @@ def add(parsers: Parsers) -> None:
     """Put the command into the parser."""
     text = "how many tokens and chats of a model fit into host memory"
     parser = parsers.add_parser("size", help=text, description=f"{text}, by its config.json alone.")
-    parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a name in Hugging Face's local cache")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, a config.json, or a name in Hugging Face's local cache"
+    )
     parser.add_argument("--host-memory", default="64GiB", metavar="SIZE", help="of all ranks together (64GiB)")
     parser.add_argument("--dtype", default="auto", choices=_DTYPES, help="of the model")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=_CACHE_DTYPES, help="as vLLM's option")
@@ -140,12 +142,20 @@ def _text(figures: dict[str, Any], layers: Sequence[Layer], blocks: Blocks, opti
     ranks = "" if options.tp == 1 else f" (a rank of {options.tp})"
     kinds = f" in {len(blocks.groups)} groups" if len(blocks.groups) > 1 else ""
     fits = [
-        ["a block", f"{figures['block_tokens']} tokens{kinds}, {size_text(figures['host_block_bytes_per_rank'])}{ranks}"],
+        [
+            "a block",
+            f"{figures['block_tokens']} tokens{kinds}, {size_text(figures['host_block_bytes_per_rank'])}{ranks}",
+        ],
         [f"a chat of {figures['chat_tokens']:,} tokens", f"{figures['chat_blocks']:,} blocks, {_all(figures)}"],
         ["a token of it", f"{figures['bytes_per_token']:,.0f} bytes, all ranks"],
-        [f"into {size_text(figures['host_memory'])} go", f"{figures['chats']:,} such chats, {figures['tokens']:,} tokens"],
+        [
+            f"into {size_text(figures['host_memory'])} go",
+            f"{figures['chats']:,} such chats, {figures['tokens']:,} tokens",
+        ],
     ]
-    head = f"{figures['model']}: {figures['dtype']}, cache {figures['kv_cache_dtype']}, {figures['host_form']} on the host"
+    head = (
+        f"{figures['model']}: {figures['dtype']}, cache {figures['kv_cache_dtype']}, {figures['host_form']} on the host"
+    )
     return f"{head}\n{columns(rows, left=(0, 1, 4))}\n\n{columns(fits, left=(0, 1))}"
 
 
@@ -163,7 +173,9 @@ def _notes(
     if copies > 1:
         notes.append(f"{copies} ranks cache the same bytes: the host keeps one copy for them")
     elif options.tp > 1 and (model.get("num_key_value_heads") or options.tp) < options.tp:
-        notes.append("several ranks have the same heads, and each keeps its own copy: this model is not known well enough")
+        notes.append(
+            "several ranks have the same heads, and each keeps its own copy: this model is not known well enough"
+        )
     if Kind.STATE in kinds and len(kinds) > 1:
         notes.append(
             "vLLM sets the block size of models with states itself, by its attention backend; --block-size is the least"

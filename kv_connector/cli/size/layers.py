@@ -40,7 +40,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How a model is run. `dtype`: of the model; `cache_dtype`: of keys and values. `tp_size`: ranks that share heads."""
+    """How a model is run. `dtype`: of the model; `cache_dtype`: of keys and values; `tp_size`: its ranks."""
 
     dtype: str
     cache_dtype: str
@@ -161,7 +161,7 @@ def _listed(model: ModelConfig, types: Sequence[str]) -> list[Kind | None]:
     states = any(_BY_TYPE.get(name) is Kind.STATE for name in types)
     if unknown or (states and model.model_type not in STATE_BYTES):
         raise ConfigError(
-            f"{model.path}: layers of {', '.join(unknown) or 'recurrent states'} of model_type {model.model_type!r} are "
-            "not known here: see what the engine logs for its KV cache"
+            f"{model.path}: layers of {', '.join(unknown) or 'recurrent states'} of model_type {model.model_type!r} "
+            "are not known here: see what the engine logs for its KV cache"
         )
     return [_BY_TYPE[name] for name in types]

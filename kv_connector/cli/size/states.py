@@ -8,7 +8,15 @@ from .model import BYTES, ModelConfig
 
 
 def _mamba2(
-    model: ModelConfig, dtype: str, tp_size: int, inner: int, heads: int, head_dim: int, groups: int, state: int, conv: int
+    model: ModelConfig,
+    dtype: str,
+    tp_size: int,
+    inner: int,
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state: int,
+    conv: int,
 ) -> int:
     """Rows of the convolution, and a matrix for each head."""
     groups = groups if groups % tp_size == 0 else groups + tp_size - groups

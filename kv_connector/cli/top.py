@@ -1,1 +1,0 @@
-def add(parsers): pass
