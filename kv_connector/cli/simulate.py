@@ -168,13 +168,16 @@ def _draw(trace: Trace, found: Sequence[Replayed], token_bytes: int, path: Path)
 
     scale = trace.block_tokens * token_bytes / 2**30 if token_bytes else 100 / trace.num_distinct
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for policy in dict.fromkeys(one.policy for one in found):
+    # Dashes, since policies often lie on each other.
+    for policy, style in zip(dict.fromkeys(one.policy for one in found), ("-", "--", ":"), strict=False):
         own = [one for one in found if one.policy == policy]
         sizes = [one.host_blocks * scale for one in own]
-        axes.plot(sizes, [_saved_percent(trace, one) for one in own], marker="o", markersize=4, label=policy)
+        axes.plot(
+            sizes, [_saved_percent(trace, one) for one in own], linestyle=style, marker="o", markersize=4, label=policy
+        )
     axes.set_xscale("log")
     ticks = sorted({one.host_blocks * scale for one in found})
-    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 100 else f"{tick:.3g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("host memory, GiB" if token_bytes else "host memory, % of the distinct blocks")

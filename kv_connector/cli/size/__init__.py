@@ -188,5 +188,5 @@ def _notes(
         notes.append("sparse attention: some backends keep another form (656 bytes a token under fp8), unknown here")
     if model.get("num_nextn_predict_layers"):
         notes.append("layers of a draft model (MTP) are not counted: each is as one more layer")
-    notes.append("scales of quantised caches and padding by attention backends are not known from a config.json")
+    notes.append("scales of quantised caches and padding by attention backends are not in that file")
     return notes
