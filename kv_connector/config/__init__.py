@@ -67,6 +67,8 @@ class Config:
     host_form: how blocks lie on the host and in storage: see docs/lossless.md.
     numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on that of the first to come to it.
     trace_loads: time each layer group of a load with events and report the load stall.
+    record_trace: a file to append a line to for each request that ends, for `kv-connector simulate`: times, lengths,
+        and ids of its prompt's blocks, which are hashed with a random key that is never written; at most 1 GiB.
     storage: an object: where blocks are kept beyond the host's memory. See the settings `storage.` below.
     peer: an object: how blocks are handed to other engines and come from them. See the settings `peer.` below.
     """
@@ -87,6 +89,7 @@ class Config:
     host_form: HostFormName = HostFormName.RAW
     numa_bind: bool = True
     trace_loads: bool = False
+    record_trace: str = ""
     storage: StorageConfig | None = None
     peer: PeerConfig | None = None
 
@@ -123,6 +126,7 @@ class Config:
         if not isinstance(self.calibration, str) or not self.calibration:
             raise ConfigError(f"calibration={shown(self.calibration)}: give 'auto', 'off' or the path of a file")
         check_text("calibration", self.calibration)
+        check_text("record_trace", self.record_trace)
         for name, least in _LEAST.items():
             check_integer(name, getattr(self, name), least, *_MOST.get(name, ()))
 

@@ -14,6 +14,7 @@ from .loads.choice import LoadPlanner
 from .names import Roots
 from .peers.companion import PeerCompanion
 from .ranks import RankStates
+from .recording import Record, RequestRecorder
 from .shared import Shared
 from .storage.companion import StorageCompanion
 from .tables import BlockTable
@@ -32,6 +33,7 @@ class Companions:
         adapter_of: Callable[[Request], str],
         engine_id: str,
         world_size: int,
+        record: Record | None,
     ) -> None:
         # What another engine brings is not looked up in storage: peers are first.
         self._companions: list[Companion] = []
@@ -43,6 +45,8 @@ class Companions:
         if config.storage is not None:
             roots = Roots.named(identity, adapter_of)
             self._companions.append(StorageCompanion(config.storage, shared, loads, ranks, roots))
+        if record is not None:
+            self._companions.append(RequestRecorder(record, shared.clock))
 
     def arrived(self, request: Request) -> None:
         """The first that claims the request is the last that hears of it."""

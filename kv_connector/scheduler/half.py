@@ -47,6 +47,7 @@ from .loads.rates import LoadMode
 from .names import no_adapter
 from .pins import PinnedPrefixes
 from .ranks import RankStates
+from .recording import Record
 from .requests import RequestState, RequestTable, num_blocks_of
 from .saves.budget import SaveBudget
 from .saves.planner import SavePlanner
@@ -67,7 +68,7 @@ class SchedulerHalf(KVConnectorScheduler):
     back; it orders evictions and times loads.
     `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
     and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
-    `adapter_of` tells adapters apart that the engine's hashes do not: see `Roots`.
+    `adapter_of` tells adapters apart that the engine's hashes do not: see `Roots`. `record` is told of each request.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class SchedulerHalf(KVConnectorScheduler):
         identity: CacheIdentity | None = None,
         engine_id: str = "",
         adapter_of: Callable[[Request], str] = no_adapter,
+        record: Record | None = None,
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
         # What other engines bring fills whole blocks, from where blocks of all groups end.
@@ -109,7 +111,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._requests = RequestTable(self._leases, self._steps, self.metrics)
         self._ranks = RankStates(world_size, self.host)
         self._companions = Companions(
-            config, shared, self._loads, self._ranks, identity, adapter_of, engine_id, world_size
+            config, shared, self._loads, self._ranks, identity, adapter_of, engine_id, world_size, record
         )
         self._budget = SaveBudget(config.save_bandwidth)
         is_in_storage = config.storage is not None
