@@ -152,7 +152,12 @@ class EvictionQueue:
         return first
 
     def take(
-        self, num_nodes: int, older_than: float = NEVER, most: float = NEVER, tenant: int | None = None
+        self,
+        num_nodes: int,
+        older_than: float = NEVER,
+        most: float = NEVER,
+        tenant: int | None = None,
+        num_free: int = 0,
     ) -> list[int]:
         """Take out up to so many victims, in eviction order, counting their parents' kids down; none that is worth more
         than `most`."""

@@ -117,12 +117,13 @@ class CacheTier:
 
         Only copies last used before `older_than` are evicted. None, and nothing changed, where that is not enough.
         """
-        short = num_blocks - self._num_free(tenant)
+        num_free = self._num_free(tenant)
+        short = num_blocks - num_free
         victims: list[int] = []
         if short > 0:
             if short > self._num_idle:
                 return None
-            victims = self._queue.take(short, older_than, tenant=tenant)
+            victims = self._queue.take(short, older_than, NEVER, tenant, num_free)
             if len(victims) < short:
                 self._restore(victims)
                 return None
@@ -130,7 +131,8 @@ class CacheTier:
 
     def allocate_up_to(self, num_blocks: int, older_than: float = NEVER, tenant: int = 0) -> list[int]:
         """As `allocate`, but as many as can be had, possibly none."""
-        victims = self._queue.take(self._num_short(num_blocks, tenant), older_than, tenant=tenant)
+        short, num_free = self._num_short(num_blocks, tenant), min(num_blocks, self._num_free(tenant))
+        victims = self._queue.take(short, older_than, NEVER, tenant, num_free)
         return self._hand_out(num_blocks, victims, tenant)
 
     def allocate_behind(
@@ -143,12 +145,12 @@ class CacheTier:
     ) -> list[int]:
         """As `allocate_up_to`, evicting older prefixes but nothing of the paths that the blocks continue, one for each
         block group, and nothing that is worth more than they are."""
-        short = self._num_short(num_blocks, tenant)
-        victims = self._queue.take(short, now, worth, tenant)
+        short, num_free = self._num_short(num_blocks, tenant), min(num_blocks, self._num_free(tenant))
+        victims = self._queue.take(short, now, worth, tenant, num_free)
         while own := self._on(paths, victims):  # at most once for each gap in a path
             self._restore(victims)
             self.tree.touch(own, now)
-            victims = self._queue.take(short, now, worth, tenant)
+            victims = self._queue.take(short, now, worth, tenant, num_free)
         return self._hand_out(num_blocks, victims, tenant)
 
     def has_room_behind(
