@@ -200,7 +200,7 @@ class EngineConfig:
         )
 
     def _tenant(self, weight: int, quota: int) -> TenantConfig:
-        return TenantConfig(weight, quota * HOST_BLOCK_BYTES * self.num_ranks)
+        return TenantConfig(weight, quota * HOST_BLOCK_BYTES * (1 if self.replicas else self.num_ranks))
 
     def quiet(self) -> EngineConfig:
         """Without chance in how long things take: for the last part of a world, and for shrunk histories."""
