@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
+from kv_connector.index import BlockState
 
 PROMPT_BLOCKS = 13
 HOST_BLOCKS = 6 * PROMPT_BLOCKS
@@ -105,7 +106,7 @@ def test_what_is_not_to_be_cached_is_nowhere(engine: VllmEngine) -> None:
 
 
 def test_what_was_not_used_in_time_is_dropped_and_was_never_stored(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine,
 ) -> None:
     (short,) = prompts(1, seed=55)
     before = engine.stats()
@@ -130,8 +131,9 @@ def test_a_wrong_field_costs_nothing_but_a_count(engine: VllmEngine) -> None:
 def test_an_operator_drains_the_host_and_warms_it_again(engine: VllmEngine) -> None:
     (prompt,) = prompts(1, seed=57)
     ask(engine, prompt)
-    hashes = list(engine.half.tree.hashes_of(engine.half.tree.nodes()))
-    path = sorted(hashes, key=lambda name: engine.half.tree.depth[engine.half.tree.get(name)])[:PROMPT_BLOCKS]
+    tree, host = engine.half.tree, engine.half.host
+    nodes = [node for node in tree.nodes() if host.node_state(node) is BlockState.RESIDENT]
+    path = tree.hashes_of(sorted(nodes, key=tree.depth.__getitem__))
     while engine.half.drain():
         engine.core.step_fn()
     assert engine.half.clear_tenant("default") == PROMPT_BLOCKS
