@@ -48,7 +48,8 @@ _PLACE = re.compile(r"(?<![\w/.$}{~:=-])((?:[a-z_.][\w.-]*/)+[\w-]*)(?![\w/*.$<{
 _DOCUMENT = re.compile(r"(?<![\w/])((?:docs/)?[\w-]+\.md)\b")
 _MODULE = re.compile(r"python3?(?: -P)?\s+-m\s+((?:integration|tests|kv_connector)(?:\.\w+)*)")
 _TARGET = re.compile(r"\bmake\s+([a-z][\w-]*)")
-_COMMAND = re.compile(r"\bkv-connector((?: +[a-z][a-z-]*(?![\w.=/]))+)")
+_COMMAND = re.compile(r"(?:^[$ ]*|[`|;&(]\s*)kv-connector((?: +[a-z][a-z-]*(?![\w.=/]))+)", re.MULTILINE)
+"""Where a command may begin: what a command prints may name the package."""
 _EXTRA = re.compile(r"'\.\[([\w,-]+)\]'")
 _METRIC = re.compile(r"\bvllm:kv_tiered_([a-z_]+)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
