@@ -26,6 +26,11 @@ class Terms:
     most_worth: float = field(init=False)
     """What may go for such blocks where none is declined for what it is worth: all but those of higher priorities."""
 
+    @property
+    def claim(self) -> tuple[float, int]:
+        """`most_worth` and the tenant, as `CacheTier.allocate_behind` takes them."""
+        return self.most_worth, self.tenant
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "most_worth", PRIORITY_STEP * self.priority + PRIORITY_STEP / 2)
 

@@ -130,10 +130,8 @@ class CacheTier:
 
     def allocate_up_to(self, num_blocks: int, older_than: float = NEVER, tenant: int = 0) -> list[int]:
         """As `allocate`, but as many as can be had, possibly none."""
-        if (num_free := self._num_free(tenant)) >= num_blocks:
-            return self._hand_out(num_blocks, [], tenant)
-        short = min(num_blocks - num_free, self._num_idle)
-        victims = self._queue.take(short, older_than, NEVER, tenant, num_free)
+        num_free = min(num_blocks, self._num_free(tenant))
+        victims = self._queue.take(num_blocks - num_free, older_than, NEVER, tenant, num_free)
         return self._hand_out(num_free, victims, tenant)
 
     def allocate_behind(
@@ -148,12 +146,11 @@ class CacheTier:
         block group, and nothing that is worth more than they are."""
         if (num_free := self._num_free(tenant)) >= num_blocks:
             return self._hand_out(num_blocks, [], tenant)
-        short = min(num_blocks - num_free, self._num_idle)
-        victims = self._queue.take(short, now, worth, tenant, num_free)
+        victims = self._queue.take(num_blocks - num_free, now, worth, tenant, num_free)
         while own := self._on(paths, victims):  # at most once for each gap in a path
             self._restore(victims)
             self.tree.touch(own, now)
-            victims = self._queue.take(short, now, worth, tenant, num_free)
+            victims = self._queue.take(num_blocks - num_free, now, worth, tenant, num_free)
         return self._hand_out(num_free, victims, tenant)
 
     def has_room_behind(
@@ -210,8 +207,8 @@ class CacheTier:
                 self._free((block_id,))
 
     def discard_unused(self, nodes: Sequence[int], since: float) -> int:
-        """Drop the copies of these nodes, which are of one prefix and in its order, from the tail on, up to one that was
-        used later than `since`, is pinned, or in front of another copy. Returns how many."""
+        """Drop the copies of these nodes, a prefix in its order, from the tail on, up to one that was used later than
+        `since`, is pinned, or in front of another copy. Returns how many."""
         num_before = self.num_copies
         for node in reversed(nodes):
             if self._block[node] != NONE:

@@ -368,8 +368,7 @@ class SavePlanner:
         keys = GroupKeys(state.request.block_hashes, group, size)
         wanted = self._reachable(state, size, keys, [index for index in held if self._is_wanted(keys[index])])
         most = min(len(wanted), self._budget.num_blocks)
-        where = progress.paths, progress.now, terms.most_worth, terms.tenant
-        host_ids = self._host.allocate_behind(most, *where) if most else []
+        host_ids = self._host.allocate_behind(most, progress.paths, progress.now, *terms.claim) if most else []
         self._budget.spend(len(host_ids))
         # The window's end is what a later prefix needs, so its blocks go first where there is no room for all.
         saved = wanted[len(wanted) - len(host_ids) :]
