@@ -93,10 +93,6 @@ class EvictionQueue:
     def resized(self, capacity: int) -> None:
         """All of it is for this one."""
 
-    def room(self, tenant: int) -> int:
-        """Without end."""
-        return NO_LIMIT
-
     def handed_out(self, block_ids: Sequence[int], tenant: int) -> None:
         """To this one."""
 

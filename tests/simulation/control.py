@@ -93,9 +93,9 @@ class ControlWatch:
         host = self._half.host
         hand_out, attached = host._hand_out, host._queue.attached
 
-        def watched(num_blocks: int, victims: list[int], tenant: int) -> list[int]:
+        def watched(num_free: int, victims: list[int], tenant: int) -> list[int]:
             self._check_victims(victims, tenant)
-            block_ids: list[int] = hand_out(num_blocks, victims, tenant)
+            block_ids: list[int] = hand_out(num_free, victims, tenant)
             self._check_quota(tenant)
             return block_ids
 

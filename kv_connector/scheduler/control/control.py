@@ -75,7 +75,12 @@ class Control:
         for state in requests:
             if state.terms.tenant == tenant:
                 requests.spoil(state)
-        return self._shared.host.discard_tenant(tenant)
+        host, tree = self._shared.host, self._shared.grouped.tree
+        copies = host.copies()
+        owners = map(tree.terms.tenant.__getitem__, host.nodes_of(copies))
+        own = [block_id for block_id, owner in zip(copies, owners, strict=True) if owner == tenant]
+        host.discard(own)
+        return len(own)
 
     def stats(self) -> dict[str, float]:
         """Gauges, under names that `DOCUMENTATION` has."""

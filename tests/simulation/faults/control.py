@@ -19,7 +19,7 @@ _STORAGE = "tests/scheduler/control/test_storage.py"
 
 CONTROL: tuple[Mutant, ...] = (
     Mutant(
-        "pin-forgotten",
+        "pin-of-a-request-forgotten",
         "what a request asks to be pinned is evicted like anything else",
         (Patch(_CONTROL, "            self._pin(request, state)\n", "            pass\n"),),
         tested(f"{_HINTS}::test_a_pinned_prompt_outlives_a_flood_until_its_time_is_over"),
@@ -100,7 +100,7 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "quota-ignored",
         "a tenant holds more than its quota where there is room",
-        (Patch(_TIER, "return min(self.pool.num_free, self._queue.room(tenant))", "return self.pool.num_free"),),
+        (Patch(_TIER, "if self.tenants is None else min(self.pool.num_free, self.tenants.room(tenant))", ""),),
         simulated(60),
     ),
     Mutant(
@@ -131,8 +131,8 @@ CONTROL: tuple[Mutant, ...] = (
         "priority-forgotten",
         "room for what has a low priority is made by what has a higher one",
         (
-            Patch(_PLANNER, "            worth = terms.most_worth\n", '            worth = float("inf")\n'),
-            Patch(_PLANNER, "indices[num_pinned], terms.priority)", "indices[num_pinned], 2)"),
+            Patch(_PLANNER, "if self._declines else terms.most_worth\n", 'if self._declines else float("inf")\n'),
+            Patch(_PLANNER, "indices[num_pinned], terms.priority\n", "indices[num_pinned], 2\n"),
         ),
         tested(f"{_HINTS}::test_a_lower_priority_goes_first_and_makes_no_room_for_itself"),
     ),
