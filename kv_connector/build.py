@@ -39,6 +39,10 @@ def build_scheduler(config: Config, block_size: int, world_size: int = 1, **opti
 
     _check_argument("block_size", block_size, 1)
     _check_argument("world_size", world_size, 1)
+    if config.record_trace:
+        from .replay.recorder import TraceRecorder
+
+        options["record"] = TraceRecorder(Path(config.record_trace).expanduser(), block_size).record
     return SchedulerHalf(config, block_size, world_size, **options)
 
 

@@ -31,6 +31,9 @@ THIRD_PARTY = {
     "botocore",
     "huggingface_hub",
     "matplotlib",
+    "rich",
+    "shtab",
+    "pynvml",
 }
 # One thread and a clock that is passed in: a run is repeatable from a seed.
 FORBIDDEN = {

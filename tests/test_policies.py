@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from integration.bench import policies
+from integration.bench.policies import OURS
 from integration.bench.policy_baselines import GDSF, LRU, S3FIFO, SLRU, Belady, HostCache, PrefixCache
-from integration.bench.policy_ours import OURS, write_through_lru, write_through_selective
-from integration.bench.policy_traces import Trace, read_trace, synthetic_traces
+from integration.bench.policy_traces import synthetic_traces
+from kv_connector.errors import ConfigError
+from kv_connector.replay import Trace, read_trace, write_through_lru, write_through_selective
 from kv_connector.types import BlockHash
 
 
@@ -138,10 +140,10 @@ def test_a_trace_is_read_and_played_through_the_device(tmp_path: Path) -> None:
     assert list(trace.device_hits) == [0, 2, 3]
     assert list(read_trace(file, share=0.7).device_hits) == [0, 2]
     file.write_text('{"timestamp": 0}\n')
-    with pytest.raises(ValueError, match=r"short\.jsonl, line 1: give one JSON object a line, with hash_ids"):
+    with pytest.raises(ConfigError, match=r"short\.jsonl, line 1: give one JSON object a line, with hash_ids"):
         read_trace(file)
     file.write_text('{"hash_ids": [0, 1]}\n{"hash_ids": [1]}\n')
-    with pytest.raises(ValueError, match="request 1: block 1 follows None and elsewhere 0"):
+    with pytest.raises(ConfigError, match="request 1: block 1 follows None and elsewhere 0"):
         read_trace(file)
 
 

@@ -2,9 +2,10 @@
 
 Every policy serves the same requests behind the same device cache. A figure is the host hits as a share of all blocks
 that are asked for, in per cent; sizes are shares of a trace's distinct blocks. Ours run through the package's own index
-classes (`policy_ours.py`), the others are models of their own (`policy_baselines.py`). `--trace` takes files in the
-format of Mooncake's traces, which github.com/kvcache-ai/Mooncake has in its folder FAST25-release/traces; without one
-only the synthetic traces run, which are the same every time. No time is measured: any machine gives the same figures.
+classes (`kv_connector/replay/`), the others are models of their own (`policy_baselines.py`). `--trace` takes files in
+the format of Mooncake's traces, which github.com/kvcache-ai/Mooncake has in its folder FAST25-release/traces; without
+one only the synthetic traces run, which are the same every time. No time is measured: any machine gives the same
+figures.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ from statistics import mean
 from typing import Any
 
 from integration.bench.policy_baselines import GDSF, LRU, S3FIFO, SLRU, Belady, HostCache, PrefixCache
-from integration.bench.policy_ours import DEFAULT, OURS
-from integration.bench.policy_traces import Trace, read_trace, synthetic_traces
+from integration.bench.policy_traces import synthetic_traces
 from integration.report import Report
+from kv_connector.config import WritePolicy
+from kv_connector.replay import POLICIES, Trace, read_trace
 
 SIZES = (2.0, 5.0, 10.0, 15.0, 25.0, 40.0, 60.0)
 """Host blocks, in per cent of a trace's distinct blocks."""
 RIVALS: dict[str, type[LRU]] = {"LRU": LRU, "SLRU": SLRU, "S3-FIFO": S3FIFO, "GDSF": GDSF}
 BOUND = "Belady"
+DEFAULT = WritePolicy.ADAPTIVE.value
+"""The column of which something is claimed."""
+SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE.value
+OURS = {f"{name} (threshold 2)" if name == SELECTIVE else name: make for name, make in POLICIES.items()}
+"""By the name of a column."""
 
 Row = dict[str, Any]
 

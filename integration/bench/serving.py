@@ -83,6 +83,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--miss-length", type=int, default=2048)
     parser.add_argument("--miss-answer", type=int, default=64)
     parser.add_argument("--answers", default="8,32,128", help="tokens, a regime each; empty leaves the chats out")
+    parser.add_argument("--misses-only", metavar="CONNECTOR", help="that leaves before the chats, such as none")
     parser.add_argument("--rates", default=SATURATED, help="turns a second; one that comes twice is run twice")
     parser.add_argument("--seconds", type=float, default=30.0, help="that count, of each window")
     parser.add_argument("--lead", type=float, default=2.0, help="seconds of each window before those that count")
@@ -226,6 +227,8 @@ def measure_chats(
     """Every answer and rate, and for each all engines in rotating order; claims on a regime when it is measured."""
     rates = [None if rate == SATURATED else float(rate) for rate in options.rates.split(",")]
     asked = [(int(answer), rate) for answer in options.answers.split(",") for rate in rates]
+    if options.misses_only in engines:
+        engines.pop(options.misses_only).close()
     engines.at_once(begin_chats, shape)
     engines.at_once(run_window, Window(0, asked[0][0], None, 0.0, 2 * options.lead))  # compiles what a first use does
     left = options.limit - (time.monotonic() - begin) - _CLOSING_SECONDS - options.trace * len(engines)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -24,26 +23,12 @@ from kv_connector.index import CacheIdentity
 
 from .engine import MiniEngine
 from .model import PagedLlama
+from .page import Page, Show, show_nobody
 from .plot import plot_ttft
 from .runner import LlamaModel, LocalRunner
 from .scheduler import Scheduler
-from .workload import Chat, make_chats
-
-NO_CACHE, DEVICE_ONLY = "no cache", "device cache"
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One user's turn under one way of caching. Times in seconds."""
-
-    way: str
-    user: int
-    turn: int
-    prompt: tuple[int, ...]
-    device_hit_tokens: int
-    host_hit_tokens: int
-    ttft: float
-    answer: tuple[int, ...]
+from .turns import ABOUT, DEVICE_ONLY, NO_CACHE, Turn, print_statistics, print_turn, tiers_of
+from .workload import Chat, ChatTokenizer, make_chats
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,7 +51,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--model", type=Path, help="folder of the converted model (default: the cache folder)")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--png", type=Path, default=Path("demo.png"), help="write the picture here (demo.png)")
+    parser.add_argument("--web", action="store_true", help="show it live on a page of this machine, too")
+    parser.add_argument("--port", type=int, default=8765, help="of that page (8765; 0 takes a free one)")
+    parser.add_argument("--stay", action="store_true", help="serve that page until Ctrl-C, not only until the end")
     options = parser.parse_args(arguments)
+    if not 0 <= options.port <= 65535:
+        parser.error(f"--port {options.port} is impossible: give 0 to 65535")
+    if options.stay and not options.web:
+        parser.error("--stay keeps the page of --web: give both")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: torch sees no GPU here; leave it out, or give cpu")
     # A GPU computes 1,000 tokens of this small model in the time that it takes to launch its layers.
@@ -83,14 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 where all ways gave identical tokens, 1 where they did not, 2 where the options cannot work."""
     options = parse_arguments(arguments)
     try:
-        return run(options)
+        if not options.web:
+            return run(options, show_nobody)
+        with Page(options.port, options.stay) as page:
+            return run(options, page.show)
     except (ValueError, OSError, ImportError) as error:  # what a wrong size, folder or missing package raises
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def run(options: argparse.Namespace) -> int:
-    """Ask every turn under every way of caching, and compare."""
+def run(options: argparse.Namespace, show: Show) -> int:
+    """Ask every turn under every way of caching, and compare. What happens is told to `show`, too."""
     torch.backends.cuda.matmul.allow_tf32 = False  # tokens are compared, so fp32 is to be fp32
     model, tokenizer = load_smollm2(options.model, options.device)
     chats = make_chats(options.users, options.turns, options.document_tokens, tokenizer)
@@ -98,19 +93,51 @@ def run(options: argparse.Namespace) -> int:
     print(f"SmolLM2-135M-Instruct (fp32) on {hardware()['gpu'] or hardware()['cpu']}")
     print(f"{options.users} users, documents of about {options.document_tokens} tokens; {_fit(options, model)}\n")
     print("turn  cache                    prompt  device hit  host hit  computed   TTFT ms (min..max)     vs no cache")
-    engines = {way: make_engine(options, model, way) for way in (NO_CACHE, DEVICE_ONLY, *policies)}
+    ways = (NO_CACHE, DEVICE_ONLY, *policies)
+    engines = {way: make_engine(options, model, way) for way in ways}
+    show_beginning(options, model, ways, show)
     for engine in engines.values():
         warm_up(engine, forget=not options.storage)
     turns: list[Turn] = []
     for number in range(options.turns):
         if options.storage and number == (options.turns + 1) // 2:
             restart(options, model, engines)
-        turns += ask_all(engines, chats, number, turns, options.answer_tokens)
+            show("restart")
+        for turn in ask_all(engines, chats, number, tuple(turns), options.answer_tokens):
+            turns.append(turn)
+            show_turn(turn, chats[turn.user], tokenizer, engines[turn.way], model, show)
         print_turn([turn for turn in turns if turn.turn == number])
     for way, engine in engines.items():
         print_statistics(way, engine)
         engine.shutdown()
-    return conclude(options, turns)
+    return conclude(options, turns, show)
+
+
+def show_beginning(options: argparse.Namespace, model: PagedLlama, ways: Sequence[str], show: Show) -> None:
+    """Tell what is going to be asked, and how large the tiers are."""
+    show(
+        "begin",
+        machine=hardware()["gpu"] or hardware()["cpu"],
+        users=options.users,
+        turns=options.turns,
+        needed_bytes=_needed_tokens(options) * model.block_bytes(options.block_size) // options.block_size,
+        has_storage=bool(options.storage),
+        default=Config().write_policy.value,
+        ways=[{"name": way, "about": ABOUT[way]} for way in ways],
+    )
+
+
+def show_turn(
+    turn: Turn, chat: Chat, tokenizer: ChatTokenizer, engine: MiniEngine, model: PagedLlama, show: Show
+) -> None:
+    """Tell a turn with its words, and what each tier holds behind it."""
+    show(
+        "turn",
+        **turn.row(),
+        question=chat.questions[turn.turn],
+        answer=tokenizer.decode(turn.answer, skip_special_tokens=True),
+        tiers=tiers_of(engine, model.block_bytes(engine.scheduler.block_size)),
+    )
 
 
 def make_engine(options: argparse.Namespace, model: PagedLlama, way: str) -> MiniEngine:
@@ -172,40 +199,9 @@ def ask_all(
             )
 
 
-def print_turn(turns: Sequence[Turn]) -> None:
-    """The live table's lines for one turn: medians over the users."""
-    base = median(turn.ttft for turn in turns if turn.way == NO_CACHE)
-    for way in dict.fromkeys(turn.way for turn in turns):
-        rows = [turn for turn in turns if turn.way == way]
-        times = [1e3 * turn.ttft for turn in rows]
-        prompt = median(len(turn.prompt) for turn in rows)
-        device, host = median(t.device_hit_tokens for t in rows), median(t.host_hit_tokens for t in rows)
-        spread = f"({min(times):.1f}..{max(times):.1f})"
-        speedup = f"{base / median(turn.ttft for turn in rows):.1f} x" if way != NO_CACHE else ""
-        number = f"{rows[0].turn + 1:4}" if way == NO_CACHE else ""
-        print(
-            f"{number:4}  {way:23} {prompt:7.0f}  {device:10.0f}  {host:8.0f}  {prompt - device - host:8.0f}  "
-            f"{median(times):8.1f} {spread:18} {speedup:>8}",
-            flush=True,
-        )
-
-
-def print_statistics(way: str, engine: MiniEngine) -> None:
-    """What the connector counted."""
-    if engine.connector is None:
-        return
-    stats = engine.connector.get_kv_connector_stats()
-    print(
-        f"{way}: saved {stats['saved_blocks']:.0f} blocks ({stats['saved_bytes'] / 1e6:.0f} MB; "
-        f"{stats['saves_on_compute_blocks']:.0f} when computed, {stats['saves_on_hit_blocks']:.0f} on a hit, "
-        f"{stats['saves_on_reuse_blocks']:.0f} before reuse), loaded {stats['loaded_blocks']:.0f} blocks "
-        f"({stats['loaded_bytes'] / 1e6:.0f} MB)"
-    )
-
-
-def conclude(options: argparse.Namespace, turns: Sequence[Turn]) -> int:
+def conclude(options: argparse.Namespace, turns: Sequence[Turn], show: Show) -> int:
     """Compare tokens, state the claims, write JSON and picture."""
-    report = Report("demo", rows=[_row(turn) for turn in turns])
+    report = Report("demo", rows=[turn.row() for turn in turns])
     reference = {(t.user, t.turn): t for t in turns if t.way == NO_CACHE}
     different = [t for t in turns if t.answer != reference[t.user, t.turn].answer]
     print()
@@ -226,20 +222,18 @@ def conclude(options: argparse.Namespace, turns: Sequence[Turn]) -> int:
     plot_ttft(options.png, title, [(t.way, t.turn, 1e3 * t.ttft) for t in turns])
     for t in different:
         print(f"user {t.user}, turn {t.turn + 1}, {t.way}: tokens differ from those without a cache", file=sys.stderr)
+    show("end", claims=report.claims)
     return 1 if different else 0
-
-
-def _row(turn: Turn) -> dict[str, object]:
-    row = asdict(turn)
-    del row["answer"], row["prompt"]
-    return row | {"prompt_tokens": len(turn.prompt)}
 
 
 def _fit(options: argparse.Namespace, model: PagedLlama) -> str:
     device_mb = options.device_blocks * model.block_bytes(options.block_size) / 1e6
     tokens = options.device_blocks * options.block_size
-    needed = options.users * (options.document_tokens + options.turns * (options.answer_tokens + 40))
-    return f"the device holds {tokens} tokens ({device_mb:.0f} MB), the chats grow to about {needed}"
+    return f"the device holds {tokens} tokens ({device_mb:.0f} MB), the chats grow to about {_needed_tokens(options)}"
+
+
+def _needed_tokens(options: argparse.Namespace) -> int:
+    return int(options.users * (options.document_tokens + options.turns * (options.answer_tokens + 40)))
 
 
 if __name__ == "__main__":

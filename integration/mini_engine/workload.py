@@ -34,6 +34,9 @@ class ChatTokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of the text."""
 
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chat:

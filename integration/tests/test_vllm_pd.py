@@ -81,12 +81,14 @@ class Proxy:
             raise ConnectionError(text)
         return "".join(part["choices"][0]["text"] for part in parts)
 
-    def counts(self) -> dict[str, int]:
+    def num_transferred(self) -> int:
+        """Requests that were passed on with what a prefill engine had computed."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", "/health")
-        counts: dict[str, int] = json.loads(connection.getresponse().read())
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
         connection.close()
-        return counts
+        name = 'pd_proxy_requests_total{outcome="transferred"} '
+        return next((int(float(line.removeprefix(name))) for line in lines if line.startswith(name)), 0)
 
     def end(self) -> None:
         self.process.kill()
@@ -105,7 +107,9 @@ class Cluster:
         self.prefill, self.decode = self.start("kv_producer"), self.start("kv_consumer")
         for server in (self.prefill, self.decode):
             server.settle()
-            assert server.is_ready, server.log
+        if not (self.prefill.is_ready and self.decode.is_ready):
+            self._end_servers()
+            pytest.fail(f"a server did not start:\n{self.prefill.log}\n{self.decode.log}")
         self.proxy = Proxy(f"http://127.0.0.1:{self.prefill.port}", self.decode)
 
     def start(self, role: str, port: int = 0) -> Server:
@@ -149,15 +153,18 @@ class Cluster:
 
     def wait_for_transfers(self, count: int = 1) -> None:
         """Until the proxy has seen so many more."""
-        end, first = time.monotonic() + 60, self.proxy.counts()["handed_over"]
-        while self.proxy.counts()["handed_over"] < first + count:
-            assert time.monotonic() < end, f"{self.proxy.counts()}: nothing is handed over"
+        end, first = time.monotonic() + 60, self.proxy.num_transferred()
+        while self.proxy.num_transferred() < first + count:
+            assert time.monotonic() < end, "nothing is transferred"
             with contextlib.suppress(OSError, http.client.HTTPException):
                 self.proxy.complete("Is anybody there? " * 8, 1)
             time.sleep(0.05)
 
     def close(self) -> None:
         self.proxy.end()
+        self._end_servers()
+
+    def _end_servers(self) -> None:
         for server in (self.prefill, self.decode):
             server.end(signal.SIGTERM)
 
@@ -209,7 +216,7 @@ def test_tokens_are_those_of_one_engine(cluster: Cluster, expected: list[str]) -
     assert cluster.decode.metric("vllm:kv_tiered_received_blocks_total") - before >= NUM_REQUESTS
     assert cluster.decode.metric("vllm:kv_tiered_failed_receive_jobs_total") == 0
     assert cluster.prefill.metric("vllm:kv_tiered_expired_transfers_total") == 0
-    assert cluster.proxy.counts()["handed_over"] >= NUM_REQUESTS
+    assert cluster.proxy.num_transferred() >= NUM_REQUESTS
 
 
 def test_both_engines_are_asked_at_once(cluster: Cluster, expected: list[str]) -> None:
@@ -287,7 +294,7 @@ def test_what_is_killed_in_the_middle_comes_back(cluster: Cluster, expected: lis
     with clients.without("the decode engine"):
         cluster.decode.end(signal.SIGKILL)
         cluster.restart("kv_consumer")
-        cluster.wait_for_transfers()  # the proxy leaves an engine that failed alone for two seconds
+        cluster.wait_for_transfers()  # the proxy leaves an engine alone that failed until it has passed a check
     clients.wait_for(110)
     known = len(clients.errors)
     cluster.prefill.end(signal.SIGKILL)

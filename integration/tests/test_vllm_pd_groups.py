@@ -32,8 +32,8 @@ SECRET = "a secret of these tests only"
 Params = dict[str, Any]
 
 
-def settings_of(model: str, role: str) -> dict[str, Any]:
-    peer = {"secret": SECRET, "role": role, "deadline_ms": 60_000, "timeout_ms": 60_000}
+def settings_of(model: str, role: str, **more: Any) -> dict[str, Any]:
+    peer = {"secret": SECRET, "role": role, "deadline_ms": 60_000, "timeout_ms": 60_000} | more
     return options(model, peer=peer) | {"num_blocks": 80}
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from integration.models.smollm2 import default_folder, is_converted
+from kv_connector.cli import main
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -263,6 +264,20 @@ def test_what_the_readme_asks_shows_a_hit_from_the_host(server: Server) -> None:
     assert cached[-1] == 256 and sum(cached[:-1]) == 0, done.stdout
     (total,) = re.findall(r"host_hit_tokens_total\{[^}]*\} (\S+)", done.stdout)
     assert float(total) == before + 256
+
+
+def test_top_shows_what_the_server_counts(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """The names that vLLM serves are those that `kv-connector top` reads."""
+    server.complete(about("Vera"))
+    fill_the_device(server)
+    server.complete(about("Vera"))
+    assert main(["top", f"http://127.0.0.1:{server.port}", "--once"]) == 0
+    shown = {line[:24].strip(): line[24:].split() for line in capsys.readouterr().out.splitlines()}
+    hits, queries = (server.metric(f"vllm:kv_tiered_{name}_tokens_total") for name in ("host_hit", "queries"))
+    storage = server.metric("vllm:kv_tiered_storage_hit_tokens_total")
+    assert hits > 0 and shown["from the host"][0] == f"{hits - storage:,.0f}"
+    assert shown["prompt tokens"][0] == f"{queries:,.0f}"
+    assert int(shown["host blocks cached"][0].replace(",", "")) > 0
 
 
 def test_another_server_answers_from_the_folder_they_share(server: Server, starts: dict[str, Server]) -> None:

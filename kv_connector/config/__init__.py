@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
-from ..values import check_integer, check_text, choice, parse_size, shown
+from ..values import check_integer, check_share, check_text, choice, parse_size, shown
 from .choices import Backup, HostFormName, LoadChoice, PathName, PeerRole, PeerRoute, Prefetch, Protocol, WritePolicy
 from .mapping import from_mapping
 from .peer import PeerConfig
 from .s3 import S3Config
 from .storage import StorageConfig
+from .tenants import TenantConfig, tenants_of
 
 __all__ = [
     "Backup",
@@ -27,6 +28,7 @@ __all__ = [
     "Protocol",
     "S3Config",
     "StorageConfig",
+    "TenantConfig",
     "WritePolicy",
 ]
 
@@ -67,8 +69,14 @@ class Config:
     host_form: how blocks lie on the host and in storage: see docs/lossless.md.
     numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on that of the first to come to it.
     trace_loads: time each layer group of a load with events and report the load stall.
+    record_trace: a file to append a line to for each request that ends, for `kv-connector simulate`: times, lengths,
+        and ids of its prompt's blocks, which are hashed with a random key that is never written; at most 1 GiB.
     storage: an object: where blocks are kept beyond the host's memory. See the settings `storage.` below.
     peer: an object: how blocks are handed to other engines and come from them. See the settings `peer.` below.
+    pinned_share: of the host, and of each tenant's share, that requests may pin between them: 0 to 1.
+    tenants: who shares the host, by name: each keeps its share by weight, whatever the others do. A request is that
+        tenant's whose name its `cache_salt` is, or begins with in front of a colon; all others are those of `default`.
+        None by default: all share one host.
     """
 
     host_memory: int = 0
@@ -87,8 +95,11 @@ class Config:
     host_form: HostFormName = HostFormName.RAW
     numa_bind: bool = True
     trace_loads: bool = False
+    record_trace: str = ""
     storage: StorageConfig | None = None
     peer: PeerConfig | None = None
+    pinned_share: float = 0.5
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("host_memory", "save_bandwidth", "layer_group_bytes", "staging_memory"):
@@ -115,6 +126,8 @@ class Config:
             raise ConfigError(
                 f'peer={shown(peer)} is not an object: give one such as {{"role": "producer", "port": 7100}}'
             )
+        object.__setattr__(self, "tenants", tenants_of(self.tenants))
+        check_share("pinned_share", self.pinned_share)
         if self.storage is not None and not self.host_memory:
             raise ConfigError(
                 "host_memory=0 is too small: storage needs host_memory for blocks to come and go through, give a size "
@@ -123,6 +136,7 @@ class Config:
         if not isinstance(self.calibration, str) or not self.calibration:
             raise ConfigError(f"calibration={shown(self.calibration)}: give 'auto', 'off' or the path of a file")
         check_text("calibration", self.calibration)
+        check_text("record_trace", self.record_trace)
         for name, least in _LEAST.items():
             check_integer(name, getattr(self, name), least, *_MOST.get(name, ()))
 

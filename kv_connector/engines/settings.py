@@ -42,6 +42,8 @@ def read_config(given: Mapping[str, Any], slot: Slot) -> Config:
             f"write_policy='write_back': {slot.engine} does not say which {slot.unit} it will reuse: give 'adaptive', "
             "'write_through' or 'write_through_selective'"
         )
+    if config.record_trace:
+        raise ConfigError(f"record_trace: requests of {slot.engine} are not recorded, those of vLLM are: leave it out")
     return replace(_with_prefetch(config, given, slot), load_choice=LoadChoice.SYNC)
 
 

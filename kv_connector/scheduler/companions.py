@@ -7,13 +7,15 @@ from typing import Any
 
 from ..base import Request, ScheduledRequest, StateBlock
 from ..config import Config
+from ..errors import KVConnectorError
 from ..index import CacheIdentity
-from ..types import StepPlan, StepReport
+from ..types import BlockHash, StepPlan, StepReport
 from .companion import Admission, Companion
 from .loads.choice import LoadPlanner
 from .names import Roots
 from .peers.companion import PeerCompanion
 from .ranks import RankStates
+from .recording import Record, RequestRecorder
 from .shared import Shared
 from .storage.companion import StorageCompanion
 from .tables import BlockTable
@@ -32,6 +34,7 @@ class Companions:
         adapter_of: Callable[[Request], str],
         engine_id: str,
         world_size: int,
+        record: Record | None,
     ) -> None:
         # What another engine brings is not looked up in storage: peers are first.
         self._companions: list[Companion] = []
@@ -43,6 +46,8 @@ class Companions:
         if config.storage is not None:
             roots = Roots.named(identity, adapter_of)
             self._companions.append(StorageCompanion(config.storage, shared, loads, ranks, roots))
+        if record is not None:
+            self._companions.append(RequestRecorder(record, shared.clock))
 
     def arrived(self, request: Request) -> None:
         """The first that claims the request is the last that hears of it."""
@@ -98,6 +103,17 @@ class Companions:
         """To all."""
         for companion in self._companions:
             companion.reported(report)
+
+    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """Whether one of them has begun to."""
+        return any(companion.warm(block_hashes) for companion in self._companions)
+
+    def drain(self) -> int:
+        """Blocks that all have still to write. Raises KVConnectorError where none writes any."""
+        left = [num_blocks for companion in self._companions if (num_blocks := companion.drain()) is not None]
+        if not left:
+            raise KVConnectorError("there is no storage to write to: start the engine with the setting storage")
+        return sum(left)
 
     def reset(self) -> bool:
         """To all; whether all are done."""

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from ...errors import ConfigError
 from ...index import BlockGroup
+from ..heads import HEADS_ALIKE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,11 +38,6 @@ _STATE = "MambaManager"
 _OF_ALL_HEADS = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
 """Specs of what every rank computes as a whole; those derived from them may be of anything."""
 _OF_OWN_HEADS = {"FullAttentionSpec", "SlidingWindowSpec"}
-_HEADS_ALIKE = {
-    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM"),
-    *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-}
-"""Architectures whose layers all have `num_key_value_heads`, of which vLLM gives ranks next to each other the same."""
 _REFUSED = {
     "RSWAManager": "it drops blocks from the middle of a request",
     "CrossAttentionManager": "its blocks belong to the encoder's input, which block hashes do not name",
@@ -168,7 +164,7 @@ def num_replicas(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int
     if kinds <= _OF_ALL_HEADS:
         return ranks
     has_one_head = kinds <= _OF_OWN_HEADS and all(spec.num_kv_heads == 1 for spec in specs)
-    is_known = vllm_config.speculative_config is None and set(model.architectures) <= _HEADS_ALIKE
+    is_known = vllm_config.speculative_config is None and set(model.architectures) <= HEADS_ALIKE
     return max(1, ranks // model.get_total_num_kv_heads()) if has_one_head and is_known else 1
 
 

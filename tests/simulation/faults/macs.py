@@ -58,7 +58,7 @@ MACS: tuple[Mutant, ...] = (
                 "if size == MAC_BYTES:",
             ),
         ),
-        tested("tests/test_cli.py::test_verify_deletes_no_pack_whose_secret_it_does_not_know"),
+        tested("tests/cli/test_storage.py::test_verify_deletes_no_pack_whose_secret_it_does_not_know"),
     ),
     Mutant(
         "mac-of-four-bytes",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kv_connector.config import WritePolicy
-from kv_connector.index import LEAST_REMEMBERED, CacheTier, Event, PrefixTree, Recency, ReuseModel, SavePolicy
-from kv_connector.types import BlockHash, Tier
+from ..config import WritePolicy
+from ..index import LEAST_REMEMBERED, CacheTier, Event, PrefixTree, Recency, ReuseModel, SavePolicy
+from ..types import BlockHash, Tier
 
 
 class HostTier:
@@ -22,12 +22,13 @@ class HostTier:
         """`evicts_oldest`: the least recently used goes first, instead of what is learned to be worth least."""
         self.tree = PrefixTree(max(LEAST_REMEMBERED, 2 * capacity))
         self._reuse = ReuseModel(self.tree)
-        order = Recency() if evicts_oldest else self._reuse
+        order = Recency(self.tree) if evicts_oldest else self._reuse
         self.host = CacheTier(self.tree, Tier.HOST, capacity, order=order)
         self._policy = policy
 
     def request(self, hashes: Sequence[BlockHash], first: int, now: int) -> int:
-        """As `HostCache` in `policy_baselines.py` says."""
+        """Serve one request of which the device has the `first` leading blocks: returns how many of those behind them
+        are found, without a gap, and saves what the policy wants. `now` counts requests from 0."""
         known = self.tree.match(hashes)
         self.tree.touch(known, now)
         self._reuse.visited(np.array(known, np.intc), np.arange(len(known)) >= first)
@@ -66,15 +67,14 @@ def write_through_selective(capacity: int) -> HostTier:
 
 
 def write_through_lru(capacity: int) -> HostTier:
-    """What the index classes make of `LRU`."""
+    """Every block is saved, and the least recently used leaf goes first: what an engine's own cache does."""
     return HostTier(capacity, SavePolicy(WritePolicy.WRITE_THROUGH, threshold=0, lookahead=0), evicts_oldest=True)
 
 
-OURS: dict[str, Callable[[int], HostTier]] = {
-    "adaptive": adaptive,
-    "write_through": write_through,
-    "write_through_selective (threshold 2)": write_through_selective,
+POLICIES: dict[str, Callable[[int], HostTier]] = {
+    WritePolicy.ADAPTIVE.value: adaptive,
+    WritePolicy.WRITE_THROUGH.value: write_through,
+    WritePolicy.WRITE_THROUGH_SELECTIVE.value: write_through_selective,
 }
-"""By the name of a column: the host tier of so many blocks."""
-DEFAULT = "adaptive"
-"""The column of which something is claimed."""
+"""By write policy: the host tier of so many blocks. `write_back` is not among them: what it saves depends on when the
+engine reuses its blocks, which a trace does not tell."""

@@ -1,64 +1,39 @@
-"""`kv-connector`: what an operator does with a storage folder, also while engines use it, and with a new machine."""
+"""`kv-connector storage`: look at and tidy a storage folder, also while engines use it."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .config.secrets import STORAGE_SECRET, secret_of
-from .errors import ConfigError
-from .storage.checksums import CRC_BYTES
-from .storage.filesystem.survey import DAMAGED, PackFile, damaged_blocks, survey, temporary_files
-from .storage.macs import OtherSecretError
-from .values import check_integer, parse_size, shown
-
-if TYPE_CHECKING:
-    from .transfer.costs.curves import LinkCosts
-
-_BAR = 30  # characters
-_MOST_BYTES = 1 << 40
-"""Of a copy that is shown."""
+from ..config.secrets import STORAGE_SECRET, secret_of
+from ..errors import ConfigError
+from ..storage.checksums import CRC_BYTES
+from ..storage.filesystem.survey import DAMAGED, PackFile, damaged_blocks, survey, temporary_files
+from ..storage.macs import OtherSecretError
+from ..values import check_integer, parse_size, shown
+from .progress import progress
+from .text import Parsers, size_text, time_text
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where all is well, 1 where something is damaged or cannot be read, 2 where the command cannot be carried out,
-    or not in full."""
-    options = _parser().parse_args(arguments)
-    try:
-        run: Callable[[argparse.Namespace], int] = options.run
-        return run(options)
-    except (OSError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kv-connector", description=__doc__)
-    parts = parser.add_subparsers(required=True)
-    calibrate = parts.add_parser("calibrate", help="measure what copies take on this machine, and show what follows")
-    calibrate.add_argument("--json", type=Path, metavar="FILE", help="write it, for the setting `calibration`")
-    calibrate.add_argument("--png", type=Path, metavar="FILE", help="write a picture; needs matplotlib")
-    calibrate.add_argument("--show", metavar="FILE", help='measure nothing: show such a file, or "built-in"')
-    calibrate.add_argument("--device", type=int, default=0, help="number of the GPU")
-    calibrate.add_argument("--bytes", default="64MiB", help="of the copy that is shown")
-    calibrate.set_defaults(run=_calibrate)
-    storage = parts.add_parser("storage", help="look at and tidy a storage folder")
+def add(parsers: Parsers) -> None:
+    """Put the command into the parser."""
+    text = "look at and tidy a storage folder"
+    storage = parsers.add_parser("storage", help=text, description=text)
     commands = storage.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def add_command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("path", type=Path, help="the folder")
         command.set_defaults(run=run)
         return command
 
-    add("stat", _stat, "what lies in the folder, in all and by identity")
-    add("ls", _ls, "one line for each pack, the last used first").add_argument("--limit", type=int, help="lines")
-    verify = add("verify", _verify, "read everything and compare checksums")
+    add_command("stat", _stat, "what lies in the folder, in all and by identity")
+    ls = add_command("ls", _ls, "one line for each pack, the last used first")
+    ls.add_argument("--limit", type=int, help="lines")
+    verify = add_command("verify", _verify, "read everything and compare checksums")
     verify.add_argument(
         "--delete", action="store_true", help="delete packs without a good block; of others engines read what is good"
     )
@@ -67,63 +42,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"variable with the secret of blocks that carry MACs; {STORAGE_SECRET} if it is there",
     )
-    gc = add("gc", _gc, "delete what was used longest ago until the folder is small enough")
+    gc = add_command("gc", _gc, "delete what was used longest ago until the folder is small enough")
     gc.add_argument("--capacity", required=True, help='such as "100GiB"')
-    rm = add("rm", _rm, "delete packs")
+    rm = add_command("rm", _rm, "delete packs")
     rm.add_argument("names", nargs="*", help="their names, or the first digits of them")
     rm.add_argument("--identity", help="all of this identity, or of the first digits of it, and no others")
     rm.add_argument("--all", action="store_true", help="all, of every identity")
-    return parser
-
-
-def _calibrate(options: argparse.Namespace) -> int:
-    from .transfer.costs.curves import BUILT_IN, decode
-    from .transfer.costs.envelope import draw, table
-
-    num_bytes = parse_size(options.bytes, "--bytes")
-    check_integer("--bytes", num_bytes, 1, _MOST_BYTES)
-    if options.show is None:
-        costs = _measured(options.device)
-    elif options.show == "built-in":
-        costs = BUILT_IN
-    else:
-        costs = decode(_text_of(options.show), options.show)
-    print(table(costs, num_bytes))
-    if options.json is not None:
-        options.json.write_text(costs.encode())
-    if options.png is not None:
-        draw(costs, num_bytes, options.png)
-    return 0
-
-
-def _text_of(file: str) -> str:
-    try:
-        return Path(file).read_text()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{shown(file)} cannot be read: {error}") from error
-
-
-def _measured(number: int) -> LinkCosts:
-    """Of the GPU of this number, on host memory of its own."""
-    import torch
-
-    check_integer("--device", number, 0)
-    if number >= torch.cuda.device_count():
-        raise ConfigError(
-            f"GPU {shown(number)}: there are {torch.cuda.device_count()} here; --show shows an earlier result"
-        )
-    from .transfer.costs.calibration import measure
-    from .transfer.memory.host_pool import HostPool
-
-    device = torch.device("cuda", number)
-    with torch.cuda.device(device):
-        host = HostPool(32, 1 << 20, device=device)
-        host.wait_ready()
-        try:
-            lengths = [1 << power for power in (10, 12, 14, 16, 18)]
-            return measure(device, host, lengths, lengths)
-        finally:
-            host.close()
 
 
 def _stat(options: argparse.Namespace) -> int:
@@ -136,7 +60,7 @@ def _stat(options: argparse.Namespace) -> int:
         _print_group(identity, group)
     _print_group("in all", packs)
     temporary = temporary_files(options.path)
-    print(f"{len(temporary)} temporary files, {_size(sum(temporary.values()))}")
+    print(f"{len(temporary)} temporary files, {size_text(sum(temporary.values()))}")
     return 0
 
 
@@ -146,8 +70,8 @@ def _ls(options: argparse.Namespace) -> int:
     packs = sorted(survey(options.path), key=lambda pack: -pack.used_ns)
     for pack in packs[: options.limit]:
         blocks = len(pack.header.keys) if pack.header else 0
-        told = pack.problem or f"{blocks} blocks"
-        print(f"{pack.name[:16]}  {_identity(pack):16}  {_size(pack.num_bytes):>10}  {_when(pack.used_ns)}  {told}")
+        told, size = pack.problem or f"{blocks} blocks", size_text(pack.num_bytes)
+        print(f"{pack.name[:16]}  {_identity(pack):16}  {size:>10}  {time_text(pack.used_ns)}  {told}")
     return 0
 
 
@@ -155,7 +79,7 @@ def _verify(options: argparse.Namespace) -> int:
     secret = _secret(options.secret_env)
     packs = list(survey(options.path))
     num_blocks, num_bad_blocks, lost, left, partly, unread, unchecked = 0, 0, 0, 0, 0, 0, 0
-    for pack in _progress(packs, "verify"):
+    for pack in progress(packs, "verify", lambda pack: pack.num_bytes):
         try:
             bad = {} if pack.header is None else damaged_blocks(pack, secret)
         except FileNotFoundError:
@@ -247,8 +171,8 @@ def _of_identity(packs: Sequence[PackFile], digits: str) -> list[PackFile]:
 
 
 def _delete(packs: Sequence[PackFile]) -> int:
-    gone = [pack for pack in _progress(packs, "delete") if _remove(pack)]
-    print(f"deleted {len(gone)} packs, {_size(sum(pack.num_bytes for pack in gone))}")
+    gone = [pack for pack in progress(packs, "delete", lambda pack: pack.num_bytes) if _remove(pack)]
+    print(f"deleted {len(gone)} packs, {size_text(sum(pack.num_bytes for pack in gone))}")
     return 0 if len(gone) == len(packs) else 2
 
 
@@ -265,53 +189,16 @@ def _remove(pack: PackFile) -> bool:
 def _print_group(identity: str, packs: Sequence[PackFile]) -> None:
     headers = [pack.header for pack in packs if pack.header is not None]
     sizes = sorted({header.block_bytes for header in headers})
-    block = _size(sizes[0]) if len(sizes) == 1 else "-"
+    block = size_text(sizes[0]) if len(sizes) == 1 else "-"
     blocks = sum(len(header.keys) for header in headers)
-    used = _when(max(pack.used_ns for pack in packs)) if packs else "-"
-    total = _size(sum(pack.num_bytes for pack in packs))
+    used = time_text(max(pack.used_ns for pack in packs)) if packs else "-"
+    total = size_text(sum(pack.num_bytes for pack in packs))
     checks = {"CRC-32" if header.checksum_bytes == CRC_BYTES else "MAC" for header in headers}
     check = checks.pop() if len(checks) == 1 else "-"
     print(f"{identity:16} {len(packs):8} {blocks:10} {total:>12} {block:>10} {check:>6}  {used}")
-
-
-def _progress(packs: Sequence[PackFile], what: str) -> Iterator[PackFile]:
-    """The packs, with a bar on a terminal."""
-    shown = sys.stderr.isatty()
-    total = max(1, sum(pack.num_bytes for pack in packs))
-    for done, pack in zip(_sums(pack.num_bytes for pack in packs), packs, strict=True):
-        yield pack
-        if shown:
-            filled = _BAR * done // total
-            print(f"\r{what} [{'#' * filled:{_BAR}}] {100 * done // total:3} %", end="", file=sys.stderr, flush=True)
-    if shown and packs:
-        print(file=sys.stderr)
-
-
-def _sums(values: Iterable[int]) -> Iterator[int]:
-    total = 0
-    for value in values:
-        total += value
-        yield total
 
 
 def _identity(pack: PackFile) -> str:
     if pack.header is not None:
         return pack.header.identity.hex()[:16]
     return "(not a pack)" if pack.was_read else "(not read)"
-
-
-def _size(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def _when(used_ns: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(used_ns / 1e9))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,38 @@
+"""`kv-connector`: what an operator asks of a machine, a model, a trace, a storage folder and a running engine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from .. import __version__
+from ..errors import ConfigError
+from . import calibrate, completion, doctor, simulate, size, storage, top
+
+__all__ = ["main", "make_parser"]
+
+_COMMANDS = (doctor, size, simulate, top, calibrate, storage, completion)
+"""In the order of the help. Each has `add`; what is slow to import it imports when it runs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where all is well, 1 where something is damaged, cannot be read or is a problem, 2 where the command cannot be
+    carried out, or not in full."""
+    options = make_parser().parse_args(arguments)
+    try:
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
+    except (OSError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of all commands; each sets `run`, what carries it out."""
+    parser = argparse.ArgumentParser(prog="kv-connector", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add(parsers)
+    return parser

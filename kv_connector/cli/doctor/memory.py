@@ -1,0 +1,125 @@
+"""How much memory this process may have, and may lock."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..text import size_text
+from .finding import Finding, ok, problem, warning
+
+LEAST_SHM = 1 << 30
+"""What NCCL, UCX and engines of several ranks have use for; Docker gives 64 MiB."""
+_TRIED_BYTES = 64 << 20
+"""Locked for a moment where the limit may not hold for this process: capabilities lift it."""
+_SPARE = 0.9
+"""The share of a machine's memory, or of a container's, that a host pool may take: engine and kernel need the rest."""
+_UNLIMITED = 1 << 60  # kernels write unlimited as a number above any machine
+
+
+def look(host_memory: int, is_pinned: bool | None) -> Iterator[Finding]:
+    """`host_memory`: bytes that an engine is to be given, 0 where nobody has said. `is_pinned`: whether CUDA has locked
+    memory of ours just now; None without a GPU."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield _room("memory of the machine", total, host_memory, f"give host_memory at most {size_text(_SPARE * total)}")
+    limit, used = cgroup_memory()
+    if limit is None:
+        yield ok("memory of the container (cgroup)", "unlimited")
+    else:
+        fix = "raise the container's memory limit (docker --memory, resources.limits.memory), or lower host_memory"
+        yield _room("memory of the container (cgroup)", limit, host_memory, fix, used)
+    yield locked_memory(host_memory, is_pinned)
+    yield shared_memory(Path("/dev/shm"))
+
+
+def _room(name: str, total: int, host_memory: int, fix: str, used: int = 0) -> Finding:
+    value = size_text(total) + (f", {size_text(used)} of it used" if used else "")
+    if not host_memory:
+        return ok(name, value)
+    limit = f"{size_text(host_memory)} of host_memory within {_SPARE:.0%} of what is free"
+    return ok(name, value, limit) if host_memory <= _SPARE * (total - used) else problem(name, value, limit, fix)
+
+
+def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int]:
+    """The least limit of this process's cgroup and those above it, None for none, and the bytes used there."""
+    found: list[tuple[int, int]] = []
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += _limits(root, path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            found += _limits(root / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+    return min(found) if found else (None, 0)
+
+
+def _limits(root: Path, path: str, limit: str, used: str) -> Iterator[tuple[int, int]]:
+    """Of a cgroup and all above it, as far as they can be seen: within a container the root is its own."""
+    folder = root / path.lstrip("/")
+    for place in (folder, *folder.parents):
+        text = _read(place / limit).strip()
+        if text.isdigit() and int(text) < _UNLIMITED:
+            current = _read(place / used).strip()
+            yield int(text), int(current) if current.isdigit() else 0
+        if place == root:
+            return
+
+
+def locked_memory(host_memory: int, is_pinned: bool | None) -> Finding:
+    """The limit that `ulimit -l` shows, and whether it holds for this process: it is tried."""
+    name = "locked memory (ulimit -l)"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return ok(name, "unlimited")
+    needed = f"unlimited, or at least host_memory{f' ({size_text(host_memory)})' if host_memory else ''}"
+    if host_memory and soft >= host_memory:
+        return ok(name, size_text(soft), needed)
+    if _may_lock(soft + _TRIED_BYTES):
+        return ok(
+            name, f"{size_text(soft)}, which does not hold here: this process may lock more (CAP_IPC_LOCK)", needed
+        )
+    fix = (
+        "raise it: `ulimit -l unlimited`, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of a systemd unit, or "
+        "give the container the capability IPC_LOCK"
+    )
+    if is_pinned is None:
+        return warning(name, f"{size_text(soft)}; nothing is locked without a GPU", needed, fix)
+    if is_pinned:
+        return warning(name, f"{size_text(soft)}; CUDA locks more all the same, RDMA would not", needed, fix)
+    return problem(name, f"{size_text(soft)}, and CUDA could not lock host memory: copies are slow", needed, fix)
+
+
+def _may_lock(num_bytes: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(-1, num_bytes) as memory:
+        view = (ctypes.c_char * num_bytes).from_buffer(memory)
+        address, length = ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(num_bytes)
+        is_locked: bool = libc.mlock(address, length) == 0
+        if is_locked:
+            libc.munlock(address, length)
+        del view
+    return is_locked
+
+
+def shared_memory(folder: Path) -> Finding:
+    """Of the file system that engines, NCCL and UCX share memory on; ours does not lie there."""
+    name = f"shared memory ({folder})"
+    fix = "docker run --ipc=host or --shm-size=8g; in Kubernetes an emptyDir of medium Memory at /dev/shm"
+    limit = f"at least {size_text(LEAST_SHM)} for engines of several ranks"
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return warning(name, f"not there: {error.strerror}", limit, fix)
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    value = f"{size_text(size)}, {size_text(free)} free"
+    return ok(name, value, limit) if free >= LEAST_SHM else warning(name, value, limit, fix)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
