@@ -14,7 +14,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from kv_connector.config import Config, PeerConfig, S3Config, StorageConfig
+from kv_connector.config import Config, PeerConfig, S3Config, StorageConfig, TenantConfig
 from kv_connector.errors import ConfigError
 from kv_connector.metrics import DOCUMENTATION, GAUGES
 from kv_connector.values import parse_size
@@ -69,6 +69,7 @@ SETTINGS: dict[str, tuple[type, str]] = {
     "settings_storage": (StorageConfig, "storage."),
     "settings_s3": (S3Config, "storage.s3."),
     "settings_peer": (PeerConfig, "peer."),
+    "settings_tenants": (TenantConfig, "tenants.NAME."),
 }
 """By the name in a document: the dataclass, and what its keys begin with."""
 
