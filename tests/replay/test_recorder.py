@@ -13,6 +13,7 @@ import pytest
 
 from kv_connector.build import build_scheduler
 from kv_connector.config import Config
+from kv_connector.engines.settings import Slot, read_config
 from kv_connector.errors import ConfigError
 from kv_connector.replay import read_trace, write_through_lru
 from kv_connector.replay.recorder import TraceRecorder
@@ -115,3 +116,9 @@ def test_what_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
     config = Config(host_memory=1 << 20, record_trace=str(tmp_path / "no" / "such" / "trace.jsonl"))
     with pytest.raises(ConfigError, match=r"record_trace='.*trace\.jsonl' cannot be written: .*; give a file"):
         build_scheduler(config, BLOCK)
+
+
+def test_engines_that_do_not_tell_of_requests_refuse_it() -> None:
+    slot = Slot("SGLang", "pages", "", "", "", (), "")
+    with pytest.raises(ConfigError, match="requests of SGLang are not recorded, those of vLLM are: leave it out"):
+        read_config({"host_memory": "1GiB", "record_trace": "/tmp/trace.jsonl"}, slot)

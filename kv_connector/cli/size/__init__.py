@@ -167,9 +167,12 @@ def _notes(
     model: ModelConfig, layers: Sequence[Layer], blocks: Blocks, options: argparse.Namespace, copies: int
 ) -> list[str]:
     from .layers import Kind
+    from .states import NOT_COMPARED
 
     notes = []
     kinds = {layer.kind for layer in layers}
+    if model.model_type in NOT_COMPARED:
+        notes.append(f"{model.model_type}: as in vLLM's source, but not compared with what vLLM computes")
     if copies > 1:
         notes.append(f"{copies} ranks cache the same bytes: the host keeps one copy for them")
     elif options.tp > 1 and (model.get("num_key_value_heads") or options.tp) < options.tp:
