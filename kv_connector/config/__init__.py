@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..values import check_integer, check_text, choice, parse_size, shown
+from .admin import AdminConfig
 from .choices import Backup, HostFormName, LoadChoice, PathName, PeerRole, PeerRoute, Prefetch, Protocol, WritePolicy
 from .mapping import from_mapping
 from .peer import PeerConfig
@@ -15,6 +16,7 @@ from .s3 import S3Config
 from .storage import StorageConfig
 
 __all__ = [
+    "AdminConfig",
     "Backup",
     "Config",
     "HostFormName",
@@ -72,6 +74,7 @@ class Config:
     trace_loads: time each layer group of a load with events and report the load stall.
     storage: where blocks are kept beyond the host's memory; none by default.
     peer: how blocks are handed to other engines and come from them; not at all by default.
+    admin: where an operator sees and steers the running engine; nowhere by default.
     """
 
     host_memory: int = 0
@@ -92,6 +95,7 @@ class Config:
     trace_loads: bool = False
     storage: StorageConfig | None = None
     peer: PeerConfig | None = None
+    admin: AdminConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("host_memory", "save_bandwidth", "layer_group_bytes", "staging_memory"):
@@ -118,6 +122,11 @@ class Config:
             raise ConfigError(
                 f'peer={shown(peer)} is not an object: give one such as {{"role": "producer", "port": 7100}}'
             )
+        admin: object = self.admin
+        if isinstance(admin, Mapping):
+            object.__setattr__(self, "admin", from_mapping(AdminConfig, admin, "admin."))
+        elif admin is not None and not isinstance(admin, AdminConfig):
+            raise ConfigError(f'admin={shown(admin)} is not an object: give one such as {{"bind": "127.0.0.1:7200"}}')
         if self.storage is not None and not self.host_memory:
             raise ConfigError(
                 "host_memory=0 is too small: storage needs host_memory for blocks to come and go through, give a size "

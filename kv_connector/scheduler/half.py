@@ -283,6 +283,11 @@ class SchedulerHalf(KVConnectorScheduler):
         changes nothing, for fewer than none."""
         self._ranks.limit_host(num_blocks)
 
+    @property
+    def host_block_bytes(self) -> int:
+        """Of a host block over all ranks; 0 as long as no rank has host memory ready."""
+        return self._ranks.block_bytes
+
     def reset_cache(self) -> bool:
         self.host.reset()
         self._log_removed()
