@@ -53,6 +53,9 @@ class CacheMetrics:
     expired_transfers: int = 0
     failed_save_jobs: int = 0
     failed_load_jobs: int = 0
+    expired_blocks: int = 0
+    refused_pins: int = 0
+    ignored_hints: int = 0
     saved_bytes: int = 0
     loaded_bytes: int = 0
     load_milliseconds: float = 0.0
@@ -111,6 +114,9 @@ DOCUMENTATION = {
     "expired_transfers": "Requests computed for another engine that nobody asked for in time.",
     "failed_save_jobs": "Save jobs that failed.",
     "failed_load_jobs": "Load jobs that failed; their tokens were recomputed, or the request failed.",
+    "expired_blocks": "Blocks dropped from the host as nobody used them for as long as their ttl_s.",
+    "refused_pins": "Requests whose prompt was not pinned, as pins hold as much of the host as they may.",
+    "ignored_hints": "Hints of requests that were wrong and had no effect.",
     "saved_bytes": "Bytes saved, all ranks.",
     "loaded_bytes": "Bytes loaded, all ranks.",
     "load_milliseconds": "Time in which loads ran on the link, all ranks.",
@@ -139,6 +145,7 @@ DOCUMENTATION = {
     "host_cached_blocks": "Blocks of host memory that hold a cached block.",
     "host_leased_blocks": "Blocks of host memory that copies under way read or write, or that wait to be backed up.",
     "host_evicted_blocks": "Blocks evicted from the host.",
+    "pinned_blocks": "Blocks that are pinned, on the host or not.",
     "saves_are_off": "1 while nothing is saved, as too much of it does not fit into the form of a host block.",
     "jobs_in_flight": "Jobs of all kinds under way: copies, storage, peers.",
     "loading_bytes": "Bytes of loads under way that have not arrived yet, all ranks, as of their last report.",
@@ -155,6 +162,7 @@ GAUGES = frozenset(
         "host_capacity_blocks",
         "host_cached_blocks",
         "host_leased_blocks",
+        "pinned_blocks",
         "saves_are_off",
         "jobs_in_flight",
         "loading_bytes",

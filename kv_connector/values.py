@@ -61,6 +61,12 @@ def check_integer(key: str, value: object, least: int, most: int = _MOST_INTEGER
         raise ConfigError(f"{key}={shown(value)} is too large: give at most {most}")
 
 
+def check_share(key: str, value: object) -> None:
+    """A number from 0 to 1, both included."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ConfigError(f"{key}={shown(value)} is not a share: give a number from 0 to 1")
+
+
 def check_text(key: str, value: object) -> None:
     """Text of one line that the operating system takes for a name: no control characters, no halves of a character."""
     if not isinstance(value, str):

@@ -22,7 +22,7 @@ class HostTier:
         """`evicts_oldest`: the least recently used goes first, instead of what is learned to be worth least."""
         self.tree = PrefixTree(max(LEAST_REMEMBERED, 2 * capacity))
         self._reuse = ReuseModel(self.tree)
-        order = Recency() if evicts_oldest else self._reuse
+        order = Recency(self.tree) if evicts_oldest else self._reuse
         self.host = CacheTier(self.tree, Tier.HOST, capacity, order=order)
         self._policy = policy
 

@@ -52,13 +52,14 @@ class ListPins:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Keep a prefix on the host, for `ttl_s` seconds if that is not None."""
+    """Keep a prefix on the host, for `ttl_s` seconds if that is not None, as one of the tenant's."""
 
     block_hashes: tuple[BlockHash, ...]
     ttl_s: float | None
+    tenant: str
 
     def run(self, engine: SteeredEngine) -> Answer:
-        name = engine.pins.pin(self.block_hashes, self.ttl_s)
+        name = engine.pins.pin(self.block_hashes, self.ttl_s, self.tenant)
         return {"id": name, "num_blocks": len(self.block_hashes)}
 
 

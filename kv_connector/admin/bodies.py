@@ -65,13 +65,20 @@ class PrefixBody:
 
 @dataclass(frozen=True, slots=True)
 class PinBody(PrefixBody):
-    """A prefix to keep, for so many seconds if `ttl_s` is given."""
+    """A prefix to keep, for so many seconds if `ttl_s` is given, in the share of a tenant."""
 
     ttl_s: Any = None
+    tenant: Any = "default"
 
     def seconds(self) -> float | None:
         """How long it is kept; None until it is unpinned. Raises ConfigError."""
         return None if self.ttl_s is None else _seconds("ttl_s", self.ttl_s, _MOST_SECONDS)
+
+    def owner(self) -> str:
+        """The tenant's name. Raises ConfigError."""
+        if not isinstance(self.tenant, str):
+            raise ConfigError(f"tenant={shown(self.tenant)} is not text: give a name in quotes")
+        return self.tenant
 
 
 @dataclass(frozen=True, slots=True)

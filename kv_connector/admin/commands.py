@@ -31,6 +31,7 @@ def add(parsers: Any) -> None:
     _add(commands, "pins", _pins, "the prefixes that are pinned", _shown_pins)
     pin = _add(commands, "pin", _pin, "keep a prefix on the host")
     _add_prefix(pin)
+    pin.add_argument("--tenant", default="default", metavar="NAME", help="in whose share of the host")
     pin.add_argument("--ttl", type=float, metavar="SECONDS", help="for so long; else until unpin")
     unpin = _add(commands, "unpin", _unpin, "undo a pin")
     unpin.add_argument("id", help="as pin printed it, and pins lists it")
@@ -91,7 +92,7 @@ def _pins(client: AdminClient, options: argparse.Namespace) -> Answer:
 
 def _pin(client: AdminClient, options: argparse.Namespace) -> Answer:
     ttl = {} if options.ttl is None else {"ttl_s": options.ttl}
-    return client.call("POST", "/v1/pins", _prefix(options) | ttl)
+    return client.call("POST", "/v1/pins", _prefix(options) | {"tenant": options.tenant} | ttl)
 
 
 def _unpin(client: AdminClient, options: argparse.Namespace) -> Answer:

@@ -34,16 +34,16 @@ class PinBook:
         self._clock = clock
         self._pins: dict[str, _Pin] = {}
 
-    def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None) -> str:
+    def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None, tenant: str) -> str:
         """Keep the prefix, for `ttl_s` seconds from now or until `unpin`; returns its name. Again is not twice: the
-        later word counts. Raises KVConnectorError, and changes nothing, where there are too many."""
+        later word counts. Raises KVConnectorError where there are too many, or no such tenant."""
         self._forget_ended()
         name = f"{block_hashes[-1].hex()[:_SHOWN_DIGITS]}-{len(block_hashes)}"
         if name not in self._pins and len(self._pins) >= _MOST_PINS:
             raise KVConnectorError(f"{_MOST_PINS} prefixes are pinned already: unpin some, or give them a ttl_s")
         if name in self._pins:
             self._undo(self._pins.pop(name))
-        self._half.pin_prefix(block_hashes, ttl_s=ttl_s)
+        self._half.pin_prefix(block_hashes, ttl_s, tenant)
         self._pins[name] = _Pin(block_hashes, None if ttl_s is None else self._clock() + ttl_s)
         return name
 
@@ -74,5 +74,7 @@ class PinBook:
             self._half.unpin_prefix(pin.block_hashes)
 
     def _forget_ended(self) -> None:
+        """The half lets go of them with its next step, and at once where they are not to be added to."""
         now = self._clock()
-        self._pins = {name: pin for name, pin in self._pins.items() if pin.ends is None or pin.ends > now}
+        for name in [name for name, pin in self._pins.items() if pin.ends is not None and pin.ends <= now]:
+            self._undo(self._pins.pop(name))

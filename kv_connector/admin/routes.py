@@ -78,7 +78,7 @@ class Routes:
 
     def _pin(self, name: str, body: object) -> Answer:
         given = read(PinBody, body)
-        return self._run(Pin(given.block_hashes(self._prefixes), given.seconds()))
+        return self._run(Pin(given.block_hashes(self._prefixes), given.seconds(), given.owner()))
 
     def _unpin(self, name: str, body: object) -> Answer:
         read(NoBody, body)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
-from ..values import check_integer, check_text, choice, parse_size, shown
+from ..values import check_integer, check_share, check_text, choice, parse_size, shown
 from .admin import AdminConfig
 from .choices import Backup, HostFormName, LoadChoice, PathName, PeerRole, PeerRoute, Prefetch, Protocol, WritePolicy
 from .mapping import from_mapping
 from .peer import PeerConfig
 from .s3 import S3Config
 from .storage import StorageConfig
+from .tenants import TenantConfig, tenants_of
 
 __all__ = [
     "AdminConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "Protocol",
     "S3Config",
     "StorageConfig",
+    "TenantConfig",
     "WritePolicy",
 ]
 
@@ -74,6 +76,10 @@ class Config:
     trace_loads: time each layer group of a load with events and report the load stall.
     storage: where blocks are kept beyond the host's memory; none by default.
     peer: how blocks are handed to other engines and come from them; not at all by default.
+    pinned_share: of the host, and of each tenant's share, that requests may pin between them: 0 to 1.
+    tenants: who shares the host, by name: each keeps its share by weight, whatever the others do. A request is that
+        tenant's whose name its `cache_salt` is, or begins with in front of a colon; all others are those of `default`.
+        None by default: all share one host.
     admin: where an operator sees and steers the running engine; nowhere by default.
     """
 
@@ -95,6 +101,8 @@ class Config:
     trace_loads: bool = False
     storage: StorageConfig | None = None
     peer: PeerConfig | None = None
+    pinned_share: float = 0.5
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     admin: AdminConfig | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +135,8 @@ class Config:
             object.__setattr__(self, "admin", from_mapping(AdminConfig, admin, "admin."))
         elif admin is not None and not isinstance(admin, AdminConfig):
             raise ConfigError(f'admin={shown(admin)} is not an object: give one such as {{"bind": "127.0.0.1:7200"}}')
+        object.__setattr__(self, "tenants", tenants_of(self.tenants))
+        check_share("pinned_share", self.pinned_share)
         if self.storage is not None and not self.host_memory:
             raise ConfigError(
                 "host_memory=0 is too small: storage needs host_memory for blocks to come and go through, give a size "

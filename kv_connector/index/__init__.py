@@ -9,11 +9,17 @@ from .policy import SavePolicy
 from .pool import BlockPool
 from .reuse import ReuseModel
 from .states import BlockState, Event, IllegalTransition, advance
+from .tenants import TenantQueues
+from .terms import LEAST_PRIORITY, MOST_PRIORITY, PLAIN, PRIORITY_STEP, Terms
 from .tier import CacheTier
 from .tree import LEAST_REMEMBERED, ROOT, PrefixTree
 
 __all__ = [
+    "LEAST_PRIORITY",
     "LEAST_REMEMBERED",
+    "MOST_PRIORITY",
+    "PLAIN",
+    "PRIORITY_STEP",
     "ROOT",
     "BlockGroup",
     "BlockHasher",
@@ -34,6 +40,8 @@ __all__ = [
     "Recency",
     "ReuseModel",
     "SavePolicy",
+    "TenantQueues",
+    "Terms",
     "adopt_hash",
     "adopt_hashes",
     "advance",

@@ -17,23 +17,23 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..types import Tier
+from .pool import BlockPool
+from .terms import NUM_PRIORITIES, PRIORITY_STEP
 from .tree import NONE, PrefixTree
 
 Key = tuple[float, float, int]
 """Worth, time of last use, node."""
 
-_NEVER = float("inf")
-_LAST: Key = (_NEVER, _NEVER, 0)
+NEVER = float("inf")
+LAST: Key = (NEVER, NEVER, 0)
+NO_LIMIT = 1 << 62
 _STRETCH = 64  # rows that are compared at once
 _LEAST_RUN = 16  # of fewer each is looked at sooner
 
 
 class EvictionOrder(Protocol):
-    """What a copy is worth. Within a class, what was used longest ago is taken to be worth least."""
-
-    @property
-    def num_classes(self) -> int:
-        """At least one."""
+    """What a copy is worth. Within a class, what was used longest ago is taken to be worth least. What has priority 0
+    is in the first classes, which are few."""
 
     def resized(self, capacity: int) -> None:
         """The tier has so many blocks."""
@@ -46,20 +46,21 @@ class EvictionOrder(Protocol):
 
 
 class Recency:
-    """Least recently used first."""
+    """Least recently used first, of those of one priority."""
 
-    num_classes = 1
+    def __init__(self, tree: PrefixTree) -> None:
+        self._priority = tree.terms.priority
 
     def resized(self, capacity: int) -> None:
         """However many there are."""
 
     def class_of(self, node: int) -> int:
-        """All alike."""
-        return 0
+        """Those of one priority are alike."""
+        return self._priority[node] % NUM_PRIORITIES
 
     def worth(self, node: int) -> float:
-        """All alike."""
-        return 0.0
+        """Those of one priority are alike."""
+        return PRIORITY_STEP * self._priority[node]
 
 
 class EvictionQueue:
@@ -81,11 +82,37 @@ class EvictionQueue:
         self._keeps_pinned = tier is not Tier.DEVICE
         self._order = order
         self._evictable = evictable
-        self._heaps: list[list[tuple[float, int]]] = [[] for _ in range(order.num_classes)]
+        self._heaps: list[list[tuple[float, int]]] = []  # by class, as many as there were any of
         self._queued = bytearray()
 
     def __len__(self) -> int:
         return sum(map(len, self._heaps))
+
+    # What several tenants need, see `TenantQueues`: here there is one, and nothing to count.
+
+    def resized(self, capacity: int) -> None:
+        """All of it is for this one."""
+
+    def room(self, tenant: int) -> int:
+        """Without end."""
+        return NO_LIMIT
+
+    def handed_out(self, block_ids: Sequence[int], tenant: int) -> None:
+        """To this one."""
+
+    def attached(self, block_ids: Sequence[int], nodes: Sequence[int]) -> None:
+        """They stay this one's."""
+
+    def freed(self, block_ids: Sequence[int]) -> None:
+        """By this one."""
+
+    def all_freed(self, pool: BlockPool) -> None:
+        """By this one."""
+
+    def check_owner(self, block_id: int, node: int) -> None:
+        """It is this one's."""
+
+    # What goes.
 
     def push(self, node: int) -> None:
         """Queue a node that has become evictable; does nothing where it waits already."""
@@ -93,13 +120,13 @@ class EvictionQueue:
             self._queued.extend(bytes(len(self._used) - len(self._queued)))
         if not self._queued[node]:
             self._queued[node] = 1
-            heapq.heappush(self._heaps[self._order.class_of(node)], (self._used[node], node))
+            self._put(self._order.class_of(node), node)
 
     def key(self, node: int) -> Key:
         """By which nodes are ordered."""
         return self._order.worth(node), self._used[node], node
 
-    def first(self, older_than: float = _NEVER) -> Key:
+    def first(self, older_than: float = NEVER, tenant: int | None = None) -> Key:
         """The evictable node that is worth least, of those that were last used before `older_than`; it stays. Behind
         all keys where there is none."""
         for index, heap in enumerate(self._heaps):
@@ -111,12 +138,12 @@ class EvictionQueue:
         """As `first`, where nothing has changed since it or `pop`."""
         # Of those that went to a lower class, too: each is in order there.
         keys = [self.key(heap[0][1]) for heap in self._heaps if heap and heap[0][0] < older_than]
-        return min(keys, default=_LAST)
+        return min(keys, default=LAST)
 
-    def pop(self, older_than: float = _NEVER, most: float = _NEVER) -> Key | None:
+    def pop(self, older_than: float = NEVER, most: float = NEVER) -> Key | None:
         """Take out the node that `first` names, unless it is worth more than `most`."""
         worth, time, node = first = self.first(older_than)
-        if time == _NEVER or worth > most:
+        if time == NEVER or worth > most:
             return None
         index = self._order.class_of(node)
         heapq.heappop(self._heaps[index])
@@ -124,18 +151,21 @@ class EvictionQueue:
         self._settle(index)  # what is of another class by now goes there before others come on top of it
         return first
 
-    def take(self, num_nodes: int, older_than: float = _NEVER, most: float = _NEVER) -> list[int]:
+    def take(
+        self, num_nodes: int, older_than: float = NEVER, most: float = NEVER, tenant: int | None = None
+    ) -> list[int]:
         """Take out up to so many victims, in eviction order, counting their parents' kids down; none that is worth more
         than `most`."""
         tree, kids, block, refs, worth_of = self._tree, self._kids, self._block, self._refs, self._order.worth
         used, parents, pins, asked, visits = tree.used, tree.parent, tree.pins, tree.asked, tree.visits
+        priorities = tree.terms.priority
         self._queued.extend(bytes(len(used) - len(self._queued)))
         victims, queued, keeps_pinned, left = list[int](), self._queued, self._keeps_pinned, num_nodes
         while left and (first := self.pop(older_than, most)) is not None:
             worth, time, node = first
-            time_asked, num_visits = asked[node], visits[node]
+            time_asked, num_visits, priority = asked[node], visits[node], priorities[node]
             # Whatever comes after the last one.
-            due = min(self._head(older_than), (most, _NEVER, 0)) if left > 1 else first
+            due = min(self._head(older_than), (most, NEVER, 0)) if left > 1 else first
             is_ahead = (worth, time) < due[:2]  # and so are those in front that are worth the same
             while is_ahead and (num_run := self._run_ending_at(node, left - 1)):
                 victims += range(node, node - num_run, -1)
@@ -153,8 +183,10 @@ class EvictionQueue:
                 block_id = block[parent]
                 if num_kids or block_id == NONE or refs[block_id] or (keeps_pinned and pins[parent]):
                     break
-                if own_time != time or asked[parent] != time_asked or visits[parent] != num_visits:
+                is_alike = own_time == time and asked[parent] == time_asked and visits[parent] == num_visits
+                if not (is_alike and priorities[parent] == priority):
                     worth, time, time_asked, num_visits = worth_of(parent), own_time, asked[parent], visits[parent]
+                    priority = priorities[parent]
                     is_ahead = time < older_than and (worth, time) < due[:2]
                 # One that waits already, since it was a leaf before, comes up by itself.
                 if not (left and (is_ahead or (time < older_than and (worth, time, parent) < due))) or queued[parent]:
@@ -169,10 +201,15 @@ class EvictionQueue:
             heap.clear()
         self._queued = bytearray()
 
-    def check(self) -> None:
+    def check(self, pool: BlockPool) -> None:
         """Verify that the flags and the heaps agree."""
         waiting = sorted(node for heap in self._heaps for _, node in heap)
         assert waiting == [node for node, flag in enumerate(self._queued) if flag], "queue flags and heaps disagree"
+
+    def _put(self, index: int, node: int) -> None:
+        while index >= len(self._heaps):
+            self._heaps.append([])
+        heapq.heappush(self._heaps[index], (self._used[node], node))
 
     def _settle(self, index: int) -> None:
         """Bring the node of a class to its top that was used longest ago and can be evicted."""
@@ -184,7 +221,7 @@ class EvictionQueue:
                 self._queued[node] = 0
             elif (found := self._order.class_of(node)) != index:
                 heapq.heappop(heap)
-                heapq.heappush(self._heaps[found], (used[node], node))
+                self._put(found, node)
             elif time < used[node]:
                 heapq.heapreplace(heap, (used[node], node))
             else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..types import BlockHash, Tier
+from .terms import PLAIN, Terms
 from .tree import NONE, ROOT, PrefixTree
 
 
@@ -17,7 +18,12 @@ class FragmentTree(PrefixTree):
     """See `PrefixTree` for the calls."""
 
     def insert_path(
-        self, hashes: Sequence[BlockHash], now: float, first: int = 0, stop: int | None = None
+        self,
+        hashes: Sequence[BlockHash],
+        now: float,
+        first: int = 0,
+        stop: int | None = None,
+        terms: Terms = PLAIN,
     ) -> list[int]:
         """As `PrefixTree.insert_path`, where `hashes` may be any fragment, and some of its blocks be known that come
         behind others that are not."""
@@ -27,7 +33,7 @@ class FragmentTree(PrefixTree):
         get, nodes = self._index.get, []
         parent = get(hashes[first - 1]) if first else ROOT
         if parent is None:
-            parent = self.insert_path(hashes, now, 0, first)[-1]
+            parent = self.insert_path(hashes, now, 0, first, terms)[-1]
         index = first
         while index < stop:
             node = get(hashes[index])
@@ -38,7 +44,7 @@ class FragmentTree(PrefixTree):
             else:
                 while end < stop and get(hashes[end]) is None:
                     end += 1
-                nodes += self._add(parent, hashes[index:end], now)
+                nodes += self._add(parent, hashes[index:end], now, terms)
             parent, index = nodes[-1], end
         return nodes
 

@@ -26,6 +26,7 @@ from typing import overload
 
 from ..types import BlockHash
 from .states import BlockState
+from .terms import PLAIN, Terms
 from .tier import CacheTier
 from .tree import PrefixTree
 
@@ -165,15 +166,20 @@ class GroupedTree:
         return group_key(hashes[end - 1], group)
 
     def insert(
-        self, hashes: Sequence[BlockHash], group: int, now: float, blocks: Sequence[int] | None = None
+        self,
+        hashes: Sequence[BlockHash],
+        group: int,
+        now: float,
+        blocks: Sequence[int] | None = None,
+        terms: Terms = PLAIN,
     ) -> list[int]:
         """The group's nodes of these blocks of a prefix, of all by default, made where they are not known. Blocks of
         full attention are a range."""
         keys = self.keys(hashes, group)
         blocks = range(len(keys)) if blocks is None else blocks
         if isinstance(blocks, range) and self.groups[group].is_full:
-            return self.tree.insert_path(keys, now, blocks.start, blocks.stop)
-        return self.tree.insert_apart([keys[block] for block in blocks], now)
+            return self.tree.insert_path(keys, now, blocks.start, blocks.stop, terms)
+        return self.tree.insert_apart([keys[block] for block in blocks], now, terms)
 
     def find(self, keys: Sequence[BlockHash]) -> list[int]:
         """The nodes of these names, those that are known."""

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import BlockHash
+from .terms import NUM_PRIORITIES, PRIORITY_STEP
 from .tree import ROOT, PrefixTree
 
 _CLASSES = 6
@@ -59,12 +60,11 @@ class ReuseModel:
     """The order in which a tier that lies behind the device evicts. One thread calls. Where it is no tier's order
     nothing is learned, only counted."""
 
-    num_classes = _CLASSES
-
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
         self._asked = tree.asked
         self._visits = tree.visits
+        self._priority = tree.terms.priority
         self._new = np.zeros(_CLASSES * _BUCKETS)
         self._events = np.zeros((_CLASSES, _BUCKETS))
         self._exposure = np.zeros((_CLASSES, _BUCKETS))
@@ -79,20 +79,27 @@ class ReuseModel:
         self._capacity = capacity
 
     def class_of(self, node: int) -> int:
-        """The node's class. It becomes another one only when the node is asked for."""
-        return _CLASS_OF[min(int(self._visits[node]), _MOST_VISITS)]
+        """The node's class, one for each priority; those of priority 0 come first. It becomes another one only when the
+        node is asked for."""
+        visits, priority = self._visits[node], self._priority[node]
+        of_visits = _CLASS_OF[min(int(visits), _MOST_VISITS)]
+        return of_visits + _CLASSES * (priority % NUM_PRIORITIES) if priority else of_visits
 
     def worth(self, node: int) -> float:
-        """Of a node's copy; the lowest goes first. Events in the time in which one more block is asked for."""
-        return self._worth[self.class_of(node)][_bucket(self._tree.time - self._asked[node])]
+        """Of a node's copy; the lowest goes first. Events in the time in which one more block is asked for, and what
+        the node's priority adds."""
+        of_visits = _CLASS_OF[min(int(self._visits[node]), _MOST_VISITS)]
+        worth = self._worth[of_visits][_bucket(self._tree.time - self._asked[node])]
+        priority = self._priority[node]
+        return worth + PRIORITY_STEP * priority if priority else worth
 
-    def worth_of(self, path: Sequence[BlockHash], index: int) -> float:
-        """Of this block of a path, at the moment in which it is asked for."""
+    def worth_of(self, path: Sequence[BlockHash], index: int, priority: int = 0) -> float:
+        """Of this block of a path, at the moment in which it is asked for with this priority."""
         tree = self._tree
         node = tree.get(path[index])
         parent = tree.get(path[index - 1]) if node is None and index else ROOT
         visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
-        return self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0]
+        return self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0] + PRIORITY_STEP * priority
 
     def visited(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
         """A request asks for these nodes, each once, which are those it knows of all that it asks for; of use is the

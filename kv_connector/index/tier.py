@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from ..errors import InvalidBlockError
 from ..types import BlockHash, Tier
-from .eviction import EvictionOrder, EvictionQueue, Recency
+from .eviction import NEVER, EvictionOrder, EvictionQueue, Recency
 from .pool import BlockPool
 from .states import BlockState, Event, advance
+from .tenants import TenantQueues
 from .tree import NONE, ROOT, PrefixTree
 
-_NEVER = float("inf")
 # Plain ints: looking a member up on an enum class costs as much as the rest of a hot loop's turn.
 _RESIDENT = int(BlockState.RESIDENT)
 _DELETING = int(BlockState.DELETING)
@@ -38,9 +39,11 @@ class CacheTier:
         capacity: int,
         log_removed: bool = False,
         order: EvictionOrder | None = None,
+        weights: Sequence[int] = (),
     ) -> None:
-        """`order` says what goes first where room is needed; the least recently used where it is left out.
-        `log_removed` keeps the hashes of resident copies that went in `removed`, for an owner that drains it."""
+        """`order` says what goes first where room is needed; the least recently used where it is left out. `weights`
+        are those of the tenants that share the tier, if there are several: see `TenantQueues`. `log_removed` keeps the
+        hashes of resident copies that went in `removed`, for an owner that drains it."""
         self.tree = tree
         self.tier = tier
         self.pool = BlockPool(capacity)
@@ -53,9 +56,13 @@ class CacheTier:
         self._block = tree.block[tier]
         self._kids = tree.kids[tier]
         self._refs = self.pool.ref_counts
-        self._order = order or Recency()
+        self._order = order or Recency(tree)
         self._order.resized(capacity)
-        self._queue = EvictionQueue(tree, tier, self._refs, self._order, self._is_evictable)
+        make_queue = partial(EvictionQueue, tree, tier, self._refs, self._order, self._is_evictable)
+        self.tenants = TenantQueues(tree, weights, make_queue) if weights else None
+        """Of a tier that several share."""
+        self._queue = self.tenants or make_queue()
+        self._queue.resized(capacity)
         self._num_idle = 0  # resident copies without references: what eviction could free at most
 
     @property
@@ -105,44 +112,52 @@ class CacheTier:
         """Hashes of the copies in these blocks."""
         return [self.tree.hash_of(self._node[block_id]) for block_id in block_ids]
 
-    def allocate(self, num_blocks: int, older_than: float = _NEVER) -> list[int] | None:
-        """`num_blocks` private blocks with one reference each, evicting where too few are free.
+    def allocate(self, num_blocks: int, older_than: float = NEVER, tenant: int = 0) -> list[int] | None:
+        """`num_blocks` private blocks for this tenant with one reference each, evicting where too few are free.
 
         Only copies last used before `older_than` are evicted. None, and nothing changed, where that is not enough.
         """
-        short = num_blocks - self.pool.num_free
+        short = num_blocks - self._num_free(tenant)
         victims: list[int] = []
         if short > 0:
             if short > self._num_idle:
                 return None
-            victims = self._queue.take(short, older_than)
+            victims = self._queue.take(short, older_than, tenant=tenant)
             if len(victims) < short:
                 self._restore(victims)
                 return None
-        return self._hand_out(num_blocks, victims)
+        return self._hand_out(num_blocks, victims, tenant)
 
-    def allocate_up_to(self, num_blocks: int, older_than: float = _NEVER) -> list[int]:
+    def allocate_up_to(self, num_blocks: int, older_than: float = NEVER, tenant: int = 0) -> list[int]:
         """As `allocate`, but as many as can be had, possibly none."""
-        return self._hand_out(num_blocks, self._queue.take(self._num_short(num_blocks), older_than))
+        victims = self._queue.take(self._num_short(num_blocks, tenant), older_than, tenant=tenant)
+        return self._hand_out(num_blocks, victims, tenant)
 
     def allocate_behind(
-        self, num_blocks: int, paths: Sequence[Sequence[BlockHash]], now: float, worth: float = _NEVER
+        self,
+        num_blocks: int,
+        paths: Sequence[Sequence[BlockHash]],
+        now: float,
+        worth: float = NEVER,
+        tenant: int = 0,
     ) -> list[int]:
         """As `allocate_up_to`, evicting older prefixes but nothing of the paths that the blocks continue, one for each
         block group, and nothing that is worth more than they are."""
-        short = self._num_short(num_blocks)
-        victims = self._queue.take(short, now, worth)
+        short = self._num_short(num_blocks, tenant)
+        victims = self._queue.take(short, now, worth, tenant)
         while own := self._on(paths, victims):  # at most once for each gap in a path
             self._restore(victims)
             self.tree.touch(own, now)
-            victims = self._queue.take(short, now, worth)
-        return self._hand_out(num_blocks, victims)
+            victims = self._queue.take(short, now, worth, tenant)
+        return self._hand_out(num_blocks, victims, tenant)
 
-    def has_room_behind(self, paths: Sequence[Sequence[BlockHash]], now: float, worth: float = _NEVER) -> bool:
+    def has_room_behind(
+        self, paths: Sequence[Sequence[BlockHash]], now: float, worth: float = NEVER, tenant: int = 0
+    ) -> bool:
         """Whether `allocate_behind` would find one block at least; however large the tier and long the paths are."""
-        if self.pool.num_free:
+        if self._num_free(tenant):
             return True
-        while (first := self._queue.first(now))[1] < _NEVER:
+        while (first := self._queue.first(now, tenant))[1] < NEVER:
             if not self._on(paths, (first[2],)):
                 return first[0] <= worth
             self.tree.touch((first[2],), now)
@@ -161,6 +176,7 @@ class CacheTier:
             states[block_id] = filling
             node_of[block_id] = node
             kids[parent[node]] += 1
+        self._queue.attached(block_ids, nodes)
         self.num_copies += len(block_ids)
 
     def fill(self, block_ids: Iterable[int]) -> list[int]:
@@ -186,7 +202,33 @@ class CacheTier:
             else:
                 self._num_idle -= 1
                 self._detach(block_id, Event.EVICT)
-                self.pool.free((block_id,))
+                self._free((block_id,))
+
+    def discard_unused(self, nodes: Sequence[int], since: float) -> int:
+        """Drop the copies of these nodes, which are of one prefix and in its order, that nobody has used later than
+        `since`, keeps pinned, or needs in front of another copy: so from the tail on. Returns how many."""
+        num_before = self.num_copies
+        for node in reversed(nodes):
+            if self._block[node] != NONE:
+                if self._kids[node] or self.tree.pins[node] or self.tree.used[node] > since:
+                    break
+                self.discard((self._block[node],))
+        return num_before - self.num_copies
+
+    def discard_tenant(self, tenant: int) -> int:
+        """Drop every copy of the tenant's nodes; returns how many."""
+        num_before, states = self.num_copies, self._state
+        tenant_of, nodes = self.tree.terms.tenant, self._node
+        self.discard([b for b, state in enumerate(states) if state and tenant_of[nodes[b]] == tenant])
+        return num_before - self.num_copies
+
+    def leaves(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of these blocks behind whose copies there is none on this tier."""
+        return [block_id for block_id in block_ids if not self._kids[self._node[block_id]]]
+
+    def resident(self) -> list[int]:
+        """Blocks that hold a complete and valid copy; O(blocks)."""
+        return [block_id for block_id, state in enumerate(self._state) if state == _RESIDENT]
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """One more reference to each block: a request uses it or a copy job leases it."""
@@ -212,12 +254,12 @@ class CacheTier:
                 self._detach(block_id, Event.EVICT if state == _RESIDENT else Event.FAIL)
             free.append(block_id)
         self._num_idle += num_idle
-        self.pool.free(free)
+        self._free(free)
 
     def next_reused(self, limit: int) -> list[tuple[int, BlockHash]]:
         """Those of the next `limit` blocks that `allocate` would hand out which hold a copy, soonest first, with the
         hash of the copy; changes nothing that can be observed."""
-        victims = self._queue.take(max(0, limit - self.pool.num_free), _NEVER)
+        victims = self._queue.take(max(0, limit - self.pool.num_free), NEVER)
         self._restore(victims)
         return [(self._block[node], self.tree.hash_of(node)) for node in victims]
 
@@ -237,6 +279,7 @@ class CacheTier:
         their last user lets go otherwise."""
         self.pool.resize(capacity)
         self._order.resized(capacity)
+        self._queue.resized(capacity)
         self.discard([block_id for block_id in self.pool.live_ids(capacity) if not self.pool.refs(block_id)])
 
     def reset(self) -> None:
@@ -258,6 +301,7 @@ class CacheTier:
         states[is_copy & is_used] = _DELETING
         self.tree.remove_all_copies(self.tier)
         self.pool.free_idle()
+        self._queue.all_freed(self.pool)
         self._queue.clear()
         self._num_idle = 0
         self.num_copies = 0
@@ -276,10 +320,11 @@ class CacheTier:
             assert refs > 0 or state is BlockState.RESIDENT, f"block {block_id} is {state.name} and nobody writes it"
             idle += refs == 0
             assert not self._is_evictable(node) or node in self._queue, f"node {node} can never be evicted"
+            self._queue.check_owner(block_id, node)
         assert idle == self._num_idle, f"{idle} copies are idle, {self._num_idle} counted"
         copies = sum(block_id != NONE for block_id in self._block)
         assert copies == self.num_copies, f"the tree knows {copies} copies, the tier {self.num_copies}"
-        self._queue.check()
+        self._queue.check(self.pool)
         kids = array("i", bytes(len(self._kids) * self._kids.itemsize))
         for node in self.tree.nodes():
             kids[self.tree.parent[node]] += self._block[node] != NONE
@@ -303,18 +348,27 @@ class CacheTier:
         """Those of the nodes that are on one of the paths."""
         return [node for path in paths for node in self.tree.on_path(path, nodes)]
 
-    def _num_short(self, num_blocks: int) -> int:
-        """Of so many blocks those that are not free, as far as eviction could free them."""
-        return max(0, min(num_blocks - self.pool.num_free, self._num_idle))
+    def _num_free(self, tenant: int) -> int:
+        """Free blocks that the tenant may have."""
+        return min(self.pool.num_free, self._queue.room(tenant))
 
-    def _hand_out(self, num_blocks: int, victims: list[int]) -> list[int]:
+    def _num_short(self, num_blocks: int, tenant: int) -> int:
+        """Of so many blocks those that are not free, as far as eviction could free them."""
+        return max(0, min(num_blocks - self._num_free(tenant), self._num_idle))
+
+    def _hand_out(self, num_blocks: int, victims: list[int], tenant: int) -> list[int]:
         """Up to `num_blocks` private blocks: those that are free, and those of the victims."""
-        block_ids = self.pool.allocate(min(num_blocks - len(victims), self.pool.num_free)) or []
-        if victims:
-            evicted = self._evict(victims)
-            self.pool.reuse(evicted)
-            block_ids += evicted
+        num_free = min(num_blocks - len(victims), self._num_free(tenant))
+        evicted = self._evict(victims) if victims else []
+        self.pool.reuse(evicted)
+        self._queue.freed(evicted)
+        block_ids = (self.pool.allocate(num_free) or []) + evicted
+        self._queue.handed_out(block_ids, tenant)
         return block_ids
+
+    def _free(self, block_ids: Sequence[int]) -> None:
+        self._queue.freed(block_ids)
+        self.pool.free(block_ids)
 
     def _restore(self, victims: list[int]) -> None:
         for node in reversed(victims):

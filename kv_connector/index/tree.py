@@ -1,7 +1,7 @@
 """The prefix tree: which blocks are known, how they follow one another, and on which tiers a copy of each lies.
 
 A block's chained hash names its whole prefix, so one dictionary from hash to node finds any block and the tree needs
-no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 234 bytes a block,
+no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 237 bytes a block,
 and nothing that Python's garbage collector has to walk.
 
 A node stays as long as it has a copy on some tier, a child, or a pin; after that it is *remembered* (its hits count
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import BlockHash, Tier
+from .terms import PLAIN, NodeTerms, Terms
 
 ROOT = 0
 """The node that stands for the empty prefix; it is never on a tier and never removed."""
@@ -46,8 +47,8 @@ class PrefixTree:
     older ones faded), `visited` (when the last of them was, in visits of all blocks, which `num_visits` counts),
     `asked` (when it was asked for last, in blocks that requests have asked for, which `time` counts; -1 of a row that
     is no node), `pins`, `inside` (1 where the hash ends inside of a block, of which a copy has what is in front);
-    and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids` (children with a copy on
-    that tier, kept by the tier).
+    `terms` has more of them; and by tier and node: `block` (block id of the copy, NONE where there is none) and `kids`
+    (children with a copy on that tier, kept by the tier).
 
     `max_remembered` may be set at any time. It decides how long a block may be away and still be known as one that was
     asked for before: twice as many as the host holds blocks is a good number. A lower one is reached over later calls.
@@ -66,6 +67,7 @@ class PrefixTree:
         self.time = 0
         self.pins = array("I", [0])
         self.inside = bytearray(1)
+        self.terms = NodeTerms()
         self.block = [array("i", [NONE]) for _ in Tier]
         self.kids = [array("i", [0]) for _ in Tier]
         self._hash: list[BlockHash | None] = [None]
@@ -131,9 +133,15 @@ class PrefixTree:
         return [node for node, block_hash in enumerate(self._hash) if block_hash is not None]
 
     def insert_path(
-        self, hashes: Sequence[BlockHash], now: float, first: int = 0, stop: int | None = None
+        self,
+        hashes: Sequence[BlockHash],
+        now: float,
+        first: int = 0,
+        stop: int | None = None,
+        terms: Terms = PLAIN,
     ) -> list[int]:
-        """Nodes of `hashes[first:stop]`, made where they are not known; `hashes` is a prefix from its first block on.
+        """Nodes of `hashes[first:stop]`, made on these terms where they are not known; `hashes` is a prefix from its
+        first block on.
 
         A new node has no copy: the caller attaches one, or calls `settle` so that it is remembered.
         """
@@ -143,22 +151,22 @@ class PrefixTree:
         get, parents, nodes = self._index.get, self.parent, []
         parent = get(hashes[first - 1]) if first else ROOT
         if parent is None:  # forgotten meanwhile
-            parent = self.insert_path(hashes, now, 0, first)[-1]
+            parent = self.insert_path(hashes, now, 0, first, terms)[-1]
         for index in range(first, stop):
             node = get(hashes[index])
             if node is None:  # and none behind it either: a node keeps its parent
-                nodes += self._add(parent, hashes[index:stop], now)
+                nodes += self._add(parent, hashes[index:stop], now, terms)
                 break
             assert parents[node] == parent, f"block {hashes[index].hex()} has two parents"
             nodes.append(node)
             parent = node
         return nodes
 
-    def insert_apart(self, hashes: Sequence[BlockHash], now: float) -> list[int]:
+    def insert_apart(self, hashes: Sequence[BlockHash], now: float, terms: Terms = PLAIN) -> list[int]:
         """As `insert_path`, of blocks that follow nothing."""
         missing = [block_hash for block_hash in dict.fromkeys(hashes) if block_hash not in self._index]
         if missing:
-            self._add(ROOT, missing, now, is_path=False)
+            self._add(ROOT, missing, now, terms, is_path=False)
         return [self._index[block_hash] for block_hash in hashes]
 
     def on_path(self, path: Sequence[BlockHash], nodes: Sequence[int]) -> list[int]:
@@ -176,13 +184,14 @@ class PrefixTree:
 
     def is_run(self, first: int, last: int) -> bool:
         """Whether the rows from `first` to `last` are of blocks that follow one another, and that were used together,
-        and asked for together and as often; by comparing many at once."""
+        and asked for together and as often, and have one priority; by comparing many at once."""
         rows, parents = slice(first, last + 1), self.parent[first + 1 : last + 1].tobytes()
         return (
             parents == np.arange(first, last, dtype=np.intc).tobytes()
             and _is_constant(self.used[rows])
             and _is_constant(self.asked[rows])
             and _is_constant(self.visits[rows])
+            and (not self.terms.were_given or _is_constant(self.terms.priority[rows]))
         )
 
     def touch(self, nodes: Iterable[int], now: float) -> None:
@@ -309,7 +318,9 @@ class PrefixTree:
             leaving.appendleft(node)
         self._num_remembered -= len(free) - num_free
 
-    def _add(self, parent: int, hashes: Sequence[BlockHash], now: float, is_path: bool = True) -> list[int]:
+    def _add(
+        self, parent: int, hashes: Sequence[BlockHash], now: float, terms: Terms, is_path: bool = True
+    ) -> list[int]:
         """Nodes of blocks that are not known and follow one another, the first of them `parent`, or all of them that
         where they are no path."""
         index, known, keeps = self._index, self._hash, self._keeps
@@ -342,6 +353,7 @@ class PrefixTree:
                 depth += 1
         for node in nodes[-1:] if is_path else nodes:
             keeps[node] = 0
+        self.terms.begin(nodes, terms, parents[nodes[0]])
         self._num_remembered += len(nodes)
         assert len(index) + len(self._free) == len(known) - 1, "a block has two parents"
         return nodes
@@ -360,6 +372,7 @@ class PrefixTree:
         for counts in (self.hits, self.pins, self._keeps, *self.kids):
             counts.frombytes(zeros * counts.itemsize)
         self.inside += zeros
+        self.terms.grow(num_rows)
         self._hash.extend([None] * num_rows)
         self._free[:0] = range(first + num_rows - 1, first - 1, -1)
 

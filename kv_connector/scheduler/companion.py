@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..base import Request, ScheduledRequest, StateBlock
-from ..types import StepPlan, StepReport
+from ..types import BlockHash, StepPlan, StepReport
 from .ledger import EndedJob
 from .tables import BlockTable
 
@@ -75,6 +75,13 @@ class Companion(Protocol):
 
     def end(self, ended: EndedJob) -> None:
         """Every rank has reported one of this companion's jobs, whose leases are released right after."""
+
+    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """Bring a prefix to the host, though no request asks for it; whether that has begun."""
+
+    def drain(self) -> int | None:
+        """Write all that the host has, and return how many blocks are still to be written; None where this companion
+        writes nothing."""
 
     def reset(self) -> bool:
         """Nothing that was computed until now may be used any more; returns whether that is so already."""

@@ -7,8 +7,9 @@ from typing import Any
 
 from ..base import Request, ScheduledRequest, StateBlock
 from ..config import Config
+from ..errors import KVConnectorError
 from ..index import CacheIdentity
-from ..types import StepPlan, StepReport
+from ..types import BlockHash, StepPlan, StepReport
 from .companion import Admission, Companion
 from .loads.choice import LoadPlanner
 from .names import Roots
@@ -98,6 +99,17 @@ class Companions:
         """To all."""
         for companion in self._companions:
             companion.reported(report)
+
+    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """Whether one of them has begun to."""
+        return any(companion.warm(block_hashes) for companion in self._companions)
+
+    def drain(self) -> int:
+        """Blocks that all have still to write. Raises KVConnectorError where none writes any."""
+        left = [num_blocks for companion in self._companions if (num_blocks := companion.drain()) is not None]
+        if not left:
+            raise KVConnectorError("there is no storage to write to: start the engine with the setting storage")
+        return sum(left)
 
     def reset(self) -> bool:
         """To all; whether all are done."""

@@ -35,19 +35,22 @@ from ..index import (
     SavePolicy,
 )
 from ..metrics import CacheMetrics
-from ..types import BlockHash, CopyJob, StepPlan, StepReport, Tier
+from ..types import CopyJob, StepPlan, StepReport, Tier
 from .companion import Admission
 from .companions import Companions
+from .control.control import Control
+from .control.tenants import Tenants
 from .fence import Fence
 from .hits import HitCounter
 from .ledger import JobLedger
+from .loads.answers import Answers
 from .loads.choice import LoadPlanner
 from .loads.leases import LoadLeases
 from .loads.rates import LoadMode
 from .names import no_adapter
-from .pins import PinnedPrefixes
+from .operations import Operations
 from .ranks import RankStates
-from .requests import RequestState, RequestTable, num_blocks_of
+from .requests import RequestState, RequestTable
 from .saves.budget import SaveBudget
 from .saves.planner import SavePlanner
 from .saves.refusals import Refusals
@@ -56,8 +59,8 @@ from .steps import InFlightSteps, first_written
 from .watchdog import CopyWatchdog
 
 
-class SchedulerHalf(KVConnectorScheduler):
-    """See `KVConnectorScheduler` for the calls.
+class SchedulerHalf(Operations, KVConnectorScheduler):
+    """See `KVConnectorScheduler` for the engine's calls, and `Operations` for an operator's.
 
     `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`, `ends_within`: see
     `GroupedTree`; the engine tells of ends inside of blocks with `base.StateBlock`.
@@ -92,19 +95,22 @@ class SchedulerHalf(KVConnectorScheduler):
         self._grouped = GroupedTree(self.tree, groups, drop_last_block, ends_within and config.peer is None)
         self.reuse = ReuseModel(self.tree)
         # Of blocks in windows nothing is learned: they follow no parent, and what was evicted is not seen to be missed.
-        order = Recency() if self._grouped.has_windows else self.reuse
+        order = Recency(self.tree) if self._grouped.has_windows else self.reuse
         # It grows as ranks report memory that is ready.
-        self.host = CacheTier(self.tree, Tier.HOST, 0, log_removed=publishes_events, order=order)
+        tenants = Tenants(config.tenants)
+        self.host = CacheTier(
+            self.tree, Tier.HOST, 0, log_removed=publishes_events, order=order, weights=tenants.weights
+        )
         self.metrics = CacheMetrics()
         self._pool = DevicePool()
         self._ledger = JobLedger(world_size, self._pool, self.host, clock)
         self._events = EventLog(publishes_events)
         self._shared = shared = Shared(
-            self._grouped, self.host, self._pool, self._ledger, self.metrics, self._events, clock, block_size
+            self._grouped, self.host, self._pool, self._ledger, self.metrics, self._events, clock, block_size, tenants
         )
-        self._lookup = Lookup(self._grouped, self.host)
+        lookup = Lookup(self._grouped, self.host)
         self._loads = LoadPlanner(config, self.metrics, clock, fails_by_block)
-        self._leases = LoadLeases(shared, self._lookup, self._loads)
+        self._leases = LoadLeases(shared, lookup, self._loads)
         self._steps = InFlightSteps()
         self._requests = RequestTable(self._leases, self._steps, self.metrics)
         self._ranks = RankStates(world_size, self.host)
@@ -119,7 +125,8 @@ class SchedulerHalf(KVConnectorScheduler):
             shared, policy, self.reuse, self.refusals, self._budget, self._companions.saved, is_in_storage
         )
         self._hits = HitCounter(shared, self.reuse)
-        self._pins = PinnedPrefixes(shared)
+        self._control = Control(config, shared, self._companions)
+        self._answers = Answers(shared, lookup, self._loads, self._requests, self._companions)
         self._fence = Fence(self._ledger)
         self._watchdog = CopyWatchdog(self._ledger, clock)
         self._step = 0
@@ -135,7 +142,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._companions.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        request_id, size = request.request_id, self._shared.block_size
+        request_id = request.request_id
         if self._watchdog.hangs:
             return 0, False
         if self._ledger.is_awaited(request_id) or self._loads.is_coalesced(request_id):
@@ -143,15 +150,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self.on_new_request(request)  # not every engine tells, and one that was preempted comes again
         if self._companions.is_awaited(request_id):
             return None, False
-        num_blocks = self._num_loadable(request, num_computed_tokens)
-        num_brought = self._num_brought(request, num_computed_tokens, num_blocks)
-        if num_brought or not num_blocks:
-            self._loads.withdraw(request_id)
-            return (num_blocks + num_brought) * size, num_brought > 0
-        mode = self._choose(request, num_computed_tokens, num_blocks)
-        if mode is LoadMode.COALESCED:
-            return None, False
-        return (0 if mode is LoadMode.RECOMPUTE else num_blocks * size), mode is LoadMode.ASYNC
+        return self._answers.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self,
@@ -168,15 +167,16 @@ class SchedulerHalf(KVConnectorScheduler):
             self._preempt(request.request_id)
         state = self._requests.admit(request, block_ids, first + count)
         known = self._grouped.touch_known(request.block_hashes, state.num_hit_hashes, now)
-        num_loadable = self._num_loadable(request, num_local_tokens)
+        num_loadable = self._answers.num_loadable(request, num_local_tokens)
         num_brought = max(0, count - num_loadable)
         num_loaded = count - num_brought
         self._admit_with_companions(state, first, num_loaded, num_brought)
         mode = LoadMode.ASYNC if num_brought else self._loads.admit(request.request_id)
         if not state.is_counted:
             state.is_counted = True
+            self._control.admitted(state, known)
             num_recomputed = num_loadable if mode is LoadMode.RECOMPUTE and not count else 0
-            self._hits.count(request, known, num_local_tokens, num_external_tokens, num_brought, num_recomputed)
+            self._hits.count(state, known, num_local_tokens, num_external_tokens, num_brought, num_recomputed)
         if num_loaded:
             mode = mode or LoadMode.SYNC
             state.load = self._leases.take(request, state.tables, first, num_loaded, mode, not num_brought)
@@ -206,6 +206,7 @@ class SchedulerHalf(KVConnectorScheduler):
         self._step += 1
         self._watchdog.look()
         now = self._shared.clock()
+        self._control.step(now)
         loads, background = self._plan_loads()
         num_tokens = self._plan_scheduled(output, now)
         saves = self._saves.open()
@@ -230,8 +231,10 @@ class SchedulerHalf(KVConnectorScheduler):
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
             self._ranks.take_in(report)
-        self._budget.block_bytes = self._ranks.block_bytes
         self._ranks.fit_host()  # what a look-up has found needs room
+        if self._budget.block_bytes != self._ranks.block_bytes:
+            self._budget.block_bytes = self._ranks.block_bytes
+            self._shared.tenants.fit(self.host, self._ranks.block_bytes)
         for report in reports:
             if report.lost_blocks:
                 self._requests.lose(report.lost_blocks)
@@ -253,6 +256,7 @@ class SchedulerHalf(KVConnectorScheduler):
             self._leases.leave(request.request_id)
             self._saves.note_changed()
             self._grouped.touch_known(request.block_hashes, state.num_hit_hashes, self._shared.clock())
+            self._control.finished(state)
         params = self._companions.finished(request)
         if state is not None and not len(self._requests) and self._unpins_when_idle:
             self._fence.unpin()
@@ -267,32 +271,12 @@ class SchedulerHalf(KVConnectorScheduler):
         fill them. Asked before the report is taken in that says that the load has failed."""
         return self._requests.holding(block_ids)
 
-    # What an operator asks.
-
-    def pin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host. What was
-        computed before is saved with the next request for it."""
-        self._pins.pin(block_hashes)
-
-    def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
-        """Undo one `pin_prefix` of the same hashes. Raises KVConnectorError, and changes nothing, for others."""
-        self._pins.unpin(block_hashes)
-
-    def resize_host(self, num_blocks: int | None) -> None:
-        """Use at most `num_blocks` host blocks from now on; None uses all that are ready. Raises InvalidBlockError, and
-        changes nothing, for fewer than none."""
-        self._ranks.limit_host(num_blocks)
-
-    @property
-    def host_block_bytes(self) -> int:
-        """Of a host block over all ranks; 0 as long as no rank has host memory ready."""
-        return self._ranks.block_bytes
-
     def reset_cache(self) -> bool:
         self.host.reset()
         self._log_removed()
         self._requests.reset()
         self._saves.reset()
+        self._control.reset()
         is_done = self._companions.reset()
         return is_done and not any(map(self._brings_old, self._requests))
 
@@ -312,6 +296,7 @@ class SchedulerHalf(KVConnectorScheduler):
             **self.metrics.snapshot(),
             **self._ranks.stats(),
             **self._companions.stats(),
+            **self._control.stats(),
             "host_capacity_blocks": self.host.pool.capacity,
             "host_cached_blocks": self.host.num_copies,
             "host_leased_blocks": self.host.pool.capacity - self.host.num_available,
@@ -327,45 +312,6 @@ class SchedulerHalf(KVConnectorScheduler):
         self.host.check()
 
     # Decisions.
-
-    def _num_loadable(self, request: Request, num_computed_tokens: int) -> int:
-        """Block hashes that can be loaded right behind the computed tokens; at least one token is left to compute."""
-        first, within = divmod(num_computed_tokens, self._shared.block_size)
-        if within:
-            return 0
-        return self._lookup.find(request.block_hashes, first, self._shared.num_useful(request.num_tokens))
-
-    def _num_brought(self, request: Request, num_computed_tokens: int, num_loadable: int) -> int:
-        """Block hashes behind those that can be loaded whose blocks a companion brings."""
-        size = self._shared.block_size
-        num_brought = self._companions.num_hashes(request) - num_computed_tokens // size - num_loadable
-        if num_brought <= 0 or num_computed_tokens % (size * self._grouped.hashes_per_hit):
-            return 0
-        return num_brought if self._has_room_to_wait(request) else 0
-
-    def _choose(self, request: Request, num_computed_tokens: int, num_blocks: int) -> LoadMode:
-        size, first = self._shared.block_size, num_computed_tokens // self._shared.block_size
-        first_blocks: list[int] = []
-        if self._loads.any_in_background:
-            hit = self._lookup.hit(request.block_hashes, first, min(num_blocks, self._grouped.hashes_per_hit))
-            first_blocks = self.host.blocks_of(hit.nodes[0])
-        num_hit, num_copies = num_blocks * size, self._lookup.num_copies(first, num_blocks)
-        num_new = request.num_tokens - num_computed_tokens - num_hit
-        others = len(self._requests) > (request.request_id in self._requests)
-        may_wait = not self._ledger.has_failed(request.request_id) and self._has_room_to_wait(request)
-        return self._loads.choose(request.request_id, num_copies, num_hit, num_new, others, first_blocks, may_wait)
-
-    def _has_room_to_wait(self, request: Request) -> bool:
-        """Whether all that wait for loads, and this one, could begin anew at once.
-
-        A request whose load has failed begins anew, and vLLM lets nobody behind it run until it has its blocks: those
-        hold theirs. vLLM keeps them free for it, but for those that windows had left behind.
-        """
-        if not self._grouped.has_windows:
-            return True
-        groups, size = self._grouped.groups, self._shared.block_size
-        num_needed = sum(num_blocks_of(request, groups, size)) + self._requests.num_missing(groups, size)
-        return num_needed <= self._pool.num_available
 
     def _admit_with_companions(self, state: RequestState, first: int, num_loaded: int, num_brought: int) -> None:
         self._companions.admitted(

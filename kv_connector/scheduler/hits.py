@@ -8,8 +8,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base import Request
 from ..index import BlockState, ReuseModel
+from .requests import RequestState
 from .shared import Shared
 
 
@@ -18,6 +18,7 @@ class HitCounter:
 
     def __init__(self, shared: Shared, reuse: ReuseModel) -> None:
         self._reuse = reuse
+        self._tenants = shared.tenants
         self._grouped = shared.grouped
         self._host = shared.host
         self._metrics = shared.metrics
@@ -25,7 +26,7 @@ class HitCounter:
 
     def count(
         self,
-        request: Request,
+        state: RequestState,
         known: Sequence[Sequence[int]],
         num_local_tokens: int,
         num_external_tokens: int,
@@ -36,7 +37,7 @@ class HitCounter:
         tokens those of the last `num_remote` blocks come from another engine; `num_recomputed` blocks could have been
         loaded.
         """
-        metrics, size = self._metrics, self._block_size
+        request, metrics, size = state.request, self._metrics, self._block_size
         if nodes := list(chain.from_iterable(known)):
             is_of_use = self._is_of_use(known, num_local_tokens, num_external_tokens)
             self._reuse.visited(np.array(nodes, np.intc), is_of_use)
@@ -44,7 +45,9 @@ class HitCounter:
         metrics.requests += 1
         metrics.queries_tokens += request.num_tokens
         metrics.device_hit_tokens += num_local_tokens
-        metrics.host_hit_tokens += num_external_tokens - num_remote * size
+        num_host_tokens = num_external_tokens - num_remote * size
+        metrics.host_hit_tokens += num_host_tokens
+        self._tenants.count(state.terms.tenant, request.num_tokens, num_local_tokens, num_host_tokens)
         metrics.peer_hit_tokens += num_remote * size
         metrics.recomputed_tokens += num_recomputed * size
         size *= self._grouped.groups[0].hashes_per_block

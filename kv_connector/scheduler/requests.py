@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ..base import Request
-from ..index import BlockGroup
+from ..index import PLAIN, BlockGroup, Terms
 from ..metrics import CacheMetrics
 from ..types import NO_BLOCK
+from .control.hints import NO_HINTS, Hints
 from .loads.leases import LoadLease, LoadLeases
 from .steps import InFlightSteps
 from .tables import BlockTable
@@ -37,6 +38,9 @@ class RequestState:
     awaits_both: bool = False  # a load, and what a companion brings behind it
     is_held: bool = False  # for the next step alone, see `SchedulerHalf.hold_computed`: what that leaves is not saved
     is_stale: bool = False  # what its blocks hold was computed before a reset: nothing of it is saved
+    hints: Hints = NO_HINTS
+    terms: Terms = PLAIN  # of its blocks
+    is_saved: bool = True  # anything of it
     num_refusals: int = 0  # that were found when its blocks were looked for among them: see `Refusals.num_found`
     first_unreachable: int = sys.maxsize
     """The first hash of a block that is not saved in some block group. Nothing behind is in any, but for what an
@@ -162,9 +166,13 @@ class RequestTable:
     def reset(self) -> None:
         """What the requests have computed until now is not saved any more."""
         for state in self._states.values():
-            state.is_stale = bool(state.tables)
-            for table in state.tables:
-                table.unsaved.clear()
+            self.spoil(state)
+
+    def spoil(self, state: RequestState) -> None:
+        """What the request has computed until now is not saved any more."""
+        state.is_stale = bool(state.tables)
+        for table in state.tables:
+            table.unsaved.clear()
 
     def _drop_blocks(self, state: RequestState) -> None:
         self._leases.dropped(state.request.request_id, [table.block_ids for table in state.tables])

@@ -11,6 +11,7 @@ from ..events import EventLog
 from ..index import CacheTier, GroupedTree
 from ..metrics import CacheMetrics
 from ..types import BlockHash
+from .control.tenants import Tenants
 from .ledger import JobLedger
 
 
@@ -65,6 +66,7 @@ class Shared:
     events: EventLog
     clock: Callable[[], float]
     block_size: int
+    tenants: Tenants
 
     def num_useful(self, num_tokens: int) -> int:
         """How many hashes of a request of so many tokens a look-up may go by, so that a token is left to compute.

@@ -16,7 +16,7 @@ def evicted(seed: int) -> list[list[BlockHash]]:
     tree = PrefixTree(rng.choice([0, 50, 1000]))
     reuse = ReuseModel(tree)
     reuse.least_part = 64
-    host = CacheTier(tree, Tier.HOST, 160, log_removed=True, order=rng.choice([reuse, Recency()]))
+    host = CacheTier(tree, Tier.HOST, 160, log_removed=True, order=rng.choice([reuse, Recency(tree)]))
     chats: list[list[BlockHash]] = [[] for _ in range(6)]
     pinned: list[list[int]] = []
     in_use: list[list[int]] = []
@@ -117,8 +117,6 @@ def test_a_block_that_was_used_since_outlives_what_is_older() -> None:
 
 class Favourites(Recency):
     """Nodes of the second class are worth more."""
-
-    num_classes = 2
 
     def __init__(self) -> None:
         self.nodes: set[int] = set()

@@ -68,7 +68,7 @@ def test_chats_that_come_back_outlive_prompts_that_never_do() -> None:
     """The host holds less than what comes between two turns of a chat, so that the least recently used is always
     what is needed next."""
     learned, host_of_old = Host(24), Host(24)
-    host_of_old.tier = CacheTier(host_of_old.tree, Tier.HOST, 24, order=Recency())
+    host_of_old.tier = CacheTier(host_of_old.tree, Tier.HOST, 24, order=Recency(host_of_old.tree))
     assert (teach(learned), teach(host_of_old)) == (12, 0)
     learned.check()
 
@@ -210,8 +210,6 @@ def test_a_class_that_nobody_asks_for_is_soon_not_taken_for_the_others() -> None
 
 class Classes(Recency):
     """Of nodes by hand, the higher ones worth more."""
-
-    num_classes = 3
 
     def __init__(self, class_of: dict[int, int]) -> None:
         self.classes = class_of

@@ -6,6 +6,7 @@ from kv_connector.config import Config
 from kv_connector.events import EventLog
 from kv_connector.index import BlockGroup, CacheTier, GroupedTree, Lookup, PrefixTree
 from kv_connector.metrics import CacheMetrics
+from kv_connector.scheduler.control.tenants import Tenants
 from kv_connector.scheduler.ledger import JobLedger
 from kv_connector.scheduler.loads.choice import LoadPlanner
 from kv_connector.scheduler.loads.leases import LoadLeases
@@ -21,7 +22,7 @@ def make_table() -> RequestTable:
     tree, pool, clock, metrics = PrefixTree(), DevicePool(), Clock(), CacheMetrics()
     host, grouped = CacheTier(tree, Tier.HOST, 0), GroupedTree(tree, (BlockGroup(),))
     ledger = JobLedger(1, pool, host, clock)
-    shared = Shared(grouped, host, pool, ledger, metrics, EventLog(False), clock, 4)
+    shared = Shared(grouped, host, pool, ledger, metrics, EventLog(False), clock, 4, Tenants({}))
     planner = LoadPlanner(Config(), metrics, clock)
     return RequestTable(LoadLeases(shared, Lookup(grouped, host), planner), InFlightSteps(), metrics)
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...base import Request, ScheduledRequest, StateBlock
 from ...config import PeerConfig
 from ...errors import ConfigError
-from ...types import PeerAction, PeerJob, StepPlan, StepReport
+from ...types import BlockHash, PeerAction, PeerJob, StepPlan, StepReport
 from ..companion import Admission, Companion
 from ..ledger import EndedJob
 from ..names import Roots
@@ -105,6 +105,14 @@ class PeerCompanion(Companion):
         """A peer job was reported by every rank."""
         assert isinstance(ended.job, PeerJob)
         (self._outgoing if ended.job.action is PeerAction.SEND else self._incoming).end(ended)
+
+    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """Never: other engines are asked for requests alone."""
+        return False
+
+    def drain(self) -> int | None:
+        """Nothing is written to other engines."""
+        return None
 
     def reset(self) -> bool:
         """Nothing is offered, and nothing that is on its way is waited for."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...base import ScheduledRequest, StateBlock
 from ...events import BlockStored
-from ...index import BlockState, Event, GroupKeys, ReuseModel, SavePolicy
+from ...index import BlockState, Event, GroupKeys, ReuseModel, SavePolicy, Terms
 from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
 from ..ledger import EndedJob
 from ..requests import RequestState
@@ -23,7 +23,6 @@ from .refusals import Refusals
 
 logger = logging.getLogger("kv_connector.scheduler")
 
-_NEVER_TOO_MUCH = float("inf")
 _WAITING_AT_ONCE = 64
 """Of a request's blocks that wait so many are looked at before room is made for them: there may be little."""
 
@@ -119,7 +118,7 @@ class SavePlanner:
         if self._saves_before_reuse:
             num_begun = self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
             self._look_ahead.begun(num_begun)
-        if state.is_stale or not tables or self._refusals.are_too_many:
+        if state.is_stale or not state.is_saved or not tables or self._refusals.are_too_many:
             return
         num_hashes, per_block = min(num_tokens // size, len(hashes)), self._hashes_per_block
         groups = [group for group in self._in_order if tables[group].has_new(num_hashes // per_block[group])]
@@ -127,7 +126,7 @@ class SavePlanner:
             return
         paths = [self._grouped.keys(hashes, group) for group in self._grouped.full]
         progress = _Progress(state, paths, num_before, num_hashes, now)
-        if has_room := self._host.has_room_behind(paths, now):
+        if has_room := self._host.has_room_behind(paths, now, tenant=state.terms.tenant):
             self._look_for_holes(state, num_hashes)
         taken = self._take_told(progress, told)
         for group in groups:
@@ -154,7 +153,7 @@ class SavePlanner:
             node = self._tree.get(key)  # room was made for those in front of it, and one of them may be the same block
             if node is None or self._host.node_state(node) is not BlockState.ABSENT:
                 continue
-            host_ids = self._host.allocate_up_to(1, older_than=self._tree.used[node])
+            host_ids = self._host.allocate_up_to(1, self._tree.used[node], self._tree.terms.tenant[node])
             node = self._tree.get(key)
             if not host_ids or node is None:
                 self._host.release(host_ids)
@@ -326,9 +325,9 @@ class SavePlanner:
                 return num_pinned
         return len(indices)
 
-    def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float) -> int:
+    def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float, terms: Terms) -> int:
         node = self._tree.get(keys[index])
-        return node if node is not None else self._tree.insert_path(keys, now, index, index + 1)[0]
+        return node if node is not None else self._tree.insert_path(keys, now, index, index + 1, terms)[0]
 
     def _wanted(self, keys: Sequence[BlockHash], first: int) -> list[int]:
         """Which blocks the policy wants, of those from `first` on: a hit shows it thousands that are saved already."""
@@ -365,11 +364,12 @@ class SavePlanner:
 
     def _take_held(self, progress: _Progress, group: int, size: int, held: Mapping[int, int]) -> list[_Taken]:
         """What the policy wants of these blocks, which are in order; of ends `size` is 1."""
-        state = progress.state
+        state, terms = progress.state, progress.state.terms
         keys = GroupKeys(state.request.block_hashes, group, size)
         wanted = self._reachable(state, size, keys, [index for index in held if self._is_wanted(keys[index])])
         most = min(len(wanted), self._budget.num_blocks)
-        host_ids = self._host.allocate_behind(most, progress.paths, progress.now) if most else []
+        paths, now = progress.paths, progress.now
+        host_ids = self._host.allocate_behind(most, paths, now, terms.most_worth, terms.tenant) if most else []
         self._budget.spend(len(host_ids))
         # The window's end is what a later prefix needs, so its blocks go first where there is no room for all.
         saved = wanted[len(wanted) - len(host_ids) :]
@@ -383,9 +383,9 @@ class SavePlanner:
         host_ids = taken.host_ids[: len(saved)]
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
         if isinstance(taken.shown, range):
-            targets, nodes = self._nodes(taken, saved, now)
+            targets, nodes = self._nodes(taken, saved, now, state.terms)
         else:
-            nodes = self._tree.insert_apart([taken.keys[index] for index in taken.shown], now)
+            nodes = self._tree.insert_apart([taken.keys[index] for index in taken.shown], now, state.terms)
             node_of = dict(zip(taken.shown, nodes, strict=True))
             targets = [node_of[index] for index in saved]
             for index, node in node_of.items():
@@ -400,29 +400,31 @@ class SavePlanner:
         self._metrics.saves_on_hit_blocks += num_hit
         self._metrics.saves_on_compute_blocks += len(saved) - num_pinned - num_hit
 
-    def _nodes(self, taken: _Taken, saved: Sequence[int], now: float) -> tuple[list[int], list[int]]:
+    def _nodes(self, taken: _Taken, saved: Sequence[int], now: float, terms: Terms) -> tuple[list[int], list[int]]:
         """Of full attention, the nodes of what is saved, and those that are new: every block has one from now on."""
         keys, shown = taken.keys, taken.shown
         assert isinstance(shown, range)
         first, full = shown.start, shown.stop
         start = first + len(self._tree.match(keys[first:full]))
-        nodes = self._tree.insert_path(keys, now, start, full)
-        known = [self._find_or_insert(keys, index, now) for index in saved if index < start]
+        nodes = self._tree.insert_path(keys, now, start, full, terms)
+        known = [self._find_or_insert(keys, index, now, terms) for index in saved if index < start]
         self._tree.touch(known, now)
         return known + [nodes[index - start] for index in saved[len(known) :]], nodes
 
     def _has_room(self, progress: _Progress) -> bool:
-        return self._host.has_room_behind(progress.paths, progress.now)
+        return self._host.has_room_behind(progress.paths, progress.now, tenant=progress.state.terms.tenant)
 
     def _room(self, progress: _Progress, keys: Sequence[BlockHash], indices: Sequence[int]) -> list[int]:
         """Host blocks for as many of these blocks as there is room for. For what an operator has pinned whatever is not
         goes; for the others what is worth no more than they are."""
-        paths, now = progress.paths, progress.now
+        paths, now, terms = progress.paths, progress.now, progress.state.terms
         num_pinned = self._num_pinned(keys, indices)
-        room = self._host.allocate_behind(num_pinned, paths, now) if num_pinned else []
+        room = self._host.allocate_behind(num_pinned, paths, now, tenant=terms.tenant) if num_pinned else []
         if num_pinned < len(indices) and len(room) == num_pinned:
-            worth = self._reuse.worth_of(keys, indices[num_pinned]) if self._declines else _NEVER_TOO_MUCH
-            room += self._host.allocate_behind(len(indices) - num_pinned, paths, now, worth)
+            worth = terms.most_worth
+            if self._declines:
+                worth = self._reuse.worth_of(keys, indices[num_pinned], terms.priority)
+            room += self._host.allocate_behind(len(indices) - num_pinned, paths, now, worth, terms.tenant)
         return room
 
     def _is_wanted(self, key: BlockHash) -> bool:

@@ -66,6 +66,8 @@ class BackupPlanner:
         self._waiting: deque[tuple[bool, deque[list[int]]]] = deque([(False, deque()), (True, deque())])
         self._begun: dict[int, float] = {}  # jobs under way, the oldest first, and when they were begun
         self._num_blocks = 0  # that wait or are written
+        self._draining: deque[int] = deque()  # ends of groups that are to be written, whatever was offered before
+        self._is_draining = False
         self._may_look_ahead = False  # something changed since nothing was due
 
     @property
@@ -76,6 +78,10 @@ class BackupPlanner:
     @property
     def is_busy(self) -> bool:
         """Whether something waits for the next plan."""
+        return bool(self._draining) or self._waits
+
+    @property
+    def _waits(self) -> bool:
         return any(waiting for _, waiting in self._waiting)
 
     def saved(self, host_ids: Sequence[int]) -> None:
@@ -110,12 +116,23 @@ class BackupPlanner:
         if is_due:
             self._offer(ends)
 
+    def drain(self) -> int:
+        """Offer all that the host has, in as many steps as that takes; returns how many groups are still to be offered
+        and blocks to be written. Called again, it only asks, until it has said that there are none."""
+        if not self._is_draining:
+            host_ids = self._grouping.whole(self._host.resident())
+            self._draining.extend(dict.fromkeys((*self._grouping.ending_whole(host_ids), *self._host.leaves(host_ids))))
+        num_left = len(self._draining) + self._num_blocks
+        self._is_draining = num_left > 0
+        return num_left
+
     def plan(self) -> list[StorageJob]:
         """Jobs that begin in this step."""
         if self._may_look_ahead and len(self._begun) < _JOBS:
             self._look_ahead()
+        self._drain_on()
         jobs = []
-        while self.is_busy and len(self._begun) < _JOBS:
+        while self._waits and len(self._begun) < _JOBS:
             self._waiting.rotate()
             singly, waiting = self._waiting[0]
             if waiting:
@@ -135,6 +152,8 @@ class BackupPlanner:
         self._ends.clear()
         self._marked.clear()
         self._behind.clear()
+        self._draining.clear()
+        self._is_draining = False
         waiting = [block_id for _, groups in self._waiting for group in groups for block_id in group]
         for _, groups in self._waiting:
             groups.clear()
@@ -168,6 +187,19 @@ class BackupPlanner:
             self._unstored.difference_update(group)
             self._ends.difference_update(group)
         self._queue(taken)
+
+    def _drain_on(self) -> None:
+        """As far as there is room."""
+        while self._draining and (room := self._room()):
+            end = self._draining[0]
+            group = self._grouping.ending_in(end) if self._host.first_not_resident((end,)) is None else []
+            if len(group) > room:
+                return
+            self._draining.popleft()
+            if group:
+                self._unstored.add(end)
+                self._ends.add(end)
+                self._offer((end,))
 
     def _group_of(self, end: int) -> list[int]:
         """The group that ends in this block, if it is whole on the host. Where some of it is still on its way, it is

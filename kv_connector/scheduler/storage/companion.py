@@ -123,6 +123,14 @@ class StorageCompanion(Companion):
                 stats[full_name] = max(values) if full_name in GAUGES else sum(values)
         return stats
 
+    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """What the host lacks of the prefix is looked up and fetched, and waited for by nobody."""
+        return self._prefetches.warm(block_hashes)
+
+    def drain(self) -> int | None:
+        """All that the host has is offered anew; what is in storage already is not written again."""
+        return self._backups.drain()
+
     def reset(self) -> bool:
         """What was cached until now must not be matched any more: keys of before are none of after."""
         self._names.reset()

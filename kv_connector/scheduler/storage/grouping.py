@@ -41,11 +41,13 @@ class Grouping:
         return place - place % self.num_blocks
 
     def whole(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Those of these host blocks that are copied to their end. Nobody looks for others in storage."""
-        if not self._ends_within:
+        """Those of these host blocks that are copied to their end, for nobody looks for others in storage, and that are
+        not to be dropped some time: storage would keep them."""
+        if not (self._ends_within or self._tree.terms.were_given):
             return block_ids
-        nodes, inside = self._host.nodes_of(block_ids), self._tree.inside
-        return [block_id for block_id, node in zip(block_ids, nodes, strict=True) if not inside[node]]
+        nodes, inside, transient = self._host.nodes_of(block_ids), self._tree.inside, self._tree.terms.transient
+        pairs = zip(block_ids, nodes, strict=True)
+        return [block_id for block_id, node in pairs if not (inside[node] or transient[node])]
 
     def ending_whole(self, block_ids: Sequence[int]) -> list[int]:
         """Those of these host blocks that end whole groups."""

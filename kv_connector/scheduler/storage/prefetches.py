@@ -13,50 +13,33 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby
 
 import numpy as np
 
 from ...base import Request
 from ...config import Prefetch, StorageConfig
 from ...events import BlockStored
-from ...index import Event
+from ...index import PLAIN, Event
 from ...types import BlockHash, StorageAction, StorageJob, Tier
+from ..control.hints import hints_of
 from ..ledger import EndedJob, JobOwner
 from ..loads.choice import LoadPlanner
 from ..shared import Shared
 from .grouping import Grouping
+from .prefetching import Prefetching
 from .reading import LOST_SECONDS, Reading
 from .search import Question, Search
 
 _FETCH_BLOCKS = 64
 """In one job: what has come can be loaded while the rest is on its way."""
+_MOST_WARMING = 64
+"""Prefixes that are brought at a time though no request waits for them."""
 _LEFT_SHARE = 4
 """Of the host, as a divisor, that fetches under way leave alone: storage that hangs must not keep all of it."""
 
 logger = logging.getLogger("kv_connector.scheduler")
-
-
-@dataclass(slots=True)
-class _Prefetch:
-    """What storage has of a request that was seen and not admitted."""
-
-    request: Request
-    stop: int  # of its hashes so many may be hit
-    search: Search
-    deadline: float
-    look_ups: dict[int, Question] = field(default_factory=dict)  # of the search, by job under way
-    jobs: dict[int, set[int]] = field(default_factory=dict)  # under way, and the hashes whose tokens they bring
-    fetched: set[int] = field(default_factory=set)  # hashes whose tokens have come
-    coalesced: set[int] = field(default_factory=set)  # those of the jobs that fetch for others
-    has_lost: bool = False  # of what it was to have something has not come: see `_may_have_more`
-    is_repeated: bool = False  # it is looked up for the second time, and last
-
-    @property
-    def is_done(self) -> bool:
-        return not self.search.questions and not self.jobs
 
 
 class PrefetchPlanner:
@@ -90,8 +73,9 @@ class PrefetchPlanner:
         self._block_size = shared.block_size
         self._keys = keys
         self._on_fetched = on_fetched
-        self._prefetches: dict[str, _Prefetch] = {}
-        self._followers: dict[int, list[_Prefetch]] = {}  # by job under way
+        self._prefetches: dict[str, Prefetching] = {}
+        self._warming: list[Prefetching] = []  # that no request waits for
+        self._followers: dict[int, list[Prefetching]] = {}  # by job under way
         self._job_of: dict[int, int] = {}  # fetch under way, by host block
         self._opened: list[StorageJob] = []  # to be planned
         self._cancelled: set[int] = set()  # jobs that nobody follows
@@ -102,7 +86,7 @@ class PrefetchPlanner:
     @property
     def is_busy(self) -> bool:
         """Whether something waits for the next plan."""
-        waits = any(prefetch.search.questions for prefetch in self._prefetches.values())
+        waits = any(prefetch.search.questions for prefetch in self._followed())
         return waits or bool(self._opened or self._untold)
 
     def arrived(self, request: Request, num_hashes: int) -> None:
@@ -110,19 +94,40 @@ class PrefetchPlanner:
         if request.request_id in self._prefetches:
             return
         deadline = self._clock() + self._config.timeout_ms / 1e3
-        prefetch = _Prefetch(request, num_hashes, self._search(request, num_hashes), deadline)
-        self._prefetches[request.request_id] = prefetch
+        hints = hints_of(request)
+        prefetch = self._prefetches[request.request_id] = Prefetching(
+            request.block_hashes,
+            num_hashes,
+            self._search(request.block_hashes[:num_hashes]),
+            deadline,
+            hints.terms(self._shared.tenants.of(request)),
+            hints.prefetch,
+        )
         self._coalesce_begun(prefetch)
+
+    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """Bring what storage has of a prefix to the host, for whoever comes; False where it may have none of it, or too
+        many are being brought."""
+        search = self._search(block_hashes)
+        if not search.questions or len(self._warming) >= _MOST_WARMING:
+            return False
+        prefetch = Prefetching(tuple(block_hashes), len(block_hashes), search, 0.0, PLAIN, is_thorough=True)
+        self._warming.append(prefetch)
+        self._coalesce_begun(prefetch)
+        return True
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether the request should wait for what is on its way from storage."""
         prefetch = self._prefetches.get(request_id)
-        if prefetch is None or prefetch.is_done or self._config.prefetch is Prefetch.BEST_EFFORT:
+        if prefetch is None or prefetch.is_done:
+            return False
+        if self._config.prefetch is Prefetch.BEST_EFFORT and not prefetch.is_thorough:
             return False
         now = self._clock()
         if self._reading.hangs(now):
             return False
-        return self._config.prefetch is Prefetch.WAIT_COMPLETE or now < prefetch.deadline
+        is_without_end = prefetch.is_thorough or self._config.prefetch is Prefetch.WAIT_COMPLETE
+        return is_without_end or now < prefetch.deadline
 
     def admitted(self, request_id: str, first: int, num_hashes: int) -> None:
         """The request was admitted, with a hit on the host of `num_hashes` hashes from `first` on.
@@ -139,16 +144,21 @@ class PrefetchPlanner:
             self._leave(prefetch)
 
     def withdrawn(self, request_id: str) -> None:
-        """The request has ended; if it was not admitted nobody wants what is under way for it alone."""
+        """The request has ended; if it was not admitted nobody wants what is under way for it alone, unless it was
+        there to have it brought."""
         prefetch = self._prefetches.pop(request_id, None)
-        if prefetch is not None:
+        if prefetch is None:
+            return
+        if prefetch.is_thorough and not prefetch.is_done and len(self._warming) < _MOST_WARMING:
+            self._warming.append(prefetch)
+        else:
             self._leave(prefetch)
 
     def plan(self) -> list[StorageJob]:
         """Jobs that begin in this step."""
         for job_id in self._reading.lost(self._clock()):
             self._abandon(job_id)
-        jobs = [job for prefetch in self._prefetches.values() for job in self._look_up(prefetch)] + self._opened
+        jobs = [job for prefetch in self._followed() for job in self._look_up(prefetch)] + self._opened
         self._opened = []
         self._reading.begun(jobs, self._clock())
         return jobs
@@ -178,23 +188,29 @@ class PrefetchPlanner:
                 prefetch.has_lost |= self._may_have_more(prefetch, ended)
             if prefetch.has_lost and prefetch.is_done and not prefetch.is_repeated:
                 prefetch.is_repeated = True
-                prefetch.search = self._search(prefetch.request, prefetch.stop)
+                prefetch.search = self._search(prefetch.block_hashes[: prefetch.stop])
                 self._coalesce_begun(prefetch)
+        if self._warming:
+            self._warming = [prefetch for prefetch in self._warming if not prefetch.is_done]
 
     def reset(self) -> None:
         """Nothing of what is under way is wanted any more."""
-        for prefetch in self._prefetches.values():
+        for prefetch in self._followed():
             self._leave(prefetch)
         self._prefetches.clear()
+        self._warming.clear()
 
-    def _search(self, request: Request, num_hashes: int) -> Search:
-        """What of the request is on the host, and what storage is to be asked."""
-        search = Search(self._grouped, self._host, self._grouping, request.block_hashes[:num_hashes])
+    def _followed(self) -> Iterator[Prefetching]:
+        return chain(self._prefetches.values(), self._warming)
+
+    def _search(self, hashes: Sequence[BlockHash]) -> Search:
+        """What of these is on the host, and what storage is to be asked."""
+        search = Search(self._grouped, self._host, self._grouping, hashes)
         if self._reading.hangs(self._clock()):
             search.stop()
         return search
 
-    def _may_have_more(self, prefetch: _Prefetch, fetch: EndedJob) -> bool:
+    def _may_have_more(self, prefetch: Prefetching, fetch: EndedJob) -> bool:
         """Whether storage may have more for a request that has not got all of this fetch. It was another's, and perhaps
         it was that one's to call off; or a window or a state lies where nothing is a hit any more, and others do not.
         """
@@ -202,7 +218,7 @@ class PrefetchPlanner:
             return False
         return self._grouped.has_windows or (fetch.job.job_id in prefetch.coalesced and not fetch.ok)
 
-    def _coalesce_begun(self, prefetch: _Prefetch) -> None:
+    def _coalesce_begun(self, prefetch: Prefetching) -> None:
         """What is on its way to the host is waited for."""
         if not self._job_of:
             return
@@ -215,7 +231,7 @@ class PrefetchPlanner:
                 nodes = self._grouped.find(keys[blocks.start : blocks.stop])
                 self._coalesce(prefetch, group, blocks, nodes, range(search.host_end))
 
-    def _look_up(self, prefetch: _Prefetch) -> list[StorageJob]:
+    def _look_up(self, prefetch: Prefetching) -> list[StorageJob]:
         """What is to be asked now."""
         jobs = []
         for question in prefetch.search.take():
@@ -227,7 +243,7 @@ class PrefetchPlanner:
             jobs.append(job)
         return jobs
 
-    def _answered(self, prefetch: _Prefetch, question: Question, found: int) -> None:
+    def _answered(self, prefetch: Prefetching, question: Question, found: int) -> None:
         if prefetch.search.answer(question, found):
             self._found(prefetch)
         else:
@@ -261,7 +277,7 @@ class PrefetchPlanner:
             del self._job_of[block_id]
         self._host.discard(host_ids)
 
-    def _found(self, prefetch: _Prefetch) -> None:
+    def _found(self, prefetch: Prefetching) -> None:
         """Fetch what storage has of the longest hit, but for what is on its way."""
         search, now = prefetch.search, self._clock()
         end = search.fit()
@@ -269,24 +285,27 @@ class PrefetchPlanner:
             return
         num_lacking = search.num_lacking(end)
         num_tokens = (end - search.host_end) * self._block_size
-        if num_lacking and self._reading.is_slower(num_lacking, self._loads.recompute_seconds(num_tokens)):
+        if not num_lacking or prefetch.is_thorough:
+            pass  # it is fetched however long that takes
+        elif self._reading.is_slower(num_lacking, self._loads.recompute_seconds(num_tokens)):
             self._metrics.recomputed_storage_tokens += num_tokens
             return
         paths = [self._grouped.keys(search.hashes, group)[: search.stop_of(group, end)] for group in search.first]
         capacity = self._host.pool.capacity
         most = capacity - capacity // _LEFT_SHARE - self._num_fetching
         self._tree.touch(search.held_windows(end), now)
-        room = self._host.allocate_behind(max(0, min(num_lacking, most)), paths, now)
+        terms, count = prefetch.terms, max(0, min(num_lacking, most))
+        room = self._host.allocate_behind(count, paths, now, terms.most_worth, terms.tenant)
         end = search.fit(len(room))  # room may have been made of what windows need
         self._metrics.dropped_fetches_blocks += max(0, num_lacking - search.num_lacking(end))
         self._host.release(self._fetch_all(prefetch, end, room) if end > search.host_end else room)
 
-    def _fetch_all(self, prefetch: _Prefetch, end: int, room: list[int]) -> list[int]:
+    def _fetch_all(self, prefetch: Prefetching, end: int, room: list[int]) -> list[int]:
         """Jobs for all that a hit up to `end` lacks, which there is room for; returns what is left of that."""
         search, now = prefetch.search, self._clock()
         inserted = []
         for group, blocks in enumerate(search.needed(end)):
-            nodes = self._grouped.insert(search.hashes, group, now, blocks)
+            nodes = self._grouped.insert(search.hashes, group, now, blocks, prefetch.terms)
             inserted += nodes
             self._tree.touch(nodes, now)
             size, singly = self._grouped.groups[group].hashes_per_block, self._is_single(group)
@@ -349,7 +368,7 @@ class PrefetchPlanner:
 
     def _coalesce(
         self,
-        prefetch: _Prefetch,
+        prefetch: Prefetching,
         group: int,
         blocks: Sequence[int],
         nodes: Sequence[int],
@@ -370,7 +389,7 @@ class PrefetchPlanner:
                 self._want_again(job_id)
             prefetch.jobs[job_id].update(_hashes(block, size) if since is None else since)
 
-    def _follow(self, job_id: int, prefetch: _Prefetch, hashes: set[int]) -> None:
+    def _follow(self, job_id: int, prefetch: Prefetching, hashes: set[int]) -> None:
         prefetch.jobs[job_id] = hashes
         self._followers.setdefault(job_id, []).append(prefetch)
 
@@ -380,7 +399,7 @@ class PrefetchPlanner:
             self._untold.remove(job_id)
             self._cancelled.discard(job_id)
 
-    def _leave(self, prefetch: _Prefetch) -> None:
+    def _leave(self, prefetch: Prefetching) -> None:
         """The request waits for its jobs no more; those that nobody else follows are called off."""
         for job_id in prefetch.jobs:
             followers = self._followers[job_id]

@@ -85,7 +85,7 @@ def draw(rng: random.Random, drop_last_block: bool) -> World:
     groups.sort(key=lambda group: not group.is_full)
     tree = PrefixTree()
     hashes = [BlockHash(bytes((i,)) * 32) for i in range(rng.randrange(1, 50))]
-    host = CacheTier(tree, Tier.HOST, 4000, order=Recency())
+    host = CacheTier(tree, Tier.HOST, 4000, order=Recency(tree))
     world = World(GroupedTree(tree, groups, drop_last_block), host, hashes, rng.choice([1, 1, 2, 4]))
     for g, group in enumerate(groups):
         count = len(hashes) // group.hashes_per_block

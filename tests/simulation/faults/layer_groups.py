@@ -184,7 +184,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "ends-in-storage",
         "storage is given copies that it never looks for",
-        (Patch(_GROUPING, "if not self._ends_within:", "if True:"),),
+        (Patch(_GROUPING, "not (inside[node] or transient[node])", "not transient[node]"),),
         tested(f"{_SAVES}::test_ends_inside_of_blocks_stay_on_the_host"),
     ),
     Mutant(

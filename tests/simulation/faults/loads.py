@@ -11,6 +11,7 @@ _CHOICE = "kv_connector/scheduler/loads/choice.py"
 _LOOKUP = "kv_connector/index/lookup.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _HALF = "kv_connector/scheduler/half.py"
+_ANSWERS = "kv_connector/scheduler/loads/answers.py"
 _GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
 
@@ -82,8 +83,8 @@ LOADS: tuple[Mutant, ...] = (
         "loads run in the background that leave no room for one that fails and left its window behind",
         (
             Patch(
-                _HALF,
-                "return num_needed <= self._pool.num_available",
+                _ANSWERS,
+                "return num_needed <= self._shared.pool.num_available",
                 "return True",
             ),
         ),
@@ -92,7 +93,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "waiting-not-counted",
         "requests that wait for loads are kept no room to begin anew",
-        (Patch(_HALF, " + self._requests.num_missing(groups, size)", ""),),
+        (Patch(_ANSWERS, " + self._requests.num_missing(groups, size)", ""),),
         tested(f"{_GONE}::test_a_load_waits_only_where_all_that_wait_could_begin_anew"),
     ),
     Mutant(

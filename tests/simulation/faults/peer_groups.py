@@ -9,6 +9,7 @@ _INCOMING = "kv_connector/scheduler/peers/incoming.py"
 _PARAMS = "kv_connector/scheduler/peers/params.py"
 _OFFERS = "kv_connector/peer/protocol/offers.py"
 _HALF = "kv_connector/scheduler/half.py"
+_ANSWERS = "kv_connector/scheduler/loads/answers.py"
 _WORLDS = tested("tests/simulation/test_peer_groups.py::test_kv_transfers_of_layers_of_several_kinds_break_no_promise")
 _GROUPS = "tests/scheduler/peers/test_groups.py"
 _OFFERED = "tests/peer/protocol/test_offers.py"
@@ -87,7 +88,7 @@ PEER_GROUPS: tuple[Mutant, ...] = (
         "blocks from elsewhere are put into one that the engine has hit, and others may hold",
         (
             Patch(
-                _HALF,
+                _ANSWERS,
                 "num_brought <= 0 or num_computed_tokens % (size * self._grouped.hashes_per_hit)",
                 "num_brought <= 0",
             ),
@@ -97,7 +98,7 @@ PEER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "peer-without-room",
         "who waits for a window from elsewhere may have no room to begin anew",
-        (Patch(_HALF, "return num_brought if self._has_room_to_wait(request) else 0", "return num_brought"),),
+        (Patch(_ANSWERS, "return num_brought if self._has_room_to_wait(request) else 0", "return num_brought"),),
         tested(f"{_GROUPS}::test_a_request_without_room_to_begin_anew_is_computed"),
     ),
     Mutant(

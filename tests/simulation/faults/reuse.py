@@ -17,8 +17,8 @@ REUSE: tuple[Mutant, ...] = (
         "everything-is-saved",
         "what is worth less than all that is there takes its place",
         (
-            Patch(_EVICTION, "min(self._head(older_than), (most, _NEVER, 0))", "self._head(older_than)"),
-            Patch(_EVICTION, "if time == _NEVER or worth > most:", "if time == _NEVER:"),
+            Patch(_EVICTION, "min(self._head(older_than), (most, NEVER, 0))", "self._head(older_than)"),
+            Patch(_EVICTION, "if time == NEVER or worth > most:", "if time == NEVER:"),
         ),
         tested(f"{_TESTS}::test_what_is_worth_less_than_all_that_is_there_is_declined"),
     ),
@@ -100,8 +100,8 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _EVICTION,
-                "if own_time != time or asked[parent] != time_asked or visits[parent] != num_visits:",
-                "if own_time != time:",
+                "is_alike = own_time == time and asked[parent] == time_asked and visits[parent] == num_visits",
+                "is_alike = own_time == time",
             ),
         ),
         tested(f"{_TESTS}::test_what_many_ask_for_outlives_the_prompt_that_went_on_behind_it"),
@@ -159,7 +159,9 @@ REUSE: tuple[Mutant, ...] = (
         "what is learned decides about blocks of windows, of which nothing can be",
         (
             Patch(
-                "kv_connector/scheduler/half.py", "Recency() if self._grouped.has_windows else self.reuse", "self.reuse"
+                "kv_connector/scheduler/half.py",
+                "Recency(self.tree) if self._grouped.has_windows else self.reuse",
+                "self.reuse",
             ),
             Patch(_PLANNER, "policy.declines and not grouped.has_windows", "policy.declines"),
         ),

@@ -104,7 +104,7 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "self._host.allocate_up_to(1, older_than=self._tree.used[node])",
+                "self._host.allocate_up_to(1, self._tree.used[node], self._tree.terms.tenant[node])",
                 "self._host.allocate_up_to(1)",
             ),
         ),

@@ -90,7 +90,7 @@ SCHEDULER: tuple[Mutant, ...] = (
         (
             Patch(
                 _REQUESTS,
-                "            state.is_stale = bool(state.tables)\n",
+                "        state.is_stale = bool(state.tables)\n",
                 "",
             ),
         ),
@@ -163,9 +163,9 @@ SCHEDULER: tuple[Mutant, ...] = (
         "a part of a pinned prefix can be unpinned, and the rest never",
         (
             Patch(
-                "kv_connector/scheduler/pins.py",
-                "        if name not in self._num_pins:\n",
-                "        if not all(self._grouped.tree.pins[node] for node in self._grouped.find(block_hashes, 0)):\n",
+                "kv_connector/scheduler/control/pins.py",
+                'return len(block_hashes), block_hashes[-1] if block_hashes else BlockHash(b""), is_of_request',
+                'return 0, block_hashes[0] if block_hashes else BlockHash(b""), is_of_request',
             ),
         ),
         tested("tests/scheduler/test_half.py::test_a_prefix_is_unpinned_as_it_was_pinned_and_no_other_way"),

@@ -1,0 +1,163 @@
+"""Eviction where several tenants share a tier: each keeps its share of it, whatever the others do.
+
+A tenant's share is its part of the tier by weight. What others leave unused may be borrowed, and is given back first:
+room for a tenant is made by whoever holds most for its weight, over its share, and else by the tenant itself. So no
+tenant falls below its share for another one's sake, and one that is below it gets room whatever the blocks of others
+are worth. A quota is a limit, also where the tier has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .eviction import LAST, NEVER, NO_LIMIT, EvictionQueue, Key
+from .pool import BlockPool
+from .tree import PrefixTree
+
+
+class TenantQueues:
+    """An `EvictionQueue` for each tenant; calls are those of one, but that a tenant is named for which room is made.
+
+    `held`, by tenant, counts the blocks that are not free: those with a copy of a node of the tenant's, and such as
+    were handed out for it and are a copy of nothing yet. O(tenants) a call, and O(log n) a block as ever.
+    """
+
+    def __init__(self, tree: PrefixTree, weights: Sequence[int], make_queue: Callable[[], EvictionQueue]) -> None:
+        self.held = [0] * len(weights)
+        self.quotas = [NO_LIMIT] * len(weights)
+        self._tenant_of = tree.terms.tenant
+        self._weights = list(weights)
+        self._queues = [make_queue() for _ in weights]
+        self.shares = [0] * len(weights)
+        """Blocks that no other tenant takes from each."""
+        self._capacity = 0
+        self._owner = bytearray()  # by block
+
+    def resized(self, capacity: int) -> None:
+        """The tier has so many blocks."""
+        self._capacity = capacity
+        parts = (capacity * weight // sum(self._weights) for weight in self._weights)
+        self.shares = [min(part, quota) for part, quota in zip(parts, self.quotas, strict=True)]
+
+    def limit(self, quotas: Sequence[int]) -> None:
+        """What each may hold at most."""
+        self.quotas = list(quotas)
+        self.resized(self._capacity)
+
+    def room(self, tenant: int) -> int:
+        """Blocks that it may be given beside those that it holds."""
+        return max(0, self.quotas[tenant] - self.held[tenant])
+
+    # Which block is whose.
+
+    def handed_out(self, block_ids: Sequence[int], tenant: int) -> None:
+        """Blocks that were free, or a victim's, are the tenant's from now on."""
+        if block_ids:
+            self._owner.extend(bytes(max(0, max(block_ids) + 1 - len(self._owner))))
+        for block_id in block_ids:
+            self._owner[block_id] = tenant
+        self.held[tenant] += len(block_ids)
+
+    def attached(self, block_ids: Sequence[int], nodes: Sequence[int]) -> None:
+        """They become copies of nodes, whose tenant it is that they belong to."""
+        owner, tenant_of, held = self._owner, self._tenant_of, self.held
+        for block_id, node in zip(block_ids, nodes, strict=True):
+            if owner[block_id] != tenant_of[node]:
+                held[owner[block_id]] -= 1
+                held[tenant_of[node]] += 1
+                owner[block_id] = tenant_of[node]
+
+    def freed(self, block_ids: Sequence[int]) -> None:
+        """They are nobody's."""
+        for block_id in block_ids:
+            self.held[self._owner[block_id]] -= 1
+
+    def all_freed(self, pool: BlockPool) -> None:
+        """All but what is live there are nobody's."""
+        self.held = [0] * len(self.held)
+        for block_id in pool.live_ids():
+            self.held[self._owner[block_id]] += 1
+
+    # What goes.
+
+    def push(self, node: int) -> None:
+        """See `EvictionQueue.push`."""
+        self._queues[self._tenant_of[node]].push(node)
+
+    def first(self, older_than: float = NEVER, tenant: int | None = None) -> Key:
+        """What `take` of one block would take; of another tenant's, for one below its share, worth nothing."""
+        closed = [False] * len(self.held)
+        while (giver := self._giver(self.held, tenant, closed)) is not None:
+            key = self._queues[giver].first(older_than)
+            if key < LAST:
+                return (-NEVER, *key[1:]) if self._is_owed(self.held, tenant, giver) else key
+            closed[giver] = True
+        return LAST
+
+    def take(
+        self, num_nodes: int, older_than: float = NEVER, most: float = NEVER, tenant: int | None = None
+    ) -> list[int]:
+        """As `EvictionQueue.take`, for this tenant; for nobody where it is None."""
+        victims: list[int] = []
+        held, closed = list(self.held), [False] * len(self.held)  # as it will be once the victims are the tenant's
+        while len(victims) < num_nodes and (giver := self._giver(held, tenant, closed)) is not None:
+            count = min(num_nodes - len(victims), self._count(held, tenant, giver, closed))
+            worth = NEVER if self._is_owed(held, tenant, giver) else most
+            taken = self._queues[giver].take(count, older_than, worth)
+            victims += taken
+            closed[giver] = len(taken) < count
+            held[giver] -= len(taken)
+            if tenant is not None:
+                held[tenant] += len(taken)
+        return victims
+
+    def clear(self) -> None:
+        """Nothing can be evicted any more."""
+        for queue in self._queues:
+            queue.clear()
+
+    def check(self, pool: BlockPool) -> None:
+        """Verify queues, and counts against the blocks that are live."""
+        for queue in self._queues:
+            queue.check(pool)
+        held = [0] * len(self.held)
+        for block_id in pool.live_ids():
+            held[self._owner[block_id]] += 1
+        assert held == self.held, f"tenants hold {held} blocks, {self.held} are counted"
+
+    def check_owner(self, block_id: int, node: int) -> None:
+        """Verify that a copy belongs to its node's tenant."""
+        owner, tenant = self._owner[block_id], self._tenant_of[node]
+        assert owner == tenant, f"block {block_id} is counted as tenant {owner}'s, and has a copy of {tenant}'s"
+
+    def __contains__(self, node: int) -> bool:
+        return node in self._queues[self._tenant_of[node]]
+
+    def _giver(self, held: Sequence[int], tenant: int | None, closed: Sequence[bool]) -> int | None:
+        """Who gives a block for this tenant, if anybody may: of those that may, who holds most for its weight."""
+        is_full = tenant is not None and held[tenant] >= self.quotas[tenant]
+        givers = [
+            other
+            for other in range(len(held))
+            if not closed[other]
+            and held[other] > 0
+            and (other == tenant or tenant is None or (not is_full and held[other] > self.shares[other]))
+        ]
+        return max(givers, key=lambda other: (held[other] / self._weights[other], other == tenant), default=None)
+
+    def _count(self, held: Sequence[int], tenant: int | None, giver: int, closed: Sequence[bool]) -> int:
+        """How many blocks are taken from it before others are looked at again."""
+        if giver == tenant:
+            return NO_LIMIT  # others hold less for their weight, and that stays so
+        weights = self._weights
+        others = [h / w for i, (h, w) in enumerate(zip(held, weights, strict=True)) if i != giver and not closed[i]]
+        count = max(1, int(held[giver] - max(others, default=0.0) * weights[giver]) // 2)
+        if tenant is not None:
+            count = min(count, held[giver] - self.shares[giver], self.quotas[tenant] - held[tenant])
+            if self._is_owed(held, tenant, giver):
+                count = min(count, self.shares[tenant] - held[tenant])
+        return count
+
+    def _is_owed(self, held: Sequence[int], tenant: int | None, giver: int) -> bool:
+        """Whether the tenant is below its share, and the giver, another one, is not."""
+        return tenant not in (None, giver) and held[tenant] < self.shares[tenant]

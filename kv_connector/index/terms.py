@@ -1,0 +1,74 @@
+"""On which terms a request's blocks are kept: what the tree notes of a block beside how often it was asked for."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+LEAST_PRIORITY, MOST_PRIORITY = -2, 2
+NUM_PRIORITIES = MOST_PRIORITY - LEAST_PRIORITY + 1
+PRIORITY_STEP = 4.0
+"""What a priority adds to a block's worth: more than any worth that is learned, which is 2 at most (`reuse.py`), so a
+block goes before all of a higher priority."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """`tenant`: whose blocks they are, by its index; the one of a prefix's first block counts for all behind it.
+    `priority`: the lowest goes first; a block has the highest that a request for it had. `is_transient`: they are to be
+    dropped some time, and go nowhere but to the host; until a request asks for them of which that is not true."""
+
+    tenant: int = 0
+    priority: int = 0
+    is_transient: bool = False
+
+    @property
+    def most_worth(self) -> float:
+        """What may go for such blocks where none is declined for what it is worth: all but those of higher
+        priorities."""
+        return PRIORITY_STEP * self.priority + PRIORITY_STEP / 2
+
+
+PLAIN = Terms()
+
+
+class NodeTerms:
+    """The terms of a tree's nodes, as arrays by node. `were_given`: whether any ever had others than `PLAIN`; until
+    then nothing is written, and nothing has to be compared."""
+
+    def __init__(self) -> None:
+        self.tenant = bytearray(1)
+        self.priority = array("b", [0])
+        self.transient = bytearray(1)
+        self.were_given = False
+
+    def grow(self, num_rows: int) -> None:
+        """There are so many more rows, of no nodes yet."""
+        self.priority.frombytes(bytes(num_rows))
+        self.tenant += bytes(num_rows)
+        self.transient += bytes(num_rows)
+
+    def begin(self, nodes: Sequence[int], terms: Terms, parent: int) -> None:
+        """These nodes are new, and the first of them comes behind the parent; 0 is behind none."""
+        if terms is PLAIN and not self.were_given:
+            return
+        self.were_given = True
+        tenant = self.tenant[parent] if parent else terms.tenant
+        for node in nodes:
+            self.tenant[node] = tenant
+            self.priority[node] = terms.priority
+            self.transient[node] = terms.is_transient
+
+    def use(self, nodes: Iterable[int], terms: Terms) -> list[int]:
+        """A request asks for these nodes on these terms; returns those that are transient no more."""
+        if terms is PLAIN and not self.were_given:
+            return []
+        self.were_given = True
+        kept = []
+        for node in nodes:
+            self.priority[node] = max(terms.priority, self.priority[node])
+            if self.transient[node] > terms.is_transient:
+                self.transient[node] = 0
+                kept.append(node)
+        return kept

@@ -1,0 +1,1 @@
+"""What requests and operators say of the cache: hints, pins, times to live, tenants."""

@@ -1,0 +1,101 @@
+"""What requests say of their own blocks, and operators of everybody's, put into effect."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import chain
+
+from ...base import Request
+from ...config import Config
+from ...types import BlockHash
+from ..companions import Companions
+from ..requests import RequestState, RequestTable
+from ..shared import Shared
+from .expiry import Expiries
+from .hints import hints_of
+from .pins import PinnedPrefixes
+
+logger = logging.getLogger("kv_connector.scheduler")
+
+PIN_SECONDS = 3600.0
+"""How long a request's pin lasts that says nothing of it."""
+_SECONDS_BETWEEN_LINES = 60.0
+
+
+class Control:
+    """Told of requests as they are admitted and end, and of each step; an operator's calls end here, too.
+
+    A request's hints are read once, when it is admitted for the first time, and its `RequestState.terms` and `is_saved`
+    say what planners need of them.
+    """
+
+    def __init__(self, config: Config, shared: Shared, companions: Companions) -> None:
+        self.tenants = shared.tenants
+        self.pins = PinnedPrefixes(shared, config.pinned_share)
+        self._shared = shared
+        self._companions = companions
+        self._expiries = Expiries(shared)
+        self._told_at = -_SECONDS_BETWEEN_LINES  # that hints were ignored
+
+    def admitted(self, state: RequestState, known: Sequence[Sequence[int]]) -> None:
+        """A request was admitted for the first time; `known` are the nodes that it makes use of, by group."""
+        request = state.request
+        state.hints = hints = hints_of(request, self._ignored)
+        state.terms = hints.terms(self.tenants.of(request))
+        state.is_saved = not hints.do_not_cache
+        if state.is_saved and (kept := self._shared.grouped.tree.terms.use(chain.from_iterable(known), state.terms)):
+            host = self._shared.host
+            on_host = [block_id for block_id in host.blocks_of(kept) if host.first_not_resident((block_id,)) is None]
+            self._companions.saved(on_host)
+        if hints.pin:
+            self._pin(request, state)
+        elif hints.pin is False:
+            self.pins.unpin_for_request(request.block_hashes)
+
+    def finished(self, state: RequestState) -> None:
+        """A request has ended that was admitted, and its blocks were used now."""
+        if state.terms.is_transient and state.hints.ttl_s is not None and state.is_saved:
+            self._expiries.add(state.request.block_hashes, self._shared.clock(), state.hints.ttl_s)
+
+    def step(self, now: float) -> None:
+        """A step is planned: what is due ends."""
+        self.pins.expire(now)
+        self._expiries.expire(now)
+
+    def reset(self) -> None:
+        """Nothing of before is cached. What is pinned stays so, and is saved as it is computed anew."""
+        self._expiries.reset()
+
+    def clear_tenant(self, name: str, requests: RequestTable) -> int:
+        """See `SchedulerHalf.clear_tenant`."""
+        tenant = self.tenants.named(name)
+        self.pins.unpin_tenant(tenant)
+        for state in requests:
+            if state.terms.tenant == tenant:
+                requests.spoil(state)
+        return self._shared.host.discard_tenant(tenant)
+
+    def stats(self) -> dict[str, float]:
+        """Gauges, under names that `DOCUMENTATION` has."""
+        return {"pinned_blocks": self.pins.num_blocks}
+
+    def tenant_stats(self) -> dict[str, dict[str, float]]:
+        """By tenant."""
+        stats = self.tenants.stats(self._shared.host)
+        for name, of_tenant in stats.items():
+            of_tenant["pinned_blocks"] = self.pins.num_blocks_of(self.tenants.named(name))
+        return stats
+
+    def _pin(self, request: Request, state: RequestState) -> None:
+        ttl_s = PIN_SECONDS if state.hints.ttl_s is None else state.hints.ttl_s
+        prompt: Sequence[BlockHash] = request.block_hashes[:]
+        if prompt and not self.pins.pin_for_request(prompt, state.terms, ttl_s):
+            self._shared.metrics.refused_pins += 1
+
+    def _ignored(self, reason: str) -> None:
+        self._shared.metrics.ignored_hints += 1
+        now = self._shared.clock()
+        if now - self._told_at >= _SECONDS_BETWEEN_LINES:
+            self._told_at = now
+            logger.warning("a hint of a request is ignored, and so may others be that are not told here: %s", reason)

@@ -1,0 +1,46 @@
+"""Blocks that are dropped from the host when nobody has used them for as long as their last request said."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from ...types import BlockHash
+from ..shared import Shared
+
+_MOST = 1 << 16
+"""Prefixes that are remembered; beyond that the one that is due next goes before its time."""
+
+
+class Expiries:
+    """Prefixes in the order in which they are due, O(log n) each. What is in use, pinned, or in front of what stays is
+    not dropped, and nor is what has been used since by anybody: it is his from then on."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._due: list[tuple[float, int, float, Sequence[BlockHash]]] = []  # a heap; when, a number, used, prefix
+        self._num_added = 0
+
+    def add(self, block_hashes: Sequence[BlockHash], used: float, ttl_s: float) -> None:
+        """A request with this prefix has ended, and used it last."""
+        self._num_added += 1
+        heapq.heappush(self._due, (used + ttl_s, self._num_added, used, tuple(block_hashes)))
+        if len(self._due) > _MOST:
+            self._drop()
+
+    def expire(self, now: float) -> None:
+        """Drop what is due."""
+        while self._due and self._due[0][0] <= now:
+            self._drop()
+
+    def reset(self) -> None:
+        """There is nothing any more to be dropped."""
+        self._due.clear()
+
+    def _drop(self) -> None:
+        _, _, used, block_hashes = heapq.heappop(self._due)
+        grouped, host = self._shared.grouped, self._shared.host
+        for group in range(len(grouped.groups)):
+            nodes = grouped.find_of(group, grouped.keys(block_hashes, group))
+            parts = [nodes] if group in grouped.full else [[node] for node in nodes]
+            self._shared.metrics.expired_blocks += sum(host.discard_unused(part, used) for part in parts)

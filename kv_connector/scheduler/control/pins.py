@@ -1,0 +1,156 @@
+"""Prefixes that are kept on the host, each named by its length and its last hash: an operator's, and requests'.
+
+A pin ends when it is undone, or at its deadline. Those of requests may hold a share of the host between them, and of
+each tenant's share; an operator knows what he does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import KVConnectorError
+from ...index import PLAIN, CacheTier, Terms
+from ...types import BlockHash
+from ..shared import Shared
+
+_Name = tuple[int, BlockHash, bool]
+"""Length of the prefix, its last hash, and whether requests have pinned it."""
+_MOST_PINS = 1 << 14
+"""Of requests."""
+_NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class _Pin:
+    block_hashes: Sequence[BlockHash]
+    terms: Terms
+    deadline: float = 0.0
+    count: int = 1  # an operator may pin a prefix several times
+
+
+class PinnedPrefixes:
+    """Owns the pins of tree nodes: whoever pins or unpins one does it here. `share`: of the host, for requests."""
+
+    def __init__(self, shared: Shared, share: float) -> None:
+        self._grouped = shared.grouped
+        self._host: CacheTier = shared.host
+        self._clock = shared.clock
+        self._share = share
+        self._pins: dict[_Name, _Pin] = {}
+        self._deadlines: list[tuple[float, _Name]] = []  # a heap; what is not the pin's own by now is passed over
+        self._num_blocks: dict[int, int] = {}  # pinned nodes, by tenant
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are pinned, on the host or not."""
+        return sum(self._num_blocks.values())
+
+    def num_blocks_of(self, tenant: int) -> int:
+        """Those of them that are the tenant's."""
+        return self._num_blocks.get(tenant, 0)
+
+    def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None = None, tenant: int = 0) -> None:
+        """For an operator: keep the blocks of a prefix, one time more. `ttl_s`: they are all let go of when so many
+        seconds have passed, and as many as were given in other calls."""
+        name = _name(block_hashes, False)
+        pin = self._pins.get(name)
+        if pin is not None:
+            pin.count += 1
+        else:
+            pin = self._pins[name] = _Pin(tuple(block_hashes), Terms(tenant) if tenant else PLAIN)
+        self._add(name, pin, _NEVER if ttl_s is None else ttl_s)
+
+    def unpin(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Undo one `pin` of the same prefix. Raises KVConnectorError, and changes nothing, for others."""
+        name = _name(block_hashes, False)
+        if name not in self._pins:
+            raise KVConnectorError(
+                f"this prefix of {len(block_hashes)} blocks is not pinned: give all the hashes of one pin_prefix"
+            )
+        self._remove(name, 1)
+
+    def pin_for_request(self, block_hashes: Sequence[BlockHash], terms: Terms, ttl_s: float) -> bool:
+        """Keep a prompt for so long from now on, or longer where that was asked for before; False, and nothing is
+        changed, where requests would hold more than they may."""
+        name = _name(block_hashes, True)
+        pin = self._pins.get(name)
+        if pin is None:
+            if len(self._pins) >= _MOST_PINS or not self._has_room(block_hashes, terms.tenant):
+                return False
+            pin = self._pins[name] = _Pin(tuple(block_hashes), terms)
+            self._add(name, pin, ttl_s)
+        else:
+            self._extend(name, pin, ttl_s)
+        return True
+
+    def unpin_for_request(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Let go of what requests have pinned of this prompt: the longest of its prefixes first, up to one that is in
+        front of what somebody else has pinned."""
+        count = len(block_hashes)
+        own = [name for name in self._pins if name[2] and name[0] <= count and block_hashes[name[0] - 1] == name[1]]
+        for name in sorted(own, reverse=True):
+            last = self._grouped.find(self._grouped.keys(block_hashes[: name[0]], 0)[-1:])
+            if any(self._grouped.tree.pins[node] > 1 for node in last):
+                return
+            self._remove(name, 1)
+
+    def unpin_tenant(self, tenant: int) -> None:
+        """Let go of all that requests of the tenant's have pinned."""
+        for name in [name for name, pin in self._pins.items() if name[2] and pin.terms.tenant == tenant]:
+            self._remove(name, 1)
+
+    def expire(self, now: float) -> None:
+        """Let go of those whose time is over."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, name = heapq.heappop(self._deadlines)
+            pin = self._pins.get(name)
+            if pin is not None and pin.deadline == deadline:
+                self._remove(name, pin.count)
+
+    def _add(self, name: _Name, pin: _Pin, ttl_s: float) -> None:
+        for group in range(len(self._grouped.groups)):
+            nodes = self._grouped.insert(pin.block_hashes, group, self._clock(), terms=pin.terms)
+            self._count([node for node in nodes if not self._grouped.tree.pins[node]], 1)
+            self._grouped.tree.pin(nodes)
+        self._extend(name, pin, ttl_s)
+
+    def _remove(self, name: _Name, count: int) -> None:
+        pin = self._pins[name]
+        pin.count -= count
+        if not pin.count:
+            del self._pins[name]
+        for group in range(len(self._grouped.groups)):
+            nodes = self._grouped.find(self._grouped.keys(pin.block_hashes, group))
+            self._count([node for node in nodes if self._grouped.tree.pins[node] == count], -1)
+            for _ in range(count):
+                self._host.unpin(nodes)
+
+    def _extend(self, name: _Name, pin: _Pin, ttl_s: float) -> None:
+        if (deadline := self._clock() + ttl_s) > pin.deadline:
+            pin.deadline = deadline
+            if deadline < _NEVER:
+                heapq.heappush(self._deadlines, (deadline, name))
+
+    def _has_room(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
+        """Whether the blocks of this prefix that are not pinned yet may be."""
+        num_new, pins = 0, self._grouped.tree.pins
+        for group in range(len(self._grouped.groups)):
+            keys = self._grouped.keys(block_hashes, group)
+            num_new += len(keys) - sum(pins[node] > 0 for node in self._grouped.find(keys))
+        capacity, tenants = self._host.pool.capacity, self._host.tenants
+        has_room = self.num_blocks + num_new <= int(self._share * capacity)
+        if tenants is not None:
+            has_room &= self.num_blocks_of(tenant) + num_new <= int(self._share * tenants.shares[tenant])
+        return has_room
+
+    def _count(self, nodes: Sequence[int], sign: int) -> None:
+        for node in nodes:
+            tenant = self._grouped.tree.terms.tenant[node]
+            self._num_blocks[tenant] = self._num_blocks.get(tenant, 0) + sign
+
+
+def _name(block_hashes: Sequence[BlockHash], is_of_request: bool) -> _Name:
+    """The last hash stands for all in front of it, as far as the prefix goes back to its first block."""
+    return len(block_hashes), block_hashes[-1] if block_hashes else BlockHash(b""), is_of_request

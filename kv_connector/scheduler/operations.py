@@ -1,0 +1,66 @@
+"""What an operator asks of the scheduler half; called from its thread, between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..index import CacheTier
+from ..types import BlockHash
+from .companions import Companions
+from .control.control import Control
+from .ranks import RankStates
+from .requests import RequestTable
+
+
+class Operations:
+    """A part of `SchedulerHalf`, which owns all that this names. No call blocks."""
+
+    host: CacheTier
+    _companions: Companions
+    _control: Control
+    _ranks: RankStates
+    _requests: RequestTable
+
+    def pin_prefix(
+        self, block_hashes: Sequence[BlockHash], ttl_s: float | None = None, tenant: str = "default"
+    ) -> None:
+        """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host. What was
+        computed before is saved with the next request for it. With `ttl_s` that ends by itself, so many seconds from
+        now on. Raises KVConnectorError, and changes nothing, for a tenant that is not configured."""
+        self._control.pins.pin(block_hashes, ttl_s, self._control.tenants.named(tenant))
+
+    def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Undo one `pin_prefix` of the same hashes. Raises KVConnectorError, and changes nothing, for others."""
+        self._control.pins.unpin(block_hashes)
+
+    def resize_host(self, num_blocks: int | None) -> None:
+        """Use at most `num_blocks` host blocks from now on; None uses all that are ready. Raises InvalidBlockError, and
+        changes nothing, for fewer than none."""
+        self._ranks.limit_host(num_blocks)
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Of a host block over all ranks; 0 as long as no rank has host memory ready."""
+        return self._ranks.block_bytes
+
+    def clear_tenant(self, tenant: str) -> int:
+        """Drop what the host has of a tenant's, and what its requests have pinned; what they have computed until now is
+        not saved any more. Returns how many blocks went. The device and storage keep what they have: only whoever knows
+        the salt finds it. Raises KVConnectorError for a tenant that is not configured."""
+        return self._control.clear_tenant(tenant, self._requests)
+
+    def tenant_stats(self) -> dict[str, dict[str, float]]:
+        """By tenant what it may hold of the host and holds, in blocks, and sums since the start; "default" is always
+        there."""
+        return self._control.tenant_stats()
+
+    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """Read what storage has of a prefix to the host; whether that has begun. Not without storage, nor where many
+        are under way."""
+        return self._companions.warm(block_hashes)
+
+    def drain(self) -> int:
+        """Write all that the host has to storage, as in front of a restart, and return how many of its blocks are still
+        to be looked at or written: call again until none are. Steps of the engine do it, and serving goes on. What is
+        saved meanwhile goes to storage when `storage.backup` says so. Raises KVConnectorError without storage."""
+        return self._companions.drain()
