@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import KVConnectorError
 from ..types import BlockHash
+from ..values import shown
 from .base import Refusal
 
 if TYPE_CHECKING:
@@ -36,11 +37,14 @@ class PinBook:
 
     def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None, tenant: str) -> str:
         """Keep the prefix, for `ttl_s` seconds from now or until `unpin`; returns its name. Again is not twice: the
-        later word counts. Raises KVConnectorError where there are too many, or no such tenant."""
+        later word counts. Raises Refusal, and changes nothing, where there are too many, or no such tenant."""
         self._forget_ended()
         name = f"{block_hashes[-1].hex()[:_SHOWN_DIGITS]}-{len(block_hashes)}"
         if name not in self._pins and len(self._pins) >= _MOST_PINS:
-            raise KVConnectorError(f"{_MOST_PINS} prefixes are pinned already: unpin some, or give them a ttl_s")
+            raise Refusal(409, f"{_MOST_PINS} prefixes are pinned already: unpin some, or give them a ttl_s")
+        tenants = list(self._half.tenant_stats())
+        if tenant not in tenants:
+            raise Refusal(404, f"tenant={shown(tenant)} is not configured: there are {', '.join(tenants)}")
         if name in self._pins:
             self._undo(self._pins.pop(name))
         self._half.pin_prefix(block_hashes, ttl_s, tenant)

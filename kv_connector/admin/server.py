@@ -124,7 +124,7 @@ class _Call(BaseHTTPRequestHandler):
     def setup(self) -> None:
         self.connection = self.request
         self.rfile = io.BufferedReader(_Reader(self.connection, self.server.client_seconds))
-        self.wfile = io.BytesIO()  # type: ignore[assignment]  # sent as a whole
+        self.wfile = io.BytesIO()  # sent as a whole
 
     def handle(self) -> None:
         self.close_connection = True

@@ -18,6 +18,7 @@ from kv_connector.config import Config
 from kv_connector.index import BlockHasher
 from kv_connector.types import BlockHash
 from tests.fakes import check_engine, make_engine
+from tests.storage.storages import HeldStorage
 
 TOKEN = "what-operators-know-of-it"
 BLOCK_SIZE = 4
@@ -50,9 +51,9 @@ class SteppingEngine:
         self._is_woken = threading.Event()
         self._is_stopping = False
         self.num_steps = 0
-        prefixes = MiniPrefixes(self.engine)
+        self.prefixes = MiniPrefixes(self.engine)
         self.endpoint = Endpoint(
-            config.admin, 0, half, config.host_memory, prefixes, self._is_woken.set, half._shared.clock
+            config.admin, 0, half, config.host_memory, self.prefixes, self._is_woken.set, half._shared.clock
         )
         self._thread = threading.Thread(target=self._run, name="engine")
         self._thread.start()
@@ -96,9 +97,13 @@ class SteppingEngine:
 
 
 @contextmanager
-def stepping(**settings: Any) -> Iterator[tuple[SteppingEngine, AdminClient]]:
+def stepping(
+    storages: Sequence[HeldStorage] | None = None, **settings: Any
+) -> Iterator[tuple[SteppingEngine, AdminClient]]:
     """An engine with its endpoint at a Unix socket, and a client that knows the token."""
-    engine = SteppingEngine(Config.from_mapping({"host_memory": 4 << 10, "load_choice": "sync", **settings}))
+    engine = SteppingEngine(
+        Config.from_mapping({"host_memory": 64 << 10, "load_choice": "sync", **settings}), storages=storages
+    )
     try:
         yield engine, AdminClient("", settings["admin"]["socket"], TOKEN.encode())
     finally:
