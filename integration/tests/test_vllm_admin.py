@@ -106,7 +106,7 @@ def test_statistics_are_those_of_the_metrics(tmp_path: Path) -> None:
     from prometheus_client import REGISTRY
 
     with steered(tmp_path) as steering:
-        steering.engine.alone([*prompts(3), *prompts(3)])
+        steering.engine.alone([*prompts(6), *prompts(6)])
         steering.engine.drain()
         steering.engine.alone([[2, 3, 4]], 1)  # counters are told with answers
         tiers = steering.call("GET", "/v1/stats")["tiers"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -100,11 +100,16 @@ class SteppingEngine:
 def stepping(
     storages: Sequence[HeldStorage] | None = None, **settings: Any
 ) -> Iterator[tuple[SteppingEngine, AdminClient]]:
-    """An engine with its endpoint at a Unix socket, and a client that knows the token."""
+    """An engine with its endpoint where `admin` says, and a client that knows the token."""
     engine = SteppingEngine(
         Config.from_mapping({"host_memory": 64 << 10, "load_choice": "sync", **settings}), storages=storages
     )
     try:
-        yield engine, AdminClient("", settings["admin"]["socket"], TOKEN.encode())
+        yield engine, _client(settings["admin"])
     finally:
         engine.stop()
+
+
+def _client(admin: Mapping[str, str]) -> AdminClient:
+    url = f"http://{admin['bind']}" if "bind" in admin else ""
+    return AdminClient(url, admin.get("socket", ""), TOKEN.encode())
