@@ -18,6 +18,8 @@ from integration.models.smollm2 import default_folder, is_converted
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config, weights
 from kv_connector.admin.base import Answer, Refusal
 from kv_connector.admin.client import AdminClient
+from kv_connector.admin.listeners import listen
+from kv_connector.config import AdminConfig
 from kv_connector.config.admin import ADMIN_TOKEN
 from kv_connector.engines.vllm.stats import PREFIX
 from kv_connector.metrics import GAUGES
@@ -107,7 +109,8 @@ def test_statistics_are_those_of_the_metrics(tmp_path: Path) -> None:
 
     with steered(tmp_path) as steering:
         steering.engine.alone([*prompts(6), *prompts(6)])
-        steering.engine.drain()
+        while steering.engine.stats()["jobs_in_flight"]:
+            steering.engine.alone([[2, 3, 4]], 1)
         steering.engine.alone([[2, 3, 4]], 1)  # counters are told with answers
         tiers = steering.call("GET", "/v1/stats")["tiers"]
         shown = {name: value for tier in tiers.values() for name, value in tier.items()}
@@ -118,6 +121,7 @@ def test_statistics_are_those_of_the_metrics(tmp_path: Path) -> None:
         with pytest.raises(Refusal, match="wrong token: send the engine's") as refused:
             stranger.call("GET", "/v1/stats")
     assert refused.value.status == 401
+    assert not (tmp_path / "admin.sock").exists(), "what is shut down leaves nothing behind"
     assert exported == shown and shown["host_hit_tokens"] > 0
 
 
@@ -137,42 +141,35 @@ def test_a_text_is_pinned_as_the_engine_reads_it(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_rests_wakes_for_an_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own it waits for requests, and none comes. It drains all the same; and when it is killed
-    the next one takes its place."""
-    from vllm import LLM, SamplingParams
+    """In a process of its own it waits for requests, and none comes: it answers and writes to storage all the same.
+    When it is killed, the next one takes its place."""
+    from vllm import LLM
 
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONHASHSEED": "0", "OMP_WAIT_POLICY": "PASSIVE"}
+    settings["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     socket = str(tmp_path / "admin.sock")
     storage = {"path": str(tmp_path / "store"), "capacity": "64MiB", "backup": "on_eviction"}
-    settings = {"write_policy": "write_through", "admin": {"socket": socket}, "storage": storage}
+    ours = {"write_policy": "write_through", "admin": {"socket": socket}, "storage": storage}
     options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "block_size": BLOCK_SIZE}
     options |= {"num_gpu_blocks_override": 40, "enforce_eager": True, "max_num_seqs": 8}
-    options |= weights("dense", tmp_path) | {"kv_transfer_config": transfer_config(settings)}
-    client = AdminClient("", socket, TOKEN.encode())
-    (prompt,) = prompts(1)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    answers = []
-    for turn in range(2):
-        llm = LLM(**options)
-        if turn:
-            assert client.call("POST", "/v1/warm", {"token_ids": prompt})["started"]
-            while client.call("GET", "/v1/stats")["tiers"]["host"]["host_cached_blocks"] < len(prompt) // BLOCK_SIZE:
-                pass
-        answers.append(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids)
+    llm = LLM(**options, **weights("dense", tmp_path), kv_transfer_config=transfer_config(ours))
+    try:
+        client = AdminClient("", socket, TOKEN.encode())
+        (prompt,) = prompts(1)
+        llm.generate([{"prompt_token_ids": prompt}], _params(), use_tqdm=False)
         assert client.call("GET", "/v1/pins") == {"pins": []}
         assert client.call("POST", "/v1/drain", {"wait_s": 60}) == {"done": True, "remaining_blocks": 0}
-        if turn:
-            host_hits = client.call("GET", "/v1/stats")["tiers"]["host"]["host_hit_tokens"]
-            llm.llm_engine.engine_core.shutdown()
-            assert not Path(socket).exists(), "it leaves nothing behind where it is shut down"
-        else:
-            for process in llm.llm_engine.engine_core.resources.engine_manager.processes:
-                os.kill(process.pid, signal.SIGKILL)
-                process.join()
-            assert Path(socket).exists()
-            llm.llm_engine.engine_core.shutdown()
-    assert answers[0] == answers[1] and host_hits == len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+        storage_stats = client.call("GET", "/v1/stats")["tiers"]["storage"]
+        assert storage_stats["backed_up_blocks"] == len(prompt) // BLOCK_SIZE
+        for process in llm.llm_engine.engine_core.resources.engine_manager.processes:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    assert Path(socket).exists()
+    listen(AdminConfig(socket=socket), 0).close()
 
 
 def _params() -> Any:
