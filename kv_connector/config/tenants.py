@@ -46,6 +46,7 @@ def tenants_of(given: object) -> Mapping[str, TenantConfig]:
             raise ConfigError(f"tenants.{shown(name)} has a name of {len(name)} characters: give 1 to {_LONGEST_NAME}")
         if not isinstance(settings, Mapping | TenantConfig):
             raise ConfigError(f'tenants.{name}={shown(settings)} is not an object: give one such as {{"weight": 3}}')
-        is_parsed = isinstance(settings, TenantConfig)
-        tenants[name] = settings if is_parsed else from_mapping(TenantConfig, settings, f"tenants.{name}.")
+        if isinstance(settings, Mapping):
+            settings = from_mapping(TenantConfig, settings, f"tenants.{name}.")
+        tenants[name] = settings
     return tenants

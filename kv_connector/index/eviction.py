@@ -93,10 +93,6 @@ class EvictionQueue:
     def resized(self, capacity: int) -> None:
         """All of it is for this one."""
 
-    def room(self, tenant: int) -> int:
-        """Without end."""
-        return NO_LIMIT
-
     def handed_out(self, block_ids: Sequence[int], tenant: int) -> None:
         """To this one."""
 
@@ -152,7 +148,12 @@ class EvictionQueue:
         return first
 
     def take(
-        self, num_nodes: int, older_than: float = NEVER, most: float = NEVER, tenant: int | None = None
+        self,
+        num_nodes: int,
+        older_than: float = NEVER,
+        most: float = NEVER,
+        tenant: int | None = None,
+        num_free: int = 0,
     ) -> list[int]:
         """Take out up to so many victims, in eviction order, counting their parents' kids down; none that is worth more
         than `most`."""

@@ -95,11 +95,19 @@ class TenantQueues:
         return LAST
 
     def take(
-        self, num_nodes: int, older_than: float = NEVER, most: float = NEVER, tenant: int | None = None
+        self,
+        num_nodes: int,
+        older_than: float = NEVER,
+        most: float = NEVER,
+        tenant: int | None = None,
+        num_free: int = 0,
     ) -> list[int]:
-        """As `EvictionQueue.take`, for this tenant; for nobody where it is None."""
+        """As `EvictionQueue.take`, for this tenant, which is given so many free blocks as well; for nobody where it is
+        None."""
         victims: list[int] = []
-        held, closed = list(self.held), [False] * len(self.held)  # as it will be once the victims are the tenant's
+        held, closed = list(self.held), [False] * len(self.held)  # as it will be once all that is the tenant's
+        if tenant is not None:
+            held[tenant] += num_free
         while len(victims) < num_nodes and (giver := self._giver(held, tenant, closed)) is not None:
             count = min(num_nodes - len(victims), self._count(held, tenant, giver, closed))
             worth = NEVER if self._is_owed(held, tenant, giver) else most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 LEAST_PRIORITY, MOST_PRIORITY = -2, 2
 NUM_PRIORITIES = MOST_PRIORITY - LEAST_PRIORITY + 1
@@ -23,11 +23,16 @@ class Terms:
     priority: int = 0
     is_transient: bool = False
 
+    most_worth: float = field(init=False)
+    """What may go for such blocks where none is declined for what it is worth: all but those of higher priorities."""
+
     @property
-    def most_worth(self) -> float:
-        """What may go for such blocks where none is declined for what it is worth: all but those of higher
-        priorities."""
-        return PRIORITY_STEP * self.priority + PRIORITY_STEP / 2
+    def claim(self) -> tuple[float, int]:
+        """`most_worth` and the tenant, as `CacheTier.allocate_behind` takes them."""
+        return self.most_worth, self.tenant
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "most_worth", PRIORITY_STEP * self.priority + PRIORITY_STEP / 2)
 
 
 PLAIN = Terms()
@@ -51,8 +56,6 @@ class NodeTerms:
 
     def begin(self, nodes: Sequence[int], terms: Terms, parent: int) -> None:
         """These nodes are new, and the first of them comes behind the parent; 0 is behind none."""
-        if terms is PLAIN and not self.were_given:
-            return
         self.were_given = True
         tenant = self.tenant[parent] if parent else terms.tenant
         for node in nodes:

@@ -117,21 +117,22 @@ class CacheTier:
 
         Only copies last used before `older_than` are evicted. None, and nothing changed, where that is not enough.
         """
-        short = num_blocks - self._num_free(tenant)
+        num_free = self._num_free(tenant)
         victims: list[int] = []
-        if short > 0:
+        if (short := num_blocks - num_free) > 0:
             if short > self._num_idle:
                 return None
-            victims = self._queue.take(short, older_than, tenant=tenant)
+            victims = self._queue.take(short, older_than, NEVER, tenant, num_free)
             if len(victims) < short:
                 self._restore(victims)
                 return None
-        return self._hand_out(num_blocks, victims, tenant)
+        return self._hand_out(min(num_blocks, num_free), victims, tenant)
 
     def allocate_up_to(self, num_blocks: int, older_than: float = NEVER, tenant: int = 0) -> list[int]:
         """As `allocate`, but as many as can be had, possibly none."""
-        victims = self._queue.take(self._num_short(num_blocks, tenant), older_than, tenant=tenant)
-        return self._hand_out(num_blocks, victims, tenant)
+        num_free = min(num_blocks, self._num_free(tenant))
+        victims = self._queue.take(num_blocks - num_free, older_than, NEVER, tenant, num_free)
+        return self._hand_out(num_free, victims, tenant)
 
     def allocate_behind(
         self,
@@ -143,13 +144,14 @@ class CacheTier:
     ) -> list[int]:
         """As `allocate_up_to`, evicting older prefixes but nothing of the paths that the blocks continue, one for each
         block group, and nothing that is worth more than they are."""
-        short = self._num_short(num_blocks, tenant)
-        victims = self._queue.take(short, now, worth, tenant)
+        if (num_free := self._num_free(tenant)) >= num_blocks:
+            return self._hand_out(num_blocks, [], tenant)
+        victims = self._queue.take(num_blocks - num_free, now, worth, tenant, num_free)
         while own := self._on(paths, victims):  # at most once for each gap in a path
             self._restore(victims)
             self.tree.touch(own, now)
-            victims = self._queue.take(short, now, worth, tenant)
-        return self._hand_out(num_blocks, victims, tenant)
+            victims = self._queue.take(num_blocks - num_free, now, worth, tenant, num_free)
+        return self._hand_out(num_free, victims, tenant)
 
     def has_room_behind(
         self, paths: Sequence[Sequence[BlockHash]], now: float, worth: float = NEVER, tenant: int = 0
@@ -205,8 +207,8 @@ class CacheTier:
                 self._free((block_id,))
 
     def discard_unused(self, nodes: Sequence[int], since: float) -> int:
-        """Drop the copies of these nodes, which are of one prefix and in its order, that nobody has used later than
-        `since`, keeps pinned, or needs in front of another copy: so from the tail on. Returns how many."""
+        """Drop the copies of these nodes, a prefix in its order, from the tail on, up to one that was used later than
+        `since`, is pinned, or in front of another copy. Returns how many."""
         num_before = self.num_copies
         for node in reversed(nodes):
             if self._block[node] != NONE:
@@ -215,20 +217,13 @@ class CacheTier:
                 self.discard((self._block[node],))
         return num_before - self.num_copies
 
-    def discard_tenant(self, tenant: int) -> int:
-        """Drop every copy of the tenant's nodes; returns how many."""
-        num_before, states = self.num_copies, self._state
-        tenant_of, nodes = self.tree.terms.tenant, self._node
-        self.discard([b for b, state in enumerate(states) if state and tenant_of[nodes[b]] == tenant])
-        return num_before - self.num_copies
-
     def leaves(self, block_ids: Iterable[int]) -> list[int]:
         """Those of these blocks behind whose copies there is none on this tier."""
         return [block_id for block_id in block_ids if not self._kids[self._node[block_id]]]
 
-    def resident(self) -> list[int]:
-        """Blocks that hold a complete and valid copy; O(blocks)."""
-        return [block_id for block_id, state in enumerate(self._state) if state == _RESIDENT]
+    def copies(self) -> list[int]:
+        """Blocks that hold a copy, resident or on its way; O(blocks)."""
+        return [block_id for block_id, state in enumerate(self._state) if state and state != _DELETING]
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """One more reference to each block: a request uses it or a copy job leases it."""
@@ -350,19 +345,16 @@ class CacheTier:
 
     def _num_free(self, tenant: int) -> int:
         """Free blocks that the tenant may have."""
-        return min(self.pool.num_free, self._queue.room(tenant))
+        return self.pool.num_free if self.tenants is None else min(self.pool.num_free, self.tenants.room(tenant))
 
-    def _num_short(self, num_blocks: int, tenant: int) -> int:
-        """Of so many blocks those that are not free, as far as eviction could free them."""
-        return max(0, min(num_blocks - self._num_free(tenant), self._num_idle))
-
-    def _hand_out(self, num_blocks: int, victims: list[int], tenant: int) -> list[int]:
-        """Up to `num_blocks` private blocks: those that are free, and those of the victims."""
-        num_free = min(num_blocks - len(victims), self._num_free(tenant))
-        evicted = self._evict(victims) if victims else []
-        self.pool.reuse(evicted)
-        self._queue.freed(evicted)
-        block_ids = (self.pool.allocate(num_free) or []) + evicted
+    def _hand_out(self, num_free: int, victims: list[int], tenant: int) -> list[int]:
+        """Private blocks: so many that are free, and those of the victims."""
+        block_ids = self.pool.allocate(num_free) or []
+        if victims:
+            evicted = self._evict(victims)
+            self.pool.reuse(evicted)
+            self._queue.freed(evicted)
+            block_ids += evicted
         self._queue.handed_out(block_ids, tenant)
         return block_ids
 

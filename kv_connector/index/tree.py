@@ -353,7 +353,8 @@ class PrefixTree:
                 depth += 1
         for node in nodes[-1:] if is_path else nodes:
             keeps[node] = 0
-        self.terms.begin(nodes, terms, parents[nodes[0]])
+        if terms is not PLAIN or self.terms.were_given:
+            self.terms.begin(nodes, terms, parents[nodes[0]])
         self._num_remembered += len(nodes)
         assert len(index) + len(self._free) == len(known) - 1, "a block has two parents"
         return nodes

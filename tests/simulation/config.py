@@ -15,6 +15,7 @@ from kv_connector.config import (
     PeerRole,
     Prefetch,
     StorageConfig,
+    TenantConfig,
     WritePolicy,
 )
 from kv_connector.index import BlockGroup, may_truncate
@@ -109,6 +110,8 @@ class EngineConfig:
     port: int = 0  # of rank 0; 0: any
     deadline_ms: int = 3000
     answer_ms: int = 1000
+    tenants: tuple[tuple[str, int, int], ...] = ()  # name, weight, and quota in host blocks, 0 for none
+    hinted_share: float = 0.0  # of requests, that say something of their blocks
     seconds: dict[str, float] = field(default_factory=lambda: {"compute": 2e-3, "load": 2e-3, "save": 2e-3})
 
     @property
@@ -193,7 +196,11 @@ class EngineConfig:
             calibration="off",
             storage=storage,
             peer=peer,
+            tenants={name: self._tenant(weight, quota) for name, weight, quota in self.tenants},
         )
+
+    def _tenant(self, weight: int, quota: int) -> TenantConfig:
+        return TenantConfig(weight, quota * HOST_BLOCK_BYTES * (1 if self.replicas else self.num_ranks))
 
     def quiet(self) -> EngineConfig:
         """Without chance in how long things take: for the last part of a world, and for shrunk histories."""
@@ -281,6 +288,17 @@ def draw_refusals(rng: random.Random, configs: list[EngineConfig]) -> list[Engin
         replace(config, refused_share=rng.choice([0.01, 0.05, 0.3, 0.7]), judged_blocks=rng.choice([16, 64, 1024]))
         for config in configs
     ]
+
+
+def draw_control(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
+    """In half of all worlds requests say something of their blocks, in a third tenants share the hosts. `rng` is one
+    of its own."""
+    hinted_share = rng.choice([0.0, 0.0, 0.0, 0.1, 0.3, 0.8])
+    tenants: tuple[tuple[str, int, int], ...] = ()
+    if rng.random() < 0.35:
+        tenants = ("a", rng.choice([1, 3]), 0), ("b", 1, rng.choice([0, 0, 4, 16]))
+        tenants += (("default", 2, 0),) if rng.random() < 0.5 else ()
+    return [replace(config, hinted_share=hinted_share, tenants=tenants) for config in configs]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

@@ -21,6 +21,7 @@ from kv_connector.types import PeerAction
 
 from .checks import JobBook, Violation
 from .config import STATE_BLOCKS, EngineConfig
+from .control import ControlWatch
 from .device import SimulatedEvent
 from .model import Oracle
 from .pool import BlockPool, ConnectorView
@@ -97,6 +98,7 @@ class Engine:
         )
         self.half.reuse.least_part = 8  # a world asks for few blocks
         self.half.refusals.judged_blocks = config.judged_blocks
+        self.watch = ControlWatch(world, config, self.half)
         self.half.bind_block_pool(ConnectorView(self.pool, self.book.freed))
         self.scheduler = SchedulerModel(config, self.pool, self.half, self.met)
         self.scheduler.epoch = world.epochs[index]
@@ -105,7 +107,8 @@ class Engine:
         self.host_shares = _host_shares(config)
         self.ranks = [Rank(self, rank) for rank in range(config.num_ranks)]
         # As engines do: which model, layout and weights it is their hashes do not say.
-        self.root = root_hash(CacheIdentity("any", "any", "any", config.block_size))
+        self._any_identity = CacheIdentity("any", "any", "any", config.block_size)
+        self.root = root_hash(self._any_identity)
         self._in_flight: deque[Step] = deque()
         self._last_sampled: list[SimulatedEvent] | None = None  # of the last step with a forward pass
         self._is_due = False
@@ -197,11 +200,18 @@ class Engine:
     # What users do.
 
     def make_request(
-        self, request_id: str, number: int, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None
+        self,
+        request_id: str,
+        number: int,
+        prompt: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None = None,
+        salt: str | None = None,
     ) -> SimulatedRequest:
         oracle = Oracle(self.shape, self.scheduler.epoch, prompt)
-        hasher = BlockHasher(self.config.block_size, self.root)
-        return SimulatedRequest(request_id, number, list(prompt), max_tokens, hasher, oracle, params)
+        root = self.root if salt is None else root_hash(self._any_identity, salt=salt)
+        hasher = BlockHasher(self.config.block_size, root)
+        return SimulatedRequest(request_id, number, list(prompt), max_tokens, hasher, oracle, params, salt)
 
     def most_tokens(self) -> int:
         """Of a request that surely fits."""
@@ -212,9 +222,11 @@ class Engine:
 
     def _finished(self, request: SimulatedRequest) -> None:
         self._progressed_in = self.scheduler.step
+        self.world.note(request)
         self.world.finished(self, request)
 
     def add(self, request: SimulatedRequest) -> None:
+        self.world.note(request)
         self.scheduler.add(request)
         self.wake()
 
@@ -355,8 +367,9 @@ class Engine:
         """Nothing is under way: nothing is held."""
         if self.is_dead:
             return
+        self.watch.check_at_rest()
         stats = self.half.get_kv_connector_stats()
-        names = "jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes"
+        names = "jobs_in_flight", "host_leased_blocks", "loading_bytes", "saving_bytes", "pinned_blocks"
         leaks = {name: stats[name] for name in names}
         leaks["pinned blocks of the tree"] = sum(map(bool, self.half.tree.pins))
         leaks["pinned device blocks"] = sum(map(bool, self.pool.pins))

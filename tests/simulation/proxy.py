@@ -108,7 +108,7 @@ class Proxy:
 
     def params_again(self, request: SimulatedRequest) -> dict[str, Any] | None:
         """What a request of the same id is sent with."""
-        return request.kv_transfer_params if self.may_transfer else None
+        return request.kv_transfer_params if self.may_transfer and request.is_handed else None
 
     def replaced(self, before: SimulatedRequest, request: SimulatedRequest) -> None:
         """The request of an engine that was killed is computed anew."""
@@ -121,7 +121,7 @@ class Proxy:
         self._behind.clear()
         for engine in self._world.engines:
             for request in engine.scheduler.requests:
-                if request.kv_transfer_params:
+                if request.is_handed:
                     engine.abort(request)
 
     def _send(self, index: int, then: Continuation, params: dict[str, Any] | None) -> None:

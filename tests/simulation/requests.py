@@ -44,6 +44,7 @@ class SimulatedRequest:
     hasher: BlockHasher
     oracle: Oracle
     kv_transfer_params: dict[str, Any] | None = None
+    cache_salt: str | None = None
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -90,6 +91,11 @@ class SimulatedRequest:
     def is_from_others(self) -> bool:
         """Whether another engine has computed its prompt."""
         return bool(self.kv_transfer_params and self.kv_transfer_params.get("do_remote_prefill"))
+
+    @property
+    def is_handed(self) -> bool:
+        """Whether it concerns another engine."""
+        return self.is_for_others or self.is_from_others
 
     @property
     def holds_blocks(self) -> bool:

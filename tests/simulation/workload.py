@@ -261,12 +261,13 @@ class Users:
         prompt: list[int],
         outputs: int,
         params: dict[str, Any] | None = None,
+        salt: str | None = None,
     ) -> SimulatedRequest | None:
         """Send a request, if it fits and its id is free: else it is refused."""
         outputs = min(outputs, self._most - len(prompt))
         if outputs < 1 or any(request.request_id == request_id for request in engine.scheduler.requests):
             return None
-        request = engine.make_request(request_id, number, prompt, outputs, params)
+        request = engine.make_request(request_id, number, prompt, outputs, params, salt)
         self.requests[number] = engine, request
         engine.add(request)
         return request
@@ -278,7 +279,9 @@ class Users:
         if of in self.requests:
             _, before = self.requests[of]
             prompt = list(before.tokens) + prompt[-new:]
-        self.start(engine, action.number, f"r{action.number}", prompt, outputs)
+        salt, hints = self._world.draw_hints(engine, action.number)
+        params = None if hints is None else {"cache": hints}
+        self.start(engine, action.number, f"r{action.number}", prompt, outputs, params, salt)
 
     def _session(
         self, engine: Engine, action: Action, document: int, share: float, inputs: Sequence[tuple[float, int, int]]
@@ -381,7 +384,7 @@ class Users:
     def _abort(self, engine: Engine, action: Action, back: int, is_handed: bool) -> None:
         live = engine.scheduler.requests
         if is_handed:
-            live = [request for request in live if request.kv_transfer_params] or live
+            live = [request for request in live if request.is_handed] or live
         if live:
             request = live[back % len(live)]  # those that hold blocks come first
             for is_it, side in ((request.is_for_others, "producer"), (request.is_from_others, "consumer")):
@@ -448,6 +451,25 @@ class Users:
         except KVConnectorError:
             return
         raise Violation("check", f"{len(hashes)} blocks are unpinned that were never pinned together")
+
+    def _warm(self, engine: Engine, action: Action, document: int, share: float) -> None:
+        self._world.met["prefixes warmed"] += engine.half.warm(self._hashes(engine, document, share))
+        engine.wake()
+
+    def _drain(self, engine: Engine, action: Action) -> None:
+        """Until nothing is left: the engine is asked again and again."""
+        if engine.is_dead or engine.config.prefetch is None:
+            return
+        if engine.half.drain():
+            self._world.time.call_after(5e-3, partial(self._drain, engine, action), "drain")
+            engine.wake()
+        else:
+            self._world.met["hosts drained"] += 1
+
+    def _clear(self, engine: Engine, action: Action, tenant: int) -> None:
+        names = ["default", *(name for name, _, _ in engine.config.tenants)]
+        self._world.met["tenants' blocks cleared"] += engine.half.clear_tenant(names[tenant % len(names)])
+        engine.wake()
 
     def unpin_all(self) -> None:
         """Nothing is to be kept any more."""

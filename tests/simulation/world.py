@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from kv_connector.types import StepPlan, StorageAction
+from kv_connector.types import BlockHash, StepPlan, StorageAction
 
 from . import config as configs
-from . import streams, workload
+from . import control, streams, workload
 from .checks import Violation
 from .clock import VirtualTime
 from .device import seams
@@ -59,12 +60,17 @@ class World:
         self.num_finished = 0
         rng = random.Random(f"{seed}/world")
         self._digest = hashlib.sha256()
+        self.salts: dict[BlockHash, str] = {}
+        self.private_hashes: set[BlockHash] = set()
+        """Of requests that were not to be cached, and of all others."""
+        self.shown_hashes: set[BlockHash] = set()
         self.configs = configs.draw_remembered(random.Random(f"{seed}/most_remembered"), configs.draw_world(rng))
         self.configs = configs.draw_policies(random.Random(f"{seed}/policies"), self.configs)
         self.configs = configs.draw_groups(random.Random(f"{seed}/groups"), self.configs)
         self.configs = configs.draw_replicas(random.Random(f"{seed}/replicas"), self.configs)
         self.configs = configs.draw_ends(random.Random(f"{seed}/ends"), self.configs)
         self.configs = configs.draw_refusals(random.Random(f"{seed}/blocks_refused"), self.configs)
+        self.configs = configs.draw_control(random.Random(f"{seed}/control"), self.configs)
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))
@@ -73,6 +79,7 @@ class World:
         self.engines: list[Engine] = []
         self.actions = workload.draw(rng, self.configs)
         self.actions += streams.draw(random.Random(f"{seed}/sessions"), self.configs, self.actions)
+        self.actions += control.draw(random.Random(f"{seed}/operators"), self.configs, self.actions)
         self.actions.sort(key=lambda action: action.time)
 
     def start(self) -> None:
@@ -105,6 +112,27 @@ class World:
     def digest(self) -> str:
         """Of every step of the run."""
         return self._digest.hexdigest()
+
+    def draw_hints(self, engine: Engine, number: int) -> tuple[str | None, Any]:
+        """What the request of this number says of its blocks."""
+        salt, hints = control.draw_hints(random.Random(f"{self.seed}/hints/{number}"), engine.config)
+        self.met["requests with hints"] += hints is not None
+        self.met["requests of tenants"] += salt is not None
+        return salt, hints
+
+    def note(self, request: SimulatedRequest) -> None:
+        """Whose blocks these are, and whether anybody may have them saved."""
+        hints = (request.kv_transfer_params or {}).get("cache")
+        is_private = isinstance(hints, dict) and hints.get("do_not_cache") is True
+        (self.private_hashes if is_private else self.shown_hashes).update(request.block_hashes)
+        if request.cache_salt is not None:
+            self.salts.update(dict.fromkeys(request.block_hashes, request.cache_salt))
+
+    def note_live(self) -> None:
+        """As `note`, of all that have not ended."""
+        for engine in self.engines:
+            for request in engine.scheduler.requests:
+                self.note(request)
 
     def finished(self, engine: Engine, request: SimulatedRequest) -> None:
         self.num_finished += 1
@@ -203,6 +231,9 @@ STATS = (
     "failed_receive_jobs",
     "refused_blocks",
     "saves_are_off",
+    "expired_blocks",
+    "refused_pins",
+    "ignored_hints",
 )
 """Counters of the connector that say whether anything was gained."""
 

@@ -8,6 +8,7 @@ from itertools import chain
 
 from ...base import Request
 from ...config import Config
+from ...index import BlockState
 from ...types import BlockHash
 from ..companions import Companions
 from ..requests import RequestState, RequestTable
@@ -46,8 +47,8 @@ class Control:
         state.is_saved = not hints.do_not_cache
         if state.is_saved and (kept := self._shared.grouped.tree.terms.use(chain.from_iterable(known), state.terms)):
             host = self._shared.host
-            on_host = [block_id for block_id in host.blocks_of(kept) if host.first_not_resident((block_id,)) is None]
-            self._companions.saved(on_host)
+            on_host = [node for node in kept if host.node_state(node) is BlockState.RESIDENT]
+            self._companions.saved(host.blocks_of(on_host))
         if hints.pin:
             self._pin(request, state)
         elif hints.pin is False:
@@ -74,7 +75,12 @@ class Control:
         for state in requests:
             if state.terms.tenant == tenant:
                 requests.spoil(state)
-        return self._shared.host.discard_tenant(tenant)
+        host, tree = self._shared.host, self._shared.grouped.tree
+        copies = host.copies()
+        owners = map(tree.terms.tenant.__getitem__, host.nodes_of(copies))
+        own = [block_id for block_id, owner in zip(copies, owners, strict=True) if owner == tenant]
+        host.discard(own)
+        return len(own)
 
     def stats(self) -> dict[str, float]:
         """Gauges, under names that `DOCUMENTATION` has."""

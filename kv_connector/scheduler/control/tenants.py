@@ -64,7 +64,7 @@ class Tenants:
 
     def stats(self, host: CacheTier) -> dict[str, dict[str, float]]:
         """By name: settings in blocks, what each holds, and sums since the start."""
-        stats = {}
+        stats: dict[str, dict[str, float]] = {}
         shared, capacity = host.tenants, host.pool.capacity
         for name, index in self._index.items():
             counts = self._counts[index]

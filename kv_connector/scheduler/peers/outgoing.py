@@ -22,7 +22,7 @@ from ..ledger import EndedJob, JobOwner
 from ..names import Roots
 from ..shared import Shared
 from ..tables import BlockTable
-from .params import MOST_TEXT, params_of, text, transfer_end
+from .params import MOST_TEXT, params_of, passed_on, text, transfer_end
 
 
 @dataclass(slots=True)
@@ -157,6 +157,7 @@ class Outgoing:
             "remote_block_ids": [list(part.blocks) for part in transfer.parts],  # proxies ask only if there are any
             "remote_num_tokens": transfer.end * self._shared.block_size,
             "tp_size": tp_size,
+            **passed_on(request),
         }
 
     def plan(self, plan: StepPlan) -> StepPlan:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...base import Request
+from ..control.hints import HINTS_KEY
 from ..shared import Shared
 
 MOST_TEXT = 256
@@ -19,6 +20,12 @@ def params_of(request: Request) -> Mapping[str, Any]:
     """What the request says of another engine; empty where it says nothing."""
     params = getattr(request, "kv_transfer_params", None)
     return params if isinstance(params, Mapping) else {}
+
+
+def passed_on(request: Request) -> dict[str, Any]:
+    """What holds for the engine that continues the request as well: its hints, as they came."""
+    params = params_of(request)
+    return {HINTS_KEY: params[HINTS_KEY]} if HINTS_KEY in params else {}
 
 
 def transfer_end(request: Request, shared: Shared) -> int:

@@ -368,8 +368,7 @@ class SavePlanner:
         keys = GroupKeys(state.request.block_hashes, group, size)
         wanted = self._reachable(state, size, keys, [index for index in held if self._is_wanted(keys[index])])
         most = min(len(wanted), self._budget.num_blocks)
-        paths, now = progress.paths, progress.now
-        host_ids = self._host.allocate_behind(most, paths, now, terms.most_worth, terms.tenant) if most else []
+        host_ids = self._host.allocate_behind(most, progress.paths, progress.now, *terms.claim) if most else []
         self._budget.spend(len(host_ids))
         # The window's end is what a later prefix needs, so its blocks go first where there is no room for all.
         saved = wanted[len(wanted) - len(host_ids) :]
@@ -421,9 +420,8 @@ class SavePlanner:
         num_pinned = self._num_pinned(keys, indices)
         room = self._host.allocate_behind(num_pinned, paths, now, tenant=terms.tenant) if num_pinned else []
         if num_pinned < len(indices) and len(room) == num_pinned:
-            worth = terms.most_worth
-            if self._declines:
-                worth = self._reuse.worth_of(keys, indices[num_pinned], terms.priority)
+            first = keys, indices[num_pinned], terms.priority
+            worth = self._reuse.worth_of(*first) if self._declines else terms.most_worth
             room += self._host.allocate_behind(len(indices) - num_pinned, paths, now, worth, terms.tenant)
         return room
 

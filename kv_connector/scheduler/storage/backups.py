@@ -120,7 +120,7 @@ class BackupPlanner:
         """Offer all that the host has, in as many steps as that takes; returns how many groups are still to be offered
         and blocks to be written. Called again, it only asks, until it has said that there are none."""
         if not self._is_draining:
-            host_ids = self._grouping.whole(self._host.resident())
+            host_ids = self._grouping.whole(self._host.copies())
             self._draining.extend(dict.fromkeys((*self._grouping.ending_whole(host_ids), *self._host.leaves(host_ids))))
         num_left = len(self._draining) + self._num_blocks
         self._is_draining = num_left > 0

@@ -12,6 +12,7 @@ gone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from ...index import CacheTier, GroupedTree, split_key
 from ..ranks import RankStates
@@ -39,6 +40,16 @@ class Grouping:
     def start(self, place: int) -> int:
         """Where the group begins that has the block at this place of a prefix."""
         return place - place % self.num_blocks
+
+    def parts(self, wanted: Sequence[int], blocks: Sequence[int], singly: bool, most: int) -> list[list[int]]:
+        """Indices of blocks, in order, cut into jobs of about so many: no object is cut."""
+        parts: list[list[int]] = []
+        for _, group in groupby(wanted, lambda i: blocks[i] if singly else self.start(blocks[i])):
+            places = list(group)
+            if not parts or len(parts[-1]) + len(places) > most:
+                parts.append([])
+            parts[-1] += places
+        return parts
 
     def whole(self, block_ids: Sequence[int]) -> Sequence[int]:
         """Those of these host blocks that are copied to their end, for nobody looks for others in storage, and that are

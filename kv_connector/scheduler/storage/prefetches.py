@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby
+from itertools import chain
 
 import numpy as np
 
@@ -95,14 +95,10 @@ class PrefetchPlanner:
             return
         deadline = self._clock() + self._config.timeout_ms / 1e3
         hints = hints_of(request)
-        prefetch = self._prefetches[request.request_id] = Prefetching(
-            request.block_hashes,
-            num_hashes,
-            self._search(request.block_hashes[:num_hashes]),
-            deadline,
-            hints.terms(self._shared.tenants.of(request)),
-            hints.prefetch,
-        )
+        hashes, terms = request.block_hashes, hints.terms(self._shared.tenants.of(request))
+        search = self._search(hashes[:num_hashes])
+        prefetch = Prefetching(hashes, num_hashes, search, deadline, terms, hints.prefetch)
+        self._prefetches[request.request_id] = prefetch
         self._coalesce_begun(prefetch)
 
     def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
@@ -119,15 +115,13 @@ class PrefetchPlanner:
     def is_awaited(self, request_id: str) -> bool:
         """Whether the request should wait for what is on its way from storage."""
         prefetch = self._prefetches.get(request_id)
-        if prefetch is None or prefetch.is_done:
-            return False
-        if self._config.prefetch is Prefetch.BEST_EFFORT and not prefetch.is_thorough:
+        how = self._config.prefetch
+        if prefetch is None or prefetch.is_done or (how is Prefetch.BEST_EFFORT and not prefetch.is_thorough):
             return False
         now = self._clock()
         if self._reading.hangs(now):
             return False
-        is_without_end = prefetch.is_thorough or self._config.prefetch is Prefetch.WAIT_COMPLETE
-        return is_without_end or now < prefetch.deadline
+        return prefetch.is_thorough or how is Prefetch.WAIT_COMPLETE or now < prefetch.deadline
 
     def admitted(self, request_id: str, first: int, num_hashes: int) -> None:
         """The request was admitted, with a hit on the host of `num_hashes` hashes from `first` on.
@@ -285,17 +279,15 @@ class PrefetchPlanner:
             return
         num_lacking = search.num_lacking(end)
         num_tokens = (end - search.host_end) * self._block_size
-        if not num_lacking or prefetch.is_thorough:
-            pass  # it is fetched however long that takes
-        elif self._reading.is_slower(num_lacking, self._loads.recompute_seconds(num_tokens)):
+        may_skip = num_lacking and not prefetch.is_thorough
+        if may_skip and self._reading.is_slower(num_lacking, self._loads.recompute_seconds(num_tokens)):
             self._metrics.recomputed_storage_tokens += num_tokens
             return
         paths = [self._grouped.keys(search.hashes, group)[: search.stop_of(group, end)] for group in search.first]
         capacity = self._host.pool.capacity
         most = capacity - capacity // _LEFT_SHARE - self._num_fetching
         self._tree.touch(search.held_windows(end), now)
-        terms, count = prefetch.terms, max(0, min(num_lacking, most))
-        room = self._host.allocate_behind(count, paths, now, terms.most_worth, terms.tenant)
+        room = self._host.allocate_behind(max(0, min(num_lacking, most)), paths, now, *prefetch.terms.claim)
         end = search.fit(len(room))  # room may have been made of what windows need
         self._metrics.dropped_fetches_blocks += max(0, num_lacking - search.num_lacking(end))
         self._host.release(self._fetch_all(prefetch, end, room) if end > search.host_end else room)
@@ -312,23 +304,13 @@ class PrefetchPlanner:
             since = range(search.host_end, end) if singly else None
             needed = nodes[: bisect_left(blocks, search.stop_of(group, end))]
             self._coalesce(prefetch, group, blocks, needed, since)
-            for part in self._parts(self._host.absent(needed), blocks, singly):
+            for part in self._grouping.parts(self._host.absent(needed), blocks, singly, _FETCH_BLOCKS):
                 job = self._fetch(nodes, part, room[: len(part)], singly)
                 room = room[len(part) :]
                 brought = since or (hashes for i in part for hashes in _hashes(blocks[i], size))
                 self._follow(job.job_id, prefetch, set(brought))
         self._tree.settle(inserted)
         return room
-
-    def _parts(self, wanted: Sequence[int], blocks: Sequence[int], singly: bool) -> list[list[int]]:
-        """Indices of blocks, in order, cut into jobs: no object is cut."""
-        parts: list[list[int]] = []
-        for _, group in groupby(wanted, lambda i: blocks[i] if singly else self._grouping.start(blocks[i])):
-            places = list(group)
-            if not parts or len(parts[-1]) + len(places) > _FETCH_BLOCKS:
-                parts.append([])
-            parts[-1] += places
-        return parts
 
     def _fetch(self, nodes: list[int], wanted: list[int], host_ids: list[int], singly: bool) -> StorageJob:
         """Of the nodes those at these places are wanted; none of objects without any. Those of full attention begin

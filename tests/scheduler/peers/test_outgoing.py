@@ -15,7 +15,7 @@ from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import PeerAction, StepPlan, StepReport
 from tests.scheduler.peers import test_companion
 from tests.scheduler.peers.test_companion import DECODE, Engine, prompt_of
-from tests.scheduler.test_half import Asked, ForeignBlocks, make_half, save
+from tests.scheduler.test_half import Asked, ForeignBlocks, admit, make_half, save
 
 
 @dataclass
@@ -216,3 +216,15 @@ def test_where_a_rank_cannot_reach_others_any_more_nothing_is_offered() -> None:
     half.update_state_after_alloc(request, [[0, 1, 2, 3, 4]], 0, 0)
     assert sends(step(half, ("r", 0, 18))) == []
     assert half.request_finished(request) in (None, (False, None))
+
+
+def test_who_continues_a_prompt_is_told_its_hints() -> None:
+    half, _ = producer()
+    hints = {"do_not_cache": True, "x": 1}
+    for request_id, params in (("plain", DECODE), ("private", DECODE | {"cache": hints})):
+        request = Prompted(request_id, list(range(20)), kv_transfer_params=params)
+        admit(half, request)
+        step(half, (request_id, 0, 20))
+        _, told = half.request_finished(request)
+        assert told is not None and told["do_remote_prefill"]
+        assert told.get("cache") == params.get("cache")

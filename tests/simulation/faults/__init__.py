@@ -4,6 +4,7 @@ Most of them were in the code once, or a test suite did not notice them. A fault
 whatever notices it.
 """
 
+from .control import CONTROL
 from .groups import GROUPS
 from .identity import IDENTITY
 from .layer_groups import LAYER_GROUPS
@@ -30,6 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *SCHEDULER,
     *LOADS,
     *SAVES,
+    *CONTROL,
     *REFUSALS,
     *WORKER,
     *REPLICAS,

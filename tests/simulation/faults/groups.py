@@ -104,7 +104,7 @@ GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "fetches-cut-groups",
         "a group is fetched in two jobs, each of which names a part of it",
-        (Patch(_PREFETCHES, "else self._grouping.start(blocks[i])", "else blocks[i]"),),
+        (Patch("kv_connector/scheduler/storage/grouping.py", "else self.start(blocks[i])", "else blocks[i]"),),
         tested(f"{_PLANS}::test_no_group_is_cut_in_two_by_the_jobs_of_a_fetch"),
     ),
     Mutant(

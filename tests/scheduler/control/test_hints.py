@@ -1,0 +1,252 @@
+"""What requests say of their own blocks, and what becomes of it: plans read and reports written by hand."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kv_connector.errors import KVConnectorError
+from kv_connector.index import BlockHasher, CacheIdentity, root_hash
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.control.hints import NO_HINTS, Hints, hints_of
+from kv_connector.types import Tier
+from tests.scheduler.test_half import Asked, admit, make_half, report, run, save
+
+IDENTITY = CacheIdentity("m", "bf16", "NHD", 4)
+
+
+@dataclass
+class Hinted(Asked):
+    """A request that says something of its blocks."""
+
+    cache: Any = None
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kv_transfer_params = {"cache": self.cache} if self.cache is not None else {}
+        self.hasher = BlockHasher(4, root_hash(IDENTITY, salt=self.cache_salt))
+
+
+def prompt(number: int, num_blocks: int = 2) -> list[int]:
+    return [1000 * number + i for i in range(4 * num_blocks)]
+
+
+def on_host(half: SchedulerHalf, request: Asked) -> int:
+    """Leading blocks of the request that the host has."""
+    return half.host.resident_prefix(half.tree.match(request.block_hashes))
+
+
+def wait(half: SchedulerHalf, seconds: float) -> None:
+    """Time passes, and a step is planned."""
+    half._shared.clock.now += seconds  # type: ignore[attr-defined]
+    half.build_connector_meta(run_nothing())
+
+
+def run_nothing() -> Any:
+    from kv_connector.base import SchedulerOutput
+
+    return SchedulerOutput()
+
+
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        ("pin", "is not an object"),
+        ({"pin": 1}, "give true or false"),
+        ({"ttl_s": "60"}, "give 1 to 604800 seconds"),
+        ({"ttl_s": float("nan")}, "give 1 to 604800 seconds"),
+        ({"ttl_s": 0.5}, "give 1 to 604800 seconds"),
+        ({"ttl_s": True}, "give 1 to 604800 seconds"),
+        ({"priority": 3}, "give an integer from -2 to 2"),
+        ({"priority": True}, "give an integer from -2 to 2"),
+        ({"ttl": 60}, "known hints are pin, ttl_s, priority, do_not_cache, prefetch"),
+        ({7: 60}, "is unknown"),
+        ({"do_not_cache": True, "pin": True}, "leave one of them out"),
+    ],
+)
+def test_a_hint_that_is_wrong_is_as_if_it_were_not_there(cache: Any, reason: str) -> None:
+    reasons: list[str] = []
+    given = Hinted("r", prompt(1), cache=cache)
+    expected = Hints(do_not_cache=True) if isinstance(cache, dict) and "do_not_cache" in cache else NO_HINTS
+    assert hints_of(given, reasons.append) == expected
+    assert len(reasons) == 1 and reason in reasons[0]
+
+
+def test_what_is_right_counts_beside_what_is_wrong() -> None:
+    given = Hinted("r", prompt(1), cache={"pin": False, "ttl_s": 60, "priority": -2, "prefetch": True, "x": 1})
+    assert hints_of(given) == Hints(False, 60, -2, False, True)
+    assert hints_of(Asked("r", prompt(1))) == NO_HINTS, "an engine whose requests have no such field"
+
+
+def test_wrong_hints_are_counted_and_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    half, _ = make_half()
+    with caplog.at_level(logging.WARNING, "kv_connector.scheduler"):
+        for number in range(5):
+            save(half, Hinted(f"r{number}", prompt(number), cache={"pin": "yes"}))
+    assert half.metrics.ignored_hints == 5
+    assert len(caplog.records) == 1 and "cache.pin='yes' is not a boolean" in caplog.text
+    wait(half, 60.0)
+    save(half, Hinted("later", prompt(9), cache=7))
+    assert len(caplog.records) == 2
+
+
+def test_a_pinned_prompt_outlives_a_flood_until_its_time_is_over() -> None:
+    half, _ = make_half(num_host_blocks=8)
+    pinned = Hinted("pinned", prompt(1, 3), cache={"pin": True, "ttl_s": 1000})
+    save(half, pinned)
+    for number in range(2, 12):
+        save(half, Asked(f"flood{number}", prompt(number)))
+    assert on_host(half, pinned) == 3
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 3
+    wait(half, 1000.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 0
+    for number in range(2, 12):
+        save(half, Asked(f"again{number}", prompt(number)))
+    assert on_host(half, pinned) == 0
+    half.check()
+
+
+def test_a_pin_asked_for_again_lasts_longer_and_none_lasts_for_ever() -> None:
+    half, _ = make_half()
+    save(half, Hinted("first", prompt(1), cache={"pin": True, "ttl_s": 1000}))
+    wait(half, 900.0)
+    save(half, Hinted("again", prompt(1), cache={"pin": True, "ttl_s": 1000}))
+    wait(half, 900.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 2
+    wait(half, 200.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 0
+    save(half, Hinted("hour", prompt(1), cache={"pin": True}))
+    wait(half, 3500.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 2
+    wait(half, 200.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 0
+
+
+def test_a_conversation_is_let_go_of_and_not_what_others_have_pinned() -> None:
+    half, _ = make_half(num_host_blocks=40)
+    system = prompt(1)
+    first, second = system + prompt(2), system + prompt(3)
+    for request_id, tokens in (("system", system), ("1", first), ("2", first + prompt(4)), ("other", second)):
+        save(half, Hinted(request_id, tokens, cache={"pin": True}))
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 8
+    save(half, Hinted("end", first + prompt(4) + prompt(5), cache={"pin": False}))
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 4, "the system's prompt and the other conversation"
+    save(half, Hinted("end too", second, cache={"pin": False}))
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 0
+    half.check()
+
+
+def test_requests_do_not_undo_what_an_operator_pins() -> None:
+    half, _ = make_half()
+    request = Hinted("r", prompt(1), cache={"pin": False})
+    half.pin_prefix(request.block_hashes)
+    save(half, request)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 2
+    half.unpin_prefix(request.block_hashes)
+
+
+def test_an_operators_pin_ends_by_itself() -> None:
+    half, _ = make_half()
+    request = Asked("r", prompt(1))
+    half.pin_prefix(request.block_hashes, ttl_s=100)
+    half.pin_prefix(request.block_hashes, ttl_s=500)
+    wait(half, 300.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 2, "the longer time counts"
+    wait(half, 300.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 0
+    with pytest.raises(KVConnectorError, match="is not pinned"):
+        half.unpin_prefix(request.block_hashes)
+
+
+def test_pins_of_requests_hold_a_share_of_the_host_at_most() -> None:
+    half, _ = make_half(num_host_blocks=10, pinned_share=0.5)
+    for number in range(4):
+        save(half, Hinted(f"r{number}", prompt(number), cache={"pin": True}))
+    stats = half.get_kv_connector_stats()
+    assert (stats["pinned_blocks"], stats["refused_pins"]) == (4, 2)
+    save(half, Hinted("more of one", prompt(1) + prompt(9, 1), cache={"pin": True}))
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 5, "what is pinned twice counts once"
+
+
+def test_what_nobody_uses_for_as_long_as_was_said_is_dropped() -> None:
+    half, _ = make_half()
+    system = prompt(1)
+    short = Hinted("short", system + prompt(2), cache={"ttl_s": 100})
+    save(half, short)
+    wait(half, 50.0)
+    assert on_host(half, short) == 4
+    save(half, Asked("long", system + prompt(3)))
+    wait(half, 60.0)
+    assert on_host(half, short) == 2, "what others have used since is theirs"
+    assert half.metrics.expired_blocks == 2
+    half.check()
+
+
+def test_what_is_used_again_in_time_stays() -> None:
+    half, _ = make_half()
+    for _ in range(3):
+        save(half, Hinted("r", prompt(1), cache={"ttl_s": 100}))
+        wait(half, 80.0)
+    assert on_host(half, Asked("r", prompt(1))) == 2
+    wait(half, 30.0)
+    assert on_host(half, Asked("r", prompt(1))) == 0
+
+
+def test_what_is_loaded_as_its_time_ends_is_matched_no_more_and_freed_behind_the_load() -> None:
+    half, _ = make_half(load_choice="sync")
+    save(half, Hinted("r", prompt(1, 3), cache={"ttl_s": 100}))
+    loaded = Hinted("loaded", [*prompt(1, 3), 7], cache={"ttl_s": 100})
+    assert admit(half, loaded) == 12
+    plan = run(half, loaded, computed=12)
+    half.request_finished(loaded)  # given up, with its load under way
+    wait(half, 200.0)
+    assert half.get_num_new_matched_tokens(Asked("late", [*prompt(1, 3), 7]), 0) == (0, False)
+    assert half.host.pool.num_live == 3, "the load reads them yet"
+    report(half, plan)
+    assert half.host.pool.num_live == 0
+    half.check()
+
+
+def test_nothing_of_a_request_that_is_not_to_be_cached_is_saved_and_hits_are_used() -> None:
+    half, _ = make_half(load_choice="sync")
+    save(half, Asked("system", prompt(1)))
+    private = Hinted("private", prompt(1) + prompt(2) + [7], cache={"do_not_cache": True})
+    assert admit(half, private) == 8
+    plan = run(half, private, computed=8)
+    assert plan.saves == ()
+    report(half, plan)
+    half.request_finished(private)
+    assert on_host(half, private) == 2
+    save(half, Asked("not private", prompt(1) + prompt(2)))
+    assert on_host(half, private) == 4, "who shows the same tokens says for himself"
+
+
+@pytest.mark.parametrize("policy", ["write_through", "adaptive"])
+def test_a_lower_priority_goes_first_and_makes_no_room_for_itself(policy: str) -> None:
+    half, _ = make_half(num_host_blocks=6, write_policy=policy)
+    low, high = (Hinted(f"{p}", prompt(p + 5), cache={"priority": p}) for p in (-1, 2))
+    plain = Asked("plain", prompt(1))
+    for request in (high, low, plain):
+        save(half, request)
+    save(half, Asked("next", prompt(2)))
+    assert [on_host(half, request) for request in (low, plain, high)] == [0, 2, 2]
+    save(half, Hinted("low again", prompt(9), cache={"priority": -1}))
+    assert half.host.num_evicted == 2 and half.metrics.declined_saves_blocks >= 1
+    for number in range(20, 24):
+        save(half, Asked(f"flood{number}", prompt(number)))
+    assert on_host(half, high) == 2
+    half.check()
+
+
+def test_a_block_has_the_highest_priority_that_was_asked_for() -> None:
+    half, _ = make_half(num_host_blocks=8)
+    save(half, Hinted("batch", prompt(1), cache={"priority": -2}))
+    save(half, Asked("chat", prompt(1)))
+    save(half, Hinted("batch again", prompt(1), cache={"priority": -2}))
+    nodes = half.tree.match(Asked("x", prompt(1)).block_hashes)
+    assert [half.tree.terms.priority[node] for node in nodes] == [0, 0]
+    assert half.tree.block[Tier.HOST][nodes[0]] >= 0

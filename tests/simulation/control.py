@@ -1,0 +1,162 @@
+"""What requests and operators of a simulated world say of the cache: tenants, hints, warming, draining, clearing. And
+what must hold of it, found out apart from the code that is looked at.
+
+All of it is drawn from streams of its own, so that a seed's other choices do not depend on it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.types import BlockHash, Tier
+
+from .checks import Violation
+from .config import EngineConfig
+from .workload import Action
+
+if TYPE_CHECKING:
+    from .world import World
+
+FIRST_NUMBER = 20_000
+"""Of an action that is added; those of the history before have lower ones."""
+LONG_AFTER = 1e6
+"""Seconds behind which no time of a request's is still running."""
+_UNLISTED = ("nobody:1", "nobody:2")
+_NONSENSE: tuple[Any, ...] = (
+    "all",
+    {"pin": 1},
+    {"ttl_s": -3},
+    {"priority": 9},
+    {"pins": True},
+    {"ttl_s": float("nan")},
+)
+
+
+def draw(rng: random.Random, configs: Sequence[EngineConfig], actions: Sequence[Action]) -> list[Action]:
+    """What operators do beside the history."""
+    if rng.random() < 0.5:
+        return []
+    drawn: list[Action] = []
+    for _ in range(rng.randint(1, 6)):
+        kind = rng.choice(["warm", "warm", "drain", "clear"])
+        engine = rng.randrange(len(configs))
+        what: dict[str, Any] = {}
+        if kind == "warm":
+            what = {"document": rng.randrange(4), "share": rng.choice([0.5, 1.0])}
+        elif kind == "clear":
+            what = {"tenant": rng.randrange(3)}
+        time = rng.choice(actions).time
+        drawn.append(Action(FIRST_NUMBER + len(drawn), time, kind, engine, what))
+    return drawn
+
+
+def draw_hints(rng: random.Random, config: EngineConfig) -> tuple[str | None, Any]:
+    """Of one request: its salt, and its hints or nothing."""
+    salt = None
+    if config.tenants and rng.random() < 0.8:
+        name = rng.choice([name for name, _, _ in config.tenants])
+        salt = rng.choice([name, f"{name}:user", *_UNLISTED])
+    if rng.random() >= config.hinted_share:
+        return salt, None
+    if rng.random() < 0.1:
+        return salt, rng.choice(_NONSENSE)
+    hints: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        hints["pin"] = rng.random() < 0.7
+    if rng.random() < 0.4:
+        hints["ttl_s"] = rng.choice([1, 1.0, 2.5, 30])
+    if rng.random() < 0.3:
+        hints["priority"] = rng.randint(-2, 2)
+    if rng.random() < 0.2:
+        hints["do_not_cache"] = True
+    if rng.random() < 0.2:
+        hints["prefetch"] = True
+    return salt, hints
+
+
+class ControlWatch:
+    """Looks at every block that one engine's host gives away, and whose copies it takes."""
+
+    def __init__(self, world: World, config: EngineConfig, half: SchedulerHalf) -> None:
+        self._config = config
+        self._half = half
+        self._world = world
+        self._names = ["default", *(name for name, _, _ in config.tenants if name != "default")]
+        if config.tenants:
+            self._wrap()
+
+    def _wrap(self) -> None:
+        host = self._half.host
+        hand_out, attached = host._hand_out, host._queue.attached
+
+        def watched(num_free: int, victims: list[int], tenant: int) -> list[int]:
+            self._check_victims(victims, tenant)
+            block_ids: list[int] = hand_out(num_free, victims, tenant)
+            self._check_quota(tenant)
+            return block_ids
+
+        def watched_attached(block_ids: Sequence[int], nodes: Sequence[int]) -> None:
+            for block_id, node in zip(block_ids, nodes, strict=True):
+                expected = self._names.index(self._tenant(self._half.tree.hash_of(node)))
+                if self._held_for(block_id) != expected:
+                    text = f"block {block_id} of tenant {expected} was taken for {self._held_for(block_id)}"
+                    raise Violation("check", text)
+            attached(block_ids, nodes)
+
+        host._hand_out = watched  # type: ignore[method-assign]
+        host._queue.attached = watched_attached  # type: ignore[method-assign]
+
+    def _held_for(self, block_id: int) -> int:
+        tenants = self._half.host.tenants
+        assert tenants is not None
+        return tenants._owner[block_id]
+
+    def _tenant(self, key: BlockHash) -> str:
+        block_hash, salts = BlockHash(key[: len(key) - len(key) % 2]), self._world.salts
+        if block_hash not in salts:
+            self._world.note_live()  # it may have been computed since
+        salt = salts.get(block_hash, "default")
+        return next((name for name in (salt, salt.split(":")[0]) if name in self._names), "default")
+
+    def _check_victims(self, victims: list[int], tenant: int) -> None:
+        tenants = self._half.host.tenants
+        assert tenants is not None
+        met = self._world.met
+        for giver, count in Counter(
+            self._names.index(self._tenant(self._half.tree.hash_of(n))) for n in victims
+        ).items():
+            if giver != tenant:
+                met["evictions for another tenant"] += 1
+                left = tenants.held[giver] - count
+                if left < self._share(giver):
+                    raise Violation("check", f"tenant {tenant} pushes {giver} to {left} of {self._share(giver)} blocks")
+
+    def _check_quota(self, tenant: int) -> None:
+        tenants = self._half.host.tenants
+        assert tenants is not None
+        quota = {name: quota for name, _, quota in self._config.tenants}.get(self._names[tenant], 0)
+        if quota and tenants.held[tenant] > quota:
+            raise Violation("check", f"tenant {tenant} holds {tenants.held[tenant]} blocks over its quota of {quota}")
+
+    def _share(self, tenant: int) -> int:
+        settings = {name: (weight, quota) for name, weight, quota in self._config.tenants}
+        weights = [settings.get(name, (1, 0))[0] for name in self._names]
+        share = self._half.host.pool.capacity * weights[tenant] // sum(weights)
+        quota = settings.get(self._names[tenant], (1, 0))[1]
+        return min(share, quota) if quota else share
+
+    def check_at_rest(self) -> None:
+        """Once all times are over no request keeps anything pinned, and nothing of a private one is on the host."""
+        half = self._half
+        half._control.step(self._world.time.now() + LONG_AFTER)
+        half.check()
+        private = self._world.private_hashes - self._world.shown_hashes
+        blocks = half.tree.block[Tier.HOST]
+        for node in half.tree.nodes():
+            key = half.tree.hash_of(node)
+            if blocks[node] >= 0 and BlockHash(key[: len(key) - len(key) % 2]) in private:
+                raise Violation("check", f"block {key.hex()} is on the host, of a request that was not to be cached")

@@ -1,0 +1,161 @@
+"""Faults of what requests and operators say of the cache: pins, times to live, private requests, tenants."""
+
+from __future__ import annotations
+
+from .mutant import Mutant, Patch, simulated, tested
+
+_BACKUPS = "kv_connector/scheduler/storage/backups.py"
+_CONTROL = "kv_connector/scheduler/control/control.py"
+_GROUPING = "kv_connector/scheduler/storage/grouping.py"
+_PINS = "kv_connector/scheduler/control/pins.py"
+_PLANNER = "kv_connector/scheduler/saves/planner.py"
+_PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
+_TENANTS = "kv_connector/index/tenants.py"
+_TERMS = "kv_connector/index/terms.py"
+_TIER = "kv_connector/index/tier.py"
+_HINTS = "tests/scheduler/control/test_hints.py"
+_SHARES = "tests/scheduler/control/test_tenants.py"
+_STORAGE = "tests/scheduler/control/test_storage.py"
+
+CONTROL: tuple[Mutant, ...] = (
+    Mutant(
+        "pin-of-a-request-forgotten",
+        "what a request asks to be pinned is evicted like anything else",
+        (Patch(_CONTROL, "            self._pin(request, state)\n", "            pass\n"),),
+        tested(f"{_HINTS}::test_a_pinned_prompt_outlives_a_flood_until_its_time_is_over"),
+    ),
+    Mutant(
+        "pin-for-ever",
+        "a pin is not let go of when its time is over",
+        (Patch(_CONTROL, "        self.pins.expire(now)\n", ""),),
+        simulated(60),
+    ),
+    Mutant(
+        "pin-cut-short",
+        "a pin that was asked for again ends when the first was to",
+        (
+            Patch(
+                _PINS,
+                "            self._extend(name, pin, ttl_s)\n        return True",
+                "            pass\n        return True",
+            ),
+        ),
+        tested(f"{_HINTS}::test_a_pin_asked_for_again_lasts_longer_and_none_lasts_for_ever"),
+    ),
+    Mutant(
+        "pins-without-end",
+        "requests may pin all of the host",
+        (Patch(_PINS, "has_room = self.num_blocks + num_new <= int(self._share * capacity)", "has_room = True"),),
+        tested(f"{_HINTS}::test_pins_of_requests_hold_a_share_of_the_host_at_most"),
+    ),
+    Mutant(
+        "pins-of-others-undone",
+        "who ends a conversation lets go of what others have pinned in front of it",
+        (Patch(_PINS, "if any(self._grouped.tree.pins[node] > 1 for node in last):", "if False:"),),
+        tested(f"{_HINTS}::test_a_conversation_is_let_go_of_and_not_what_others_have_pinned"),
+    ),
+    Mutant(
+        "private-saved",
+        "what is not to be cached is saved",
+        (Patch(_PLANNER, "state.is_stale or not state.is_saved or", "state.is_stale or"),),
+        simulated(60),
+    ),
+    Mutant(
+        "expired-though-used",
+        "what has been used since its time began is dropped",
+        (Patch(_TIER, " or self.tree.used[node] > since:", ":"),),
+        tested(f"{_HINTS}::test_what_nobody_uses_for_as_long_as_was_said_is_dropped"),
+    ),
+    Mutant(
+        "expired-under-a-load",
+        "a block whose time ends while a load reads it is matched ever after",
+        (
+            Patch(
+                _TIER,
+                "                self.discard((self._block[node],))\n",
+                "                if not self._refs[self._block[node]]:\n"
+                "                    self.discard((self._block[node],))\n",
+            ),
+        ),
+        tested(f"{_HINTS}::test_what_is_loaded_as_its_time_ends_is_matched_no_more_and_freed_behind_the_load"),
+    ),
+    Mutant(
+        "transient-stored",
+        "what has a time to live goes to storage, which keeps it",
+        (Patch(_GROUPING, "if not (inside[node] or transient[node])", "if not inside[node]"),),
+        tested(f"{_STORAGE}::test_what_has_a_time_to_live_goes_to_storage_once_somebody_asks_who_set_none"),
+    ),
+    Mutant(
+        "share-taken",
+        "a tenant that floods takes what is another one's",
+        (Patch(_TENANTS, "not is_full and held[other] > self.shares[other]", "not is_full"),),
+        simulated(60),
+    ),
+    Mutant(
+        "share-not-given-back",
+        "who has borrowed keeps what is worth more than the blocks of whom it belongs to",
+        (Patch(_TENANTS, "worth = NEVER if self._is_owed(held, tenant, giver) else most", "worth = most"),),
+        tested(f"{_SHARES}::test_a_share_is_given_back_whatever_its_blocks_are_worth"),
+    ),
+    Mutant(
+        "quota-ignored",
+        "a tenant holds more than its quota where there is room",
+        (Patch(_TIER, "if self.tenants is None else min(self.pool.num_free, self.tenants.room(tenant))", ""),),
+        simulated(60),
+    ),
+    Mutant(
+        "quota-over-free-blocks",
+        "free blocks that a tenant is given do not count when others are evicted for it",
+        (Patch(_TENANTS, "            held[tenant] += num_free\n", "            pass\n"),),
+        simulated(60),
+    ),
+    Mutant(
+        "tenant-of-the-wrong-node",
+        "blocks behind the first of a prefix are the default tenant's",
+        (Patch(_TERMS, "self.tenant[parent] if parent else terms.tenant", "0 if parent else terms.tenant"),),
+        simulated(60),
+    ),
+    Mutant(
+        "tenant-not-charged",
+        "room for a tenant's blocks is made as if they were the default one's",
+        (
+            Patch(
+                _PLANNER,
+                "self._host.allocate_behind(len(indices) - num_pinned, paths, now, worth, terms.tenant)",
+                "self._host.allocate_behind(len(indices) - num_pinned, paths, now, worth)",
+            ),
+        ),
+        simulated(60),
+    ),
+    Mutant(
+        "priority-forgotten",
+        "room for what has a low priority is made by what has a higher one",
+        (
+            Patch(_PLANNER, "if self._declines else terms.most_worth\n", 'if self._declines else float("inf")\n'),
+            Patch(_PLANNER, "indices[num_pinned], terms.priority\n", "indices[num_pinned], 2\n"),
+        ),
+        tested(f"{_HINTS}::test_a_lower_priority_goes_first_and_makes_no_room_for_itself"),
+    ),
+    Mutant(
+        "warming-called-off",
+        "what a request was there to have fetched is called off as it ends",
+        (Patch(_PREFETCHES, "if prefetch.is_thorough and not prefetch.is_done and", "if False and"),),
+        tested(f"{_STORAGE}::test_what_was_asked_to_be_fetched_is_though_its_request_goes_away"),
+    ),
+    Mutant(
+        "warmed-for-ever",
+        "prefixes that were warmed are never forgotten, so that no more are taken",
+        (
+            Patch(
+                _PREFETCHES, "for prefetch in self._warming if not prefetch.is_done]", "for prefetch in self._warming]"
+            ),
+        ),
+        tested(f"{_STORAGE}::test_so_many_prefixes_are_warmed_at_a_time_and_others_behind_them"),
+    ),
+    Mutant(
+        "drained-in-part",
+        "what finds no room in the queue of a drained host is dropped",
+        (Patch(_BACKUPS, "            if len(group) > room:\n                return\n", ""),),
+        tested(f"{_STORAGE}::test_a_host_is_drained_in_as_many_steps_as_it_takes"),
+    ),
+)
