@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
+from ..admin import commands as admin
 from ..errors import ConfigError
 from . import calibrate, completion, doctor, simulate, size, storage, top
 
 __all__ = ["main", "make_parser"]
 
-_COMMANDS = (doctor, size, simulate, top, calibrate, storage, completion)
+_COMMANDS = (doctor, size, simulate, top, admin, calibrate, storage, completion)
 """In the order of the help. Each has `add`; what is slow to import it imports when it runs."""
 
 

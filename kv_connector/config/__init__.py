@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..values import check_integer, check_share, check_text, choice, parse_size, shown
+from .admin import AdminConfig
 from .choices import Backup, HostFormName, LoadChoice, PathName, PeerRole, PeerRoute, Prefetch, Protocol, WritePolicy
 from .mapping import from_mapping
 from .peer import PeerConfig
@@ -16,6 +17,7 @@ from .storage import StorageConfig
 from .tenants import TenantConfig, tenants_of
 
 __all__ = [
+    "AdminConfig",
     "Backup",
     "Config",
     "HostFormName",
@@ -77,6 +79,7 @@ class Config:
     tenants: who shares the host, by name: each keeps its share by weight, whatever the others do. A request is that
         tenant's whose name its `cache_salt` is, or begins with in front of a colon; all others are those of `default`.
         None by default: all share one host.
+    admin: where an operator sees and steers the running engine; nowhere by default.
     """
 
     host_memory: int = 0
@@ -100,6 +103,7 @@ class Config:
     peer: PeerConfig | None = None
     pinned_share: float = 0.5
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    admin: AdminConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("host_memory", "save_bandwidth", "layer_group_bytes", "staging_memory"):
@@ -126,6 +130,11 @@ class Config:
             raise ConfigError(
                 f'peer={shown(peer)} is not an object: give one such as {{"role": "producer", "port": 7100}}'
             )
+        admin: object = self.admin
+        if isinstance(admin, Mapping):
+            object.__setattr__(self, "admin", from_mapping(AdminConfig, admin, "admin."))
+        elif admin is not None and not isinstance(admin, AdminConfig):
+            raise ConfigError(f'admin={shown(admin)} is not an object: give one such as {{"bind": "127.0.0.1:7200"}}')
         object.__setattr__(self, "tenants", tenants_of(self.tenants))
         check_share("pinned_share", self.pinned_share)
         if self.storage is not None and not self.host_memory:

@@ -17,15 +17,15 @@ class _Dataclass(Protocol):
 _S = TypeVar("_S", bound=_Dataclass)
 
 
-def from_mapping(kind: type[_S], settings: Mapping[str, Any], prefix: str = "") -> _S:
+def from_mapping(kind: type[_S], settings: Mapping[str, Any], prefix: str = "", word: str = "setting") -> _S:
     """An instance of this dataclass. Raises ConfigError for a key that it does not have, naming the nearest one, with
-    `prefix` in front of it."""
+    `prefix` in front of it; `word` is what the message calls a key."""
     known = [field.name for field in fields(kind)]
     for key in settings:
         if key not in known:
             near = _suggest(key, known)
             given = shown(prefix + key if isinstance(key, str) else key)
-            raise ConfigError(f"unknown setting {given}{near}: known settings are {', '.join(known)}")
+            raise ConfigError(f"unknown {word} {given}{near}: known {word}s are {', '.join(known)}")
     return kind(**settings)
 
 

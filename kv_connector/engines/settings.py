@@ -32,6 +32,8 @@ def read_config(given: Mapping[str, Any], slot: Slot) -> Config:
     for what is unknown or of no use to the slot."""
     if given.get("peer") is not None:
         raise ConfigError(f"peer: {slot.why_no_peer}")
+    if given.get("admin") is not None:
+        raise ConfigError(f"admin: {slot.engine} is not steered through an endpoint yet: leave it out")
     config = Config.from_mapping(given)
     if not config.host_memory:
         raise ConfigError(f"host_memory=0: there is nothing to cache in; {slot.example}")

@@ -38,6 +38,11 @@ class Operations:
         changes nothing, for fewer than none."""
         self._ranks.limit_host(num_blocks)
 
+    @property
+    def host_block_bytes(self) -> int:
+        """Of a host block over all ranks; 0 as long as no rank has host memory ready."""
+        return self._ranks.block_bytes
+
     def clear_tenant(self, tenant: str) -> int:
         """Drop what the host has of a tenant's, and what its requests have pinned; what they have computed until now is
         not saved any more. Returns how many blocks went. The device and storage keep what they have: only whoever knows

@@ -65,12 +65,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_role: SchedulerRole | None = None
         self._worker_role: WorkerRole | None = None
         if role is KVConnectorRole.SCHEDULER:
-            from .scheduler import SchedulerRole
-
             # vLLM 0.32 and newer say where their own hits may end: here, inside of blocks, at any hash.
             hit_tokens = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
             ends_within = hit_tokens == shape.block_size < max(shape.block_sizes)
-            self._scheduler_role = SchedulerRole(config, shape, identity, ends_within)
+            self._scheduler_role = _scheduler_role(vllm_config, config, shape, identity, ends_within)
         else:
             from .worker import WorkerRole
 
@@ -164,7 +162,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.half.has_pending_push_work()
+        return self._scheduler.has_pending_push_work()
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.half.has_pending_block_frees()
@@ -256,3 +254,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _scheduler_role(vllm_config: VllmConfig, config: Config, *args: Any) -> SchedulerRole:
+    """With the admin endpoint beside it, where one is asked for."""
+    if config.admin is None:
+        from .scheduler import SchedulerRole
+
+        return SchedulerRole(config, *args)
+    from .admin import SteeredRole
+
+    return SteeredRole(config.admin, vllm_config, config, *args)

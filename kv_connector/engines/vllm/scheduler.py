@@ -50,6 +50,7 @@ class SchedulerRole:
     ) -> None:
         """`ends_within`: hits may end inside of blocks, at any hash."""
         self.shape = shape
+        self.host_memory = config.host_memory
         self._ends_within = ends_within
         self.half = build_scheduler(
             config,
@@ -187,6 +188,9 @@ class SchedulerRole:
         if request.status not in _ENDED_WELL:
             self.half.abort_transfer(request.request_id)
         return self.half.request_finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return self.half.has_pending_push_work()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = self.half.take_events()

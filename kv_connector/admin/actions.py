@@ -1,0 +1,135 @@
+"""What an operator can have done, each as a command for the engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import KVConnectorError
+from ..types import BlockHash
+from .base import Answer, Refusal, SteeredEngine
+
+_TIERS: Mapping[str, tuple[str, ...]] = {
+    "storage": ("storage_", "fetch", "backup", "backed_up"),
+    "peer": ("peer_", "offered_", "receive", "expired_transfers"),
+    "device": ("device_",),
+    "engine": ("requests", "queries_tokens", "jobs_in_flight", "known_blocks", "ignored_hints"),
+}
+"""By which words of its name a statistic is known as one of a tier; all others are of the host."""
+
+
+def tier_of(statistic: str) -> str:
+    """The tier that a statistic is shown under; "engine" for what is of no tier."""
+    found = (tier for tier, words in _TIERS.items() if any(word in statistic for word in words))
+    return next(found, "host")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """All statistics, as /metrics has them, by tier; capacity, jobs and tenants."""
+
+    def run(self, engine: SteeredEngine) -> Answer:
+        statistics = dict(engine.half.get_kv_connector_stats())
+        tiers: dict[str, dict[str, float]] = {tier: {} for tier in ("engine", "device", "host", *_TIERS)}
+        for name, value in statistics.items():
+            tiers[tier_of(name)][name] = value
+        return {
+            "host_memory_bytes": engine.host_memory,
+            "host_block_bytes": engine.half.host_block_bytes,
+            "jobs_in_flight": statistics["jobs_in_flight"],
+            "tiers": tiers,
+            "tenants": engine.half.tenant_stats(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ListPins:
+    """Those of this endpoint."""
+
+    def run(self, engine: SteeredEngine) -> Answer:
+        return {"pins": engine.pins.listed()}
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep a prefix on the host, for `ttl_s` seconds if that is not None, as one of the tenant's."""
+
+    block_hashes: tuple[BlockHash, ...]
+    ttl_s: float | None
+    tenant: str
+
+    def run(self, engine: SteeredEngine) -> Answer:
+        name = engine.pins.pin(self.block_hashes, self.ttl_s, self.tenant)
+        return {"id": name, "num_blocks": len(self.block_hashes)}
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """Undo a pin, by its id."""
+
+    name: str
+
+    def run(self, engine: SteeredEngine) -> Answer:
+        return {"id": self.name, "num_blocks": engine.pins.unpin(self.name)}
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Use so many bytes of host memory from now on, over all ranks; None uses all that the engine was started with."""
+
+    num_bytes: int | None
+
+    def run(self, engine: SteeredEngine) -> Answer:
+        block_bytes = engine.half.host_block_bytes
+        if self.num_bytes is not None and self.num_bytes > engine.host_memory:
+            raise Refusal(
+                409,
+                f"host_memory={self.num_bytes} is more than the {engine.host_memory} bytes that the engine was started "
+                "with: give at most so many, or start it with more",
+            )
+        if self.num_bytes is not None and not block_bytes:
+            raise Refusal(503, "the engine has no host memory ready yet: ask again in a moment")
+        engine.half.resize_host(None if self.num_bytes is None else self.num_bytes // block_bytes)
+        capacity = int(engine.half.get_kv_connector_stats()["host_capacity_blocks"])
+        return {"host_capacity_blocks": capacity, "host_memory_bytes": capacity * block_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Forget all that is cached behind the device. Not done: something old may yet arrive; it is not matched then."""
+
+    def run(self, engine: SteeredEngine) -> Answer:
+        return {"done": engine.half.reset_cache()}
+
+
+@dataclass(frozen=True, slots=True)
+class ClearTenant:
+    """Drop what a tenant has on the host."""
+
+    tenant: str
+
+    def run(self, engine: SteeredEngine) -> Answer:
+        try:
+            num_blocks = engine.half.clear_tenant(self.tenant)
+        except KVConnectorError as error:  # the name is none
+            raise Refusal(404, str(error)) from error
+        return {"tenant": self.tenant, "num_blocks": num_blocks}
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Bring what storage has of a prefix to the host."""
+
+    block_hashes: tuple[BlockHash, ...]
+
+    def run(self, engine: SteeredEngine) -> Answer:
+        return {"started": engine.half.warm(self.block_hashes), "num_blocks": len(self.block_hashes)}
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Write all that the host holds to storage: asked again until nothing is left to write."""
+
+    def run(self, engine: SteeredEngine) -> Answer:
+        remaining = engine.half.drain()
+        return {"done": remaining == 0, "remaining_blocks": remaining}

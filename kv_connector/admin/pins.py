@@ -1,0 +1,84 @@
+"""What an operator has pinned through the endpoint, by a name that can be said in a path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import KVConnectorError
+from ..types import BlockHash
+from ..values import shown
+from .base import Refusal
+
+if TYPE_CHECKING:
+    from ..scheduler import SchedulerHalf
+
+_MOST_PINS = 4096
+_SHOWN_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """A prefix, and when its pin ends by itself, if it does."""
+
+    block_hashes: Sequence[BlockHash]
+    ends: float | None
+
+
+class PinBook:
+    """Owned by the engine's thread. `clock` is that of the scheduler half, which ends pins by it."""
+
+    def __init__(self, half: SchedulerHalf, clock: Callable[[], float]) -> None:
+        self._half = half
+        self._clock = clock
+        self._pins: dict[str, _Pin] = {}
+
+    def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None, tenant: str) -> str:
+        """Keep the prefix, for `ttl_s` seconds from now or until `unpin`; returns its name. Again is not twice: the
+        later word counts. Raises Refusal, and changes nothing, where there are too many, or no such tenant."""
+        self._forget_ended()
+        name = f"{block_hashes[-1].hex()[:_SHOWN_DIGITS]}-{len(block_hashes)}"
+        if name not in self._pins and len(self._pins) >= _MOST_PINS:
+            raise Refusal(409, f"{_MOST_PINS} prefixes are pinned already: unpin some, or give them a ttl_s")
+        tenants = list(self._half.tenant_stats())
+        if tenant not in tenants:
+            raise Refusal(404, f"tenant={shown(tenant)} is not configured: there are {', '.join(tenants)}")
+        if name in self._pins:
+            self._undo(self._pins.pop(name))
+        self._half.pin_prefix(block_hashes, ttl_s, tenant)
+        self._pins[name] = _Pin(block_hashes, None if ttl_s is None else self._clock() + ttl_s)
+        return name
+
+    def unpin(self, name: str) -> int:
+        """Undo a pin; returns the blocks of its prefix. Raises Refusal for a name that is none."""
+        self._forget_ended()
+        if name not in self._pins:
+            raise Refusal(404, f"no pin has this id: GET /v1/pins lists the {len(self._pins)} that there are")
+        pin = self._pins.pop(name)
+        self._undo(pin)
+        return len(pin.block_hashes)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The pins that have not ended, the oldest first."""
+        self._forget_ended()
+        now = self._clock()
+        return [
+            {
+                "id": name,
+                "num_blocks": len(pin.block_hashes),
+                "seconds_left": None if pin.ends is None else round(pin.ends - now, 3),
+            }
+            for name, pin in self._pins.items()
+        ]
+
+    def _undo(self, pin: _Pin) -> None:
+        with suppress(KVConnectorError):  # it has ended by itself
+            self._half.unpin_prefix(pin.block_hashes)
+
+    def _forget_ended(self) -> None:
+        """The half lets go of them with its next step, and at once where they are not to be added to."""
+        now = self._clock()
+        for name in [name for name, pin in self._pins.items() if pin.ends is not None and pin.ends <= now]:
+            self._undo(self._pins.pop(name))
