@@ -94,6 +94,14 @@ class ReuseModel:
         visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
         return self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0]
 
+    def distances(self, nodes: Sequence[int]) -> list[int]:
+        """How many blocks were asked for since these nodes of a path were, once for each part of the path that was
+        asked for at one time. Looked at before `visited` counts them."""
+        asked = np.frombuffer(self._tree.asked, np.int64)[np.array(nodes, np.intc)]
+        parts = asked[np.flatnonzero(np.diff(asked, prepend=-1))]
+        distances: list[int] = (self._tree.time - parts).tolist()
+        return distances
+
     def visited(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
         """A request asks for these nodes, each once, which are those it knows of all that it asks for; of use is the
         host where the device does not hold them. Counts it in the tree, too: `hits`, `visits`, `visited`, `asked`."""

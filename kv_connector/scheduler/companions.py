@@ -1,4 +1,4 @@
-"""The companions that a user has configured, told and asked as one: peers before storage."""
+"""The companions that a user has configured, told and asked as one: peers before storage; and observers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..types import StepPlan, StepReport
 from .companion import Admission, Companion
 from .loads.choice import LoadPlanner
 from .names import Roots
+from .observers import Observer
 from .peers.companion import PeerCompanion
 from .ranks import RankStates
 from .shared import Shared
@@ -32,7 +33,9 @@ class Companions:
         adapter_of: Callable[[Request], str],
         engine_id: str,
         world_size: int,
+        observers: Sequence[Observer] = (),
     ) -> None:
+        self._observers = observers
         # What another engine brings is not looked up in storage: peers are first.
         self._companions: list[Companion] = []
         if config.peer is not None:
@@ -46,6 +49,8 @@ class Companions:
 
     def arrived(self, request: Request) -> None:
         """The first that claims the request is the last that hears of it."""
+        for observer in self._observers:
+            observer.arrived(request)
         for companion in self._companions:
             if companion.arrived(request):
                 return
@@ -60,6 +65,8 @@ class Companions:
 
     def admitted(self, admission: Admission) -> None:
         """To all."""
+        for observer in self._observers:
+            observer.admitted(admission)
         for companion in self._companions:
             companion.admitted(admission)
 
@@ -70,6 +77,8 @@ class Companions:
 
     def preempted(self, request_id: str) -> None:
         """To all."""
+        for observer in self._observers:
+            observer.preempted(request_id)
         for companion in self._companions:
             companion.preempted(request_id)
 
@@ -80,6 +89,8 @@ class Companions:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """To all; what the engine returns is what the first of them says that says something."""
+        for observer in self._observers:
+            observer.finished(request)
         told = [companion.finished(request) for companion in self._companions]
         return next((params for params in told if params is not None), None)
 

@@ -135,6 +135,8 @@ class PrefetchPlanner:
             return
         num_fetched = len(prefetch.fetched.intersection(range(first, first + num_hashes)))
         self._metrics.storage_hit_tokens += num_fetched * self._block_size
+        if num_fetched:
+            self._metrics.histograms.observe("hit_tokens", "storage", num_fetched * self._block_size)
         if self._config.prefetch is not Prefetch.BEST_EFFORT:
             self._leave(prefetch)
 
@@ -221,7 +223,8 @@ class PrefetchPlanner:
         for question in prefetch.search.take():
             keys = self._grouped.keys(prefetch.search.hashes, question.group)
             asked = keys[question.blocks.start : question.blocks.stop]
-            job = self._open(StorageAction.LOOK_UP, self._keys(asked), (), singly=self._is_single(question.group))
+            singly = self._is_single(question.group)
+            job = self._open(prefetch, StorageAction.LOOK_UP, self._keys(asked), (), singly=singly)
             prefetch.look_ups[job.job_id] = question
             self._follow(job.job_id, prefetch, set())
             jobs.append(job)
@@ -238,6 +241,7 @@ class PrefetchPlanner:
 
     def _open(
         self,
+        prefetch: _Prefetch,
         action: StorageAction,
         keys: bytes,
         host_ids: Sequence[int],
@@ -246,7 +250,7 @@ class PrefetchPlanner:
     ) -> StorageJob:
         job_id, blocks = self._shared.ledger.next_id(), np.array(host_ids, dtype=np.int64)
         job = StorageJob(job_id, action, keys, blocks, skipped, singly)
-        self._shared.ledger.open(job, self._owner)
+        self._shared.ledger.open(job, self._owner, (prefetch.request.request_id,))
         return job
 
     def _abandon(self, job_id: int) -> None:
@@ -294,7 +298,7 @@ class PrefetchPlanner:
             needed = nodes[: bisect_left(blocks, search.stop_of(group, end))]
             self._coalesce(prefetch, group, blocks, needed, since)
             for part in self._parts(self._host.absent(needed), blocks, singly):
-                job = self._fetch(nodes, part, room[: len(part)], singly)
+                job = self._fetch(prefetch, nodes, part, room[: len(part)], singly)
                 room = room[len(part) :]
                 brought = since or (hashes for i in part for hashes in _hashes(blocks[i], size))
                 self._follow(job.job_id, prefetch, set(brought))
@@ -311,7 +315,9 @@ class PrefetchPlanner:
             parts[-1] += places
         return parts
 
-    def _fetch(self, nodes: list[int], wanted: list[int], host_ids: list[int], singly: bool) -> StorageJob:
+    def _fetch(
+        self, prefetch: _Prefetch, nodes: list[int], wanted: list[int], host_ids: list[int], singly: bool
+    ) -> StorageJob:
         """Of the nodes those at these places are wanted; none of objects without any. Those of full attention begin
         with an object."""
         self._host.attach(host_ids, [nodes[i] for i in wanted], Event.FETCH)
@@ -323,7 +329,7 @@ class PrefetchPlanner:
         is_wanted = frozenset(wanted)
         skipped = tuple(key for key, i in enumerate(places) if i not in is_wanted)
         keys = self._keys([self._tree.hash_of(nodes[i]) for i in places])
-        job = self._open(StorageAction.FETCH, keys, host_ids, skipped, singly)
+        job = self._open(prefetch, StorageAction.FETCH, keys, host_ids, skipped, singly)
         self._num_fetching += job.num_blocks
         self._job_of |= dict.fromkeys(host_ids, job.job_id)
         self._opened.append(job)
