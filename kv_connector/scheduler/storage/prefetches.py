@@ -63,8 +63,8 @@ class PrefetchPlanner:
     """Follows requests from arrival to admission. The caller puts `plan` and `take_cancelled` into every step, and
     hands every ended look-up and fetch to `end`.
 
-    `keys` names blocks in storage by their hashes; `on_fetched` hears of host blocks that were filled; `owner` opens
-    the jobs.
+    `keys` names blocks in storage by their hashes; `on_fetched` hears of host blocks that were filled, `on_answered` of
+    what look-ups of a prefix were told; `owner` opens the jobs.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class PrefetchPlanner:
         owner: JobOwner,
         keys: Callable[[Sequence[BlockHash]], bytes],
         on_fetched: Callable[[Sequence[int]], None],
+        on_answered: Callable[[Sequence[BlockHash], Question, int], None],
     ) -> None:
         self._config = config
         self._shared = shared
@@ -90,6 +91,7 @@ class PrefetchPlanner:
         self._block_size = shared.block_size
         self._keys = keys
         self._on_fetched = on_fetched
+        self._on_answered = on_answered
         self._prefetches: dict[str, _Prefetch] = {}
         self._followers: dict[int, list[_Prefetch]] = {}  # by job under way
         self._job_of: dict[int, int] = {}  # fetch under way, by host block
@@ -174,6 +176,8 @@ class PrefetchPlanner:
             hashes = prefetch.jobs.pop(job.job_id)
             question = prefetch.look_ups.pop(job.job_id, None)
             if question is not None:
+                if ok:
+                    self._on_answered(prefetch.search.hashes, question, ended.found)
                 self._answered(prefetch, question, ended.found if ok else 0)
             else:
                 prefetch.fetched.update(hashes if ok else ())
