@@ -34,11 +34,17 @@ storage_logger = logging.getLogger("kv_connector.storage")
 
 def build_scheduler(config: Config, block_size: int, world_size: int = 1, **options: Any) -> SchedulerHalf:
     """The scheduler half of one engine. `block_size` in tokens; `options` as for `SchedulerHalf`. Raises
-    KVConnectorError for a block size or a number of ranks that cannot be, ConfigError for settings."""
+    KVConnectorError for a block size or a number of ranks that cannot be, ConfigError for settings, and for traces that
+    cannot be exported."""
     from .scheduler import SchedulerHalf
 
     _check_argument("block_size", block_size, 1)
     _check_argument("world_size", world_size, 1)
+    if config.trace_requests:
+        from .scheduler.traces import RequestTraces
+        from .tracing import open_tracer
+
+        options["observers"] = (RequestTraces(open_tracer(), config.trace_requests), *options.get("observers", ()))
     return SchedulerHalf(config, block_size, world_size, **options)
 
 

@@ -31,6 +31,7 @@ THIRD_PARTY = {
     "botocore",
     "huggingface_hub",
     "matplotlib",
+    "opentelemetry",
 }
 # One thread and a clock that is passed in: a run is repeatable from a seed.
 FORBIDDEN = {

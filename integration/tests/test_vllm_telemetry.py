@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -217,3 +221,69 @@ def test_routers_learn_the_same_of_a_block_on_the_host_as_on_the_device(
         assert chain is not None and their_chain in (None, chain)
         assert rest == theirs
     assert any(keys for _, keys, *_ in on_host.values()), "the salt is in the first block's"
+
+
+class TraceReceiver:
+    """An OTLP collector on this machine: spans that came over HTTP, as they are."""
+
+    def __init__(self) -> None:
+        self.spans: Queue[Any] = Queue()
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+                request = ExportTraceServiceRequest.FromString(body)
+                for resource in request.resource_spans:
+                    for scope in resource.scope_spans:
+                        for span in scope.spans:
+                            receiver.spans.put((scope.scope.name, span))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def test_spans_reach_a_collector_in_the_clients_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that a client traces: its load from the host is in that trace, under the client's span."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from vllm import SamplingParams
+
+    receiver = TraceReceiver()
+    port = receiver.server.server_address[1]
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://127.0.0.1:{port}/v1/traces")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    trace_id, span_id = "0af7651916cd43dd8448eb2100000001", "b7ad6b7169203331"
+    config = transfer_config({"write_policy": "write_through", "trace_requests": 0.001})
+    with running(tmp_path, num_blocks=40, kv_transfer_config=config) as engine:
+        for _ in range(2):
+            engine.alone(prompts(6))
+        engine.drain()
+        core, asked = engine.llm.llm_engine, prompts(6)[0]
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+        headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
+        core.add_request("traced", {"prompt_token_ids": asked}, params, trace_headers=headers)
+        while core.has_unfinished_requests():
+            core.step()
+        engine.drain()
+        found: dict[str, Any] = {}
+        while not {"kv_connector.request", "kv_connector.load"} <= found.keys():
+            scope, span = receiver.spans.get(timeout=60)
+            assert scope == "kv_connector"
+            if span.trace_id.hex() == trace_id:
+                found[span.name] = span
+    receiver.server.shutdown()
+    receiver.server.server_close()
+    request, load = found["kv_connector.request"], found["kv_connector.load"]
+    assert request.parent_span_id.hex() == span_id
+    assert load.parent_span_id == request.span_id
+    assert [event.name for event in request.events] == ["admitted"]
+    attributes = {attribute.key: attribute.value for attribute in load.attributes}
+    assert attributes["kv_connector.blocks"].int_value == 13

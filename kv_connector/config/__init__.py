@@ -70,6 +70,8 @@ class Config:
         `lossless` on GPUs where blocks become smaller by it and no load longer, else `raw`, and says why in the log.
     numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on that of the first to come to it.
     trace_loads: time each layer group of a load with events and report the load stall.
+    trace_requests: the share of requests that OpenTelemetry follows from look-up to bytes, a span for each load and
+        save: 0 for none, 0.01 for one in a hundred. See docs/observability.md.
     storage: where blocks are kept beyond the host's memory; none by default.
     peer: how blocks are handed to other engines and come from them; not at all by default.
     """
@@ -90,6 +92,7 @@ class Config:
     host_form: HostFormName = HostFormName.RAW
     numa_bind: bool = True
     trace_loads: bool = False
+    trace_requests: float = 0.0
     storage: StorageConfig | None = None
     peer: PeerConfig | None = None
 
@@ -103,6 +106,12 @@ class Config:
         for name in ("block_major", "pin_memory", "numa_bind", "trace_loads"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={shown(getattr(self, name))} is not a boolean: give true or false")
+        share: object = self.trace_requests
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(
+                f"trace_requests={shown(share)} is not a share of the requests: give a number from 0 (none) to 1 "
+                "(all), such as 0.01"
+            )
         storage: object = self.storage
         if isinstance(storage, Mapping):
             object.__setattr__(self, "storage", from_mapping(StorageConfig, storage, "storage."))
