@@ -20,6 +20,7 @@ user reads for a minute does so in a minute: nothing of that is a setting.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,10 +98,8 @@ class ReuseModel:
     def distances(self, nodes: Sequence[int]) -> list[int]:
         """How many blocks were asked for since these nodes of a path were, once for each part of the path that was
         asked for at one time. Looked at before `visited` counts them."""
-        asked = np.frombuffer(self._tree.asked, np.int64)[np.array(nodes, np.intc)]
-        parts = asked[np.flatnonzero(np.diff(asked, prepend=-1))]
-        distances: list[int] = (self._tree.time - parts).tolist()
-        return distances
+        asked, time = self._tree.asked, self._tree.time
+        return [time - since for since, _ in groupby(map(asked.__getitem__, nodes))]
 
     def visited(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
         """A request asks for these nodes, each once, which are those it knows of all that it asks for; of use is the
