@@ -381,9 +381,7 @@ def observed(report: Report, options: argparse.Namespace) -> None:
     room = 4 * length * (options.steps * OBSERVED_STEPS + options.requests)
     sides = {
         "nothing on": Side(room),
-        "all on": Side(
-            room, publishes_events=True, observers=(RequestTraces(SpanTracer(provider), TRACED_SHARE),)
-        ),
+        "all on": Side(room, publishes_events=True, observers=(RequestTraces(SpanTracer(provider), TRACED_SHARE),)),
     }
     off = sides["nothing on"].half
     off.metrics.histograms = Unobserved()

@@ -51,7 +51,9 @@ def test_prometheus_takes_the_rules() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not here: apt-get install prometheus")
-    checked = subprocess.run([promtool, "check", "rules", str(MONITORING / "alerts.yml")], capture_output=True, text=True)
+    checked = subprocess.run(
+        [promtool, "check", "rules", str(MONITORING / "alerts.yml")], capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

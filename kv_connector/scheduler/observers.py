@@ -1,7 +1,7 @@
 """Who hears of requests and jobs and decides nothing (layer 2): histograms, traces.
 
-    arrived (any number of times) -> admitted -> preempted, admitted -> finished
-    opened -> ran (once for each rank that knows) -> ended
+arrived (any number of times) -> admitted -> preempted, admitted -> finished
+opened -> ran (once for each rank that knows) -> ended
 """
 
 from __future__ import annotations
