@@ -1,4 +1,4 @@
-"""Requests of the mini engine followed by OpenTelemetry, from look-up to bytes, and the exporters of the environment."""
+"""Requests of the mini engine followed by OpenTelemetry, from look-up to bytes, and the environment's exporters."""
 
 from __future__ import annotations
 
