@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,15 +35,25 @@ storage_logger = logging.getLogger("kv_connector.storage")
 
 def build_scheduler(config: Config, block_size: int, world_size: int = 1, **options: Any) -> SchedulerHalf:
     """The scheduler half of one engine. `block_size` in tokens; `options` as for `SchedulerHalf`. Raises
-    KVConnectorError for a block size or a number of ranks that cannot be, ConfigError for settings."""
+    KVConnectorError for a block size or a number of ranks that cannot be, ConfigError for settings, and for traces that
+    cannot be exported."""
     from .scheduler import SchedulerHalf
 
     _check_argument("block_size", block_size, 1)
     _check_argument("world_size", world_size, 1)
+    observers = list(options.pop("observers", ()))
     if config.record_trace:
         from .replay.recorder import TraceRecorder
+        from .scheduler.recording import RequestRecorder
 
-        options["record"] = TraceRecorder(Path(config.record_trace).expanduser(), block_size).record
+        recorder = TraceRecorder(Path(config.record_trace).expanduser(), block_size)
+        observers.append(RequestRecorder(recorder.record, options.get("clock", time.monotonic)))
+    if config.trace_requests:
+        from .scheduler.traces import RequestTraces
+        from .tracing import open_tracer
+
+        observers.append(RequestTraces(open_tracer(), config.trace_requests))
+    options["observers"] = observers
     return SchedulerHalf(config, block_size, world_size, **options)
 
 

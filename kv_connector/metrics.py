@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+from .histograms import Histograms
 
 if TYPE_CHECKING:
     from .types import StepReport
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CacheMetrics:
-    """Sums since start-up; `DOCUMENTATION` says what each counts.
+    """Sums since start-up; `DOCUMENTATION` says what each counts, and `HISTOGRAMS` what is in `histograms`.
 
     Blocks and tokens are counted once, whatever the number of ranks; bytes over all ranks.
     """
@@ -60,20 +62,24 @@ class CacheMetrics:
     loaded_bytes: int = 0
     load_milliseconds: float = 0.0
     load_stall_milliseconds: float = 0.0
+    histograms: Histograms = field(default_factory=Histograms)
 
     def count_copies(self, report: StepReport) -> None:
         """What copies did on one rank since its last report."""
         self.loaded_bytes += report.loaded_bytes
         self.saved_bytes += report.saved_bytes
         self.load_milliseconds += report.load_milliseconds
-        self.load_stall_milliseconds += sum(sum(timing.load_stall_ms) for timing in report.load_timings)
+        for timing in report.load_timings:
+            stall = sum(timing.load_stall_ms)
+            self.load_stall_milliseconds += stall
+            self.histograms.observe("load_stall_seconds", "host", stall / 1e3)
 
     def snapshot(self) -> dict[str, float]:
         """All counters by name. Once a step: `dataclasses.asdict` takes five times as long."""
         return dict(zip(_NAMES, _VALUES(self), strict=True))
 
 
-_NAMES = tuple(counter.name for counter in fields(CacheMetrics))
+_NAMES = tuple(counter.name for counter in fields(CacheMetrics) if counter.name != "histograms")
 _VALUES = attrgetter(*_NAMES)
 
 

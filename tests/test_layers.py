@@ -34,6 +34,7 @@ THIRD_PARTY = {
     "rich",
     "shtab",
     "pynvml",
+    "opentelemetry",
 }
 # One thread and a clock that is passed in: a run is repeatable from a seed.
 FORBIDDEN = {

@@ -9,6 +9,8 @@ Each case is a ratio in one run. Both sides take turns, step by step, in an orde
     reset           of a full host with blocks in use, and of one that tells routers of each block; the longer of two
     block groups    a prompt that is computed and saved, and that is hit, with two groups against one; by block
     storage keys    of one prompt, against one SHA-256 a block
+    observed        a step in which one of 64 requests ends and another is admitted that hits half of its prompt, with
+                    histograms, events and traces of 1 % of the requests, against none of these
     index           insert, evict and match of a cached block, against vLLM's flat pool (or its model: `flat_pool.py`)
 """
 
@@ -27,16 +29,26 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 from integration.bench import index
 from integration.report import Report, hardware
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.config import Config
+from kv_connector.histograms import Histograms
 from kv_connector.index import BlockGroup, Event, adopt_hashes
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.observers import Observer
+from kv_connector.scheduler.traces import RequestTraces
+from kv_connector.tracing import SpanTracer
 from kv_connector.types import BlockHash, StepPlan, StepReport
 
 BLOCK_SIZE = 16
 QUIET_STEPS = 64
+OBSERVED_STEPS = 16
+TRACED_SHARE = 0.01
 LEAST_FOR_DECILES = 10
 """Samples; of fewer `quantiles` makes figures up that lie outside of what was measured."""
 MATCH_GOAL = 0.3
@@ -112,11 +124,14 @@ class Side:
         device: Device | None = None,
         publishes_events: bool = False,
         groups: Sequence[BlockGroup] = (BlockGroup(),),
+        observers: Sequence[Observer] = (),
         **settings: Any,
     ) -> None:
         given = {"host_memory": 1 << 30, "write_policy": "write_through", "load_choice": "sync", **settings}
         config = Config.from_mapping(given)
-        self.half = SchedulerHalf(config, BLOCK_SIZE, publishes_events=publishes_events, groups=groups)
+        self.half = SchedulerHalf(
+            config, BLOCK_SIZE, publishes_events=publishes_events, groups=groups, observers=observers
+        )
         self.half.bind_block_pool(device or Device())
         self.capacity = capacity
         self.num_groups = len(groups)
@@ -349,6 +364,59 @@ def storage_keys(report: Report, options: argparse.Namespace) -> None:
     report.claim("storage_keys_to_one_sha256_a_block", ratio, 1, "x", "lower")
 
 
+class Unobserved(Histograms):
+    """Histograms of an engine that had none."""
+
+    def observe(self, name: str, tier: str, value: float) -> None:
+        pass
+
+
+def observed(report: Report, options: argparse.Namespace) -> None:
+    """What is read of both, once a step as engines do, is part of the step. Spans go to OpenTelemetry's own batches, on
+    whose thread they would be exported, and from there nowhere."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(InMemorySpanExporter()))
+    length = options.prompt_blocks // 16
+    prefixes = [make_hashes(length // 2) for _ in range(options.requests)]
+    room = 4 * length * (options.steps * OBSERVED_STEPS + options.requests)
+    sides = {
+        "nothing on": Side(room),
+        "all on": Side(room, publishes_events=True, observers=(RequestTraces(SpanTracer(provider), TRACED_SHARE),)),
+    }
+    off = sides["nothing on"].half
+    off.metrics.histograms = Unobserved()
+    off._ledger._observers = ()
+    for side in sides.values():
+        for prefix in prefixes:
+            side.cache(prefix)
+        side.start([Prompt(f"{i}", prefixes[i % len(prefixes)] + make_hashes(length // 2)) for i in range(64)])
+
+    numbers = itertools.count()
+
+    def turn(name: str) -> float:
+        """Microseconds of a step, of many: one takes too little to tell."""
+        side = sides[name]
+        new = [(f"new {i}", prefixes[i % len(prefixes)]) for i in itertools.islice(numbers, OBSERVED_STEPS)]
+        prompts = [Prompt(request_id, prefix + make_hashes(length // 2)) for request_id, prefix in new]
+        start = time.thread_time_ns()
+        for prompt in prompts:
+            side.half.request_finished(side.running.pop(0))
+            side.start([prompt])
+            side.decode()
+            list(side.half.take_events())
+            side.half.get_kv_connector_stats()
+            [histogram.count for _, histogram in side.half.metrics.histograms.series()]
+        return (time.thread_time_ns() - start) / 1e3 / OBSERVED_STEPS
+
+    gc.collect()
+    gc.freeze()
+    times = take_turns({name: lambda name=name: turn(name) for name in sides}, options.steps)
+    gc.unfreeze()
+    medians = record(report, "observed", times)
+    provider.shutdown()
+    report.claim("observed_step_to_one_that_is_not", medians["all on"] / medians["nothing on"], 1.03, "x", "lower")
+
+
 def cached_block(report: Report, options: argparse.Namespace) -> None:
     """As `index.py`, at one size."""
     capacity = options.blocks // index.CHAIN * index.CHAIN
@@ -369,7 +437,7 @@ def cached_block(report: Report, options: argparse.Namespace) -> None:
         report.claim(f"{operation}_to_flat_pool", ratio, goal, "x", "lower")
 
 
-CASES = (full_host, no_room, write_back, riders, block_groups, storage_keys, cached_block)
+CASES = (full_host, no_room, write_back, riders, block_groups, storage_keys, observed, cached_block)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

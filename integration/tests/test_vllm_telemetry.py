@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ from vllm.distributed import kv_events
 
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
 from kv_connector.engines.vllm.groups import TELLS_STATES
+from kv_connector.metrics import CacheMetrics
 
 
 def test_prometheus_counts_what_we_count(tmp_path: Path) -> None:
@@ -31,6 +37,71 @@ def test_prometheus_counts_what_we_count(tmp_path: Path) -> None:
     assert samples["vllm:kv_tiered_loaded_bytes_total"] == stats["loaded_bytes"]
     assert samples["vllm:kv_tiered_host_capacity_blocks"] == stats["host_capacity_blocks"]
     assert samples["vllm:kv_tiered_failed_load_jobs_total"] == 0
+
+
+def test_prometheus_has_the_distributions_that_we_have(tmp_path: Path) -> None:
+    """Through storage and back: every bucket of every tier, and the sums."""
+    from prometheus_client import REGISTRY
+
+    storage = {"path": str(tmp_path / "store"), "capacity": "64MiB", "backup": "on_save", "prefetch": "wait_complete"}
+    settings = {"write_policy": "write_through", "host_memory": "4MiB", "storage": storage, "trace_loads": True}
+    before = buckets(REGISTRY)
+    with running(tmp_path, num_blocks=40, kv_transfer_config=transfer_config(settings)) as engine:
+        for _ in range(3):
+            engine.alone(prompts(6))
+            engine.drain()
+        engine.alone(prompts(1, 40, seed=9))  # what has ended since the last step that was reported
+        ours = dict(engine.half.metrics.histograms.series())
+        after = buckets(REGISTRY)
+        stats = engine.stats()
+    for (name, tier), histogram in ours.items():
+        counts, total = after[f"vllm:kv_tiered_{name}", tier]
+        counts_before, total_before = before.get((f"vllm:kv_tiered_{name}", tier), ([0] * len(counts), 0.0))
+        cumulated = list(accumulate(histogram.counts))
+        assert [count - old for count, old in zip(counts, counts_before, strict=True)] == cumulated, (name, tier)
+        assert total - total_before == pytest.approx(sum(histogram.sums)), (name, tier)
+    assert sum(ours["hit_tokens", "host"].sums) == stats["host_hit_tokens"] > 0
+    assert sum(ours["hit_tokens", "storage"].sums) == stats["storage_hit_tokens"] > 0
+    for series in ("load_seconds", "save_seconds"):
+        assert ours[series, "host"].count and ours[series, "storage"].count
+    assert ours["load_stall_seconds", "host"].count == stats["sync_loads"]
+    for series in ("lookup_seconds", "storage_read_seconds", "storage_write_seconds"):
+        assert ours[series, "storage"].count
+    assert ours["reuse_distance_blocks", "all"].count
+
+
+def buckets(registry: Any) -> dict[tuple[str, str], tuple[list[float], float]]:
+    """Cumulated counts and sum of every histogram with a tier, by name and tier."""
+    found: dict[tuple[str, str], tuple[list[float], float]] = {}
+    for family in registry.collect():
+        for sample in family.samples if family.type == "histogram" else ():
+            key = family.name, sample.labels.get("tier", "")
+            counts, total = found.setdefault(key, ([], 0.0))
+            if sample.name.endswith("_bucket"):
+                counts.append(sample.value)
+            elif sample.name.endswith("_sum"):
+                found[key] = counts, sample.value
+    return found
+
+
+def test_statistics_of_several_intervals_are_added_up() -> None:
+    """As the logger of several engines does: counters and buckets are summed, of gauges the latest counts."""
+    from kv_connector.engines.vllm.stats import StatsFeed, TieredStats
+
+    metrics, feed = CacheMetrics(), StatsFeed()
+    metrics.histograms.observe("hit_tokens", "host", 20.0)
+    first = feed.take({"requests": 1, "known_blocks": 5}, metrics.histograms)
+    metrics.histograms.observe("hit_tokens", "host", 20.0)
+    metrics.histograms.observe("hit_tokens", "peer", 17.0)
+    second = feed.take({"requests": 3, "known_blocks": 4}, metrics.histograms)
+    assert feed.take({"requests": 3, "known_blocks": 4}, metrics.histograms) is None
+    assert first is not None and second is not None
+    total = TieredStats().aggregate(first).aggregate(second)
+    assert total.data["requests"] == 3 and total.data["known_blocks"] == 4
+    whole = StatsFeed().take({"requests": 3, "known_blocks": 4}, metrics.histograms)
+    assert whole is not None and total.data == whole.data
+    assert second.data["hit_tokens"]["host"][0] == first.data["hit_tokens"]["host"][0], "one more, and not two"
+    assert total.reduce() == {"requests": 3, "known_blocks": 4}
 
 
 def host_blocks(events: list[Any]) -> set[tuple[Any, Any]]:
@@ -150,3 +221,69 @@ def test_routers_learn_the_same_of_a_block_on_the_host_as_on_the_device(
         assert chain is not None and their_chain in (None, chain)
         assert rest == theirs
     assert any(keys for _, keys, *_ in on_host.values()), "the salt is in the first block's"
+
+
+class TraceReceiver:
+    """An OTLP collector on this machine: spans that came over HTTP, as they are."""
+
+    def __init__(self) -> None:
+        self.spans: Queue[Any] = Queue()
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+                request = ExportTraceServiceRequest.FromString(body)
+                for resource in request.resource_spans:
+                    for scope in resource.scope_spans:
+                        for span in scope.spans:
+                            receiver.spans.put((scope.scope.name, span))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def test_spans_reach_a_collector_in_the_clients_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that a client traces: its load from the host is in that trace, under the client's span."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from vllm import SamplingParams
+
+    receiver = TraceReceiver()
+    port = receiver.server.server_address[1]
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://127.0.0.1:{port}/v1/traces")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    trace_id, span_id = "0af7651916cd43dd8448eb2100000001", "b7ad6b7169203331"
+    config = transfer_config({"write_policy": "write_through", "trace_requests": 0.001})
+    with running(tmp_path, num_blocks=40, kv_transfer_config=config) as engine:
+        for _ in range(2):
+            engine.alone(prompts(6))
+        engine.drain()
+        core, asked = engine.llm.llm_engine, prompts(6)[0]
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+        headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
+        core.add_request("traced", {"prompt_token_ids": asked}, params, trace_headers=headers)
+        while core.has_unfinished_requests():
+            core.step()
+        engine.drain()
+        found: dict[str, Any] = {}
+        while not {"kv_connector.request", "kv_connector.load"} <= found.keys():
+            scope, span = receiver.spans.get(timeout=60)
+            assert scope == "kv_connector"
+            if span.trace_id.hex() == trace_id:
+                found[span.name] = span
+    receiver.server.shutdown()
+    receiver.server.server_close()
+    request, load = found["kv_connector.request"], found["kv_connector.load"]
+    assert request.parent_span_id.hex() == span_id
+    assert load.parent_span_id == request.span_id
+    assert [event.name for event in request.events] == ["admitted"]
+    attributes = {attribute.key: attribute.value for attribute in load.attributes}
+    assert attributes["kv_connector.blocks"].int_value == 13

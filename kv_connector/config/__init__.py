@@ -73,6 +73,8 @@ class Config:
     trace_loads: time each layer group of a load with events and report the load stall.
     record_trace: a file to append a line to for each request that ends, for `kv-connector simulate`: times, lengths,
         and ids of its prompt's blocks, which are hashed with a random key that is never written; at most 1 GiB.
+    trace_requests: the share of requests that OpenTelemetry follows from look-up to bytes, a span for each load and
+        save: 0 for none, 0.01 for one in a hundred. See docs/observability.md.
     storage: an object: where blocks are kept beyond the host's memory. See the settings `storage.` below.
     peer: an object: how blocks are handed to other engines and come from them. See the settings `peer.` below.
     pinned_share: of the host, and of each tenant's share, that requests may pin between them: 0 to 1.
@@ -99,6 +101,7 @@ class Config:
     numa_bind: bool = True
     trace_loads: bool = False
     record_trace: str = ""
+    trace_requests: float = 0.0
     storage: StorageConfig | None = None
     peer: PeerConfig | None = None
     pinned_share: float = 0.5
@@ -115,6 +118,12 @@ class Config:
         for name in ("block_major", "pin_memory", "numa_bind", "trace_loads"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={shown(getattr(self, name))} is not a boolean: give true or false")
+        share: object = self.trace_requests
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(
+                f"trace_requests={shown(share)} is not a share of the requests: give a number from 0 (none) to 1 "
+                "(all), such as 0.01"
+            )
         storage: object = self.storage
         if isinstance(storage, Mapping):
             object.__setattr__(self, "storage", from_mapping(StorageConfig, storage, "storage."))

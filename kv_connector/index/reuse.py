@@ -20,6 +20,7 @@ user reads for a minute does so in a minute: nothing of that is a setting.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,12 @@ class ReuseModel:
         parent = tree.get(path[index - 1]) if node is None and index else ROOT
         visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
         return self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0] + PRIORITY_STEP * priority
+
+    def distances(self, nodes: Sequence[int]) -> list[int]:
+        """How many blocks were asked for since these nodes of a path were, once for each part of the path that was
+        asked for at one time. Looked at before `visited` counts them."""
+        asked, time = self._tree.asked, self._tree.time
+        return [time - since for since, _ in groupby(map(asked.__getitem__, nodes))]
 
     def visited(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
         """A request asks for these nodes, each once, which are those it knows of all that it asks for; of use is the

@@ -1,4 +1,4 @@
-"""The companions that a user has configured, told and asked as one: peers before storage."""
+"""The companions that a user has configured, told and asked as one: peers before storage; and observers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..types import BlockHash, StepPlan, StepReport
 from .companion import Admission, Companion
 from .loads.choice import LoadPlanner
 from .names import Roots
+from .observers import Observer
 from .peers.companion import PeerCompanion
 from .ranks import RankStates
-from .recording import Record, RequestRecorder
 from .shared import Shared
 from .storage.companion import StorageCompanion
 from .tables import BlockTable
@@ -34,8 +34,9 @@ class Companions:
         adapter_of: Callable[[Request], str],
         engine_id: str,
         world_size: int,
-        record: Record | None,
+        observers: Sequence[Observer] = (),
     ) -> None:
+        self._observers = observers
         # What another engine brings is not looked up in storage: peers are first.
         self._companions: list[Companion] = []
         if config.peer is not None:
@@ -46,11 +47,11 @@ class Companions:
         if config.storage is not None:
             roots = Roots.named(identity, adapter_of)
             self._companions.append(StorageCompanion(config.storage, shared, loads, ranks, roots))
-        if record is not None:
-            self._companions.append(RequestRecorder(record, shared.clock))
 
     def arrived(self, request: Request) -> None:
         """The first that claims the request is the last that hears of it."""
+        for observer in self._observers:
+            observer.arrived(request)
         for companion in self._companions:
             if companion.arrived(request):
                 return
@@ -65,6 +66,8 @@ class Companions:
 
     def admitted(self, admission: Admission) -> None:
         """To all."""
+        for observer in self._observers:
+            observer.admitted(admission)
         for companion in self._companions:
             companion.admitted(admission)
 
@@ -75,6 +78,8 @@ class Companions:
 
     def preempted(self, request_id: str) -> None:
         """To all."""
+        for observer in self._observers:
+            observer.preempted(request_id)
         for companion in self._companions:
             companion.preempted(request_id)
 
@@ -85,6 +90,8 @@ class Companions:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """To all; what the engine returns is what the first of them says that says something."""
+        for observer in self._observers:
+            observer.finished(request)
         told = [companion.finished(request) for companion in self._companions]
         return next((params for params in told if params is not None), None)
 

@@ -48,9 +48,9 @@ from .loads.choice import LoadPlanner
 from .loads.leases import LoadLeases
 from .loads.rates import LoadMode
 from .names import no_adapter
+from .observers import JobTimes, Observer
 from .operations import Operations
 from .ranks import RankStates
-from .recording import Record
 from .requests import RequestState, RequestTable
 from .saves.budget import SaveBudget
 from .saves.planner import SavePlanner
@@ -71,7 +71,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
     back; it orders evictions and times loads.
     `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
     and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
-    `adapter_of` tells adapters apart that the engine's hashes do not: see `Roots`. `record` is told of each request.
+    `adapter_of` tells adapters apart that the engine's hashes do not: see `Roots`. `observers` hear of all.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         identity: CacheIdentity | None = None,
         engine_id: str = "",
         adapter_of: Callable[[Request], str] = no_adapter,
-        record: Record | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.tree = tree if tree is not None else PrefixTree()
         # What other engines bring fills whole blocks, from where blocks of all groups end.
@@ -105,7 +105,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         )
         self.metrics = CacheMetrics()
         self._pool = DevicePool()
-        self._ledger = JobLedger(world_size, self._pool, self.host, clock)
+        self._ledger = JobLedger(world_size, self._pool, self.host, clock, (JobTimes(self.metrics), *observers))
         self._events = EventLog(publishes_events)
         self._shared = shared = Shared(
             self._grouped, self.host, self._pool, self._ledger, self.metrics, self._events, clock, block_size, tenants
@@ -117,11 +117,10 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._requests = RequestTable(self._leases, self._steps, self.metrics)
         self._ranks = RankStates(world_size, self.host)
         self._companions = Companions(
-            config, shared, self._loads, self._ranks, identity, adapter_of, engine_id, world_size, record
+            config, shared, self._loads, self._ranks, identity, adapter_of, engine_id, world_size, observers
         )
         self._budget = SaveBudget(config.save_bandwidth)
-        is_in_storage = config.storage is not None
-        policy = SavePolicy.from_config(config)
+        policy, is_in_storage = SavePolicy.from_config(config), config.storage is not None
         self.refusals = Refusals()
         self._saves = SavePlanner(
             shared, policy, self.reuse, self.refusals, self._budget, self._companions.saved, is_in_storage
@@ -131,8 +130,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._answers = Answers(shared, lookup, self._loads, self._requests, self._companions)
         self._fence = Fence(self._ledger)
         self._watchdog = CopyWatchdog(self._ledger, clock)
-        self._step = 0
-        self._unpins_when_idle = unpins_when_idle
+        self._step, self._unpins_when_idle = 0, unpins_when_idle
         self._group_sizes = shared.group_sizes
 
     # What the engine asks and tells, in the order of a request's life.

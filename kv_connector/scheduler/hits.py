@@ -40,6 +40,8 @@ class HitCounter:
         request, metrics, size = state.request, self._metrics, self._block_size
         if nodes := list(chain.from_iterable(known)):
             is_of_use = self._is_of_use(known, num_local_tokens, num_external_tokens)
+            for distance in self._reuse.distances(known[0]):
+                metrics.histograms.observe("reuse_distance_blocks", "all", distance)
             self._reuse.visited(np.array(nodes, np.intc), is_of_use)
         self._reuse.asked(len(request.block_hashes))
         metrics.requests += 1
@@ -50,6 +52,10 @@ class HitCounter:
         self._tenants.count(state.terms.tenant, request.num_tokens, num_local_tokens, num_host_tokens)
         metrics.peer_hit_tokens += num_remote * size
         metrics.recomputed_tokens += num_recomputed * size
+        sources = ("device", num_local_tokens), ("host", num_external_tokens - num_remote * size)
+        for tier, num_tokens in (*sources, ("peer", num_remote * size)):
+            if num_tokens:
+                metrics.histograms.observe("hit_tokens", tier, num_tokens)
         size *= self._grouped.groups[0].hashes_per_block
         keys = self._grouped.keys(request.block_hashes, 0)
         for node in self._grouped.tree.match(keys[(num_local_tokens + num_external_tokens) // size :]):

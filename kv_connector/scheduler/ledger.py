@@ -2,20 +2,20 @@
 
 A job knows its owner, the planner that opened it and is told how it ended; this file knows no kind of job. It holds one
 reference on every block that the job reads or writes, on both tiers, and lets go of them once the owner has been told.
+Observers hear of every job, and how long it took.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..base import DeviceBlocks
 from ..index import CacheTier
 from ..types import CopyJob, PeerJob, StepReport, StorageJob
-
-Job = CopyJob | StorageJob | PeerJob
+from .observers import Job, JobObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,15 @@ class _OpenJob:
 class JobLedger:
     """Issues job ids, holds every job, and owns its leases. One thread calls; `clock` gives seconds."""
 
-    def __init__(self, world_size: int, pool: DeviceBlocks, host: CacheTier, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        pool: DeviceBlocks,
+        host: CacheTier,
+        clock: Callable[[], float],
+        observers: Sequence[JobObserver] = (),
+    ) -> None:
+        self._observers = observers
         self._world_size = world_size
         self._pool = pool
         self._host = host
@@ -92,9 +100,9 @@ class JobLedger:
         self._next_id += 1
         return self._next_id - 1
 
-    def open(self, job: Job, owner: JobOwner) -> None:
+    def open(self, job: Job, owner: JobOwner, request_ids: Collection[str] = ()) -> None:
         """Every rank has to report the job from now on. The caller holds a reference on each of its blocks, on both
-        tiers, and hands it over."""
+        tiers, and hands it over. `request_ids` are the requests that it is for, as far as the owner knows."""
         device_ids = job.device_ids.tolist() if not isinstance(job, StorageJob) else ()
         host_ids = job.host_ids.tolist() if not isinstance(job, PeerJob) else ()
         ranks = set(range(self._world_size))
@@ -102,6 +110,8 @@ class JobLedger:
         self._num_pinning += isinstance(job, CopyJob) and len(device_ids) > 0
         if job.request_id is not None:
             self._awaited[job.request_id] += 1
+        for observer in self._observers:
+            observer.opened(job, request_ids)
 
     def unpin(self) -> bool:
         """Let go of the device blocks of all copies; returns whether there were any. The next step that writes to a
@@ -117,6 +127,9 @@ class JobLedger:
         """Count one rank's report; jobs end that every rank has reported with it."""
         for job_id in report.failed:
             self._distrust_after(job_id)
+        for job_id, seconds in report.job_seconds:
+            for observer in self._observers:
+                observer.ran(self._open[job_id].job, report.rank, seconds)
         found, missing = dict(report.found), dict(report.missing)
         for job_ids, ok in ((report.done, True), (report.failed, False)):
             for job_id in job_ids:
@@ -148,7 +161,10 @@ class JobLedger:
                 del self._awaited[job.request_id]
             if entry.failed and not entry.is_forgotten:
                 self._in_vain.add(job.request_id)
-        entry.owner.end(EndedJob(job, not entry.failed, entry.found or 0, entry.missing))
+        ended = EndedJob(job, not entry.failed, entry.found or 0, entry.missing)
+        entry.owner.end(ended)
+        for observer in self._observers:
+            observer.ended(ended, self._clock() - entry.opened_at)
         if entry.device_ids:
             self._pool.free_blocks(entry.device_ids)
             self._num_pinning -= isinstance(job, CopyJob)

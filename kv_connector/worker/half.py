@@ -253,6 +253,7 @@ class WorkerHalf(KVConnectorWorker):
             peers_are_broken=self._peers is not None and self._peers.is_broken,
             lost_blocks=tuple(sorted(lost_blocks)),
             has_failed_in_step=self._has_failed_in_step and bool(lost_blocks),
+            job_seconds=tuple((job.job_id, job.seconds) for job in moved if job.ok and job.seconds),
         )
 
     def drain(self) -> None:

@@ -10,6 +10,7 @@ from kv_connector.build import build_scheduler
 from kv_connector.config import Config
 from kv_connector.replay import read_trace
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.recording import RequestRecorder
 from kv_connector.types import BlockHash, StepReport
 from tests.scheduler.test_half import Asked, Clock, ForeignBlocks, admit, run, save
 
@@ -22,7 +23,8 @@ def make_recorded() -> tuple[SchedulerHalf, list[Told]]:
     def record(seconds: float, input_tokens: int, output_tokens: int, hashes: Sequence[BlockHash]) -> None:
         told.append((input_tokens, output_tokens, len(hashes)))
 
-    half = SchedulerHalf(Config(host_memory=1 << 20), 4, clock=Clock(), record=record)
+    clock = Clock()
+    half = SchedulerHalf(Config(host_memory=1 << 20), 4, clock=clock, observers=[RequestRecorder(record, clock)])
     half.bind_block_pool(ForeignBlocks())
     half.update_connector_output([StepReport(0, 0, num_host_blocks=10)])
     return half, told

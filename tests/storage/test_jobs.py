@@ -99,7 +99,7 @@ def test_a_look_up_says_what_exists_in_front_of_a_gap_or_singly_all_of_it(singly
         ]
     ):
         jobs.begin(StorageJob(number, action, b"".join(names), np.array(blocks, np.int64), singly=singly))
-        jobs._running[number][1].result()  # look-ups, reads and writes have threads of their own
+        jobs._running[number].future.result()  # look-ups, reads and writes have threads of their own
     found = {job.job_id: job.found for job in jobs.poll()}
     storage.close()
     assert found == {0: None, 1: None, 2: 0b01011 if singly else 0b00011}

@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 
 from ...events import BlockRemoved, BlockStored, CacheEvent
 from ...index import split_key
+from ...types import Tier
 from .specs import EngineShape
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     from ...types import BlockHash
 
-MEDIUM_HOST = "CPU"
-"""vLLM's name for host memory (`kv_events.MEDIUM_CPU`, where a version has it)."""
+_MEDIA = {Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
+"""vLLM's names (`kv_events.MEDIUM_CPU`, `MEDIUM_STORAGE`, where a version has them)."""
 _to_event_extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)  # older versions publish them as they are
 
 
@@ -41,7 +42,8 @@ class _Content:
 
 
 class EventFeed:
-    """Translates events, and knows the blocks of living requests and of those that vLLM may still have on the device.
+    """Translates events, and knows the blocks of living requests, of those that vLLM may still have on the device, and of
+    the host: about half a KiB for one of 16 tokens.
 
     A block that is stored from anywhere else is published by its hash alone.
     """
@@ -52,6 +54,7 @@ class EventFeed:
         self._most = 2 * shape.num_blocks * len(self._sizes)
         # By hash and tokens of a block, least recently noted first.
         self._contents: OrderedDict[tuple[BlockHash, int], _Content] = OrderedDict()
+        self._on_host: dict[tuple[BlockHash, int], _Content] = {}  # by hash and group
         # By request and tokens of a block: blocks, and multimodal items that ended in them.
         self._noted: dict[str, dict[int, tuple[int, int]]] = {}
 
@@ -76,7 +79,7 @@ class EventFeed:
         for i, block_hash in enumerate(ends, index):
             start = i * size
             keys, item = generate_block_hash_extra_keys(request, start, start + size, item)
-            tokens = array("q", request.all_token_ids[start : start + size])
+            tokens = array("i", request.all_token_ids[start : start + size])
             self._contents[block_hash, size] = _Content(parent, tokens, adapter, keys)
             self._contents.move_to_end((block_hash, size))
             parent = block_hash
@@ -87,24 +90,39 @@ class EventFeed:
         self._noted.pop(request_id, None)
 
     def to_vllm(self, events: Iterable[CacheEvent]) -> Iterator[kv_events.KVCacheEvent]:
-        """`BlockStored` and `BlockRemoved` with medium CPU. vLLM has no event that clears one medium: where a reader
+        """`BlockStored` and `BlockRemoved` with medium CPU or STORAGE. vLLM has no event that clears one medium: where a reader
         has to start afresh, which takes tens of thousands of events between two steps, it is told to clear all."""
         for event in events:
             if isinstance(event, BlockStored):
                 for group, hashes in _by_group(event.block_hashes):
-                    yield from (self._stored(group, run) for run in self._runs(group, hashes))
+                    if event.tier is Tier.HOST:
+                        self._keep(group, hashes)
+                    yield from (self._stored(group, run, event.tier) for run in self._runs(group, hashes))
             elif isinstance(event, BlockRemoved):
                 for group, hashes in _by_group(event.block_hashes):
+                    if event.tier is Tier.HOST:
+                        self._let_go(group, hashes)
                     yield kv_events.BlockRemoved(
                         block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
-                        medium=MEDIUM_HOST,
+                        medium=_MEDIA[event.tier],
                         group_idx=self._shape.group_ids[group],
                     )
             else:
+                self._on_host.clear()
                 yield kv_events.AllBlocksCleared()
 
     def _content(self, group: int, block_hash: BlockHash) -> _Content | None:
-        return self._contents.get((block_hash, self._shape.block_sizes[group]))
+        noted = self._contents.get((block_hash, self._shape.block_sizes[group]))
+        return noted or self._on_host.get((block_hash, group))
+
+    def _keep(self, group: int, hashes: Iterable[BlockHash]) -> None:
+        """Storage may be told to write them long after their request."""
+        contents = ((block_hash, self._content(group, block_hash)) for block_hash in hashes)
+        self._on_host.update({(block_hash, group): content for block_hash, content in contents if content is not None})
+
+    def _let_go(self, group: int, hashes: Iterable[BlockHash]) -> None:
+        for block_hash in hashes:
+            self._on_host.pop((block_hash, group), None)
 
     def _runs(self, group: int, hashes: Iterable[BlockHash]) -> Iterator[list[BlockHash]]:
         """Cut into chains: one event names the parent of its first block only. Blocks nobody knows are a chain."""
@@ -120,7 +138,7 @@ class EventFeed:
         if run:
             yield run
 
-    def _stored(self, group: int, hashes: Sequence[BlockHash]) -> kv_events.BlockStored:
+    def _stored(self, group: int, hashes: Sequence[BlockHash], tier: Tier) -> kv_events.BlockStored:
         found = [self._content(group, block_hash) for block_hash in hashes]
         known = [content for content in found if content is not None]
         first = known[0] if known else None
@@ -131,7 +149,7 @@ class EventFeed:
             token_ids=[token for content in known for token in content.tokens],
             block_size=self._shape.block_sizes[group],
             lora_id=adapter[0] if adapter else None,
-            medium=MEDIUM_HOST,
+            medium=_MEDIA[tier],
             lora_name=adapter[1] if adapter else None,
             extra_keys=_to_event_extra_keys([content.extra_keys for content in known]) or None,
             group_idx=self._shape.group_ids[group],

@@ -197,7 +197,7 @@ class SchedulerRole:
         return self._events.to_vllm(events) if self._events is not None else ()
 
     def take_stats(self) -> TieredStats | None:
-        return self._feed.take(self.half.get_kv_connector_stats())
+        return self._feed.take(self.half.get_kv_connector_stats(), self.half.metrics.histograms)
 
     def reset_cache(self) -> bool:
         done = self.half.reset_cache()

@@ -104,7 +104,7 @@ class LoadLeases:
             job = self._job(device_ids, host_ids, request_id, admission, num_guarded)
             self._planner.begin(lease.background, job.job_id)
             self._job_of[request_id] = job.job_id
-        self._shared.ledger.open(job, self)
+        self._shared.ledger.open(job, self, (request_id,))
         self._open[job.job_id] = filled = frozenset(lease.device_ids)
         self._num_filling.update(filled)
         return job

@@ -188,7 +188,7 @@ class Incoming:
             admission=asking.admission,
             group=asking.group,
         )
-        self._shared.ledger.open(job, self._owner)
+        self._shared.ledger.open(job, self._owner, (asking.request_id,) if asking.request_id else ())
         if job.request_id is not None:
             self._receiving.setdefault(job.request_id, []).append(job.job_id)
         return job

@@ -41,6 +41,7 @@ class _Transfer:
     """What is offered of a request's prompt, up to the block hash `end`."""
 
     transfer_id: str
+    request_id: str
     end: int
     parts: list[_Part]
     has_begun: bool = False
@@ -86,7 +87,7 @@ class Outgoing:
         transfer_id, end = self._asked_for(request)
         if not transfer_id or request.request_id in self._sending:
             return
-        transfer = _Transfer(transfer_id, end, self._parts(request, end))
+        transfer = _Transfer(transfer_id, request.request_id, end, self._parts(request, end))
         self._transfers[transfer_id] = self._sending[request.request_id] = transfer
 
     def scheduled(self, item: ScheduledRequest, tables: Sequence[BlockTable], states: Sequence[StateBlock]) -> None:
@@ -245,7 +246,7 @@ class Outgoing:
             names=b"" if transfer.has_begun else part.names,
             group=part.group,
         )
-        self._shared.ledger.open(job, self._owner)
+        self._shared.ledger.open(job, self._owner, (transfer.request_id,))
         part.next_block += len(device_ids)
         transfer.jobs.add(job.job_id)
         self._open.add(job.job_id)

@@ -89,6 +89,7 @@ class SavePlanner:
         self._in_order = *self._windows, *grouped.full  # what windows cannot save in a step is lost, the others' waits
         self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
         self._device_ids: list[int] = []  # that the step being planned saves
+        self._request_ids: set[str] = set()  # that have computed them, or hit them
         self._host_ids: list[int] = []  # where it saves them
 
     @property
@@ -169,12 +170,13 @@ class SavePlanner:
         """The job of the step that has been planned, none where it saves nothing. Its host blocks are leased."""
         device_ids, self._device_ids = self._device_ids, []
         host_ids, self._host_ids = self._host_ids, []
+        request_ids, self._request_ids = self._request_ids, set()
         if not host_ids:
             return ()
         self._shared.pool.touch(device_ids)
         job_id = self._shared.ledger.next_id()
         job = CopyJob(job_id, Direction.SAVE, np.array(device_ids, np.int64), np.array(host_ids, np.int64))
-        self._shared.ledger.open(job, self)
+        self._shared.ledger.open(job, self, request_ids)
         return (job,)
 
     def end(self, ended: EndedJob) -> None:
@@ -393,6 +395,8 @@ class SavePlanner:
         self._tree.settle(nodes)
         self._device_ids += [taken.device_ids[index] for index in saved]
         self._host_ids += host_ids
+        if host_ids:
+            self._request_ids.add(state.request.request_id)
         num_pinned = self._num_pinned(taken.keys, saved)
         num_hit = max(0, bisect_left(saved, state.num_hit_hashes // taken.size) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned

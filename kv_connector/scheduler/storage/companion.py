@@ -22,6 +22,7 @@ from ..tables import BlockTable
 from .backups import BackupPlanner
 from .grouping import Grouping
 from .prefetches import PrefetchPlanner
+from .told import ToldBlocks
 
 
 class StorageCompanion(Companion):
@@ -35,7 +36,9 @@ class StorageCompanion(Companion):
         self._names = names = BlockNames(roots, shared.grouped)
         grouping = Grouping(shared.grouped, shared.host, ranks)
         self._backups = BackupPlanner(config, shared, grouping, self, names.of)
-        self._prefetches = PrefetchPlanner(config, shared, grouping, loads, self, names.of, self._backups.fetched)
+        self._told = told = ToldBlocks(shared)
+        fetched = self._backups.fetched
+        self._prefetches = PrefetchPlanner(config, shared, grouping, loads, self, names.of, fetched, told.answered)
         self._counters: dict[int, dict[str, float]] = {}  # by rank
 
     def arrived(self, request: Request) -> bool:
@@ -100,11 +103,13 @@ class StorageCompanion(Companion):
     def plan(self, plan: StepPlan) -> StepPlan:
         """Look-ups and fetches begin before backups do."""
         jobs = (*self._prefetches.plan(), *self._backups.plan())
+        self._told.planned(jobs)
         return replace(plan, storage=jobs, cancelled_storage=self._prefetches.take_cancelled())
 
     def end(self, ended: EndedJob) -> None:
         """A storage job was reported by every rank."""
         assert isinstance(ended.job, StorageJob)
+        self._told.ended(ended)
         (self._backups if ended.job.action is StorageAction.BACK_UP else self._prefetches).end(ended)
 
     def reported(self, report: StepReport) -> None:
@@ -134,6 +139,7 @@ class StorageCompanion(Companion):
     def reset(self) -> bool:
         """What was cached until now must not be matched any more: keys of before are none of after."""
         self._names.reset()
+        self._told.reset()
         self._prefetches.reset()
         self._backups.reset()
         return True

@@ -46,8 +46,8 @@ class PrefetchPlanner:
     """Follows requests from arrival to admission. The caller puts `plan` and `take_cancelled` into every step, and
     hands every ended look-up and fetch to `end`.
 
-    `keys` names blocks in storage by their hashes; `on_fetched` hears of host blocks that were filled; `owner` opens
-    the jobs.
+    `keys` names blocks in storage by their hashes; `on_fetched` hears of host blocks that were filled, `on_answered` of
+    what look-ups of a prefix were told; `owner` opens the jobs.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class PrefetchPlanner:
         owner: JobOwner,
         keys: Callable[[Sequence[BlockHash]], bytes],
         on_fetched: Callable[[Sequence[int]], None],
+        on_answered: Callable[[Sequence[BlockHash], Question, int], None],
     ) -> None:
         self._config = config
         self._shared = shared
@@ -73,6 +74,7 @@ class PrefetchPlanner:
         self._block_size = shared.block_size
         self._keys = keys
         self._on_fetched = on_fetched
+        self._on_answered = on_answered
         self._prefetches: dict[str, Prefetching] = {}
         self._warming: list[Prefetching] = []  # that no request waits for
         self._followers: dict[int, list[Prefetching]] = {}  # by job under way
@@ -134,6 +136,8 @@ class PrefetchPlanner:
             return
         num_fetched = len(prefetch.fetched.intersection(range(first, first + num_hashes)))
         self._metrics.storage_hit_tokens += num_fetched * self._block_size
+        if num_fetched:
+            self._metrics.histograms.observe("hit_tokens", "storage", num_fetched * self._block_size)
         if self._config.prefetch is not Prefetch.BEST_EFFORT:
             self._leave(prefetch)
 
@@ -176,6 +180,8 @@ class PrefetchPlanner:
             hashes = prefetch.jobs.pop(job.job_id)
             question = prefetch.look_ups.pop(job.job_id, None)
             if question is not None:
+                if ok:
+                    self._on_answered(prefetch.search.hashes, question, ended.found)
                 self._answered(prefetch, question, ended.found if ok else 0)
             else:
                 prefetch.fetched.update(hashes if ok else ())
@@ -231,7 +237,8 @@ class PrefetchPlanner:
         for question in prefetch.search.take():
             keys = self._grouped.keys(prefetch.search.hashes, question.group)
             asked = keys[question.blocks.start : question.blocks.stop]
-            job = self._open(StorageAction.LOOK_UP, self._keys(asked), (), singly=self._is_single(question.group))
+            singly = self._is_single(question.group)
+            job = self._open(prefetch, StorageAction.LOOK_UP, self._keys(asked), (), singly=singly)
             prefetch.look_ups[job.job_id] = question
             self._follow(job.job_id, prefetch, set())
             jobs.append(job)
@@ -248,6 +255,7 @@ class PrefetchPlanner:
 
     def _open(
         self,
+        prefetch: Prefetching,
         action: StorageAction,
         keys: bytes,
         host_ids: Sequence[int],
@@ -256,7 +264,7 @@ class PrefetchPlanner:
     ) -> StorageJob:
         job_id, blocks = self._shared.ledger.next_id(), np.array(host_ids, dtype=np.int64)
         job = StorageJob(job_id, action, keys, blocks, skipped, singly)
-        self._shared.ledger.open(job, self._owner)
+        self._shared.ledger.open(job, self._owner, (prefetch.request.request_id,))
         return job
 
     def _abandon(self, job_id: int) -> None:
@@ -305,14 +313,16 @@ class PrefetchPlanner:
             needed = nodes[: bisect_left(blocks, search.stop_of(group, end))]
             self._coalesce(prefetch, group, blocks, needed, since)
             for part in self._grouping.parts(self._host.absent(needed), blocks, singly, _FETCH_BLOCKS):
-                job = self._fetch(nodes, part, room[: len(part)], singly)
+                job = self._fetch(prefetch, nodes, part, room[: len(part)], singly)
                 room = room[len(part) :]
                 brought = since or (hashes for i in part for hashes in _hashes(blocks[i], size))
                 self._follow(job.job_id, prefetch, set(brought))
         self._tree.settle(inserted)
         return room
 
-    def _fetch(self, nodes: list[int], wanted: list[int], host_ids: list[int], singly: bool) -> StorageJob:
+    def _fetch(
+        self, prefetch: Prefetching, nodes: list[int], wanted: list[int], host_ids: list[int], singly: bool
+    ) -> StorageJob:
         """Of the nodes those at these places are wanted; none of objects without any. Those of full attention begin
         with an object."""
         self._host.attach(host_ids, [nodes[i] for i in wanted], Event.FETCH)
@@ -324,7 +334,7 @@ class PrefetchPlanner:
         is_wanted = frozenset(wanted)
         skipped = tuple(key for key, i in enumerate(places) if i not in is_wanted)
         keys = self._keys([self._tree.hash_of(nodes[i]) for i in places])
-        job = self._open(StorageAction.FETCH, keys, host_ids, skipped, singly)
+        job = self._open(prefetch, StorageAction.FETCH, keys, host_ids, skipped, singly)
         self._num_fetching += job.num_blocks
         self._job_of |= dict.fromkeys(host_ids, job.job_id)
         self._opened.append(job)

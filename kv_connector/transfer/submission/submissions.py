@@ -30,6 +30,11 @@ class Completion(NamedTuple):
     milliseconds: float = 0.0
     missing: tuple[int, ...] = ()
 
+    @property
+    def seconds(self) -> float:
+        """The same as `milliseconds`."""
+        return self.milliseconds / 1e3
+
 
 @dataclass(frozen=True, slots=True)
 class BlockPairs:

@@ -441,7 +441,8 @@ def test_routers_hear_of_fetched_blocks() -> None:
     half, _, _ = make_half()
     request = Asked("a", PROMPT)
     report(half, fetch(half, request))
-    assert list(half.take_events()) == [BlockStored(tuple(request.block_hashes), Tier.HOST)]
+    told = BlockStored(tuple(request.block_hashes), Tier.STORAGE), BlockStored(tuple(request.block_hashes), Tier.HOST)
+    assert tuple(half.take_events()) == told, "they were found in the one and are on the other"
 
 
 @pytest.mark.parametrize("backup", ["on_save", "at_finish"])

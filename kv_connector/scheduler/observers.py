@@ -1,0 +1,90 @@
+"""Who hears of requests and jobs and decides nothing (layer 2): histograms, traces.
+
+arrived (any number of times) -> admitted -> preempted, admitted -> finished
+opened -> ran (once for each rank that knows) -> ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol
+
+from ..metrics import CacheMetrics
+from ..types import CopyJob, Direction, PeerAction, PeerJob, StorageAction, StorageJob
+
+if TYPE_CHECKING:
+    from ..base import Request
+    from .companion import Admission
+    from .ledger import EndedJob
+
+Job = CopyJob | StorageJob | PeerJob
+
+_SERIES: dict[Direction | StorageAction | PeerAction, tuple[str, str]] = {
+    Direction.LOAD: ("load_seconds", "host"),
+    Direction.SAVE: ("save_seconds", "host"),
+    StorageAction.LOOK_UP: ("lookup_seconds", "storage"),
+    StorageAction.FETCH: ("load_seconds", "storage"),
+    StorageAction.BACK_UP: ("save_seconds", "storage"),
+    PeerAction.RECEIVE: ("load_seconds", "peer"),
+    PeerAction.SEND: ("save_seconds", "peer"),
+}
+_RANK_SERIES: dict[Direction | StorageAction | PeerAction, tuple[str, str]] = {
+    StorageAction.FETCH: ("storage_read_seconds", "storage"),
+    StorageAction.BACK_UP: ("storage_write_seconds", "storage"),
+}
+
+
+def kind_of(job: Job) -> Direction | StorageAction | PeerAction:
+    """What a job does."""
+    return job.direction if isinstance(job, CopyJob) else job.action
+
+
+class JobObserver(Protocol):
+    """Hears of every job, from the thread of the scheduler half, and must be quick."""
+
+    def opened(self, job: Job, request_ids: Collection[str]) -> None:
+        """A job is planned, for these requests as far as is known."""
+
+    def ran(self, job: Job, rank: int, seconds: float) -> None:
+        """It is done on a rank, and took so long there; other jobs may have run with it."""
+
+    def ended(self, ended: EndedJob, seconds: float) -> None:
+        """Every rank has reported it, so long after it was opened."""
+
+
+class Observer(JobObserver, Protocol):
+    """Hears of requests, too. One that returns quickly costs a step nothing: it is not told of what steps compute."""
+
+    def arrived(self, request: Request) -> None:
+        """A request has arrived, or is looked up once more."""
+
+    def admitted(self, admission: Admission) -> None:
+        """It has its device blocks."""
+
+    def preempted(self, request_id: str) -> None:
+        """It has lost them and will be admitted again."""
+
+    def finished(self, request: Request) -> None:
+        """It has ended, before it was admitted or after."""
+
+
+class JobTimes:
+    """Histograms of how long jobs took that were done."""
+
+    def __init__(self, metrics: CacheMetrics) -> None:
+        self._histograms = metrics.histograms
+
+    def opened(self, job: Job, request_ids: Collection[str]) -> None:
+        """Nothing is known yet."""
+
+    def ran(self, job: Job, rank: int, seconds: float) -> None:
+        """Storage's own part of a job's time."""
+        series = _RANK_SERIES.get(kind_of(job))
+        if series is not None:
+            self._histograms.observe(*series, seconds)
+
+    def ended(self, ended: EndedJob, seconds: float) -> None:
+        """What failed is counted elsewhere, and what moves no block, but for look-ups, nowhere."""
+        kind = kind_of(ended.job)
+        if ended.ok and (ended.job.num_blocks or kind is StorageAction.LOOK_UP):
+            self._histograms.observe(*_SERIES[kind], seconds)
