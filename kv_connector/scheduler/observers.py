@@ -28,7 +28,7 @@ _SERIES = {
     PeerAction.RECEIVE: ("load_seconds", "peer"),
     PeerAction.SEND: ("save_seconds", "peer"),
 }
-_RANK_SERIES = {
+_RANK_SERIES: dict[Direction | StorageAction | PeerAction, tuple[str, str]] = {
     StorageAction.FETCH: ("storage_read_seconds", "storage"),
     StorageAction.BACK_UP: ("storage_write_seconds", "storage"),
 }
@@ -79,7 +79,7 @@ class JobTimes:
 
     def ran(self, job: Job, rank: int, seconds: float) -> None:
         """Storage's own part of a job's time."""
-        series = _RANK_SERIES.get(kind_of(job))  # type: ignore[call-overload]
+        series = _RANK_SERIES.get(kind_of(job))
         if series is not None:
             self._histograms.observe(*series, seconds)
 

@@ -78,7 +78,7 @@ class RequestTraces:
         headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
         if request_id in self._requests or _number(request_id, headers) >= self._below:
             return
-        attributes = {"kv_connector.request_id": request_id, "kv_connector.tokens": request.num_tokens}
+        attributes: Attributes = {"kv_connector.request_id": request_id, "kv_connector.tokens": request.num_tokens}
         self._requests[request_id] = self._tracer.begin("kv_connector.request", headers, attributes)
 
     def admitted(self, admission: Admission) -> None:
