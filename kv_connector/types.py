@@ -230,8 +230,8 @@ class StepReport(NamedTuple):
     `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if nowhere; where
     `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were to fill and have not, as
     the engine was told since the report before; where the step `has_failed_in_step`, it was to read some of them.
-    `job_seconds` has, for jobs in `done`, how long they ran on this rank, where it knows that: of those that were copied
-    together the first has the time of all.
+    `job_seconds` has, for jobs in `done`, how long they ran on this rank, where it knows that: of those that were
+    copied together the first has the time of all.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""A router that knows nothing but what engines publish over ZeroMQ, and is asked by tokens who has a prefix, and where."""
+"""A router that knows nothing but what engines publish over ZeroMQ, asked by tokens who has a prefix, and where."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def buckets(registry: Any) -> dict[tuple[str, str], tuple[list[float], float]]:
     for family in registry.collect():
         for sample in family.samples if family.type == "histogram" else ():
             key = family.name, sample.labels.get("tier", "")
-            counts, total = found.setdefault(key, ([], 0.0))
+            counts, _ = found.setdefault(key, ([], 0.0))
             if sample.name.endswith("_bucket"):
                 counts.append(sample.value)
             elif sample.name.endswith("_sum"):

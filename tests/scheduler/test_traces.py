@@ -101,6 +101,6 @@ def test_a_job_that_fails_is_an_error_and_one_may_outlive_its_request() -> None:
     assert admit(half, second, 10) == 8
     report(half, run(half, second, computed=8), ok=False)
     half.request_finished(second)
-    assert [(span.name, span.ok) for span in notes.spans[1].children][0] == ("kv_connector.load", False)
+    assert next((span.name, span.ok) for span in notes.spans[1].children) == ("kv_connector.load", False)
     assert notes.spans[1].notes == ["admitted"]
     assert not traces._requests and not traces._jobs

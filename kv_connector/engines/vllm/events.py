@@ -42,8 +42,8 @@ class _Content:
 
 
 class EventFeed:
-    """Translates events, and knows the blocks of living requests, of those that vLLM may still have on the device, and of
-    the host: about half a KiB for one of 16 tokens.
+    """Translates events, and knows the blocks of living requests, of the device as far as vLLM may still have them, and
+    of the host: about half a KiB for one of 16 tokens.
 
     A block that is stored from anywhere else is published by its hash alone.
     """
@@ -90,8 +90,8 @@ class EventFeed:
         self._noted.pop(request_id, None)
 
     def to_vllm(self, events: Iterable[CacheEvent]) -> Iterator[kv_events.KVCacheEvent]:
-        """`BlockStored` and `BlockRemoved` with medium CPU or STORAGE. vLLM has no event that clears one medium: where a reader
-        has to start afresh, which takes tens of thousands of events between two steps, it is told to clear all."""
+        """`BlockStored` and `BlockRemoved` with medium CPU or STORAGE. vLLM has no event that clears one medium: where
+        a reader has to start afresh, which takes tens of thousands of events between two steps, it clears all."""
         for event in events:
             if isinstance(event, BlockStored):
                 for group, hashes in _by_group(event.block_hashes):

@@ -1,8 +1,8 @@
-"""What routers were told to be in storage, whose content is not tracked: what was written, and what a look-up or a fetch
-has found there or has not.
+"""What routers were told to be in storage, whose content is not tracked: what was written, and what a look-up or a
+fetch has found there or has not.
 
-So a block that was deleted, by this engine or another, is called stored until somebody asks for it in vain, and one that
-another engine has written is not until somebody asks for it. Nothing is kept where nobody reads events.
+So a block that was deleted, by this engine or another, is called stored until somebody asks for it in vain, and one
+that another engine has written is not until somebody asks for it. Nothing is kept where nobody reads events.
 """
 
 from __future__ import annotations
