@@ -8,7 +8,18 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..values import check_integer, check_text, choice, parse_size, shown
-from .choices import Backup, HostFormName, LoadChoice, PathName, PeerRole, PeerRoute, Prefetch, Protocol, WritePolicy
+from .choices import (
+    Backup,
+    HostFormName,
+    LoadChoice,
+    PathName,
+    PeerRole,
+    PeerRoute,
+    Prefetch,
+    Protocol,
+    WireForm,
+    WritePolicy,
+)
 from .mapping import from_mapping
 from .peer import PeerConfig
 from .s3 import S3Config
@@ -27,6 +38,7 @@ __all__ = [
     "Protocol",
     "S3Config",
     "StorageConfig",
+    "WireForm",
     "WritePolicy",
 ]
 

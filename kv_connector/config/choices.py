@@ -71,6 +71,13 @@ class PeerRoute(str, Enum):
     STAGED = "staged"
 
 
+class WireForm(str, Enum):
+    """How blocks lie in slots of host memory on their way to other engines: see `peer/carriers/staged/forms.py`."""
+
+    RAW = "raw"
+    LOSSLESS = "lossless"
+
+
 class Protocol(str, Enum):
     """How Mooncake moves bytes between machines."""
 
