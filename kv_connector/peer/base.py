@@ -154,8 +154,9 @@ class PeerPool:
     `arrangement` says what their bytes are: see `CacheLayout`. `device` is -1 for the CPU's memory, else the index of a
     CUDA device; then `copy`, `writer` and `mark` are given: a copier, a maker of writers into a pool that is mapped
     here, and a maker of markers behind what was enqueued so far, all on `stream`, a stream of the driver's that is
-    ours. `coder` makes what codes blocks into slots of so many bytes, where that is wanted. `prepare_thread` is what the thread that drives the transport calls first, so that nothing it does spoils a
-    CUDA graph that is being captured. `keeps` keeps the memory alive.
+    ours. `coder` makes what codes blocks into slots of so many bytes, where that is wanted. `prepare_thread` is what
+    the thread that drives the transport calls first, so that nothing it does spoils a CUDA graph that is being
+    captured. `keeps` keeps the memory alive.
     """
 
     num_blocks: int

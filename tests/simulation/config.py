@@ -15,6 +15,7 @@ from kv_connector.config import (
     PeerRole,
     Prefetch,
     StorageConfig,
+    WireForm,
     WritePolicy,
 )
 from kv_connector.index import BlockGroup, may_truncate
@@ -109,6 +110,7 @@ class EngineConfig:
     port: int = 0  # of rank 0; 0: any
     deadline_ms: int = 3000
     answer_ms: int = 1000
+    wire_form: WireForm = WireForm.RAW
     seconds: dict[str, float] = field(default_factory=lambda: {"compute": 2e-3, "load": 2e-3, "save": 2e-3})
 
     @property
@@ -179,7 +181,12 @@ class EngineConfig:
             )
         if self.role is not None:
             peer = PeerConfig(
-                role=self.role, port=self.port, deadline_ms=self.deadline_ms, timeout_ms=self.answer_ms, secret=_SECRET
+                role=self.role,
+                port=self.port,
+                deadline_ms=self.deadline_ms,
+                timeout_ms=self.answer_ms,
+                secret=_SECRET,
+                wire_form=self.wire_form,
             )
         return Config(
             host_memory=self.num_host_blocks * HOST_BLOCK_BYTES * self.num_ranks,
@@ -281,6 +288,13 @@ def draw_refusals(rng: random.Random, configs: list[EngineConfig]) -> list[Engin
         replace(config, refused_share=rng.choice([0.01, 0.05, 0.3, 0.7]), judged_blocks=rng.choice([16, 64, 1024]))
         for config in configs
     ]
+
+
+def draw_wire_forms(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
+    """In half of the worlds engines code what they send through host memory, most of them. `rng` is one of its own."""
+    if rng.random() < 0.5:
+        return configs
+    return [replace(c, wire_form=WireForm.LOSSLESS if rng.random() < 0.9 else WireForm.RAW) for c in configs]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

@@ -236,7 +236,7 @@ def test_who_says_that_a_slot_is_coded_where_that_was_not_agreed_on_is_dropped(m
     assert two.target.all_bytes() == before
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", DEVICES[-1]])
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -310,7 +310,7 @@ def test_kernels_do_what_torch_does(device: torch.device) -> None:
         HostCoder(coded_form(here)),
         DeviceCoder(coded_form(there), lane, SLOT, copy_now if device.type == "cpu" else None),
     )
-    for regions in (range(3), range(1, 3), range(1)):
+    for regions in (range(3), range(1)):
         row = coders[0].row_bytes(regions)
         assert coders[1].row_bytes(regions) == row
         rows = [np.zeros(2 * row, np.uint8) for _ in coders]
