@@ -1,5 +1,5 @@
-"""Worlds made for blocks that are coded on their way to other engines: between engines of one TP size and of two, models
-of one kind of layers and of several, some of which do not code, and with blocks that do not fit.
+"""Worlds made for blocks that are coded on their way to other engines: between engines of one TP size and of two, of
+models of one kind of layers and of several. Some engines do not code, and some blocks do not fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.simulation.config import EngineConfig
 from tests.simulation.made import violations
 from tests.simulation.world import Outcome
 
-NUM_WORLDS = 24
+NUM_WORLDS = 18
 
 
 def code(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
@@ -45,5 +45,5 @@ def test_coded_slots_break_no_promise(outcomes: list[Outcome]) -> None:
 
 def test_blocks_come_coded_and_raw(outcomes: list[Outcome]) -> None:
     met = sum((outcome.met for outcome in outcomes), Counter[str]())
-    assert met["engines that sent coded blocks"] > NUM_WORLDS / 3
+    assert met["engines that sent coded blocks"] > NUM_WORLDS / 4
     assert met["peer_hit_tokens"] > 1000 and met["receive done"] > 100

@@ -25,7 +25,7 @@ from kv_connector.transfer.memory.layout import CacheLayout
 from kv_connector.transfer.paths.coded_slots import DeviceCoder, HostCoder
 from kv_connector.worker.peers import pool_of
 from tests.copies import copy_now
-from tests.peer.coded_pools import ALL_PATTERNS, NOISE, NUM_BLOCKS, STAGING, CodedPool, open_staged
+from tests.peer.coded_pools import ALL_PATTERNS, NOISE, NUM_BLOCKS, STAGING, CodedPool, LateMarker, open_staged
 from tests.peer.peers import STAGED, Arrived, Lost, Message, Push, Pushed, Side, ids, link_up, until
 
 SLOT = STAGING // 8
@@ -206,6 +206,46 @@ def test_what_does_not_fit_seldom_keeps_slots_coded(make: Open, monkeypatch: pyt
     assert two.a.transport.counters.slot_bytes - before < 0.9 * len(two.source.block(5))
 
 
+def test_slots_that_held_what_did_not_fit_are_used_again(make: Open) -> None:
+    """There are eight."""
+    two = make()
+    for grant in range(12):
+        two.send([4], [grant], grant=grant)
+        assert two.target.block(grant) == two.source.block(4)
+
+
+def test_whether_blocks_fit_is_asked_when_the_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device finds out while it copies."""
+    marks: list[LateMarker] = []
+
+    class LateCoder(HostCoder):
+        def encode(self, *given: Any) -> Callable[[], bool]:
+            fits, number = super().encode(*given), len(marks)
+
+            def answer() -> bool:
+                assert marks[number].left <= 0, "nobody knows yet"
+                return fits()
+
+            return answer
+
+    def mark() -> LateMarker:
+        marks.append(LateMarker())
+        return marks[-1]
+
+    make = POOLS["late"]
+    monkeypatch.setitem(POOLS, "late", lambda seed, **named: with_coder(make(seed, **named)))
+
+    def with_coder(pool: CodedPool) -> CodedPool:
+        pool.pool = replace(pool.pool, mark=mark, coder=lambda slot_bytes: LateCoder(coded_form(pool.layout)))
+        return pool
+
+    two = Two("shared_memory", "late")
+    two.send([3, 4, 5], [0, 1, 2])
+    assert two.a.transport.counters.link_faults == 0
+    assert [two.target.block(i) for i in range(3)] == [two.source.block(i) for i in (3, 4, 5)]
+    two.close()
+
+
 @pytest.mark.parametrize("device", ["cpu", "late"])
 def test_pushes_end_once_whatever_becomes_of_them(make: Open, device: str) -> None:
     """Cancelled while some of their slots do not fit, and then lost with the link."""
@@ -226,7 +266,7 @@ def test_pushes_end_once_whatever_becomes_of_them(make: Open, device: str) -> No
 
 
 def test_who_says_that_a_slot_is_coded_where_that_was_not_agreed_on_is_dropped(make: Open) -> None:
-    two = make(codes=(True, False))
+    two = make(codes=(False, True))
     two.send([0], [0])  # there is a ring
     before = two.target.all_bytes()
     two.b.transport.grant(two.back, 9, [1])
