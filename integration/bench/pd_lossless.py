@@ -105,7 +105,9 @@ class Side:
         while len(links) < len(self.transports):
             assert time.monotonic() < end, "the other process does not answer"
             for form, transport in self.transports.items():
-                links |= {form: event.link for event in transport.poll(0.01) if isinstance(event, Connected)}
+                for event in transport.poll(0.01):
+                    if isinstance(event, Connected):
+                        links[form] = event.link
         return links
 
     def clear(self) -> None:

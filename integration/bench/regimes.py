@@ -227,7 +227,7 @@ def compared(result: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def claim_misses(report: Report, row: Mapping[str, Any]) -> None:
-    """The claim on an engine of ours with the default policy, where nothing is hit; of lossless host blocks one more."""
+    """The claim on an engine of ours with the default policy, where nothing is hit, and on one with lossless blocks."""
     form = {LOSSLESS: "lossless_"}.get(row["connector"], "")
     if form or is_default(row["connector"]):
         name = f"miss_path_throughput_{form}{_in_names(engine_of(row))}"

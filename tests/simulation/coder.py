@@ -1,5 +1,6 @@
-"""A coder of blocks for simulated engines, a plain one: the model's numbers have no exponents. Whoever takes coded bytes
-for raw ones, or those of one piece for another's, brings a wrong token.
+"""A plain coder of blocks for simulated engines, as the model's numbers have no exponents.
+
+Whoever takes coded bytes for raw ones, or those of one piece for another's, brings a wrong token.
 """
 
 from __future__ import annotations

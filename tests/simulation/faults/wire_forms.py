@@ -118,8 +118,8 @@ WIRE_FORMS: tuple[Mutant, ...] = (
         (
             Patch(
                 _CODER,
-                "            pieces = stretch.columns(memory)\n            if stretch.is_coded:\n                decoded",
-                "            pieces = stretch.columns(memory)\n            if False:\n                decoded",
+                "            if stretch.is_coded:\n                decoded = ",
+                "            if False:\n                decoded = ",
             ),
         ),
         tested("tests/simulation/test_coded_peers.py"),
