@@ -19,14 +19,20 @@ from tests.peer.tp_engines import Engines
 @pytest.mark.parametrize(("producer", "consumer"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("model", ["NHD", "MLA", "MLA beside heads"])
 def test_each_rank_gets_its_heads(model: str, producer: int, consumer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their bytes are: a block of these hardly fits."""
+    """Whatever their bytes are: a block of these hardly fits. And whatever ranks say of the form that they take: these
+    all say the same."""
     tried: list[object] = []
-    encode = HostCoder.encode
+    encode, make = HostCoder.encode, HostCoder.__init__
+
+    def said_alike(self: HostCoder, *given: Any) -> None:
+        make(self, *given)
+        self.form = "the same of all"
 
     def watched(self: HostCoder, *given: Any) -> Any:
         tried.append(given)
         return encode(self, *given)
 
+    monkeypatch.setattr(HostCoder, "__init__", said_alike)
     monkeypatch.setattr(HostCoder, "encode", watched)
     monkeypatch.setattr(host_form, "_can_code", lambda region: can_code(region.piece_bytes))
     monkeypatch.setattr(tp_engines, "pool_of", partial(pool_of, codes=True))
