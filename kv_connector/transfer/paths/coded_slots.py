@@ -39,7 +39,7 @@ class _Stretch(NamedTuple):
     def columns(self, rows: torch.Tensor) -> torch.Tensor:
         """Of rows: shape (rows, pieces, stored bytes)."""
         stop = self.at + len(self.views) * self.stored_bytes
-        return rows[:, self.at : stop].unflatten(1, (len(self.views), self.stored_bytes))
+        return rows[:, self.at : stop].view(len(rows), len(self.views), self.stored_bytes)
 
 
 class Rows:
@@ -165,8 +165,9 @@ class DeviceCoder:
         return rows, self._ids.get(block_ids, block_ids, stream).there, stream
 
     def _copy(self, target: int, source: int, num_bytes: int, locked: bool) -> None:
-        arrays = tuple(np.array([value], dtype=np.int64) for value in (target, source, num_bytes))
-        self._copier(*(array.ctypes.data for array in arrays), 1, locked, self._lane.handle)
+        targets, sources, sizes = (np.array([value], dtype=np.int64) for value in (target, source, num_bytes))
+        arrays = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
+        self._copier(*arrays, 1, locked, self._lane.handle)
 
 
 def make_coder(layout: CacheLayout, lane: Lane) -> Callable[[int], HostCoder | DeviceCoder]:

@@ -41,8 +41,9 @@ class Packed:
 class SlotForm(Protocol):
     """Moves blocks to and from slots; which blocks and slots exist, and that rows fit, whoever calls has checked."""
 
-    told_as: type[SlotFilled]
-    """What tells the receiver of such a slot."""
+    @property
+    def told_as(self) -> type[SlotFilled]:
+        """What tells the receiver of such a slot."""
 
     def bytes_of(self, regions: range) -> int:
         """Of one block's row in these regions."""
@@ -57,7 +58,7 @@ class SlotForm(Protocol):
 class RawSlots:
     """See `SlotForm`; `pool` is what the peer holds of this side's blocks."""
 
-    told_as = SlotFilled
+    told_as: type[SlotFilled] = SlotFilled
 
     def __init__(self, pool: PeerPool, copier: SlotCopier) -> None:
         self._pool = pool
@@ -79,7 +80,7 @@ class RawSlots:
 class CodedSlots:
     """See `SlotForm`; for links over which whole pieces go. One for all links, which judges by all of them."""
 
-    told_as = CodedSlotFilled
+    told_as: type[SlotFilled] = CodedSlotFilled
 
     def __init__(self, coder: SlotCoder, copier: SlotCopier) -> None:
         self.form = coder.form
