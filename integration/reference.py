@@ -70,6 +70,7 @@ SETTINGS: dict[str, tuple[type, str]] = {
     "settings_s3": (S3Config, "storage.s3."),
     "settings_peer": (PeerConfig, "peer."),
     "settings_tenants": (TenantConfig, "tenants.NAME."),
+    "settings_admin": (AdminConfig, "admin."),
 }
 """By the name in a document: the dataclass, and what its keys begin with."""
 

@@ -214,7 +214,12 @@ def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, p
     open_direct, open_staged = (_nixl if config.kind == "nixl" else _same_host)(pool, where, config.staging_memory)
     if config.route is not PeerRoute.STAGED and open_direct is not None:
         try:
-            return open_direct()
+            transport = open_direct()
+            if pool.coder is not None:
+                logger.info(
+                    "blocks for other engines go from pool to pool: peer.wire_form='lossless' codes none of them"
+                )
+            return transport
         except PeerError as error:
             if config.route is PeerRoute.DIRECT:
                 raise ConfigError(

@@ -144,6 +144,7 @@ DOCUMENTATION = {
     "storage_stored_bytes": "Bytes in storage, as far as this engine knows.",
     "peer_sent_bytes": "Bytes sent to other engines, all ranks.",
     "peer_received_bytes": "Bytes that came from other engines, all ranks.",
+    "peer_slot_bytes": "Bytes that it took in host memory to send them, where they went through such, all ranks.",
     "peer_refused_links": "Connections from or to other engines that were refused.",
     "peer_lost_links": "Connections between engines that were lost.",
     "peer_link_faults": "Errors of this engine that cost a connection between engines; the log has them.",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from integration.bench import regimes
+from integration.bench.peers import LOSSLESS
 from integration.bench.regimes import host_bytes, merged, misses_table, rotated, table, window_seconds
 from integration.figures import RESULTS
 from kv_connector.errors import ConfigError
@@ -159,9 +160,13 @@ def test_a_result_without_regimes_is_refused(capsys: pytest.CaptureFixture[str])
 def test_where_nothing_is_hit_the_default_is_measured_against_no_connector() -> None:
     missed = {"part": "misses", "vllm": "0.32.0", "connector": "ours", "over_none": 0.98, "calls_ms": 0.4}
     missed |= {"over_none_p10": 0.97, "over_none_p90": 0.99, "all_over_none": [0.98] * 15}
-    report = merged([result(missed, missed | {"connector": "lmcache", "over_none": 0.9})])
-    assert [row["connector"] for row in report.rows if row["part"] == "misses"] == ["lmcache", "ours"]
-    assert {name: claim["holds"] for name, claim in report.claims.items()} == {"miss_path_throughput_vllm_0320": False}
-    _, _, worst, ours = misses_table([row for row in report.rows if row["part"] == "misses"])
+    coded = missed | {"connector": LOSSLESS, "over_none": 0.991}
+    report = merged([result(missed, missed | {"connector": "lmcache", "over_none": 0.9}, coded)])
+    assert [row["connector"] for row in report.rows if row["part"] == "misses"] == ["lmcache", "ours", LOSSLESS]
+    assert {name: claim["holds"] for name, claim in report.claims.items()} == {
+        "miss_path_throughput_vllm_0320": False,
+        "miss_path_throughput_lossless_vllm_0320": True,
+    }
+    _, _, worst, ours, _ = misses_table([row for row in report.rows if row["part"] == "misses"])
     assert worst.startswith("| vllm 0.32.0 | lmcache | **0.900** |")
     assert ours == "| vllm 0.32.0 | ours | **0.980** | 0.970 to 0.990 | 15 | 0.400 ms |"

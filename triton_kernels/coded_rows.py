@@ -121,6 +121,20 @@ def decode_reference(coded: torch.Tensor, piece_bytes: int) -> torch.Tensor:
     return pieces
 
 
+def pieces_fit(coded: torch.Tensor, piece_bytes: int) -> torch.Tensor:
+    """Whether the pieces of `coded`, uint8 of shape (..., coded_bytes) on the CPU, say that they fit: bool of shape
+    (...). Of what no piece is coded in it says mostly that it does not."""
+    fits = torch.ones(coded.shape[:-1], dtype=torch.bool, device=coded.device)
+    start = 0
+    for size in segments_of(piece_bytes):
+        num_chunks = chunks_of(size)
+        at = start + 3 * size // 4 + 4 * num_chunks
+        totals = coded[..., at : at + 4].contiguous().view(torch.int32)[..., 0]
+        fits &= (totals >= 0) & (totals <= num_slots(num_chunks))
+        start += 3 * size // 4 + head_bytes(num_chunks)
+    return fits
+
+
 def _encode_segment(pieces: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
     """Write the coded form of a segment of each piece; returns which fit."""
     num_pieces, size = pieces.shape

@@ -89,10 +89,14 @@ def made_tiny(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def first_tokens(
-    kind: type[EngineOptions], options: argparse.Namespace, last: Callable[[Report, Engines], None] | None = None
+    name: str,
+    kind: type[EngineOptions],
+    options: argparse.Namespace,
+    last: Callable[[Report, Engines], None] | None = None,
 ) -> tuple[Report, list[EngineOptions]]:
-    """Measure engines of this kind; the result, and what they were started with. `last` is called before they stop."""
-    report = Report(f"{kind.package}_ttft")
+    """Measure engines of this kind; the result, of a benchmark of this name, and what they were started with. `last` is
+    called before they stop."""
+    report = Report(name)
     link = link_rate(torch.device("cuda", options.device) if torch.cuda.is_available() else torch.device("cpu"))
     kept = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     order = "that of connectors, rotated by one with each prompt"

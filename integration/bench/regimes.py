@@ -227,9 +227,11 @@ def compared(result: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def claim_misses(report: Report, row: Mapping[str, Any]) -> None:
-    """The claim on an engine of ours with the default policy, where nothing is hit."""
-    if is_default(row["connector"]):
-        report.claim(f"miss_path_throughput_{_in_names(engine_of(row))}", row["over_none"], MISS_PATH, "of 1", "higher")
+    """The claim on an engine of ours with the default policy, where nothing is hit, and on one with lossless blocks."""
+    form = {LOSSLESS: "lossless_"}.get(row["connector"], "")
+    if form or is_default(row["connector"]):
+        name = f"miss_path_throughput_{form}{_in_names(engine_of(row))}"
+        report.claim(name, row["over_none"], MISS_PATH, "of 1", "higher")
 
 
 def draw(path: Path | None, found: Sequence[Mapping[str, Any]]) -> None:

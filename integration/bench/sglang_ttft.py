@@ -21,7 +21,7 @@ def main() -> int:
     if reason := unavailable(SglangOptions, options):
         print(reason)
         return 0
-    report, _ = first_tokens(SglangOptions, options)
+    report, _ = first_tokens("sglang_ttft", SglangOptions, options)
     report.write(options.json)
     return 0
 

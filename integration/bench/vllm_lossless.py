@@ -48,7 +48,7 @@ def main() -> int:
     if reason := unavailable(Bf16Options, options):
         print(reason)
         return 0
-    report, _ = first_tokens(Bf16Options, options, add_spreads)
+    report, _ = first_tokens("vllm_lossless", Bf16Options, options, add_spreads)
     for length, goal in GOALS.items():
         ms = {
             row["connector"]: row["ms"]

@@ -28,7 +28,7 @@ def main() -> int:
     if reason := unavailable(VllmOptions, options):
         print(reason)
         return 0
-    report, wanted = first_tokens(VllmOptions, options)
+    report, wanted = first_tokens("vllm_ttft", VllmOptions, options)
     if large := 0 if options.tiny else parse_size(options.startup_host_memory):
         for connector in options.startup_connectors.split(","):
             started = replace(wanted[0], connector=connector, host_bytes=large, eager=True)

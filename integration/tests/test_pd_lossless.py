@@ -23,10 +23,10 @@ KINDS = ["shared_memory", pytest.param("nixl", marks=needs_nixl), pytest.param("
 
 
 @contextmanager
-def engine_of(form: str, kind: str, role: str) -> Iterator[MiniEngine]:
+def engine_of(form: str, kind: str, role: str, **peer: Any) -> Iterator[MiniEngine]:
     """One of a pair in this process, in bf16."""
     kind, _, route = kind.partition(" ")
-    settings: dict[str, Any] = HOST | {"host_form": form, "peer": peer_settings(kind, role, route or "auto")}
+    settings: dict[str, Any] = HOST | {"host_form": form, "peer": peer_settings(kind, role, route or "auto") | peer}
     config = ModelConfig(head_dim=64, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
     model = PagedLlama.random(config, seed=3, dtype=torch.bfloat16)
     engine = make_engine(model, EngineShape(NUM_BLOCKS, BLOCK_SIZE, settings, name=role), "random")
@@ -90,3 +90,27 @@ def test_bytes_are_those_that_were_computed(here: str, there: str, kind: str, mo
             assert stats["refused_blocks"] == stats["failed_load_jobs"] == 0
         assert stats["failed_receive_jobs"] == 0
         assert stats["peer_received_bytes"] == len(b"".join(computed)), "raw pieces travel, whatever the hosts keep"
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", pytest.param("nixl staged", marks=needs_nixl)])
+@pytest.mark.parametrize("host_form", ["raw", "lossless"])
+def test_bytes_that_are_coded_on_their_way_are_those_that_were_computed(
+    host_form: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo")):
+        monkeypatch.setenv(name, value)
+    with (
+        engine_of(host_form, kind, "producer", wire_form="lossless") as producer,
+        engine_of(host_form, kind, "consumer", wire_form="lossless") as consumer,
+    ):
+        computed = blocks(producer, ask(producer))
+        offered = producer.add(PROMPT, 1, kv_transfer_params={"do_remote_decode": True})
+        while offered.transfer is None:
+            producer.step()
+        continued = ask(consumer, producer, params=offered.transfer, num_tokens=6)
+        assert continued.host_hit_tokens == 12 * BLOCK_SIZE
+        assert blocks(consumer, continued) == computed
+        assert producer.connector is not None
+        sent = producer.connector.get_kv_connector_stats()
+        assert sent["peer_sent_bytes"] == len(b"".join(computed))
+        assert 0.75 < sent["peer_slot_bytes"] / sent["peer_sent_bytes"] < 0.85

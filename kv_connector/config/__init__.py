@@ -9,7 +9,18 @@ from typing import Any
 from ..errors import ConfigError
 from ..values import check_integer, check_share, check_text, choice, parse_size, shown
 from .admin import AdminConfig
-from .choices import Backup, HostFormName, LoadChoice, PathName, PeerRole, PeerRoute, Prefetch, Protocol, WritePolicy
+from .choices import (
+    Backup,
+    HostFormName,
+    LoadChoice,
+    PathName,
+    PeerRole,
+    PeerRoute,
+    Prefetch,
+    Protocol,
+    WireForm,
+    WritePolicy,
+)
 from .mapping import from_mapping
 from .peer import PeerConfig
 from .s3 import S3Config
@@ -31,6 +42,7 @@ __all__ = [
     "S3Config",
     "StorageConfig",
     "TenantConfig",
+    "WireForm",
     "WritePolicy",
 ]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from ..values import check_host, choice, is_any_address, parse_size, shown
-from .choices import PeerRole, PeerRoute
+from .choices import PeerRole, PeerRoute, WireForm
 from .secrets import LEAST_CHARACTERS, is_encodable, is_variable, shown_variable
 
 MOST_PORT = 65_535
@@ -23,6 +23,7 @@ class PeerConfig:
     role: what this engine does for others; in vLLM `kv_role` says it.
     route: how blocks get from one engine's device to another's. Engines that talk to each other must arrive at the same
         one.
+    wire_form: how blocks travel that go through host memory.
     bind: address to listen at for other engines.
     port: rank r listens at this port plus r, and of data-parallel engine n plus n times its ranks; 0 takes any that are
         free, which those then learn who are told by the engine itself.
@@ -39,6 +40,7 @@ class PeerConfig:
     kind: str = "shared_memory"
     role: PeerRole = PeerRole.BOTH
     route: PeerRoute = PeerRoute.AUTO
+    wire_form: WireForm = WireForm.RAW
     bind: str = "127.0.0.1"
     port: int = 0
     host: str = ""
@@ -60,6 +62,12 @@ class PeerConfig:
                 raise ConfigError(f"peer.{name} is not text: give it in quotes")
         object.__setattr__(self, "role", choice(PeerRole, self.role, "peer.role"))
         object.__setattr__(self, "route", choice(PeerRoute, self.route, "peer.route"))
+        object.__setattr__(self, "wire_form", choice(WireForm, self.wire_form, "peer.wire_form"))
+        if self.wire_form is WireForm.LOSSLESS and self.route is PeerRoute.DIRECT:
+            raise ConfigError(
+                "peer.wire_form='lossless' codes what goes through host memory, and peer.route='direct' sends nothing "
+                "that way: give 'staged' or 'auto', or leave one of them out"
+            )
         object.__setattr__(self, "staging_memory", parse_size(self.staging_memory, "peer.staging_memory"))
         for name, least, most in (
             ("port", 0, MOST_PORT),

@@ -124,6 +124,29 @@ class Marker(Protocol):
         """Whether the work in front of it has completed; never blocks."""
 
 
+class SlotCoder(Protocol):
+    """Codes blocks of this pool into rows of host memory, and back, behind what the pool's stream holds
+    (`transfer.paths.coded_slots`).
+
+    A row is as long as `row_bytes` says, whatever its content; a block whose content does not fit is of no use there.
+    `locked` says that the memory is page-locked.
+    """
+
+    form: str
+    """What the bytes of a row are: equal text, equal meaning of every byte."""
+
+    def row_bytes(self, regions: range) -> int:
+        """Of one block's pieces in these consecutive regions; not more than they have, but for the rounding to 16."""
+
+    def encode(self, block_ids: Ids, regions: range, address: int, locked: bool) -> Callable[[], bool]:
+        """Write rows behind one another from `address` on; the answer, once the copy has completed, is whether all of
+        the blocks fit. Raises TransferError."""
+
+    def decode(self, block_ids: Ids, regions: range, address: int, locked: bool) -> None:
+        """The reverse. Rows may hold anything: nothing but these blocks is written. Raises TransferError, before
+        anything is written, where a row says of itself that it does not fit."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerPool:
     """The device blocks that peers may be sent and may fill; valid until the transport is closed.
@@ -131,8 +154,9 @@ class PeerPool:
     `arrangement` says what their bytes are: see `CacheLayout`. `device` is -1 for the CPU's memory, else the index of a
     CUDA device; then `copy`, `writer` and `mark` are given: a copier, a maker of writers into a pool that is mapped
     here, and a maker of markers behind what was enqueued so far, all on `stream`, a stream of the driver's that is
-    ours. `prepare_thread` is what the thread that drives the transport calls first, so that nothing it does spoils a
-    CUDA graph that is being captured. `keeps` keeps the memory alive.
+    ours. `coder` makes what codes blocks into slots of so many bytes, where that is wanted. `prepare_thread` is what
+    the thread that drives the transport calls first, so that nothing it does spoils a CUDA graph that is being
+    captured. `keeps` keeps the memory alive.
     """
 
     num_blocks: int
@@ -142,6 +166,7 @@ class PeerPool:
     copy: Copier | None = None
     writer: Callable[[Sequence[PoolRegion]], Writer] | None = None
     mark: Callable[[], Marker] | None = None
+    coder: Callable[[int], SlotCoder] | None = None
     prepare_thread: Callable[[], None] | None = None
     stream: int = 0
     keeps: object = None
@@ -225,6 +250,7 @@ class PeerCounters:
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    slot_bytes: int = 0  # of what was sent through host memory, as it lay there: fewer where it was coded
     refused_links: int = 0  # of peers that failed the handshake
     lost_links: int = 0  # that were open
     link_faults: int = 0  # errors of this side that cost a link

@@ -13,7 +13,7 @@ from ..config import Config, HostFormName, PathName
 from ..errors import ConfigError
 from .costs.curves import LinkCosts
 from .costs.known import link_costs
-from .costs.remembered import recall, remember
+from .costs.remembered import is_known, remember
 from .memory.host_form import HostForm, coded_form, make_form, raw_form
 from .memory.host_share import Exchange
 from .memory.layout import CacheLayout
@@ -108,7 +108,7 @@ class FormChooser:
         if config.staging_memory < (least := min_staging_memory(coded)):
             return f"staging_memory={config.staging_memory} is too small for coded blocks, which need {least}"
         name = self._note_name(coded)
-        if name and recall(name) is not None:
+        if name and is_known(name):
             return f"too much of this cache did not fit at an earlier start ({name})"
         return ""
 

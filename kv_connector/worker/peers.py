@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config import Config
+from ..config import Config, WireForm
 from ..peer.base import PeerPool, PoolRegion
 from ..peer.protocol.jobs import EndedPeerJob, PeerJobs
 from ..transfer.cuda.copier import driver_copier
 from ..transfer.cuda.driver import prepare_thread
 from ..transfer.cuda.streams import Event, Lane, Priority, make_lane
 from ..transfer.memory.layout import CacheLayout, layer_groups
+from ..transfer.paths.coded_slots import make_coder
 from ..types import PeerAction, PeerJob, StepPlan
 
 if TYPE_CHECKING:
@@ -41,12 +42,13 @@ class StepPeers:
     """Hands a step's blocks to `PeerJobs` as layers are computed. The model-runner thread calls."""
 
     def __init__(self, layout: CacheLayout, config: Config, open_peers: OpenPeers) -> None:
-        """Raises ConfigError where the links cannot be opened."""
+        """Raises ConfigError where the links cannot be opened, or blocks not be coded for them as it says."""
         self._layout = layout
         self._piece_bytes = [region.piece_bytes for region in layout.regions]
         self._group_bytes = config.layer_group_bytes or _GROUP_BYTES
         self._lane = make_lane(layout.device, Priority.PEER, timing=False)
-        self._jobs = open_peers(pool_of(layout, self._lane))
+        codes = config.peer is not None and config.peer.wire_form is WireForm.LOSSLESS
+        self._jobs = open_peers(pool_of(layout, self._lane, codes))
         self._sends: list[int] = []  # of this step, that are not wholly ready
         self._stops: list[int] = []  # of layer groups, in regions, that are to come
         self._is_layerwise = False
@@ -147,13 +149,15 @@ def awaits(job: PeerJob) -> bool:
     return job.action is PeerAction.RECEIVE and job.request_id is not None
 
 
-def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
-    """The cache tensors as peers are shown them; copies between devices run on the lane."""
+def pool_of(layout: CacheLayout, lane: Lane, codes: bool = False) -> PeerPool:
+    """The cache tensors as peers are shown them; copies between devices run on the lane. `codes` says that what goes
+    through host memory is to be coded; raises ConfigError where nothing can be."""
     regions = tuple(
         PoolRegion(r.data_ptr, r.block_stride, r.piece_bytes, r.num_heads, r.head_bytes) for r in layout.regions
     )
+    coder = make_coder(layout, lane) if codes else None
     if layout.device.type != "cuda":
-        return PeerPool(layout.num_blocks, regions, layout.undivided_arrangement, keeps=layout)
+        return PeerPool(layout.num_blocks, regions, layout.undivided_arrangement, coder=coder, keeps=layout)
 
     @cache
     def writers() -> RemoteWriters:
@@ -174,6 +178,7 @@ def pool_of(layout: CacheLayout, lane: Lane) -> PeerPool:
         copy=driver_copier(),
         writer=writer,
         mark=lambda: lane.mark(lane.stream),
+        coder=coder,
         prepare_thread=partial(prepare_thread, layout.device.index or 0),
         stream=lane.handle,
         keeps=layout,

@@ -16,6 +16,7 @@ from kv_connector.config import (
     Prefetch,
     StorageConfig,
     TenantConfig,
+    WireForm,
     WritePolicy,
 )
 from kv_connector.index import BlockGroup, may_truncate
@@ -112,6 +113,7 @@ class EngineConfig:
     answer_ms: int = 1000
     tenants: tuple[tuple[str, int, int], ...] = ()  # name, weight, and quota in host blocks, 0 for none
     hinted_share: float = 0.0  # of requests, that say something of their blocks
+    wire_form: WireForm = WireForm.RAW
     seconds: dict[str, float] = field(default_factory=lambda: {"compute": 2e-3, "load": 2e-3, "save": 2e-3})
 
     @property
@@ -182,7 +184,12 @@ class EngineConfig:
             )
         if self.role is not None:
             peer = PeerConfig(
-                role=self.role, port=self.port, deadline_ms=self.deadline_ms, timeout_ms=self.answer_ms, secret=_SECRET
+                role=self.role,
+                port=self.port,
+                deadline_ms=self.deadline_ms,
+                timeout_ms=self.answer_ms,
+                secret=_SECRET,
+                wire_form=self.wire_form,
             )
         return Config(
             host_memory=self.num_host_blocks * HOST_BLOCK_BYTES * self.num_ranks,
@@ -299,6 +306,13 @@ def draw_control(rng: random.Random, configs: list[EngineConfig]) -> list[Engine
         tenants = ("a", rng.choice([1, 3]), 0), ("b", 1, rng.choice([0, 0, 4, 16]))
         tenants += (("default", 2, 0),) if rng.random() < 0.5 else ()
     return [replace(config, hinted_share=hinted_share, tenants=tenants) for config in configs]
+
+
+def draw_wire_forms(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
+    """In half of the worlds engines code what they send through host memory, most of them. `rng` is one of its own."""
+    if rng.random() < 0.5:
+        return configs
+    return [replace(c, wire_form=WireForm.LOSSLESS if rng.random() < 0.9 else WireForm.RAW) for c in configs]
 
 
 def with_groups(config: EngineConfig, groups: tuple[LayerGroup, ...]) -> EngineConfig:

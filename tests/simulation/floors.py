@@ -130,6 +130,7 @@ FLOORS = {
     "engines that are consumer": 200,
     "engines that are producer": 240,
     "engines that refuse blocks": 250,
+    "engines that sent coded blocks": 20,
     "engines that remember little": 100,
     "engines with a secret of storage": 130,
     "engines with adaptive": 400,

@@ -22,6 +22,7 @@ from . import config as configs
 from . import control, streams, workload
 from .checks import Violation
 from .clock import VirtualTime
+from .coder import plain_coder
 from .device import seams
 from .engine import Engine
 from .outside import SECONDS_TO_REST, Outside
@@ -71,6 +72,7 @@ class World:
         self.configs = configs.draw_ends(random.Random(f"{seed}/ends"), self.configs)
         self.configs = configs.draw_refusals(random.Random(f"{seed}/blocks_refused"), self.configs)
         self.configs = configs.draw_control(random.Random(f"{seed}/control"), self.configs)
+        self.configs = configs.draw_wire_forms(random.Random(f"{seed}/wire_forms"), self.configs)
         self.epochs = [1 for _ in self.configs]
         """Of the weights that each engine is to have."""
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))
@@ -221,6 +223,8 @@ class World:
         stats = engine.half.get_kv_connector_stats()
         for name in STATS:
             self.met[name] += int(stats[name])
+        # A row of the plain coder is longer than its pieces.
+        self.met["engines that sent coded blocks"] += stats.get("peer_slot_bytes", 0) > stats.get("peer_sent_bytes", 0)
 
 
 STATS = (
@@ -240,7 +244,7 @@ STATS = (
 
 def simulate(seed: int, keep: frozenset[int] | None = None) -> Outcome:
     """One world. `keep`: numbers of the actions that are done, all of them by default."""
-    with seams(), quiet_logs(), chance_of(seed):
+    with seams(), quiet_logs(), chance_of(seed), plain_coder():
         world = World(seed)
         actions = [action for action in world.actions if keep is None or action.number in keep]
         outcome = Outcome(seed, 0, 0, world.met, actions=actions, engines=[c.describe() for c in world.configs])

@@ -196,6 +196,27 @@ def test_a_cache_that_did_not_fit_is_raw_at_the_next_start_and_no_other_is(
     assert is_coded(chooser_of("noisy"))
 
 
+def test_a_note_that_cannot_be_read_counts(machine: Path) -> None:
+    """What it says is for people: that it is there is what counts."""
+    chooser = chooser_of("noisy")
+    chooser.choose(layout())
+    chooser.note_unfit()
+    (note,) = machine.iterdir()
+    note.write_bytes(b"\xff\xfe")
+    assert not is_coded(chooser_of("noisy"))
+    note.unlink()
+    note.mkdir()
+    assert not is_coded(chooser_of("noisy"))
+
+
+def test_a_machine_that_cannot_look_for_notes_says_so_and_goes_on(
+    machine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.write_text("not a folder")
+    assert is_coded(chooser_of("noisy"))
+    assert "has left unfit_" in caplog.text and "cannot be seen" in caplog.text
+
+
 def test_of_a_cache_without_a_name_nothing_is_remembered(machine: Path) -> None:
     nameless = FormChooser(config())
     assert is_coded(nameless)

@@ -166,6 +166,24 @@ def test_no_blocks_is_no_launch(device: torch.device) -> None:
     assert (flat == POISON).all()
 
 
+@pytest.mark.parametrize("size", [64, 2048, 4096, 6144, 8192, 32768, 65536, 1 << 20])
+def test_pieces_of_any_length_have_as_many_warps(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the coder's rate is much the same at all lengths: those of 4 KiB go in 128 programs of one warp."""
+    launched: list[int] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> object:
+            return lambda *given, num_warps: launched.append(grid[0] * num_warps)
+
+    monkeypatch.setattr(code_pieces, "encode_kernel", Kernel())
+    monkeypatch.setattr(code_pieces, "_launches", {})
+    views = [torch.zeros(256, size, dtype=torch.uint8)]
+    rows = torch.zeros(1, coded_bytes(size), dtype=torch.uint8).expand(256, -1)
+    monkeypatch.setattr(code_pieces, "flat_rows", lambda flat, shift: (0, coded_bytes(size)))
+    encode_pieces(RegionTable.upload(views, [0]), torch.arange(256), rows, torch.zeros(256, dtype=torch.int32))
+    assert launched == [code_pieces.NUM_WARPS]
+
+
 def test_misuse_is_refused(device: torch.device) -> None:
     table = RegionTable.upload([normal(4096, 0, device)], [0])
     flat = torch.zeros((2, coded_bytes(4096)), dtype=torch.uint8, device=device)

@@ -168,6 +168,11 @@ class SlotFilled(Filled):
 
 
 @dataclass(frozen=True, slots=True)
+class CodedSlotFilled(SlotFilled):
+    """They are coded there. Only to who has said that it decodes such slots: others do not know this message."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotFreed:
     """A slot has been emptied."""
 
@@ -205,6 +210,7 @@ _KINDS: dict[str, type[Any]] = {
     "lease": Lease,
     "written": Written,
     "slot_filled": SlotFilled,
+    "coded_slot_filled": CodedSlotFilled,
     "slot_freed": SlotFreed,
     "ring_offered": RingOffered,
     "ring_mapped": RingMapped,
@@ -224,6 +230,7 @@ WireMessage = (
     | Lease
     | Written
     | SlotFilled
+    | CodedSlotFilled
     | SlotFreed
     | RingOffered
     | RingMapped

@@ -99,7 +99,7 @@ class PrefetchPlanner:
         hints = hints_of(request)
         hashes, terms = request.block_hashes, hints.terms(self._shared.tenants.of(request))
         search = self._search(hashes[:num_hashes])
-        prefetch = Prefetching(hashes, num_hashes, search, deadline, terms, hints.prefetch)
+        prefetch = Prefetching((request.request_id,), hashes, num_hashes, search, deadline, terms, hints.prefetch)
         self._prefetches[request.request_id] = prefetch
         self._coalesce_begun(prefetch)
 
@@ -109,7 +109,7 @@ class PrefetchPlanner:
         search = self._search(block_hashes)
         if not search.questions or len(self._warming) >= _MOST_WARMING:
             return False
-        prefetch = Prefetching(tuple(block_hashes), len(block_hashes), search, 0.0, PLAIN, is_thorough=True)
+        prefetch = Prefetching((), tuple(block_hashes), len(block_hashes), search, 0.0, PLAIN, is_thorough=True)
         self._warming.append(prefetch)
         self._coalesce_begun(prefetch)
         return True
@@ -264,7 +264,7 @@ class PrefetchPlanner:
     ) -> StorageJob:
         job_id, blocks = self._shared.ledger.next_id(), np.array(host_ids, dtype=np.int64)
         job = StorageJob(job_id, action, keys, blocks, skipped, singly)
-        self._shared.ledger.open(job, self._owner, (prefetch.request.request_id,))
+        self._shared.ledger.open(job, self._owner, prefetch.request_ids)
         return job
 
     def _abandon(self, job_id: int) -> None:

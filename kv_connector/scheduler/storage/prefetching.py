@@ -15,6 +15,7 @@ class Prefetching:
     """Of a request that was seen and not admitted, or of nobody. `is_thorough`: it is there to have all of it brought,
     however long that takes and whoever waits."""
 
+    request_ids: tuple[str, ...]  # its own, or none
     block_hashes: Sequence[BlockHash]
     stop: int  # of the hashes so many may be hit
     search: Search

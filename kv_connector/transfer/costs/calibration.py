@@ -34,7 +34,7 @@ from ..cuda.streams import Priority, make_lane
 from ..memory.host_form import BLOCK_ALIGN, HostForm
 from ..memory.host_pool import HostPool
 from ..memory.numa import SYSFS, pci_address
-from .curves import BUILT_IN, Curve, DirectionCosts, LinkCosts, decode
+from .curves import BUILT_IN, NUM_BYTES, Curve, DirectionCosts, LinkCosts, decode
 from .remembered import recall, remember
 
 logger = logging.getLogger("kv_connector.transfer")
@@ -44,8 +44,6 @@ VERSION = 3
 SEGMENT_LENGTHS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 """Segments that DMA is measured with; short ones are bounded by the thread that submits them."""
 REGIONS = 16  # pieces of a block that kernels are measured with
-NUM_BYTES = 32 << 20
-"""Of host memory and of scratch memory that copies are measured on."""
 _NUMBERS = 1 << 16  # that are drawn, again and again, for what is coded
 _REPEATS = 3
 _READY_SECONDS = 1.5

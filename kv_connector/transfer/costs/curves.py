@@ -19,6 +19,8 @@ from ...errors import ConfigError
 from ...types import Direction
 from ...values import shortened, shown
 
+NUM_BYTES = 32 << 20
+"""Of host memory and of scratch memory that copies are measured on. Nobody waits for those of a host with less."""
 EDGE_BYTES = 8 << 20
 """Of the staged path's chunk that nothing runs beside, the first of a save and the last of a load."""
 LEAST_PITCHED_BYTES = 128 << 10
@@ -174,19 +176,20 @@ def _curve(found: Mapping[str, Any]) -> Curve:
 
 _LENGTHS = (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 # Packing: half of what twice as many programs reached, not measured itself. Coding: 49/64 of what
-# `integration/bench/lossless.py` has in raw bytes, of pieces of 32 KiB with the programs that copies use.
+# `integration/bench/lossless.py` has in raw bytes, of pieces of 8, 32 and 64 KiB with the programs that copies use
+# (64, 16 and 16); shorter ones have one warp in each of 128 programs, and are no slower.
 BUILT_IN = LinkCosts(
     load=DirectionCosts(
         dma=Curve(_LENGTHS, (2.1, 8.0, 26.0, 49.6, 50.0, 54.3), 10.0),
         packing=Curve((1 << 10, 16 << 10), (200.0, 400.0), 25.0),
         direct=Curve((1 << 10, 4 << 10, 16 << 10), (40.0, 44.9, 50.0), 12.0),
-        coding=Curve((24 << 10,), (295.0,), 25.0),
+        coding=Curve((6272, 25088, 50176), (323.0, 295.0, 236.0), 25.0),
     ),
     save=DirectionCosts(
         dma=Curve(_LENGTHS, (2.3, 8.9, 38.0, 49.8, 50.1, 54.2), 10.0),
         packing=Curve((1 << 10, 16 << 10), (200.0, 400.0), 25.0),
         direct=Curve((1 << 10, 4 << 10, 16 << 10), (40.0, 45.5, 51.2), 12.0),
-        coding=Curve((24 << 10,), (258.0,), 25.0),
+        coding=Curve((6272, 25088, 50176), (271.0, 258.0, 201.0), 25.0),
     ),
     source="built in: one H200 on PCIe 5, driver 580, 2026-11-21",
 )

@@ -8,10 +8,7 @@ from ...config import Config
 from ...errors import ConfigError
 from ...values import shortened, shown
 from ..memory.host_form import HostForm
-from .curves import BUILT_IN, LinkCosts, decode
-
-_LEAST_HOST_MEMORY = 32 << 20
-"""Nobody waits for copies of less."""
+from .curves import BUILT_IN, NUM_BYTES, LinkCosts, decode
 
 
 def link_costs(form: HostForm, config: Config) -> LinkCosts:
@@ -26,7 +23,7 @@ def link_costs(form: HostForm, config: Config) -> LinkCosts:
             raise ConfigError(
                 f"calibration={shown(config.calibration)} cannot be read: {shortened(str(error))}"
             ) from error
-    is_worth_it = form.layout.device.type == "cuda" and config.pin_memory and config.host_memory >= _LEAST_HOST_MEMORY
+    is_worth_it = form.layout.device.type == "cuda" and config.pin_memory and config.host_memory >= NUM_BYTES
     if config.calibration == "off" or not is_worth_it:
         return BUILT_IN
     from .calibration import remembered_costs  # only this needs Triton

@@ -28,15 +28,30 @@ def recall(name: str) -> str | None:
         return None
 
 
+def is_known(name: str) -> bool:
+    """Whether something was remembered under this name, whether or not it can be read."""
+    try:
+        os.stat(cache_folder() / name)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.warning("whether an earlier start has left %s cannot be seen: %s", name, error)
+        return False
+    return True
+
+
 def remember(name: str, text: str) -> Path | None:
     """Keep a text under this name, whole or not at all; the file, or None where it cannot be written."""
     try:
         path = cache_folder() / name
         temporary = path.with_suffix(f".{os.getpid()}")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.write_text(text)
-        temporary.chmod(0o600)
-        temporary.replace(path)
+        try:
+            temporary.write_text(text)
+            temporary.chmod(0o600)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)  # it is there where something failed
     except OSError as error:
         logger.warning("%s cannot be written, and is not remembered: %s", name, error)
         return None

@@ -226,6 +226,25 @@ def test_where_half_of_the_last_blocks_do_not_fit_nothing_is_saved_until_a_reset
     half.check()
 
 
+def test_a_cache_is_judged_by_a_thousand_blocks() -> None:
+    """A few long prompts, of which one may be unusual."""
+    for num_judged, are_too_many in ((1023, False), (1024, True)):
+        known = refusals.Refusals()
+        known.judge(num_judged - 512, [])
+        known.judge(0, [BlockHash(i.to_bytes(32, "big")) for i in range(512)])
+        assert known.are_too_many is are_too_many
+
+
+def test_how_much_ever_did_not_fit_is_counted_over_resets() -> None:
+    """A request of before one knows how many there were, and looks for its own where there are more."""
+    known = refusals.Refusals()
+    known.judge(0, [BlockHash(b"a" * 32), BlockHash(b"b" * 32)])
+    known.reset()
+    assert known.num_found == 2
+    known.judge(0, [BlockHash(b"a" * 32)])
+    assert known.num_found == 3
+
+
 def test_a_prompt_that_does_not_fit_or_a_few_blocks_of_each_turn_nothing_off() -> None:
     half, _ = make_half(num_host_blocks=200)
     half.refusals.judged_blocks = 16

@@ -25,6 +25,7 @@ from .tensorrt_llm import TENSORRT_LLM
 from .tp_sizes import TP_SIZES
 from .transfer import TRANSFER
 from .vllm import VLLM
+from .wire_forms import WIRE_FORMS
 from .worker import WORKER
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -38,6 +39,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *PEERS,
     *PEER_GROUPS,
     *TP_SIZES,
+    *WIRE_FORMS,
     *STORAGE,
     *MACS,
     *GROUPS,

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ...base import Ids, PeerPool, Push
+from ...base import Ids, Push
+from .forms import SlotForm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """A part of push `number`: blocks `source_ids` for positions `first` and following of the peer's grant."""
+    """A part of push `number`: blocks `source_ids` for positions `first` and following of the peer's grant, which lie
+    in a slot as `form` says."""
 
     number: int
     grant: int
     first: int
     source_ids: Ids
     regions: range
-    is_last: bool = False
+    form: SlotForm
 
 
-def cut(push: Push, pool: PeerPool, slot_bytes: int) -> list[Chunk]:
+def cut(part: Push | Chunk, form: SlotForm, slot_bytes: int) -> list[Chunk]:
     """Parts of whole blocks, or of some regions of one block each where that is too large. No piece may be."""
     chunks = []
-    for regions in _cut_regions(push.regions, pool, slot_bytes):
-        per_slot = max(1, slot_bytes // pool.bytes_of(regions))
-        for start in range(0, len(push.source_ids), per_slot):
-            ids = push.source_ids[start : start + per_slot]
-            chunks.append(Chunk(push.number, push.grant, push.first + start, ids, regions))
-    chunks[-1] = replace(chunks[-1], is_last=True)
+    for regions in _cut_regions(part.regions, form, slot_bytes):
+        per_slot = max(1, slot_bytes // form.bytes_of(regions))
+        for start in range(0, len(part.source_ids), per_slot):
+            ids = part.source_ids[start : start + per_slot]
+            chunks.append(Chunk(part.number, part.grant, part.first + start, ids, regions, form))
     return chunks
 
 
-def _cut_regions(regions: range, pool: PeerPool, slot_bytes: int) -> list[range]:
-    parts, start, size = [], regions.start, 0
+def _cut_regions(regions: range, form: SlotForm, slot_bytes: int) -> list[range]:
+    parts, start = [], regions.start
     for index in regions:
-        piece = pool.regions[index].piece_bytes
-        if size + piece > slot_bytes:
+        if form.bytes_of(range(start, index + 1)) > slot_bytes:
             parts.append(range(start, index))
-            start, size = index, 0
-        size += piece
+            start = index
     return [*parts, range(start, regions.stop)]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ...base import Arrived, Ids, Marker, PeerError, PeerPool
+from ...base import Arrived, Ids, Marker, PeerError
 from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
 from ..one_sided import check_granted
 from .carriers import Incoming
+from .forms import SlotForm
 from .slot_sender import NUM_SLOTS
-from .slots import SlotCopier
 
 _POLL_SECONDS = 0.0002
 
@@ -21,15 +21,16 @@ _POLL_SECONDS = 0.0002
 class SlotReceiver:
     """Calls raise what the link is to be lost for: PeerError, TransferError, or OSError where memory is short.
 
-    `pool` is what the peer holds of this side's blocks, too. `accept` makes the other end of what the peer offers, and
+    `forms` are those of slots that the peer may fill, by what it tells of them, of blocks with `num_regions` regions:
+    what it holds of this side's blocks, too. `accept` makes the other end of what the peer offers, and
     the answer; `say` answers it, `tell` takes what arrived.
     """
 
     def __init__(
         self,
         link: int,
-        pool: PeerPool,
-        copier: SlotCopier,
+        forms: Mapping[type[SlotFilled], SlotForm],
+        num_regions: int,
         most_slot_bytes: int,
         accept: Callable[[RingOffered], tuple[Incoming, RingMapped]],
         say: Callable[[WireMessage], None],
@@ -37,8 +38,8 @@ class SlotReceiver:
     ) -> None:
         self.way: Incoming | None = None
         self._link = link
-        self._pool = pool
-        self._copier = copier
+        self._forms = forms
+        self._num_regions = num_regions
         self._most_slot_bytes = most_slot_bytes
         self._accept = accept
         self._say = say
@@ -80,8 +81,11 @@ class SlotReceiver:
         slot = filled.slot
         if slot >= ring.num_slots:
             raise PeerError(f"it filled slot {slot} of {ring.num_slots}")
-        arrived = filled.arrived(self._link, len(self._pool.regions))
-        size = self._pool.bytes_of(arrived.regions)
+        form = self._forms.get(type(filled))
+        if form is None:
+            raise PeerError("it filled a slot with blocks that are coded, which was not agreed on")
+        arrived = filled.arrived(self._link, self._num_regions)
+        size = form.bytes_of(arrived.regions)
         if arrived.count * size > ring.slot_bytes:
             raise PeerError(f"{arrived.count} blocks of {size} bytes are more than a slot of {ring.slot_bytes}")
         granted = self._grants.get(arrived.grant)
@@ -90,7 +94,7 @@ class SlotReceiver:
             return
         check_granted(arrived, len(granted))
         block_ids = granted[arrived.first : arrived.first + arrived.count]
-        marker = self._copier.unpack(self._pool, block_ids, arrived.regions, ring, slot)
+        marker = form.unpack(block_ids, arrived.regions, ring, slot)
         if marker is not None:
             self._unpacking.append((slot, arrived, marker))
         else:

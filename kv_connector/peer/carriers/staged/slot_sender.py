@@ -1,42 +1,63 @@
-"""The sending half of one link whose blocks go through slots: pushes are cut, packed, carried and told, in order."""
+"""The sending half of one link whose blocks go through slots: pushes are cut, packed, carried and told.
+
+Slots are told of in the order in which they were packed. Blocks that do not fit into the form that was tried are packed
+anew as they are, behind what is under way by then; a push has ended when all of it was told.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 
-from ...base import Marker, PeerCounters, PeerError, PeerPool, Push, Pushed
-from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
+from ...base import Marker, PeerCounters, PeerError, Push, Pushed
+from ...wire.messages import RingMapped, RingOffered, SlotFreed, WireMessage
 from .carriers import Outgoing
 from .chunks import Chunk, cut
-from .slots import SlotCopier
+from .forms import Packed, SlotForm
 
 NUM_SLOTS = 8
 
 
+class _Stage(Enum):
+    PACKING = auto()
+    PACKED = auto()  # and it holds its blocks
+    CARRIED = auto()  # once the marker is over
+
+
 @dataclass(slots=True)
 class _Filling:
-    """A slot under way: it is packed, and then carried."""
+    """A slot under way; `marker` is of what is being done with it."""
 
     chunk: Chunk
     slot: int
+    packed: Packed
     marker: Marker | None
-    is_packed: bool = False
+    stage: _Stage = _Stage.PACKING
+
+
+@dataclass(slots=True)
+class _Pushing:
+    """A push that has not ended: how many chunks of it are left to be told of, and whether some were left out."""
+
+    left: int
+    is_cancelled: bool = False
+    is_cut_short: bool = False
 
 
 class SlotSender:
     """Calls raise what the link is to be lost for: PeerError, TransferError, or OSError where memory is short.
 
-    `pool` is what the peer holds of this side's blocks, too. `offer` makes the slots when something is first to be
-    sent, and gives what the peer has to be told; `may_carry` is asked in front of each slot; `say` tells the peer,
-    `tell` takes pushes that have ended.
+    `raw` is the form that everything fits into, and `choose` says which one is tried now. `offer` makes the slots when
+    something is first to be sent, and gives what the peer has to be told; `may_carry` is asked in front of each slot;
+    `say` tells the peer, `tell` takes pushes that have ended.
     """
 
     def __init__(
         self,
-        pool: PeerPool,
-        copier: SlotCopier,
+        raw: SlotForm,
+        choose: Callable[[], SlotForm],
         counters: PeerCounters,
         slot_bytes: int,
         offer: Callable[[int, int], tuple[Outgoing, str]],
@@ -45,8 +66,8 @@ class SlotSender:
         tell: Callable[[Pushed], None],
     ) -> None:
         self.way: Outgoing | None = None
-        self._pool = pool
-        self._copier = copier
+        self._raw = raw
+        self._choose = choose
         self._counters = counters
         self._slot_bytes = slot_bytes
         self._offer = offer
@@ -58,7 +79,7 @@ class SlotSender:
         self._told: set[int] = set()  # slots that the peer is to empty
         self._chunks: deque[Chunk] = deque()
         self._filling: deque[_Filling] = deque()
-        self._cut_short: set[int] = set()  # cancelled pushes of which something is under way
+        self._pushes: dict[int, _Pushing] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -72,16 +93,18 @@ class SlotSender:
 
     def add(self, push: Push) -> None:
         """Begin to push; raises nothing."""
-        self._chunks += cut(push, self._pool, self._slot_bytes)
+        chunks = cut(push, self._choose(), self._slot_bytes)
+        self._pushes[push.number] = _Pushing(len(chunks))
+        self._chunks += chunks
 
     def cancel(self, number: int) -> None:
         """Begin no more of a push; raises nothing."""
-        if any(chunk.number == number for chunk in self._chunks):
+        if number in self._pushes:
+            self._pushes[number].is_cancelled = True
+            left_out = [chunk for chunk in self._chunks if chunk.number == number]
             self._chunks = deque(chunk for chunk in self._chunks if chunk.number != number)
-            if self._is_under_way(number):
-                self._cut_short.add(number)
-            else:
-                self._tell(Pushed(number, False))
+            if left_out:
+                self._leave_out(number, len(left_out))
 
     def accepted(self, mapped: RingMapped) -> None:
         """The peer can be carried to."""
@@ -105,39 +128,82 @@ class SlotSender:
             self._say(RingOffered(NUM_SLOTS, self._slot_bytes, token))
         if self.way is None:
             return
-        while self._chunks and self._free:
-            chunk, slot = self._chunks[0], self._free[0]
-            marker = self._copier.pack(self._pool, chunk.source_ids, chunk.regions, self.way.ring, slot)
-            self._chunks.popleft()
-            self._free.popleft()
-            self._filling.append(_Filling(chunk, slot, marker))
+        self._take_packed()
+        while self._fill(self.way):
+            self._take_packed()  # whose slots may be free again
         for filling in self._filling:
-            if not filling.is_packed and _is_over(filling.marker) and self._may_carry():
-                num_bytes = len(filling.chunk.source_ids) * self._pool.bytes_of(filling.chunk.regions)
-                filling.marker, filling.is_packed = self.way.carry(filling.slot, num_bytes), True
-        while self._filling and self._filling[0].is_packed and _is_over(self._filling[0].marker):
+            if filling.stage is _Stage.PACKED and self._may_carry():
+                num_bytes = self._bytes_in(filling.chunk)
+                filling.marker, filling.stage = self.way.carry(filling.slot, num_bytes), _Stage.CARRIED
+        while self._filling and self._filling[0].stage is _Stage.CARRIED and _is_over(self._filling[0].marker):
             self._carried(self._filling.popleft())
 
     def forget(self) -> None:
         """The link is lost: every push ends."""
-        numbers = {chunk.number for chunk in self._chunks} | {filling.chunk.number for filling in self._filling}
-        for number in sorted(numbers):
+        for number in sorted(self._pushes):
             self._tell(Pushed(number, False))
+        self._pushes.clear()
+
+    def _fill(self, way: Outgoing) -> bool:
+        """Pack into the slots that are free; whether there were any."""
+        is_any = False
+        while self._chunks and self._free:
+            chunk, slot = self._chunks[0], self._free[0]
+            if chunk.form is not self._raw and self._choose() is self._raw:
+                self._pack_as_it_is(self._chunks.popleft())
+                continue
+            packed = chunk.form.pack(chunk.source_ids, chunk.regions, way.ring, slot)
+            self._chunks.popleft()
+            self._free.popleft()
+            self._filling.append(_Filling(chunk, slot, packed, packed.marker))
+            is_any = True
+        return is_any
+
+    def _take_packed(self) -> None:
+        """Look whether slots that have been packed hold their blocks. Where one does not it is free, since nobody was
+        told of it."""
+        for filling in list(self._filling):
+            if filling.stage is not _Stage.PACKING or not _is_over(filling.marker):
+                continue
+            filling.stage = _Stage.PACKED
+            if filling.packed.fits():
+                continue
+            self._filling.remove(filling)
+            self._free.append(filling.slot)
+            if self._pushes[filling.chunk.number].is_cancelled:
+                self._leave_out(filling.chunk.number, 1)
+            else:
+                self._pack_as_it_is(filling.chunk)
+
+    def _pack_as_it_is(self, chunk: Chunk) -> None:
+        """Next of all, in as many slots as that takes."""
+        parts = cut(chunk, self._raw, self._slot_bytes)
+        self._pushes[chunk.number].left += len(parts) - 1
+        self._chunks.extendleft(reversed(parts))
 
     def _carried(self, filling: _Filling) -> None:
-        chunk, number, count = filling.chunk, filling.chunk.number, len(filling.chunk.source_ids)
+        chunk, count, regions = filling.chunk, len(filling.chunk.source_ids), filling.chunk.regions
         self._told.add(filling.slot)
-        regions = chunk.regions
-        self._say(SlotFilled(chunk.grant, chunk.first, count, regions.start, regions.stop, filling.slot))
-        self._counters.sent_bytes += count * self._pool.bytes_of(chunk.regions)
-        if chunk.is_last:
-            self._tell(Pushed(number, True))
-        elif number in self._cut_short and not self._is_under_way(number):
-            self._cut_short.discard(number)
-            self._tell(Pushed(number, False))
+        self._say(chunk.form.told_as(chunk.grant, chunk.first, count, regions.start, regions.stop, filling.slot))
+        self._counters.sent_bytes += count * self._raw.bytes_of(regions)
+        self._counters.slot_bytes += self._bytes_in(chunk)
+        self._pushes[chunk.number].left -= 1
+        self._end_if_over(chunk.number)
 
-    def _is_under_way(self, number: int) -> bool:
-        return any(filling.chunk.number == number for filling in self._filling)
+    def _leave_out(self, number: int, num_chunks: int) -> None:
+        self._pushes[number].left -= num_chunks
+        self._pushes[number].is_cut_short = True
+        self._end_if_over(number)
+
+    def _end_if_over(self, number: int) -> None:
+        push = self._pushes[number]
+        if not push.left:
+            del self._pushes[number]
+            self._tell(Pushed(number, not push.is_cut_short))
+
+    def _bytes_in(self, chunk: Chunk) -> int:
+        """Of its slot."""
+        return len(chunk.source_ids) * chunk.form.bytes_of(chunk.regions)
 
 
 def _is_over(marker: Marker | None) -> bool:

@@ -6,7 +6,8 @@ import ctypes
 import logging
 import os
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from ..page_locks import PageLocks
 from ..pool import runs_of
 from .ring import Ring
 
+_Result = TypeVar("_Result")
 _MOST_VECTORS = 1024  # IOV_MAX
 _POLL_SECONDS = 0.0002
 logger = logging.getLogger("kv_connector.peer")
@@ -29,6 +31,10 @@ class SlotCopier(Protocol):
 
     def unpack(self, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> Marker | None:
         """The reverse of `pack`."""
+
+    def run(self, ring: Ring, act: Callable[[bool], _Result]) -> tuple[_Result, Marker | None]:
+        """Let something else copy between blocks and a ring: `act` is told whether the ring's memory is page-locked,
+        and enqueues on the pool's stream. Its result, and the marker. Where it raises nothing is under way any more."""
 
     def lock(self, ring: Ring) -> None:
         """Make copies to and from a ring fast, where the pool is on a device; blocks for milliseconds."""
@@ -63,6 +69,10 @@ class HostSlots:
     def unpack(self, pool: PeerPool, block_ids: Ids, regions: range, ring: Ring, slot: int) -> None:
         """See `SlotCopier.unpack`."""
         self._move(self._read, pool, block_ids, regions, ring, slot)
+
+    def run(self, ring: Ring, act: Callable[[bool], _Result]) -> tuple[_Result, None]:
+        """See `SlotCopier.run`."""
+        return act(False), None
 
     def lock(self, ring: Ring) -> None:
         """See `SlotCopier.lock`."""
@@ -105,6 +115,18 @@ class DeviceSlots:
         device, host, sizes = self._runs(pool, block_ids, regions, ring, slot)
         return self._copy(device, host, sizes, ring)
 
+    def run(self, ring: Ring, act: Callable[[bool], _Result]) -> tuple[_Result, Marker]:
+        """See `SlotCopier.run`."""
+        assert self._pool.mark is not None
+        if self._driver is not None:
+            self._driver.use()
+        try:
+            result = act(ring.address in self._locked)
+        except Exception:
+            self._wait(self._pool.mark())  # a part of it may be under way, and who is told may reuse both sides at once
+            raise
+        return result, self._pool.mark()
+
     def lock(self, ring: Ring) -> None:
         """See `SlotCopier.lock`. Where it fails, copies are slower."""
         if self._driver is None or self._is_refused:
@@ -128,16 +150,11 @@ class DeviceSlots:
         return addresses, ring.address + slot * ring.slot_bytes + starts, sizes
 
     def _copy(self, targets: Ids, sources: Ids, sizes: Ids, ring: Ring) -> Marker:
-        assert self._pool.copy is not None and self._pool.mark is not None
-        if self._driver is not None:
-            self._driver.use()
-        try:
-            arrays = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
-            self._pool.copy(*arrays, len(sizes), ring.address in self._locked, self._pool.stream)
-        except Exception:
-            self._wait(self._pool.mark())  # a part of it may be under way, and who is told may reuse both sides at once
-            raise
-        return self._pool.mark()
+        assert self._pool.copy is not None
+        copy, stream = self._pool.copy, self._pool.stream
+        arrays = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
+        _, marker = self.run(ring, lambda locked: copy(*arrays, len(sizes), locked, stream))
+        return marker
 
     def _wait(self, marker: Marker) -> None:
         while not marker.query():

@@ -6,7 +6,8 @@
 How a slot's bytes reach the other side is a `Carrier`'s affair: shared memory is the same on both, NIXL writes the
 sender's slot to the receiver's. Either way nothing but the receiver ever writes to the receiver's pool, so a revoked
 grant is revoked at once, a dead or hostile peer cannot touch a block that was not granted, and it serves any device.
-The price is a second copy.
+The price is a second copy. What blocks look like in a slot is a `SlotForm`'s: both sides say in their info which coded
+form they take, and where that is the same one, slots are coded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ....errors import ConfigError
+from ....errors import ConfigError, KVConnectorError
 from ...base import CLOCK, Clock, Marker, PeerError, PeerPool, Push, Pushed, check_int
 from ...wire.channel import SideChannel
 from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
@@ -23,6 +24,7 @@ from ...wire.peer_info import PeerInfo
 from ..one_sided import OpenChannel, OverChannel
 from ..pool import shared_part
 from .carriers import Carrier, Incoming, Outgoing
+from .forms import ROW_ALIGN, CodedSlots, RawSlots, SlotForm
 from .slot_receiver import SlotReceiver
 from .slot_sender import NUM_SLOTS, SlotSender
 from .slots import open_copier
@@ -68,7 +70,7 @@ class StagedTransport(OverChannel):
         clock: Clock = CLOCK,
     ) -> None:
         """Takes the carrier over. Raises ConfigError where the address cannot be used or the staging memory is too
-        small."""
+        small, and TransferError where slots cannot be coded for want of device memory."""
         self._carrier = carrier
         self.longest_transfer_seconds = carrier.longest_transfer_seconds
         self._slot_bytes = staging_bytes // NUM_SLOTS // 4096 * 4096
@@ -79,12 +81,13 @@ class StagedTransport(OverChannel):
                     f"peer.staging_memory={staging_bytes} is too small: give at least {least}, {NUM_SLOTS} slots of a "
                     "layer's piece of a block"
                 )
-            extra = {**carrier.extra, "slot_bytes": self._slot_bytes}
+            self._copier = open_copier(pool)
+            self._coded = () if pool.coder is None else (CodedSlots(pool.coder(self._slot_bytes), self._copier),)
+            extra = {**carrier.extra, "slot_bytes": self._slot_bytes, "coded": "".join(c.form for c in self._coded)}
             super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel, clock)
-        except ConfigError:
+        except KVConnectorError:
             carrier.close()
             raise
-        self._copier = open_copier(pool)
         self._links: dict[int, _Link] = {}
         self._ending: list[_Ending] = []
         carrier.start(self._channel.watch)
@@ -182,11 +185,14 @@ class StagedTransport(OverChannel):
             self._copier.lock(way.ring)
             return way, answer
 
+        raw = RawSlots(pool, self._copier)
+        agreed = self._agreed(pool, info, slot_bytes)
+        forms: dict[type[SlotFilled], SlotForm] = {form.told_as: form for form in (raw, *agreed)}
         arrived = partial(self._arrived, pool)
         # `poll` hands the list of events out and begins another.
         sender = SlotSender(
-            pool,
-            self._copier,
+            raw,
+            lambda: next((form for form in agreed if form.is_worth_it), raw),
             self.counters,
             slot_bytes,
             offer,
@@ -194,8 +200,15 @@ class StagedTransport(OverChannel):
             say,
             lambda event: self._events.append(event),
         )
-        receiver = SlotReceiver(link, pool, self._copier, slot_bytes, accept, say, arrived)
+        receiver = SlotReceiver(link, forms, len(pool.regions), slot_bytes, accept, say, arrived)
         self._links[link] = _Link(sender, receiver)
+
+    def _agreed(self, shared: PeerPool, info: PeerInfo, slot_bytes: int) -> list[CodedSlots]:
+        """The coded form that both sides take, where whole pieces go over the link and slots begin where rows may."""
+        is_whole = shared.regions == self._pool.regions and self._info.identity.pieces == info.identity.pieces
+        if not is_whole or slot_bytes % ROW_ALIGN:
+            return []
+        return [coded for coded in self._coded if coded.form == info.extra.get("coded")]
 
     def _forget(self, link: int) -> None:
         entry = self._links.pop(link, None)
