@@ -34,8 +34,8 @@ WIRE_FORMS: tuple[Mutant, ...] = (
         (
             Patch(
                 f"{_STAGED}/transport.py",
-                "for form in (raw, *agreed)}",
-                "for form in (raw, *self._coded)}",
+                "[raw, *agreed]",
+                "[raw, *self._coded]",
             ),
         ),
         tested(f"{_TESTS}::test_who_says_that_a_slot_is_coded_where_that_was_not_agreed_on_is_dropped"),

@@ -187,7 +187,8 @@ class StagedTransport(OverChannel):
 
         raw = RawSlots(pool, self._copier)
         agreed = self._agreed(pool, info, slot_bytes)
-        forms: dict[type[SlotFilled], SlotForm] = {form.told_as: form for form in (raw, *agreed)}
+        taken: list[SlotForm] = [raw, *agreed]
+        forms = {form.told_as: form for form in taken}
         arrived = partial(self._arrived, pool)
         # `poll` hands the list of events out and begins another.
         sender = SlotSender(
