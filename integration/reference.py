@@ -14,7 +14,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from kv_connector.config import Config, PeerConfig, S3Config, StorageConfig, TenantConfig
+from kv_connector.config import AdminConfig, Config, PeerConfig, S3Config, StorageConfig, TenantConfig
 from kv_connector.errors import ConfigError
 from kv_connector.metrics import DOCUMENTATION, GAUGES
 from kv_connector.values import parse_size
@@ -24,6 +24,7 @@ _LEAST: dict[type, Mapping[str, Any]] = {
     StorageConfig: {"kind": "mooncake", "master": "10.0.0.1:50051"},
     S3Config: {"bucket": "my-kv"},
     PeerConfig: {"secret": "0123456789abcdef"},
+    AdminConfig: {"bind": "127.0.0.1:7200"},
 }
 """What an object of each kind has to be given."""
 _BEGINS = re.compile(r"([a-z_0-9]+): (.*)")

@@ -117,7 +117,7 @@ class Config:
     storage: StorageConfig | None = None
     peer: PeerConfig | None = None
     pinned_share: float = 0.5
-    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict, hash=False)
     admin: AdminConfig | None = None
 
     def __post_init__(self) -> None:
