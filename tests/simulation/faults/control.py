@@ -64,7 +64,7 @@ CONTROL: tuple[Mutant, ...] = (
         "expired-though-used",
         "what has been used since its time began is dropped",
         (Patch(_TIER, " or self.tree.used[node] > since:", ":"),),
-        tested(f"{_HINTS}::test_what_nobody_uses_for_as_long_as_was_said_is_dropped"),
+        tested(f"{_HINTS}::test_what_somebody_has_used_since_who_set_no_time_is_his"),
     ),
     Mutant(
         "expired-under-a-load",
