@@ -130,11 +130,14 @@ def test_a_conversation_is_let_go_of_and_not_what_others_have_pinned() -> None:
     half, _ = make_half(num_host_blocks=40)
     system = prompt(1)
     first, second = system + prompt(2), system + prompt(3)
-    for request_id, tokens in (("system", system), ("1", first), ("2", first + prompt(4)), ("other", second)):
+    for request_id, tokens in (("system", system), ("1", first), ("2", first + prompt(4))):
         save(half, Hinted(request_id, tokens, cache={"pin": True}))
+    save(half, Hinted("other", second, cache={"pin": True, "ttl_s": 500}))
     assert half.get_kv_connector_stats()["pinned_blocks"] == 8
     save(half, Hinted("end", first + prompt(4) + prompt(5), cache={"pin": False}))
     assert half.get_kv_connector_stats()["pinned_blocks"] == 4, "the system's prompt and the other conversation"
+    wait(half, 500.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 2, "the system's prompt, which was pinned by itself"
     save(half, Hinted("end too", second, cache={"pin": False}))
     assert half.get_kv_connector_stats()["pinned_blocks"] == 0
     half.check()
@@ -184,6 +187,14 @@ def test_what_nobody_uses_for_as_long_as_was_said_is_dropped() -> None:
     assert on_host(half, short) == 2, "what others have used since is theirs"
     assert half.metrics.expired_blocks == 2
     half.check()
+
+
+def test_what_somebody_has_used_since_who_set_no_time_is_his() -> None:
+    half, _ = make_half()
+    save(half, Hinted("short", prompt(1), cache={"ttl_s": 100}))
+    save(half, Asked("long", prompt(1)))
+    wait(half, 200.0)
+    assert on_host(half, Asked("late", prompt(1))) == 2
 
 
 def test_what_is_used_again_in_time_stays() -> None:

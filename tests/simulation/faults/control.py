@@ -64,7 +64,7 @@ CONTROL: tuple[Mutant, ...] = (
         "expired-though-used",
         "what has been used since its time began is dropped",
         (Patch(_TIER, " or self.tree.used[node] > since:", ":"),),
-        tested(f"{_HINTS}::test_what_nobody_uses_for_as_long_as_was_said_is_dropped"),
+        tested(f"{_HINTS}::test_what_somebody_has_used_since_who_set_no_time_is_his"),
     ),
     Mutant(
         "expired-under-a-load",
@@ -155,7 +155,7 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "drained-in-part",
         "what finds no room in the queue of a drained host is dropped",
-        (Patch(_BACKUPS, "            if len(group) > room:\n                return\n", ""),),
+        (Patch(_BACKUPS, "(room := self._room()):", "(room := 1 << 30):"),),
         tested(f"{_STORAGE}::test_a_host_is_drained_in_as_many_steps_as_it_takes"),
     ),
 )
