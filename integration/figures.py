@@ -68,12 +68,19 @@ STEPS = {
         "adopt_hashes",
         "one sha256 a block",
     ),
+    "observed_step_to_one_that_is_not": (
+        "a step with histograms, events and 1 % of the requests traced",
+        "observed",
+        "all on",
+        "nothing on",
+    ),
     "insert_to_flat_pool": ("index: insert a block", "insert", "kv_connector", "vllm"),
     "evict_to_flat_pool": ("index: evict a block", "evict", "kv_connector", "vllm"),
     "match_to_flat_pool": ("index: match a block", "match", "kv_connector", "vllm"),
 }
 """By claim of `steps.json`: what is measured, its case, its side, and the side that it is compared with, if any."""
 _AGAINST = {
+    "nothing on": "with none of these",
     "room": "with room",
     "before a burst": "before it",
     "1 waiting": "one waits",
