@@ -119,8 +119,8 @@ class WireForm(str, Enum):
     """How blocks lie in slots of host memory on their way to other engines: see `peer/carriers/staged/forms.py`.
 
     raw: as on the device.
-    lossless: bf16 numbers coded in about three quarters of their bytes, exactly, between engines that both say so. It is
-        for links that are slower than the coder: any network on a GPU, and up to two Gbit/s on a CPU.
+    lossless: bf16 numbers coded in about three quarters of their bytes, exactly, between engines that both say so. It
+        is for links that are slower than the coder: any network on a GPU, and up to two Gbit/s on a CPU.
     """
 
     RAW = "raw"
