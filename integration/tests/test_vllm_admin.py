@@ -107,7 +107,7 @@ def test_statistics_are_those_of_the_metrics(tmp_path: Path) -> None:
     """All that Prometheus is told at the end of a step; and nobody without the token is told anything."""
     from prometheus_client import REGISTRY
 
-    with steered(tmp_path) as steering:
+    with steered(tmp_path, settings={"host_memory": "64MiB"}) as steering:
         steering.engine.alone([*prompts(6), *prompts(6)])
         while steering.engine.stats()["jobs_in_flight"]:
             steering.engine.alone([[2, 3, 4]], 1)
