@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kv_connector.index import CacheTier, Event, PrefixTree, Recency, ReuseModel
+from kv_connector.index import BlockPool, CacheTier, Event, PrefixTree, Recency, ReuseModel
 from kv_connector.index.eviction import EvictionQueue
 from kv_connector.index.reuse import _BUCKETS, _best_rates, _bucket, _cells, _smoothed
 from kv_connector.types import BlockHash, Tier
@@ -233,7 +233,7 @@ def test_a_block_of_another_class_is_found_there(then: int) -> None:
     order.classes[nodes[0]] = then
     popped = [first[2] for _ in nodes if (first := queue.pop()) is not None]
     assert popped == sorted(nodes, key=lambda node: (order.classes[node], tree.used[node], node))
-    queue.check()
+    queue.check(BlockPool(len(nodes)))
 
 
 def test_what_comes_back_at_the_same_age_each_time_is_kept() -> None:
