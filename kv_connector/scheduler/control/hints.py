@@ -6,7 +6,6 @@ is a mistake. Hints come from whoever may send requests: one that is wrong is as
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +68,8 @@ def _not_boolean(value: object) -> str:
 
 
 def _no_ttl(value: object) -> str:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    is_valid = is_number and LEAST_TTL <= value <= MOST_TTL  # type: ignore[operator]  # it is a number
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_valid = is_number and LEAST_TTL <= value <= MOST_TTL  # type: ignore[operator]  # a number; NaN is in no range
     return "" if is_valid else f"a time: give {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds"
 
 
