@@ -105,9 +105,9 @@ def test_what_cannot_be_simulated_is_one_line(
         ('{"hash_ids": [1]}\nnonsense\n', "line 2: give one JSON object a line"),
         ('{"hash_ids": [[1]]}\n', "line 1: give one JSON object a line, with hash_ids, a list of names"),
         ('{"hash_ids": []}\n', "there are no requests in it, or none that has a block"),
-        ('{"hash_ids": [1], "input_length": -5}\n', "line 1: input_length=-5: give a number of at least 0"),
-        ('{"hash_ids": [1], "timestamp": "noon"}\n', "line 1: timestamp='noon': give a number of at least 0"),
-        ('{"hash_ids": [1], "input_length": Infinity}\n', "line 1: input_length=inf: give a number"),
+        ('{"hash_ids": [1], "input_length": -5}\n', "line 1: input_length=-5: give a finite number of at least 0"),
+        ('{"hash_ids": [1], "timestamp": "noon"}\n', "line 1: timestamp='noon': give a finite number"),
+        ('{"hash_ids": [1], "input_length": Infinity}\n', "line 1: input_length=inf: give a finite number"),
         ('{"format": "kv-connector trace", "version": 2, "block_tokens": 4}\n', "is no header"),
     ],
 )
