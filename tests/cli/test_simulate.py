@@ -103,6 +103,11 @@ def test_what_cannot_be_simulated_is_one_line(
         ("", "there are no requests in it"),
         ("[]\n", "line 1: give one JSON object a line"),
         ('{"hash_ids": [1]}\nnonsense\n', "line 2: give one JSON object a line"),
+        ('{"hash_ids": [[1]]}\n', "line 1: give one JSON object a line, with hash_ids, a list of names"),
+        ('{"hash_ids": []}\n', "there are no requests in it, or none that has a block"),
+        ('{"hash_ids": [1], "input_length": -5}\n', "line 1: input_length=-5: give a finite number of at least 0"),
+        ('{"hash_ids": [1], "timestamp": "noon"}\n', "line 1: timestamp='noon': give a finite number"),
+        ('{"hash_ids": [1], "input_length": Infinity}\n', "line 1: input_length=inf: give a finite number"),
         ('{"format": "kv-connector trace", "version": 2, "block_tokens": 4}\n', "is no header"),
     ],
 )
@@ -113,3 +118,10 @@ def test_what_is_no_trace_is_said_with_its_line(
     file.write_text(text)
     assert main(["simulate", str(file)]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_what_is_no_text_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.jsonl.gz"
+    file.write_bytes(b"\x1f\x8b\x08\x00\xa0\xff")
+    assert main(["simulate", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: {file} is no text: give a trace, with one JSON object a line\n"

@@ -126,5 +126,6 @@ def test_what_is_no_engine_of_ours_is_said(capsys: pytest.CaptureFixture[str]) -
 def test_addresses() -> None:
     assert metrics_url("localhost:8000") == metrics_url("http://localhost:8000/") == "http://localhost:8000/metrics"
     assert metrics_url("https://host/gpu/metrics") == "https://host/gpu/metrics"
-    with pytest.raises(ConfigError, match="is no URL of a server"):
-        metrics_url("file:///etc/passwd")
+    for url in ("file:///etc/passwd", "http://", "http://[::1", "localhost:abc", "localhost:99999", "http://:8000"):
+        with pytest.raises(ConfigError, match="is no URL of a server"):
+            metrics_url(url)

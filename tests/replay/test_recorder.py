@@ -53,6 +53,16 @@ def test_what_is_replayed_is_what_came(tmp_path: Path) -> None:
     assert list(trace.device_hits) == [known.request(path(prompt), 0, now) for now, prompt in enumerate(prompts)]
 
 
+def test_who_was_admitted_first_and_ended_last_is_replayed_first(tmp_path: Path) -> None:
+    """Times count from the request that ended first, so this one's is negative."""
+    recorder = TraceRecorder(tmp_path / "trace.jsonl", BLOCK)
+    for admitted, prompt in ((101.0, "xyz"), (100.0, "ab")):
+        recorder.record(admitted, BLOCK * len(prompt) + 1, 7, path(prompt))
+    recorder.close()
+    assert [line.get("timestamp") for line in lines(recorder.path)] == [None, 0, -1000]
+    assert list(map(len, read_trace(recorder.path).requests)) == [2, 3]
+
+
 def test_who_knows_the_blocks_finds_none_of_them_in_the_file(tmp_path: Path) -> None:
     """Ids are keyed by what nobody keeps: neither hashes nor ids of another recording of the same prompts are in it."""
     one, other = (recorded(tmp_path / name, ["abc"]) for name in ("one.jsonl", "other.jsonl"))

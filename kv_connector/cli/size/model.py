@@ -54,15 +54,15 @@ class ModelConfig:
         """The first of these that is there and not null; None for none."""
         return next((value for name in names if (value := self.values.get(name)) is not None), None)
 
-    def integer(self, *names: str) -> int:
-        """The first of these that is there. Raises ConfigError where it is no number of at least 0, or none is there:
-        some files leave out what is as in the model's class, which is not known here."""
+    def integer(self, *names: str, least: int = 0) -> int:
+        """The first of these that is there. Raises ConfigError where it is no integer of at least `least`, or none is
+        there: some files leave out what is as in the model's class, which is not known here."""
         value = self.get(*names)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             told = "has no" if value is None else f"has {shown(value)} for"
             raise ConfigError(
-                f"{self.path} {told} {' or '.join(names)}: write it into a copy of the file, as in the model's "
-                "documentation"
+                f"{self.path} {told} {' or '.join(names)}: write one of at least {least} into a copy of the file, as "
+                "in the model's documentation"
             )
         return value
 

@@ -37,9 +37,14 @@ def metrics_url(url: str) -> str:
     """With the path that engines serve metrics at, where none is given. Raises ConfigError for what is no URL."""
     if "://" not in url:
         url = f"http://{url}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"{shown(url)} is no URL of a server: give one such as http://localhost:8000")
+    no_url = ConfigError(f"{shown(url)} is no URL of a server: give one such as http://localhost:8000")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise no_url from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise no_url
     return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/metrics"
 
 

@@ -1,0 +1,30 @@
+"""An operator's pins end when their time is over, also where no step of the engine has looked at them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kv_connector.admin.base import Refusal
+from kv_connector.admin.pins import PinBook
+from kv_connector.config import Config
+from kv_connector.errors import KVConnectorError
+from kv_connector.types import BlockHash
+from tests.fakes import make_engine
+
+HASHES = [BlockHash(bytes([number]) * 8) for number in range(3)]
+
+
+def test_a_pin_is_gone_the_moment_its_time_is_over() -> None:
+    half = make_engine(Config(host_memory=1 << 20), block_size=4).connector
+    assert half is not None
+    now = 100.0
+    pins = PinBook(half, lambda: now)
+    name = pins.pin(HASHES, 10.0, "default")
+    now = 109.5
+    assert pins.listed() == [{"id": name, "num_blocks": 3, "seconds_left": 0.5}]
+    now = 110.0
+    assert pins.listed() == []
+    with pytest.raises(KVConnectorError, match="is not pinned"):
+        half.unpin_prefix(HASHES)
+    with pytest.raises(Refusal, match="no pin has this id"):
+        pins.unpin(name)
