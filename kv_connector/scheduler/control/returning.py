@@ -47,14 +47,15 @@ class ReturningPins:
     @property
     def is_busy(self) -> bool:
         """Whether the next step has something to do here."""
-        return self._shared.host.pool.capacity > 0 and (bool(self._waiting) or self._may_warm(self._shared.clock()))
+        if not self._shared.host.pool.capacity:
+            return False
+        return bool(self._waiting) or self._has_grown() or self._may_warm(self._shared.clock())
 
     def step(self, now: float) -> None:
         """A step is planned: at most one is pinned in it, and one begins to be read."""
-        capacity = self._shared.host.pool.capacity
-        if not capacity:
+        if not self._shared.host.pool.capacity:
             return
-        if self._refused and capacity > self._capacity:
+        if self._has_grown():
             self._waiting += self._refused
             self._refused.clear()
         if self._waiting:
@@ -91,6 +92,10 @@ class ReturningPins:
         else:
             self._refused.append((pin, deadline))
             self._capacity = self._shared.host.pool.capacity
+
+    def _has_grown(self) -> bool:
+        """Whether the host may have room by now for what was refused."""
+        return bool(self._refused) and self._shared.host.pool.capacity > self._capacity
 
     def _may_warm(self, now: float) -> bool:
         has_room = self._pins.num_blocks <= self._shared.host.pool.capacity
