@@ -6,7 +6,6 @@ Hints go where a client of the server puts them: `kv_transfer_params`, which vLL
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,27 +141,3 @@ def test_an_operator_drains_the_host_and_warms_it_again(engine: VllmEngine) -> N
     engine.drain()
     assert engine.half.host.num_copies == PROMPT_BLOCKS
     assert hits(engine, prompt) == (PROMPT_BLOCKS, 0)
-
-
-def test_a_pinned_conversation_survives_a_restart_and_a_flood_behind_it(tmp_path: Path) -> None:
-    (conversation, plain), flood = prompts(2, seed=58), prompts(8, seed=59)
-    storage = {"path": str(tmp_path / "store"), "capacity": "256MiB", "prefetch": "wait_complete"}
-    config = transfer_config({"write_policy": "write_through", "storage": storage})
-    with running(tmp_path, num_blocks=60, kv_transfer_config=config) as engine:
-        answer = ask(engine, conversation, {"pin": True, "ttl_s": 600})
-        ask(engine, plain)
-        assert engine.stats()["backed_up_blocks"] >= 2 * PROMPT_BLOCKS
-    with running(tmp_path, num_blocks=60, kv_transfer_config=config) as engine:
-        engine.drain()
-        assert engine.stats()["pinned_blocks"] == PROMPT_BLOCKS
-        assert engine.half.host.num_copies == PROMPT_BLOCKS, "it was read from storage, though nobody asked"
-        engine.half.resize_host(HOST_BLOCKS)
-        for prompt in flood:
-            ask(engine, prompt)
-        assert hits(engine, conversation) == (PROMPT_BLOCKS, 0)
-        assert hits(engine, plain) == (PROMPT_BLOCKS, PROMPT_BLOCKS), "of the other one only storage knows"
-        assert ask(engine, conversation, {"pin": False}) == answer
-        engine.check_all_free()
-    with running(tmp_path, num_blocks=60, kv_transfer_config=config) as engine:
-        engine.drain()
-        assert engine.stats()["pinned_blocks"] == 0, "it was let go of"
