@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .config import PeerRoute
 from .config.peer import MOST_PORT
 from .errors import ConfigError, KVConnectorError
-from .index import RankIdentity, describe_groups
+from .index import RankIdentity, describe_groups, root_hash
 from .values import shortened, shown
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .peer.protocol.jobs import PeerJobs
     from .peer.wire.peer_info import PeerInfo
     from .scheduler import SchedulerHalf
+    from .scheduler.control.keeping import PinKeeper
     from .storage.base import GroupedStorage
     from .transfer.memory.host_share import Exchange
     from .worker import WorkerHalf
@@ -54,7 +55,26 @@ def build_scheduler(config: Config, block_size: int, world_size: int = 1, **opti
 
         observers.append(RequestTraces(open_tracer(), config.trace_requests))
     options["observers"] = observers
-    return SchedulerHalf(config, block_size, world_size, **options)
+    half = SchedulerHalf(config, block_size, world_size, **options)
+    if config.storage is not None and (identity := options.get("identity")) is not None:
+        half.keep_pins(_open_pin_keeper(config.storage, identity))
+    return half
+
+
+def _open_pin_keeper(config: StorageConfig, identity: CacheIdentity) -> PinKeeper:
+    """Of engines whose blocks have the names of this one's, in a folder; other storage keeps no pins."""
+    from .scheduler.control.keeping import NoKeeper, WarningKeeper
+    from .storage.filesystem.pin_keeper import FolderPinKeeper
+    from .storage.macs import choose_check
+
+    if config.kind != "filesystem":
+        return WarningKeeper(config.kind)
+    check, digest = choose_check(config.secret(), root_hash(identity))
+    try:
+        return FolderPinKeeper(Path(config.path).expanduser(), digest, check)
+    except (OSError, ValueError, RuntimeError) as error:  # the worker half says so, too, where it can use no storage
+        storage_logger.warning("storage at %s: pins end with this engine: %s", config.path, shortened(str(error)))
+        return NoKeeper()
 
 
 def build_worker(

@@ -177,3 +177,15 @@ GAUGES = frozenset(
         "known_blocks",
     }
 )
+
+TENANT_DOCUMENTATION = {
+    "requests": "Requests of the tenant that were admitted.",
+    "queries_tokens": "Tokens of the tenant's admitted requests.",
+    "device_hit_tokens": "Tokens of the tenant's admitted requests that were on the device.",
+    "host_hit_tokens": "Tokens of the tenant's admitted requests that were to be loaded from the host.",
+    "held_blocks": "Host blocks that the tenant holds.",
+    "pinned_blocks": "Blocks of the tenant's that are pinned, on the host or not.",
+    "share_blocks": "Host blocks below which no other tenant pushes it.",
+}
+"""Of each tenant, where any is configured."""
+TENANT_GAUGES = frozenset({"held_blocks", "pinned_blocks", "share_blocks"})

@@ -18,6 +18,21 @@ BlockHash = NewType("BlockHash", bytes)
 """Chained hash of a block: it names the block's tokens and everything in front of them."""
 
 
+class KeptPin(NamedTuple):
+    """A pinned prefix, as it is kept for the engine's next start: its blocks, whose it is, the seconds that it lasts
+    from now on, None without an end, and whether a request has pinned it, else an operator."""
+
+    block_hashes: tuple[BlockHash, ...]
+    tenant: str
+    seconds: float | None
+    is_of_request: bool
+
+    @property
+    def name(self) -> tuple[int, BlockHash, bool]:
+        """Two pins of one name are one."""
+        return len(self.block_hashes), self.block_hashes[-1], self.is_of_request
+
+
 NO_BLOCK = -1
 """Stands in a block table where the engine holds no block: in front of a sliding window."""
 

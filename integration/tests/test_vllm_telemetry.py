@@ -20,7 +20,7 @@ from vllm.distributed import kv_events
 
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
 from kv_connector.engines.vllm.groups import TELLS_STATES
-from kv_connector.metrics import CacheMetrics
+from kv_connector.metrics import TENANT_DOCUMENTATION, TENANT_GAUGES, CacheMetrics
 
 
 def test_prometheus_counts_what_we_count(tmp_path: Path) -> None:
@@ -70,6 +70,38 @@ def test_prometheus_has_the_distributions_that_we_have(tmp_path: Path) -> None:
     assert ours["reuse_distance_blocks", "all"].count
 
 
+def test_prometheus_has_each_tenants_share_and_hits(tmp_path: Path) -> None:
+    from prometheus_client import REGISTRY
+
+    tenants = {"calm": {"weight": 1}, "loud": {"weight": 2}}
+    config = transfer_config({"write_policy": "write_through", "tenants": tenants})
+    before = of_tenants(REGISTRY)
+    with running(tmp_path, num_blocks=60, kv_transfer_config=config) as engine:
+        for _ in range(2):
+            engine.alone(prompts(1, seed=70), cache_salt="calm:alice")
+            engine.alone(prompts(3, seed=71), cache_salt="loud")
+            engine.drain()
+            assert engine.llm.reset_prefix_cache()
+        engine.alone(prompts(1, 40, seed=72), cache_salt="nobody")
+        ours = engine.half.tenant_stats()
+        told = of_tenants(REGISTRY)
+    assert ours["calm"]["host_hit_tokens"] == 13 * BLOCK_SIZE and ours["loud"]["host_hit_tokens"] == 3 * 13 * BLOCK_SIZE
+    assert told.keys() == {(name, tenant) for name in TENANT_DOCUMENTATION for tenant in ("default", "calm", "loud")}
+    for (name, tenant), value in told.items():
+        known = 0 if name in TENANT_GAUGES else before.get((name, tenant), 0)
+        assert value - known == ours[tenant][name], (name, tenant)
+
+
+def of_tenants(registry: Any) -> dict[tuple[str, str], float]:
+    """Each statistic of each tenant."""
+    found = {}
+    for sample in (sample for family in registry.collect() for sample in family.samples):
+        name = sample.name.removesuffix("_total").removeprefix("vllm:kv_tiered_tenant_")
+        if name in TENANT_DOCUMENTATION and sample.name.startswith("vllm:kv_tiered_tenant_"):
+            found[name, sample.labels["tenant"]] = sample.value
+    return found
+
+
 def buckets(registry: Any) -> dict[tuple[str, str], tuple[list[float], float]]:
     """Cumulated counts and sum of every histogram with a tier, by name and tier."""
     found: dict[tuple[str, str], tuple[list[float], float]] = {}
@@ -102,6 +134,26 @@ def test_statistics_of_several_intervals_are_added_up() -> None:
     assert whole is not None and total.data == whole.data
     assert second.data["hit_tokens"]["host"][0] == first.data["hit_tokens"]["host"][0], "one more, and not two"
     assert total.reduce() == {"requests": 3, "known_blocks": 4}
+
+
+def test_statistics_of_tenants_are_added_up() -> None:
+    """Counters of each tenant are summed, of gauges the latest counts; who has changed in nothing is not told of."""
+    from kv_connector.engines.vllm.stats import StatsFeed, TieredStats
+
+    def sums(requests: int, held: int) -> dict[str, float]:
+        return dict.fromkeys(TENANT_DOCUMENTATION, 0.0) | {"requests": requests, "held_blocks": held, "weight": 3}
+
+    feed, none = StatsFeed(), CacheMetrics().histograms
+    first = feed.take({"requests": 2}, none, lambda: {"a": sums(2, 8), "b": sums(0, 0)})
+    second = feed.take({"requests": 5}, none, lambda: {"a": sums(5, 6), "b": sums(0, 0)})
+    assert feed.take({"requests": 5}, none, lambda: {"a": sums(6, 6)}) is None, "nothing has changed, so none is asked"
+    assert first is not None and second is not None
+    assert second.data["tenants"] == {"a": {"requests": 3, "held_blocks": 6}}
+    total = TieredStats().aggregate(first).aggregate(second)
+    assert total.data["tenants"]["a"]["requests"] == 5 and total.data["tenants"]["a"]["held_blocks"] == 6
+    assert total.data["tenants"]["b"] == dict.fromkeys(TENANT_DOCUMENTATION, 0.0), "so that all read 0"
+    assert first.data["tenants"]["a"]["requests"] == 2, "what was added up is left as it was"
+    assert total.reduce() == {"requests": 5}
 
 
 def host_blocks(events: list[Any]) -> set[tuple[Any, Any]]:

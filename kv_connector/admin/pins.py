@@ -34,12 +34,14 @@ class PinBook:
         self._half = half
         self._clock = clock
         self._pins: dict[str, _Pin] = {}
+        for pin in half.pinned_prefixes():  # which the last start has left
+            self._note(pin.block_hashes, pin.seconds)
 
     def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None, tenant: str) -> str:
         """Keep the prefix, for `ttl_s` seconds from now or until `unpin`; returns its name. Again is not twice: the
         later word counts. Raises Refusal, and changes nothing, where there are too many, or no such tenant."""
         self._forget_ended()
-        name = f"{block_hashes[-1].hex()[:_SHOWN_DIGITS]}-{len(block_hashes)}"
+        name = _name(block_hashes)
         if name not in self._pins and len(self._pins) >= _MOST_PINS:
             raise Refusal(409, f"{_MOST_PINS} prefixes are pinned already: unpin some, or give them a ttl_s")
         tenants = list(self._half.tenant_stats())
@@ -48,7 +50,7 @@ class PinBook:
         if name in self._pins:
             self._undo(self._pins.pop(name))
         self._half.pin_prefix(block_hashes, ttl_s, tenant)
-        self._pins[name] = _Pin(block_hashes, None if ttl_s is None else self._clock() + ttl_s)
+        self._note(block_hashes, ttl_s)
         return name
 
     def unpin(self, name: str) -> int:
@@ -73,6 +75,9 @@ class PinBook:
             for name, pin in self._pins.items()
         ]
 
+    def _note(self, block_hashes: Sequence[BlockHash], ttl_s: float | None) -> None:
+        self._pins[_name(block_hashes)] = _Pin(block_hashes, None if ttl_s is None else self._clock() + ttl_s)
+
     def _undo(self, pin: _Pin) -> None:
         with suppress(KVConnectorError):  # it has ended by itself
             self._half.unpin_prefix(pin.block_hashes)
@@ -82,3 +87,7 @@ class PinBook:
         now = self._clock()
         for name in [name for name, pin in self._pins.items() if pin.ends is not None and pin.ends <= now]:
             self._undo(self._pins.pop(name))
+
+
+def _name(block_hashes: Sequence[BlockHash]) -> str:
+    return f"{block_hashes[-1].hex()[:_SHOWN_DIGITS]}-{len(block_hashes)}"

@@ -281,7 +281,8 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         return is_done and not any(map(self._brings_old, self._requests))
 
     def has_pending_push_work(self) -> bool:
-        return len(self._ledger) > 0 or self._saves.may_save_before_reuse or self._companions.is_busy
+        may_save = self._saves.may_save_before_reuse
+        return len(self._ledger) > 0 or may_save or self._companions.is_busy or self._control.is_busy
 
     def has_pending_block_frees(self) -> bool:
         # A copy that hangs may pin its blocks for ever: an engine that is short of some preempts.
@@ -305,6 +306,9 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
             "jobs_in_flight": len(self._ledger),
             "known_blocks": len(self.tree),
         }
+
+    def shutdown(self) -> None:
+        self._control.shutdown()
 
     def check(self) -> None:
         """Verify every invariant of the tree and the host tier; for tests."""

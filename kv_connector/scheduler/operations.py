@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..index import CacheTier
-from ..types import BlockHash
+from ..types import BlockHash, KeptPin
 from .companions import Companions
 from .control.control import Control
+from .control.keeping import PinKeeper
 from .ranks import RankStates
 from .requests import RequestTable
 
@@ -32,6 +33,15 @@ class Operations:
     def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
         """Undo one `pin_prefix` of the same hashes. Raises KVConnectorError, and changes nothing, for others."""
         self._control.pins.unpin(block_hashes)
+
+    def pinned_prefixes(self) -> list[KeptPin]:
+        """What operators have pinned, at this start or before; each once, however often it was pinned."""
+        return self._control.pins.of_operators()
+
+    def keep_pins(self, keeper: PinKeeper) -> None:
+        """Pin again what `keeper` has of the last start, and tell it of all that is pinned from now on. Called once, in
+        front of the first step."""
+        self._control.keep_pins(keeper)
 
     def resize_host(self, num_blocks: int | None) -> None:
         """Use at most `num_blocks` host blocks from now on; None uses all that are ready. Raises InvalidBlockError, and

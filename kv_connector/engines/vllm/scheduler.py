@@ -74,6 +74,7 @@ class SchedulerRole:
         self._blocks: PoolBlocks | None = None
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
         self._feed = StatsFeed()
+        self._tenants = self.half.tenant_stats if config.tenants else dict
         self._events = EventFeed(shape) if shape.publishes_events else None
         logger.info(
             "kv_connector: %s over %d rank(s), %d bytes of host memory in all, blocks of %d tokens in %d group(s)",
@@ -197,7 +198,8 @@ class SchedulerRole:
         return self._events.to_vllm(events) if self._events is not None else ()
 
     def take_stats(self) -> TieredStats | None:
-        return self._feed.take(self.half.get_kv_connector_stats(), self.half.metrics.histograms)
+        half = self.half
+        return self._feed.take(half.get_kv_connector_stats(), half.metrics.histograms, self._tenants)
 
     def reset_cache(self) -> bool:
         done = self.half.reset_cache()

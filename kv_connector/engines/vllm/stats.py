@@ -6,7 +6,7 @@ buckets of histograms, and the latest values of gauges.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +15,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from ...histograms import HISTOGRAMS, Histograms
 from ...histograms import Histogram as Distribution
-from ...metrics import DOCUMENTATION, GAUGES
+from ...metrics import DOCUMENTATION, GAUGES, TENANT_DOCUMENTATION, TENANT_GAUGES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX = "vllm:kv_tiered_"
+TENANTS = "tenants"
+"""Names what is told of each tenant among the data."""
 
+TenantSums = Mapping[str, Mapping[str, float]]
+"""By tenant: counters and gauges, those of `TENANT_DOCUMENTATION` among them."""
 Buckets = dict[str, list[list[float]]]
 """By tier: how many values fell into each bucket since the last time, and the sum of those."""
 
 
 @dataclass
 class TieredStats(KVConnectorStats):
-    """`data` maps names to increments of counters, to values of gauges, and to `Buckets` of histograms."""
+    """`data` maps names to increments of counters, to values of gauges, and to `Buckets` of histograms; `TENANTS`
+    to the same of each tenant."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -39,13 +44,17 @@ class TieredStats(KVConnectorStats):
         for name, value in other.data.items():
             if name in HISTOGRAMS:
                 _add(self.data.setdefault(name, {}), value)
+            elif name == TENANTS:
+                known = self.data.setdefault(TENANTS, {})
+                for tenant, values in value.items():
+                    _add_tenant(known.setdefault(tenant, {}), values)
             else:
                 self.data[name] = value if name in GAUGES else self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """What one log line says of an interval."""
-        data = {name: value for name, value in self.data.items() if name not in HISTOGRAMS}
+        data = {name: value for name, value in self.data.items() if name not in HISTOGRAMS and name != TENANTS}
         shown = {name: round(value, 1) for name, value in data.items() if value}
         if data.get("load_milliseconds") and data.get("loaded_bytes"):
             shown["load_gigabytes_per_second"] = round(data["loaded_bytes"] / data["load_milliseconds"] / 1e6, 1)
@@ -58,6 +67,16 @@ class TieredStats(KVConnectorStats):
         """As of a dictionary: MultiConnector of 0.25 takes it for one where nothing was serialised on the way."""
         assert name == "data", f"TieredStats has no {name!r}"
         return self.data
+
+
+def _add_tenant(known: dict[str, float], new: Mapping[str, float]) -> None:
+    for name, value in new.items():
+        known[name] = value if name in TENANT_GAUGES else known.get(name, 0) + value
+
+
+def _changes(now: Mapping[str, float], last: Mapping[str, float], gauges: frozenset[str]) -> dict[str, float]:
+    changed = {name: value for name, value in now.items() if value != last.get(name, 0)}
+    return {name: value if name in gauges else value - last.get(name, 0) for name, value in changed.items()}
 
 
 def _add(known: Buckets, new: Mapping[str, list[list[float]]]) -> None:
@@ -75,21 +94,36 @@ class StatsFeed:
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
+        self._last_of: dict[str, dict[str, float]] = {}  # by tenant
         self._told: dict[tuple[str, str], list[list[float]]] = {}  # of histograms, by name and tier
         self._num_told: dict[tuple[str, str], int] = {}
 
-    def take(self, sums: Mapping[str, float], histograms: Histograms) -> TieredStats | None:
-        """The changes; None where there are none."""
+    def take(
+        self, sums: Mapping[str, float], histograms: Histograms, tenants: Callable[[], TenantSums] = dict
+    ) -> TieredStats | None:
+        """The changes; None where there are none. `tenants` says what there is of each, if anything; it is asked where
+        `sums` have changed, for nothing of a tenant's changes without them."""
         data: dict[str, Any] = {}
         if sums != self._last:  # in most steps they are the same
-            last, self._last = self._last, dict(sums)
-            changed = {name: value for name, value in sums.items() if value != last.get(name, 0)}
-            data = {name: value if name in GAUGES else value - last.get(name, 0) for name, value in changed.items()}
+            data |= _changes(sums, self._last, GAUGES)
+            self._last = dict(sums)
+            if told := self._tenants(tenants()):
+                data[TENANTS] = told
         for key, histogram in histograms.series():
             if histogram.count != self._num_told.get(key, 0):
                 name, tier = key
                 data.setdefault(name, {})[tier] = self._increments(key, histogram)
         return TieredStats(data=data) if data else None
+
+    def _tenants(self, now: TenantSums) -> dict[str, dict[str, float]]:
+        """Of each tenant that anything has changed of; all that there is of one that was not told of before."""
+        told = {}
+        for tenant, values in now.items():
+            known = {name: values[name] for name in TENANT_DOCUMENTATION}
+            last = self._last_of.get(tenant)
+            if changes := known if last is None else _changes(known, last, TENANT_GAUGES):
+                told[tenant], self._last_of[tenant] = changes, known
+        return told
 
     def _increments(self, key: tuple[str, str], histogram: Distribution) -> list[list[float]]:
         now: list[list[float]] = [list(histogram.counts), list(histogram.sums)]
@@ -100,7 +134,7 @@ class StatsFeed:
 
 class PromMetrics(KVConnectorPromMetrics):
     """`vllm:kv_tiered_*`: a counter or gauge for each of our statistics and a histogram for each of our distributions,
-    made at start-up so that all read 0."""
+    made at start-up so that all read 0; those of tenants have values as soon as the engine tells who they are."""
 
     def __init__(
         self,
@@ -115,6 +149,14 @@ class PromMetrics(KVConnectorPromMetrics):
             kind = metric_types[Gauge if name in GAUGES else Counter]
             metric = kind(name=PREFIX + name, documentation=documentation, labelnames=labelnames)
             self._metrics[name] = {engine: metric.labels(*v) for engine, v in per_engine_labelvalues.items()}
+        self._labels = per_engine_labelvalues
+        self._of_tenants: dict[str, Any] = {}
+        for name, documentation in TENANT_DOCUMENTATION.items():
+            kind = metric_types[Gauge if name in TENANT_GAUGES else Counter]
+            full_name = f"{PREFIX}tenant_{name}"
+            self._of_tenants[name] = kind(
+                name=full_name, documentation=documentation, labelnames=[*labelnames, "tenant"]
+            )
         self._histograms: dict[tuple[str, str, int], Any] = {}
         for name, of in HISTOGRAMS.items():
             metric = metric_types[Histogram](
@@ -129,12 +171,22 @@ class PromMetrics(KVConnectorPromMetrics):
             if name in HISTOGRAMS:
                 for tier, (counts, sums) in value.items():
                     _observe(self._histograms[name, tier, engine_idx], HISTOGRAMS[name].bounds, counts, sums)
-                continue
-            metric = self._metrics[name][engine_idx]
-            if name in GAUGES:
-                metric.set(value)
+            elif name == TENANTS:
+                for tenant, values in value.items():
+                    self._observe_tenant(engine_idx, tenant, values)
             else:
-                metric.inc(value)
+                _move(self._metrics[name][engine_idx], value, name in GAUGES)
+
+    def _observe_tenant(self, engine: int, tenant: str, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            _move(self._of_tenants[name].labels(*self._labels[engine], tenant), value, name in TENANT_GAUGES)
+
+
+def _move(metric: Any, value: float, is_gauge: bool) -> None:
+    if is_gauge:
+        metric.set(value)
+    else:
+        metric.inc(value)
 
 
 def _observe(metric: Any, bounds: Sequence[float], counts: Sequence[int], sums: Sequence[float]) -> None:

@@ -15,7 +15,9 @@ from ..requests import RequestState, RequestTable
 from ..shared import Shared
 from .expiry import Expiries
 from .hints import hints_of
+from .keeping import PinKeeper
 from .pins import PinnedPrefixes
+from .returning import ReturningPins
 
 logger = logging.getLogger("kv_connector.scheduler")
 
@@ -34,6 +36,7 @@ class Control:
     def __init__(self, config: Config, shared: Shared, companions: Companions) -> None:
         self.tenants = shared.tenants
         self.pins = PinnedPrefixes(shared, config.pinned_share)
+        self._returning = ReturningPins(self.pins, shared, companions)
         self._shared = shared
         self._companions = companions
         self._expiries = Expiries(shared)
@@ -52,6 +55,7 @@ class Control:
         if hints.pin:
             self._pin(request, state)
         elif hints.pin is False:
+            self._returning.drop(request.block_hashes)
             self.pins.unpin_for_request(request.block_hashes)
 
     def finished(self, state: RequestState) -> None:
@@ -59,9 +63,25 @@ class Control:
         if state.terms.is_transient and state.hints.ttl_s is not None and state.is_saved:
             self._expiries.add(state.request.block_hashes, self._shared.clock(), state.hints.ttl_s)
 
+    def keep_pins(self, keeper: PinKeeper) -> None:
+        """See `SchedulerHalf.keep_pins`."""
+        kept = keeper.take()
+        self.pins.keeper = keeper
+        self._returning.add(kept)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something waits for the next step."""
+        return self._returning.is_busy
+
+    def shutdown(self) -> None:
+        """No pin changes any more."""
+        self.pins.keeper.close()
+
     def step(self, now: float) -> None:
         """A step is planned: what is due ends."""
         self.pins.expire(now)
+        self._returning.step(now)
         self._expiries.expire(now)
 
     def reset(self) -> None:
@@ -71,6 +91,7 @@ class Control:
     def clear_tenant(self, name: str, requests: RequestTable) -> int:
         """See `SchedulerHalf.clear_tenant`."""
         tenant = self.tenants.named(name)
+        self._returning.drop_tenant(tenant)
         self.pins.unpin_tenant(tenant)
         for state in requests:
             if state.terms.tenant == tenant:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from ...errors import KVConnectorError
 from ...index import PLAIN, CacheTier, Terms
-from ...types import BlockHash
+from ...types import BlockHash, KeptPin
 from ..shared import Shared
+from .keeping import NoKeeper, PinKeeper
 
 _Name = tuple[int, BlockHash, bool]
 """Length of the prefix, its last hash, and whether requests have pinned it."""
@@ -24,7 +25,7 @@ _NEVER = float("inf")
 
 @dataclass(slots=True)
 class _Pin:
-    block_hashes: Sequence[BlockHash]
+    block_hashes: tuple[BlockHash, ...]
     terms: Terms
     deadline: float = 0.0
     count: int = 1  # an operator may pin a prefix several times
@@ -34,6 +35,9 @@ class PinnedPrefixes:
     """Owns the pins of tree nodes: whoever pins or unpins one does it here. `share`: of the host, for requests."""
 
     def __init__(self, shared: Shared, share: float) -> None:
+        self.keeper: PinKeeper = NoKeeper()
+        """Is told of all that are made and end."""
+        self._tenants = shared.tenants
         self._grouped = shared.grouped
         self._host: CacheTier = shared.host
         self._clock = shared.clock
@@ -50,6 +54,15 @@ class PinnedPrefixes:
     def num_blocks_of(self, tenant: int) -> int:
         """Those of them that are the tenant's."""
         return self._num_blocks.get(tenant, 0)
+
+    def of_operators(self) -> list[KeptPin]:
+        """What operators have pinned."""
+        now, name_of = self._clock(), self._tenants.name_of
+        return [
+            KeptPin(pin.block_hashes, name_of(pin.terms.tenant), _seconds(pin.deadline - now), False)
+            for name, pin in self._pins.items()
+            if not name[2] and pin.block_hashes
+        ]
 
     def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None = None, tenant: int = 0) -> None:
         """For an operator: keep the blocks of a prefix, one time more. `ttl_s`: they are all let go of when so many
@@ -121,6 +134,7 @@ class PinnedPrefixes:
         pin.count -= count
         if not pin.count:
             del self._pins[name]
+            self.keeper.ended(name)
         for group in range(len(self._grouped.groups)):
             nodes = self._grouped.find(self._grouped.keys(pin.block_hashes, group))
             self._count([node for node in nodes if self._grouped.tree.pins[node] == count], -1)
@@ -132,6 +146,9 @@ class PinnedPrefixes:
             pin.deadline = deadline
             if deadline < _NEVER:
                 heapq.heappush(self._deadlines, (deadline, name))
+            if pin.block_hashes:
+                tenant = self._tenants.name_of(pin.terms.tenant)
+                self.keeper.kept(KeptPin(pin.block_hashes, tenant, _seconds(ttl_s), name[2]))
 
     def _has_room(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
         """Whether the blocks of this prefix that are not pinned yet may be."""
@@ -154,3 +171,7 @@ class PinnedPrefixes:
 def _name(block_hashes: Sequence[BlockHash], is_of_request: bool) -> _Name:
     """The last hash stands for all in front of it, as far as the prefix goes back to its first block."""
     return len(block_hashes), block_hashes[-1] if block_hashes else BlockHash(b""), is_of_request
+
+
+def _seconds(left: float) -> float | None:
+    return left if left < _NEVER else None

@@ -30,6 +30,7 @@ class Tenants:
     def __init__(self, config: Mapping[str, TenantConfig]) -> None:
         named = {DEFAULT_TENANT: TenantConfig(), **config}
         self._configs = list(named.values())
+        self._names = list(named)
         self._index = {name: index for index, name in enumerate(named)}
         self._counts = [_Counts() for _ in named]
         self.weights = [tenant.weight for tenant in self._configs] if config else []
@@ -47,6 +48,14 @@ class Tenants:
         if name not in self._index:
             raise KVConnectorError(f"tenant {shown(name)} is not configured: give one of {', '.join(self._index)}")
         return self._index[name]
+
+    def known(self, name: str) -> int:
+        """The tenant of this name; the default one where it is not configured, as of requests."""
+        return self._index.get(name, 0)
+
+    def name_of(self, tenant: int) -> str:
+        """The name that was configured for it."""
+        return self._names[tenant]
 
     def fit(self, host: CacheTier, block_bytes: int) -> None:
         """Host blocks have so many bytes over all ranks: what quotas are in blocks."""

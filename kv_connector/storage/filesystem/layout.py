@@ -4,6 +4,7 @@
     ROOT/index                   the packs' headers (`journal.py`)
     ROOT/tmp/                    packs that are being written (`temporaries.py`)
     ROOT/00 .. ff/               packs, by the first digits of their names
+    ROOT/pins/                   prefixes that engines have pinned, for their next start (`pin_file.py`)
     ROOT/identities/             what the digests in packs stand for, for people (`identities.py`)
 
 An empty folder is claimed by making the first of these files. One that holds anything and lacks it belongs to somebody

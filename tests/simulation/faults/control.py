@@ -7,13 +7,16 @@ from .mutant import Mutant, Patch, simulated, tested
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _CONTROL = "kv_connector/scheduler/control/control.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
+_PIN_FILE = "kv_connector/storage/filesystem/pin_file.py"
 _PINS = "kv_connector/scheduler/control/pins.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
 _TENANTS = "kv_connector/index/tenants.py"
 _TERMS = "kv_connector/index/terms.py"
 _TIER = "kv_connector/index/tier.py"
+_FILES = "tests/storage/filesystem/test_pins.py"
 _HINTS = "tests/scheduler/control/test_hints.py"
+_KEEPING = "tests/scheduler/control/test_keeping.py"
 _SHARES = "tests/scheduler/control/test_tenants.py"
 _STORAGE = "tests/scheduler/control/test_storage.py"
 
@@ -23,6 +26,24 @@ CONTROL: tuple[Mutant, ...] = (
         "what a request asks to be pinned is evicted like anything else",
         (Patch(_CONTROL, "            self._pin(request, state)\n", "            pass\n"),),
         tested(f"{_HINTS}::test_a_pinned_prompt_outlives_a_flood_until_its_time_is_over"),
+    ),
+    Mutant(
+        "pin-undone-comes-back",
+        "what was let go of is pinned again by the next start",
+        (Patch(_PINS, "            self.keeper.ended(name)\n", ""),),
+        tested(f"{_KEEPING}::test_what_is_let_go_of_does_not_come_back_whether_it_was_pinned_again_by_then"),
+    ),
+    Mutant(
+        "pin-undone-before-it-is-back",
+        "what was let go of while it waited to be pinned again is pinned all the same",
+        (Patch(_CONTROL, "            self._returning.drop(request.block_hashes)\n", ""),),
+        tested(f"{_KEEPING}::test_what_is_let_go_of_does_not_come_back_whether_it_was_pinned_again_by_then"),
+    ),
+    Mutant(
+        "pin-of-another-identity",
+        "an engine pins what one of another model has pinned",
+        (Patch(_PIN_FILE, "        if identity != self._identity:\n", "        if False:\n"),),
+        tested(f"{_FILES}::test_engines_of_another_identity_find_nothing"),
     ),
     Mutant(
         "pin-for-ever",

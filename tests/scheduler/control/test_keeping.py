@@ -1,0 +1,176 @@
+"""Pins of the engine's last start, come back: with a real file behind a half whose plans are read by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.control.keeping import WarningKeeper
+from kv_connector.storage.checksums import CRC32
+from kv_connector.storage.filesystem.pin_keeper import FolderPinKeeper
+from kv_connector.types import KeptPin, StepReport, StorageAction
+from tests.scheduler.control.test_hints import Hinted
+from tests.scheduler.storage.test_companion import Ticks, make_half, report, step
+from tests.scheduler.test_half import Asked, admit, run
+
+PIN = {"pin": True, "ttl_s": 60}
+
+
+def prompt(number: int, num_blocks: int = 10) -> list[int]:
+    return [1000 * number + i for i in range(4 * num_blocks + 1)]
+
+
+@contextmanager
+def started(
+    root: Path, num_host_blocks: int = 100, identity: bytes = bytes(32)
+) -> Iterator[tuple[SchedulerHalf, Ticks]]:
+    """An engine over a folder, from its start to its end."""
+    half, _, ticks = make_half(num_host_blocks, prefetch="best_effort")
+    half.keep_pins(FolderPinKeeper(root, identity, CRC32, clock=lambda: 1e9 + ticks.now))
+    yield half, ticks
+    half.check()
+    half.shutdown()
+
+
+def ask(half: SchedulerHalf, name: str, number: int, cache: object = None) -> None:
+    request = Hinted(name, prompt(number), cache=cache)
+    half.on_new_request(request)
+    admit(half, request)
+    half.request_finished(request)
+
+
+def pinned(half: SchedulerHalf) -> float:
+    return half.get_kv_connector_stats()["pinned_blocks"]
+
+
+def come_back(half: SchedulerHalf, found: int) -> None:
+    """Steps of an engine without requests, for as long as it wants any; storage has so many blocks of each prefix."""
+    while half.has_pending_push_work():
+        for job in step(half):
+            report(half, [job], found=found)
+
+
+def test_a_request_s_pin_comes_back_and_its_blocks_are_read_from_storage(tmp_path: Path) -> None:
+    with started(tmp_path) as (half, _):
+        ask(half, "a", 1, PIN)
+        ask(half, "b", 2)
+    with started(tmp_path) as (half, _):
+        assert half.has_pending_push_work(), "an engine that rests is stepped for it"
+        come_back(half, found=10)
+        assert pinned(half) == 10 == half.host.num_copies
+
+
+def test_it_ends_when_it_was_to(tmp_path: Path) -> None:
+    with started(tmp_path) as (half, ticks):
+        ticks.now += 5
+        ask(half, "a", 1, PIN)
+    with started(tmp_path) as (half, ticks):
+        ticks.now += 64.5
+        come_back(half, found=0)
+        assert pinned(half) == 10
+        ticks.now += 0.6
+        run(half)
+        assert pinned(half) == 0
+    with started(tmp_path) as (half, _):
+        assert not half.has_pending_push_work()
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_what_is_let_go_of_does_not_come_back_whether_it_was_pinned_again_by_then(
+    tmp_path: Path, is_back: bool
+) -> None:
+    with started(tmp_path) as (half, _):
+        ask(half, "a", 1, PIN)
+        ask(half, "b", 2, PIN)
+    with started(tmp_path, num_host_blocks=100 if is_back else 0) as (half, _):
+        if is_back:
+            come_back(half, found=0)
+        ask(half, "c", 1, {"pin": False})
+    with started(tmp_path) as (half, _):
+        come_back(half, found=0)
+        assert pinned(half) == 10
+
+
+def test_a_tenant_that_was_cleared_has_no_pins_that_come_back(tmp_path: Path) -> None:
+    with started(tmp_path) as (half, _):
+        ask(half, "a", 1, PIN)
+    with started(tmp_path, num_host_blocks=0) as (half, _):
+        half.clear_tenant("default")
+    with started(tmp_path) as (half, _):
+        assert not half.has_pending_push_work()
+
+
+def test_pins_of_engines_of_other_models_are_not_read(tmp_path: Path) -> None:
+    with started(tmp_path) as (half, _):
+        ask(half, "a", 1, PIN)
+    with started(tmp_path, identity=bytes(31) + b"\1") as (half, _):
+        assert not half.has_pending_push_work()
+
+
+def test_requests_pins_wait_for_room_and_are_kept_meanwhile(tmp_path: Path) -> None:
+    with started(tmp_path) as (half, _):
+        for number in (1, 2, 3):
+            ask(half, str(number), number, PIN)
+        assert pinned(half) == 30
+    with started(tmp_path, num_host_blocks=40) as (half, _):
+        come_back(half, found=0)
+        assert pinned(half) == 20, "half of the host"
+        assert not half.has_pending_push_work(), "nobody waits for what may never come"
+    with started(tmp_path, num_host_blocks=40) as (half, _):
+        come_back(half, found=0)
+        half.update_connector_output([StepReport(1, 0, num_host_blocks=100)])
+        come_back(half, found=0)
+        assert pinned(half) == 30
+
+
+def test_an_operator_s_pin_comes_back_at_once_and_can_be_undone(tmp_path: Path) -> None:
+    hashes = Asked("r", prompt(1)).block_hashes
+    with started(tmp_path) as (half, _):
+        half.pin_prefix(hashes)
+        half.pin_prefix(hashes)
+    with started(tmp_path, num_host_blocks=0) as (half, _):
+        assert half.pinned_prefixes() == [KeptPin(tuple(hashes), "default", None, False)]
+        half.unpin_prefix(hashes)
+        assert pinned(half) == 0, "once, however often it was pinned"
+    with started(tmp_path) as (half, _):
+        assert half.pinned_prefixes() == []
+
+
+def test_more_prefixes_than_are_read_at_a_time_are_read_one_behind_the_other(tmp_path: Path) -> None:
+    with started(tmp_path, num_host_blocks=2000) as (half, _):
+        for number in range(70):
+            ask(half, str(number), number, PIN)
+    with started(tmp_path, num_host_blocks=2000) as (half, ticks):
+        for _ in range(70):
+            run(half)  # storage answers nothing yet
+        assert pinned(half) == 700
+        assert not half._control.is_busy, "no more may be read at a time, so no step is asked for"
+        ticks.now += 2
+        assert half._control.is_busy
+
+
+def test_where_storage_keeps_no_pins_the_first_one_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    half, _, _ = make_half(prefetch="best_effort")
+    half.keep_pins(WarningKeeper("mooncake"))
+    assert not caplog.messages
+    for number in (1, 2):
+        ask(half, str(number), number, PIN)
+    (line,) = caplog.messages
+    assert "'mooncake'" in line and "end with this engine" in line
+
+
+def test_storage_is_asked_for_what_the_host_lacks_and_for_nothing_that_it_has(tmp_path: Path) -> None:
+    with started(tmp_path) as (half, _):
+        ask(half, "a", 1, PIN)
+    with started(tmp_path) as (half, _):
+        jobs = []
+        while half.has_pending_push_work():
+            for job in step(half):
+                jobs.append((job.action, job.num_blocks))
+                report(half, [job], found=4)
+        assert jobs == [(StorageAction.LOOK_UP, 0), (StorageAction.FETCH, 4)]
+        assert pinned(half) == 10 and half.host.num_copies == 4
