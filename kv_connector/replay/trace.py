@@ -23,6 +23,8 @@ from .host import HostTier, write_through_lru
 FORMAT = "kv-connector trace"
 VERSION = 1
 MOONCAKE_BLOCK_TOKENS = 512
+_MOST = 10**15
+"""Of a length in tokens and of milliseconds."""
 DEVICE_SHARE = 0.01
 """Device cache for a trace, as a share of its distinct blocks; at least `LEAST_DEVICE_BLOCKS`."""
 LEAST_DEVICE_BLOCKS = 100
@@ -125,8 +127,8 @@ def read_trace(path: Path, share: float = 1.0) -> Trace:
         if not isinstance(blocks, list) or not all(isinstance(block, int | str) for block in blocks):
             raise ConfigError(f"{path}, line {number}: give one JSON object a line, with hash_ids, a list of names")
         ids: list[Hashable] = [(start, block) for block in blocks] if start else blocks
-        tokens = _number(path, number, entry, "input_length", len(ids) * block_tokens, 0)
-        found.append((start, _number(path, number, entry, "timestamp", 0, -math.inf), ids, int(tokens)))
+        num_tokens = int(_number(path, number, entry, "input_length", len(ids) * block_tokens, 0))
+        found.append((start, _number(path, number, entry, "timestamp", 0, -math.inf), ids, num_tokens))
     if not any(ids for *_, ids, _ in found):
         raise ConfigError(f"{path}: there are no requests in it{', or none that has a block' if found else ''}")
     found.sort(key=lambda entry: entry[:2])  # ours are written as requests end
@@ -146,9 +148,9 @@ def _number(path: Path, number: int, entry: dict[str, Any], name: str, default: 
     """Timestamps may be negative: who was admitted first may end last, and ours count from who ended first."""
     value = entry.get(name, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < least:
-        least_told = " of at least 0" if least == 0 else ""
-        raise ConfigError(f"{path}, line {number}: {name}={shown(value)}: give a finite number{least_told}")
+    if not is_number or not max(least, -_MOST) <= value <= _MOST:
+        least_told = " of at least 0 and" if least == 0 else ""
+        raise ConfigError(f"{path}, line {number}: {name}={shown(value)}: give a number{least_told} up to {_MOST}")
     return float(value)
 
 
