@@ -22,7 +22,7 @@ MODEL_STAMP := $(VENV)/.smollm2
 BENCHES := $(filter-out %/__init__.py,$(wildcard integration/bench/$(BENCH).py))
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: help demo demo-pd simulate mutants attacks test test-vllm test-vllm-matrix test-sglang vllm sglang bench known-bench bench-check docs lint vendor venv model clean
+.PHONY: help demo demo-pd simulate mutants attacks test test-units test-engines test-vllm test-vllm-matrix test-sglang vllm sglang bench known-bench bench-check docs lint vendor venv model clean
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
@@ -49,8 +49,13 @@ demo: model
 demo-pd: model
 	$(PY) -m integration.mini_engine.pd $(ARGS)
 
-test: model vllm sglang
+# Beside each other under `make -j 2 test`, as CI does.
+test: test-units test-engines
+
+test-units: model
 	$(VENV)/bin/pytest $(ARGS)
+
+test-engines: model vllm sglang
 	$(call run_vllm_tests,$(VLLM)) $(ARGS)
 	$(run_sglang_tests) $(ARGS)
 

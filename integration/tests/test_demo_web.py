@@ -27,7 +27,7 @@ from integration.servers import HOST, free_ports
 
 httpx = pytest.importorskip("httpx", reason="needs the extra proxy: httpx speaks to the browser's driver")
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 ROOT = Path(__file__).parents[2]
 SMALL = "--users 2 --turns 2 --document-tokens 60 --answer-tokens 4 --device-blocks 24 --policy write_through"
 BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4

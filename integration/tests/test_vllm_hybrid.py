@@ -98,7 +98,8 @@ def test_what_comes_from_the_host_answers_as_the_device_and_as_computing_do(fold
         from_host = ask(engine, asked)
         loaded, stats = engine.cached_bytes(), engine.stats()
         assert from_host == from_device
-        assert stats["host_hit_tokens"] == by_device >= 2 * 512
+        # vLLM makes blocks of 64 tokens or of 96, as it knows the processor, and computes the last one.
+        assert stats["host_hit_tokens"] == by_device >= 2 * 480
         assert stats["async_loads"] == 2
         assert not stats.get("failed_load_jobs") and not stats.get("failed_save_jobs")
         for group in range(len(engine.half._grouped.groups)):

@@ -27,7 +27,7 @@ from integration.tests.test_vllm_serve import Server
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not is_converted(default_folder()), reason="needs the converted SmolLM2 (make model)"),
 ]
 

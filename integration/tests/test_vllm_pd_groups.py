@@ -25,7 +25,7 @@ from kv_connector.types import PeerAction, PeerJob
 pytestmark = [
     pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer"),
     pytest.mark.usefixtures("stable_hashes", "slow_machine", "mamba2_on_the_cpu"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 
 SECRET = "a secret of these tests only"

@@ -83,7 +83,7 @@ class Server:
 
     def settle(self) -> None:
         """Until it answers, or has ended."""
-        self._settled.wait(200)
+        self._settled.wait(500)
         while self.is_ready and self.process.poll() is None and not self._listens():
             time.sleep(0.05)  # the line comes just before the socket
 

@@ -19,7 +19,7 @@ from kv_connector.engines.vllm.groups import TELLS_STATES
 pytestmark = [
     pytest.mark.skipif(not TELLS_STATES, reason="vLLM 0.32 and newer say how KV heads lie"),
     pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 
 ROUTE = {"route": "staged"}
