@@ -96,7 +96,8 @@ class HostCoder:
     def decode(self, block_ids: Int64s, regions: range, address: int, locked: bool) -> None:
         """See `SlotCoder.decode`."""
         rows, index = self._rows(regions), torch.tensor(block_ids, device="cpu")
-        memory = rows.memory(address, len(block_ids)).clone()  # the peer may go on writing there
+        there = rows.memory(address, len(block_ids))
+        memory = torch.empty_like(there, device="cpu").copy_(there)  # the peer may go on writing there
         rows.check(memory)
         for stretch in rows.stretches:
             pieces = stretch.columns(memory)
