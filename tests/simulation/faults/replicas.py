@@ -63,7 +63,7 @@ REPLICAS: tuple[Mutant, ...] = (
     Mutant(
         "share-of-other-heads",
         "ranks with heads of their own are taken to cache the same",
-        (Patch(_GROUPS, "set(model.architectures) <= _HEADS_ALIKE", "True"),),
+        (Patch(_GROUPS, "set(model.architectures) <= HEADS_ALIKE", "True"),),
         tested("integration/tests/test_vllm_startup.py::test_how_many_ranks_of_eight_hold_the_same"),
         _ENVIRONMENT,
     ),
