@@ -40,7 +40,8 @@ from kv_connector.config import Config
 from kv_connector.histograms import Histograms
 from kv_connector.index import BlockGroup, Event, adopt_hashes
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.scheduler.observers import Observer
+from kv_connector.scheduler.ledger import EndedJob
+from kv_connector.scheduler.observers import JobTimes, Observer
 from kv_connector.scheduler.traces import RequestTraces
 from kv_connector.tracing import SpanTracer
 from kv_connector.types import BlockHash, StepPlan, StepReport
@@ -371,6 +372,16 @@ class Unobserved(Histograms):
         pass
 
 
+class Untimed(JobTimes):
+    """Of an engine that timed no job."""
+
+    def __init__(self) -> None:
+        pass
+
+    def ended(self, ended: EndedJob, seconds: float) -> None:
+        pass
+
+
 def observed(report: Report, options: argparse.Namespace) -> None:
     """What is read of both, once a step as engines do, is part of the step. Spans go to OpenTelemetry's own batches, on
     whose thread they would be exported, and from there nowhere."""
@@ -385,7 +396,7 @@ def observed(report: Report, options: argparse.Namespace) -> None:
     }
     off = sides["nothing on"].half
     off.metrics.histograms = Unobserved()
-    off._ledger._observers = ()
+    off._ledger._times = Untimed()
     for side in sides.values():
         for prefix in prefixes:
             side.cache(prefix)

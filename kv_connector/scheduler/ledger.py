@@ -2,7 +2,7 @@
 
 A job knows its owner, the planner that opened it and is told how it ended; this file knows no kind of job. It holds one
 reference on every block that the job reads or writes, on both tiers, and lets go of them once the owner has been told.
-Observers hear of every job, and how long it took.
+Histograms and observers hear of every job, and how long it took.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from ..base import DeviceBlocks
 from ..index import CacheTier
 from ..types import CopyJob, PeerJob, StepReport, StorageJob
-from .observers import Job, JobObserver
+from .observers import Job, JobObserver, JobTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class _OpenJob:
     device_ids: Sequence[int]  # pinned in the engine's pool
     host_ids: Sequence[int]
     opened_at: float
+    observers: Sequence[JobObserver]  # who wants to hear of it
     failed: bool = False
     found: int | None = None
     missing: frozenset[int] = frozenset()
@@ -59,8 +60,10 @@ class JobLedger:
         pool: DeviceBlocks,
         host: CacheTier,
         clock: Callable[[], float],
+        times: JobTimes,
         observers: Sequence[JobObserver] = (),
     ) -> None:
+        self._times = times
         self._observers = observers
         self._world_size = world_size
         self._pool = pool
@@ -106,12 +109,11 @@ class JobLedger:
         device_ids = job.device_ids.tolist() if not isinstance(job, StorageJob) else ()
         host_ids = job.host_ids.tolist() if not isinstance(job, PeerJob) else ()
         ranks = set(range(self._world_size))
-        self._open[job.job_id] = _OpenJob(job, owner, ranks, device_ids, host_ids, self._clock())
+        observers = [observer for observer in self._observers if observer.opened(job, request_ids)]
+        self._open[job.job_id] = _OpenJob(job, owner, ranks, device_ids, host_ids, self._clock(), observers)
         self._num_pinning += isinstance(job, CopyJob) and len(device_ids) > 0
         if job.request_id is not None:
             self._awaited[job.request_id] += 1
-        for observer in self._observers:
-            observer.opened(job, request_ids)
 
     def unpin(self) -> bool:
         """Let go of the device blocks of all copies; returns whether there were any. The next step that writes to a
@@ -128,8 +130,10 @@ class JobLedger:
         for job_id in report.failed:
             self._distrust_after(job_id)
         for job_id, seconds in report.job_seconds:
-            for observer in self._observers:
-                observer.ran(self._open[job_id].job, report.rank, seconds)
+            entry = self._open[job_id]
+            self._times.ran(entry.job, seconds)
+            for observer in entry.observers:
+                observer.ran(entry.job, report.rank, seconds)
         found, missing = dict(report.found), dict(report.missing)
         for job_ids, ok in ((report.done, True), (report.failed, False)):
             for job_id in job_ids:
@@ -163,8 +167,10 @@ class JobLedger:
                 self._in_vain.add(job.request_id)
         ended = EndedJob(job, not entry.failed, entry.found or 0, entry.missing)
         entry.owner.end(ended)
-        for observer in self._observers:
-            observer.ended(ended, self._clock() - entry.opened_at)
+        seconds = self._clock() - entry.opened_at
+        self._times.ended(ended, seconds)
+        for observer in entry.observers:
+            observer.ended(ended, seconds)
         if entry.device_ids:
             self._pool.free_blocks(entry.device_ids)
             self._num_pinning -= isinstance(job, CopyJob)

@@ -1,14 +1,15 @@
 """Who hears of requests and jobs and decides nothing (layer 2): histograms, traces.
 
 arrived (any number of times) -> admitted -> preempted, admitted -> finished
-opened -> ran (once for each rank that knows) -> ended
+opened -> ran (once for each rank that knows) -> ended, of jobs whose opening an observer wanted to hear more of
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from ..histograms import Histogram
 from ..metrics import CacheMetrics
 from ..types import CopyJob, Direction, PeerAction, PeerJob, StorageAction, StorageJob
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from .ledger import EndedJob
 
 Job = CopyJob | StorageJob | PeerJob
+Kind = Direction | StorageAction | PeerAction
 
-_SERIES: dict[Direction | StorageAction | PeerAction, tuple[str, str]] = {
+_SERIES: dict[Kind, tuple[str, str]] = {
     Direction.LOAD: ("load_seconds", "host"),
     Direction.SAVE: ("save_seconds", "host"),
     StorageAction.LOOK_UP: ("lookup_seconds", "storage"),
@@ -28,22 +30,22 @@ _SERIES: dict[Direction | StorageAction | PeerAction, tuple[str, str]] = {
     PeerAction.RECEIVE: ("load_seconds", "peer"),
     PeerAction.SEND: ("save_seconds", "peer"),
 }
-_RANK_SERIES: dict[Direction | StorageAction | PeerAction, tuple[str, str]] = {
+_RANK_SERIES: dict[Kind, tuple[str, str]] = {
     StorageAction.FETCH: ("storage_read_seconds", "storage"),
     StorageAction.BACK_UP: ("storage_write_seconds", "storage"),
 }
 
 
-def kind_of(job: Job) -> Direction | StorageAction | PeerAction:
+def kind_of(job: Job) -> Kind:
     """What a job does."""
     return job.direction if isinstance(job, CopyJob) else job.action
 
 
 class JobObserver(Protocol):
-    """Hears of every job, from the thread of the scheduler half, and must be quick."""
+    """Hears of jobs, from the thread of the scheduler half, and must be quick."""
 
-    def opened(self, job: Job, request_ids: Collection[str]) -> None:
-        """A job is planned, for these requests as far as is known."""
+    def opened(self, job: Job, request_ids: Collection[str]) -> bool:
+        """A job is planned, for these requests as far as is known. Returns whether to tell what becomes of it."""
 
     def ran(self, job: Job, rank: int, seconds: float) -> None:
         """It is done on a rank, and took so long there; other jobs may have run with it."""
@@ -69,22 +71,19 @@ class Observer(JobObserver, Protocol):
 
 
 class JobTimes:
-    """Histograms of how long jobs took that were done."""
+    """Histograms of how long all jobs took that were done."""
 
     def __init__(self, metrics: CacheMetrics) -> None:
-        self._histograms = metrics.histograms
+        self._of_jobs: Mapping[Kind, Histogram] = {kind: metrics.histograms[key] for kind, key in _SERIES.items()}
+        self._of_ranks: Mapping[Kind, Histogram] = {kind: metrics.histograms[key] for kind, key in _RANK_SERIES.items()}
 
-    def opened(self, job: Job, request_ids: Collection[str]) -> None:
-        """Nothing is known yet."""
-
-    def ran(self, job: Job, rank: int, seconds: float) -> None:
-        """Storage's own part of a job's time."""
-        series = _RANK_SERIES.get(kind_of(job))
-        if series is not None:
-            self._histograms.observe(*series, seconds)
+    def ran(self, job: Job, seconds: float) -> None:
+        """Storage's own part of a job's time, on a rank."""
+        if (histogram := self._of_ranks.get(kind_of(job))) is not None:
+            histogram.observe(seconds)
 
     def ended(self, ended: EndedJob, seconds: float) -> None:
         """What failed is counted elsewhere, and what moves no block, but for look-ups, nowhere."""
         kind = kind_of(ended.job)
         if ended.ok and (ended.job.num_blocks or kind is StorageAction.LOOK_UP):
-            self._histograms.observe(*_SERIES[kind], seconds)
+            self._of_jobs[kind].observe(seconds)

@@ -49,11 +49,12 @@ class RequestRecorder:
         if prompt is not None:
             self._record(prompt.seconds, prompt.num_tokens, request.num_tokens - prompt.num_tokens, prompt.hashes)
 
-    def opened(self, job: Job, request_ids: Collection[str]) -> None:
+    def opened(self, job: Job, request_ids: Collection[str]) -> bool:
         """Jobs are not in a trace."""
+        return False
 
     def ran(self, job: Job, rank: int, seconds: float) -> None:
-        """Nor what they took."""
+        """Not told."""
 
     def ended(self, ended: EndedJob, seconds: float) -> None:
-        """Nor how they ended."""
+        """Not told."""

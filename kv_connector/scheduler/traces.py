@@ -97,10 +97,10 @@ class RequestTraces:
         if (span := self._requests.pop(request.request_id, None)) is not None:
             span.end({"kv_connector.tokens": request.num_tokens})
 
-    def opened(self, job: Job, request_ids: Collection[str]) -> None:
+    def opened(self, job: Job, request_ids: Collection[str]) -> bool:
         """A span under each of the requests that are traced."""
         if not (self._requests or self._saves):
-            return
+            return False
         kind = kind_of(job)
         parents = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         if kind is StorageAction.BACK_UP:
@@ -109,15 +109,16 @@ class RequestTraces:
             self._jobs[job.job_id] = spans = [span.child(_NAMES[kind], _attributes(job)) for span in parents]
             if kind is Direction.SAVE:
                 self._note_save(job, spans[0])
+        return bool(parents)
 
     def ran(self, job: Job, rank: int, seconds: float) -> None:
         """How long the bytes moved."""
-        for span in self._jobs.get(job.job_id, ()):
+        for span in self._jobs[job.job_id]:
             span.note("moved", {"kv_connector.rank": rank, "kv_connector.seconds": seconds})
 
     def ended(self, ended: EndedJob, seconds: float) -> None:
         """Every rank has reported the job."""
-        for span in self._jobs.pop(ended.job.job_id, ()):
+        for span in self._jobs.pop(ended.job.job_id):
             span.end({"kv_connector.missing_blocks": len(ended.missing)}, ended.ok)
 
     def _note_save(self, job: Job, span: Span) -> None:

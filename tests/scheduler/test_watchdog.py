@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.index import CacheTier, PrefixTree
+from kv_connector.metrics import CacheMetrics
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.ledger import JobLedger
+from kv_connector.scheduler.observers import JobTimes
 from kv_connector.scheduler.shared import DevicePool
 from kv_connector.scheduler.watchdog import OVERDUE_SECONDS, CopyWatchdog
 from kv_connector.types import CopyJob, StepPlan, Tier
@@ -107,7 +109,8 @@ class CountingLedger(JobLedger):
 
 def test_open_jobs_are_walked_once_a_second_however_many_steps_there_are() -> None:
     now = 0.0
-    ledger = CountingLedger(1, DevicePool(), CacheTier(PrefixTree(), Tier.HOST, 0), lambda: now)
+    host = CacheTier(PrefixTree(), Tier.HOST, 0)
+    ledger = CountingLedger(1, DevicePool(), host, lambda: now, JobTimes(CacheMetrics()))
     watchdog = CopyWatchdog(ledger, lambda: now)
     for step in range(1, 33):
         now = step / 8

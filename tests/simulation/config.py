@@ -339,6 +339,11 @@ def draw_group_blocks(rng: random.Random) -> list[int]:
     return [size, other, size, size] if size else []
 
 
+def draw_folder(rng: random.Random) -> tuple[int, int]:
+    """Of a world's storage where it is a folder: how many blocks a pack has, and for how many packs there is room."""
+    return rng.choice([1, 4, 16]), rng.choice([3, 12, 100])
+
+
 def draw_secrets(rng: random.Random, num_engines: int) -> list[bytes]:
     """Of what each engine stores; empty without one. Most worlds have none, and few engines another one than the rest.
     `rng` is one of its own."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kv_connector.index import RankIdentity, describe_groups
 from kv_connector.storage.filesystem.folder import room_bytes
 
+from . import config as drawn
 from .checks import Violation
 from .config import HOST_BLOCK_BYTES, EngineConfig
 from .disk import Disk, SimulatedStorage
@@ -51,10 +52,9 @@ class Outside:
         self.network = Network(time)
         self.network.seconds = rng.choice([(20e-6, 2e-3), (1e-5, 1e-4), (1e-3, 2e-2)])
         self.carrier = rng.choice(CARRIERS)
-        self._pack_bytes = rng.choice([1, 4, 16]) * HOST_BLOCK_BYTES
-        num_packs = rng.choice([3, 12, 100])
-        capacity = num_packs * room_bytes(self._pack_bytes // HOST_BLOCK_BYTES, HOST_BLOCK_BYTES)
-        self._folder_bytes = capacity
+        pack_blocks, num_packs = drawn.draw_folder(rng)
+        self._pack_bytes = pack_blocks * HOST_BLOCK_BYTES
+        self._folder_bytes = num_packs * room_bytes(pack_blocks, HOST_BLOCK_BYTES)
         self.group_blocks = tuple(group_blocks)
         self.secrets = tuple(secrets)
         self.disk = Disk(time)

@@ -30,7 +30,7 @@ def draw_engines(rng: random.Random) -> list[EngineConfig]:
         asynchronous=rng.random() < 0.5,
         num_ranks=num_ranks,
         num_host_blocks=rng.choice([24, 48]),
-        num_device_blocks=rng.choice([24, 72]),
+        num_device_blocks=rng.choice([48, 72]),
         max_running=rng.choice([1, 4]),
         max_step_tokens=rng.choice([8, 16]),
         prefetch=rng.choice([Prefetch.WAIT_COMPLETE, Prefetch.WAIT_COMPLETE, Prefetch.BEST_EFFORT]),
@@ -72,6 +72,7 @@ def run(seed: int) -> Outcome:
         draw_engines,
         draw_groups=draw_groups,
         draw_group_blocks=lambda rng: [size, size] if size else [],
+        draw_folder=lambda rng: (4, 100),
     )
 
 
