@@ -22,7 +22,7 @@ MODEL_STAMP := $(VENV)/.smollm2
 BENCHES := $(filter-out %/__init__.py,$(wildcard integration/bench/$(BENCH).py))
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: help demo demo-pd simulate mutants attacks test test-units test-engines test-vllm test-vllm-matrix test-sglang vllm sglang bench known-bench bench-check docs lint vendor venv model clean
+.PHONY: help demo demo-pd simulate mutants attacks test test-units test-vllm test-vllm-matrix test-sglang vllm sglang bench known-bench bench-check docs lint vendor venv model clean
 
 help:
 	@echo 'make demo [ARGS="--users 2"]   multi-turn chats on a real model, with and without the connector'
@@ -50,14 +50,10 @@ demo-pd: model
 	$(PY) -m integration.mini_engine.pd $(ARGS)
 
 # Beside each other under `make -j 2 test`, as CI does.
-test: test-units test-engines
+test: test-units test-vllm test-sglang
 
 test-units: model
 	$(VENV)/bin/pytest $(ARGS)
-
-test-engines: model vllm sglang
-	$(call run_vllm_tests,$(VLLM)) $(ARGS)
-	$(run_sglang_tests) $(ARGS)
 
 simulate: venv
 	@OMP_NUM_THREADS=1 $(PY) -m tests.simulation $(ARGS)
@@ -68,7 +64,7 @@ mutants: venv
 attacks: venv
 	@OMP_NUM_THREADS=1 $(PY) -m integration.attacks $(ARGS)
 
-test-vllm: vllm model
+test-vllm: model vllm
 	$(call run_vllm_tests,$(VLLM)) $(ARGS)
 
 test-vllm-matrix: model $(VLLM_VERSIONS:%=.venv-vllm-%/.deps)
@@ -78,7 +74,7 @@ test-vllm-matrix: model $(VLLM_VERSIONS:%=.venv-vllm-%/.deps)
 
 vllm: .venv-vllm-$(VLLM)/.deps
 
-test-sglang: sglang
+test-sglang: model sglang
 	$(run_sglang_tests) $(ARGS)
 
 sglang: .venv-sglang/.deps
