@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not is_converted(default_folder()), reason="needs the converted SmolLM2 (make model)"),
 ]
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 100
 CONCURRENCY = 16
 SECRET = "a secret of these tests only"
 ROOT = Path(__file__).parents[2]
@@ -281,24 +281,24 @@ class Clients:
 
 
 def test_what_is_killed_in_the_middle_comes_back(cluster: Cluster, expected: list[str]) -> None:
-    """200 requests, in the middle of which the proxy, the decode and the prefill engine are killed and come back. Every
+    """100 requests, in the middle of which the proxy, the decode and the prefill engine are killed and come back. Every
     request is answered as ever, or has first ended with an error that its client sees; those that are left go on."""
     cluster.forget()
     clients = Clients(cluster)
-    clients.wait_for(30)
+    clients.wait_for(15)
     with clients.without("the proxy"):
         cluster.proxy.end()
         cluster.proxy = Proxy(f"http://127.0.0.1:{cluster.prefill.port}", cluster.decode, cluster.proxy.port)
         assert len(clients.errors) <= CONCURRENCY
-    clients.wait_for(60)
+    clients.wait_for(30)
     with clients.without("the decode engine"):
         cluster.decode.end(signal.SIGKILL)
         cluster.restart("kv_consumer")
         cluster.wait_for_transfers()  # the proxy leaves an engine alone that failed until it has passed a check
-    clients.wait_for(110)
+    clients.wait_for(55)
     known = len(clients.errors)
     cluster.prefill.end(signal.SIGKILL)
-    clients.wait_for(130)
+    clients.wait_for(65)
     cluster.restart("kv_producer")
     cluster.wait_for_transfers()
     assert clients.answers() == expected
