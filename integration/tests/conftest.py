@@ -83,11 +83,17 @@ def whole_blocks_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def two_ranks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_ranks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """They share two cores, with a thread each; skipped where they do not run."""
+    from integration.tests.forks import forking_vllm
     from integration.tests.vllm_engines import vllm_version
 
     if vllm_version().startswith("0.20"):
         pytest.skip("two CPU ranks of vLLM 0.20 need more than two cores")
+    if torch.cuda.is_available():
+        yield
+        return
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with forking_vllm():
+        yield

@@ -19,7 +19,7 @@ import torch
 
 from integration.bench.sglang_engine import ROOT, SHIMS
 from integration.models import tiny
-from integration.tests.sglang_forks import forking
+from integration.tests.forks import forking_sglang
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Answer, Expected
 
@@ -201,7 +201,7 @@ def running_alone(folder: Path, model: str = "dense", **options: Any) -> Iterato
     import sglang
 
     options = OPTIONS | options
-    with nullcontext() if ON_GPU else forking():
+    with nullcontext() if ON_GPU else forking_sglang():
         others = set(psutil.Process().children(recursive=True))
         engine = sglang.Engine(model_path=str(tiny.write_weights(model, folder)), **options)
     atexit.unregister(engine.shutdown)  # it ends the processes of other engines too, and then this one for their sake

@@ -1,0 +1,84 @@
+"""Engines' processes, forked from one that has imported the engine: that takes seconds in each that is spawned. Not for
+GPUs, which may be in use by the import."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+from unittest.mock import patch
+
+_IMPORTS_OF_SGLANG = [
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "integration.sglang_watched",
+]
+_IMPORTS_OF_VLLM = [
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "kv_connector.engines.vllm",
+    "integration.tests.vllm_engines",
+]
+
+
+def _start_fork_server(imports: Sequence[str]) -> None:
+    """Once; it has the environment of now, and ends with this process."""
+    multiprocessing.set_forkserver_preload(list(imports))
+    forkserver.ensure_running()
+
+
+@contextmanager
+def forking_sglang() -> Iterator[None]:
+    """SGLang's engines that are started meanwhile have forks for processes."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    multiprocessing.set_start_method("forkserver", force=True)
+    _start_fork_server(_IMPORTS_OF_SGLANG)
+    with (
+        patch.object(multiprocessing, "set_start_method"),  # SGLang would have them spawned
+        patch.object(Engine, "run_scheduler_process_func", _InThisEnvironment(Engine.run_scheduler_process_func)),
+        patch.object(Engine, "run_detokenizer_process_func", _InThisEnvironment(Engine.run_detokenizer_process_func)),
+    ):
+        yield
+
+
+@contextmanager
+def forking_vllm() -> Iterator[None]:
+    """Ranks of vLLM's engines that are started meanwhile are forks."""
+    from vllm.v1.executor import multiproc_executor
+
+    _start_fork_server(_IMPORTS_OF_VLLM)
+    with patch.object(multiproc_executor, "get_mp_context", _RankContext):
+        yield
+
+
+class _RankProcess(ForkServerProcess):
+    """With the environment of the process that starts it."""
+
+    def __init__(self, target: Callable[..., Any], **options: Any) -> None:
+        super().__init__(target=_InThisEnvironment(target), **options)
+
+
+class _RankContext(ForkServerContext):
+    Process = _RankProcess  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _InThisEnvironment:
+    """Is the function in the process that it is sent to, which then has the environment of the one that sends it."""
+
+    function: Callable[..., Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with_environment, (dict(os.environ), self.function)
+
+
+def _with_environment(variables: dict[str, str], function: Callable[..., Any]) -> Callable[..., Any]:
+    os.environ.clear()
+    os.environ.update(variables)
+    return function
