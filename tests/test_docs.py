@@ -18,6 +18,7 @@ import pytest
 from integration import docs_site, figures, overview, reference
 from kv_connector import config
 from kv_connector.cli import main
+from kv_connector.histograms import HISTOGRAMS
 from kv_connector.metrics import DOCUMENTATION, TENANT_DOCUMENTATION
 
 ROOT = Path(__file__).parents[1]
@@ -164,9 +165,16 @@ def test_extras_and_metrics_that_are_named_exist() -> None:
     extras = set(re.findall(r"(?m)^([\w-]+) = \[", optional))
     named = {extra for group in _EXTRA.findall(text) for extra in group.split(",")}
     assert named and named <= extras
-    metrics = {re.sub("_total$", "", name) for name in _METRIC.findall(text)}
-    of_tenants = {f"tenant_{name}" for name in TENANT_DOCUMENTATION}
-    assert metrics == set(DOCUMENTATION) | of_tenants, "docs/operations.md lists all, docs/control.md those of tenants"
+    metrics = {re.sub("_(total|bucket)$", "", name) for name in _METRIC.findall(text)}
+    assert metrics == {*DOCUMENTATION, *HISTOGRAMS, *(f"tenant_{name}" for name in TENANT_DOCUMENTATION)}
+
+
+def test_every_picture_of_the_documents_is_shown_by_one() -> None:
+    """So there is none that nobody looks at, and none beside the folder that they are in."""
+    pictures = sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.png"))
+    links = {link for document in ROOT.glob("docs/*.md") for link in _LINK.findall(document.read_text())}
+    assert pictures and all(picture.startswith("pictures/") for picture in pictures)
+    assert [picture for picture in pictures if picture not in links] == []
 
 
 def test_the_readme_is_short() -> None:
