@@ -203,6 +203,24 @@ def test_a_full_disk_is_a_line_of_the_log_and_the_file_of_before(
     assert sorted(p.suffix for p in path.parent.iterdir()) == [".lock", ".pins"]
 
 
+def test_what_a_killed_engine_was_writing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are killed so, the folder has one half-written file at most of each engine that uses it at a time."""
+
+    def kill(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        file = PinFile(keep(tmp_path, pin("a")).parent, IDENTITY, CRC32)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pin_file.os, "replace", kill)
+            file.write(file.read())
+        file.close()
+        assert len(list((tmp_path / FOLDER).glob("*.new"))) == 1
+    assert taken(tmp_path) == [pin("a")]
+    keep(tmp_path, pin("b"))
+    assert sorted(path.suffix for path in (tmp_path / FOLDER).iterdir()) == [".lock", ".pins"]
+
+
 def test_what_a_file_has_no_room_for_is_what_requests_pinned_for_the_shortest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
