@@ -177,6 +177,25 @@ def test_every_picture_of_the_documents_is_shown_by_one() -> None:
     assert [picture for picture in pictures if picture not in links] == []
 
 
+def lines_of_the_log() -> list[str]:
+    """Texts by which docs/operations.md has a user find what to do."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    rows = page[page.index("## Troubleshooting") :].splitlines()
+    symptoms = [row.split("|")[1] for row in rows if row.startswith("| ")]
+    return [text for symptom in symptoms for text in re.findall(r"`([^`]+)`", symptom) if " " in text]
+
+
+def test_lines_of_the_log_are_as_the_documents_have_them() -> None:
+    """What stands between the places of numbers is in the source, wherever that breaks a text in two."""
+    source = "".join(path.read_text() for path in (ROOT / "kv_connector").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    source = re.sub(r"\{[^{}]*\}|%[sd]|%\.?\d*f", "...", source)
+    texts = lines_of_the_log()
+    assert len(texts) > 10
+    gone = {text for text in texts for part in re.split(r" ?\.\.\. ?", text) if part not in source}
+    assert gone == set()
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
