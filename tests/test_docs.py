@@ -16,10 +16,19 @@ from pathlib import Path
 import pytest
 
 from integration import docs_site, figures, overview, reference
-from kv_connector import config
+from integration.pd_proxy.__main__ import parse_arguments
+from kv_connector import config, events
+from kv_connector.admin import bodies, inbox, routes, server
+from kv_connector.admin import pins as admin_pins
 from kv_connector.cli import main
+from kv_connector.config import tenants
 from kv_connector.histograms import HISTOGRAMS
+from kv_connector.index import LEAST_REMEMBERED
 from kv_connector.metrics import DOCUMENTATION, TENANT_DOCUMENTATION
+from kv_connector.replay import recorder
+from kv_connector.scheduler.control import expiry, hints, pins
+from kv_connector.storage.filesystem import pin_file
+from kv_connector.storage.filesystem.layout import LOCK_SECONDS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -175,6 +184,47 @@ def test_every_picture_of_the_documents_is_shown_by_one() -> None:
     links = {link for document in ROOT.glob("docs/*.md") for link in _LINK.findall(document.read_text())}
     assert pictures and all(picture.startswith("pictures/") for picture in pictures)
     assert [picture for picture in pictures if picture not in links] == []
+
+
+LIMITS = {
+    "admin.md": (
+        f"At most {server.MOST_CONNECTIONS} connections",
+        f"has at most {server.MOST_BODY_BYTES >> 20} MiB",
+        f"a `text` {bodies._MOST_TEXT:,} characters",
+        f"arrive within {server.CLIENT_SECONDS:.0f} seconds",
+        f"a command within {routes.ENGINE_SECONDS:.0f} seconds",
+        f"beyond {inbox._MOST_WAITING} that wait",
+        f"{admin_pins._MOST_PINS:,} at most",
+        f"seconds (30, at most {bodies.MOST_WAIT_SECONDS:.0f})",
+    ),
+    "cli.md": (f"of at most {recorder.MOST_BYTES >> 30} GiB",),
+    "control.md": (
+        f"beyond {pins._MOST_PINS:,} pins at a time",
+        f"{expiry._MOST:,} prompts may wait",
+        f"`ttl_s` | {hints.LEAST_TTL:.0f} to {hints.MOST_TTL:.0f}",
+        f"{tenants._MOST_TENANTS} tenants at most, with names of 1 to {tenants._LONGEST_NAME} characters",
+        f"weights of 1 to {tenants._MOST_WEIGHT:,}.",
+        f"It has {pin_file.MOST_BYTES >> 20} MiB at most",
+    ),
+    "observability.md": (f"more than {events._MAX_PENDING:,} events", f"holds, and {LEAST_REMEMBERED:,} at least"),
+    "storage.md": (f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",),
+}
+"""By document, what it says of limits that are in the code and no settings."""
+
+
+@pytest.mark.parametrize("document", LIMITS)
+def test_limits_are_those_of_the_code(document: str) -> None:
+    text = " ".join((ROOT / "docs" / document).read_text().split())
+    assert [told for told in LIMITS[document] if told not in text] == []
+
+
+def test_limits_of_the_proxy_are_its_defaults() -> None:
+    text = (ROOT / "docs" / "peers.md").read_text()
+    options = vars(parse_arguments(["--decode", "http://127.0.0.1:1"]))
+    numbers = {name.replace("_", "-"): value for name, value in options.items() if type(value) in (int, float)}
+    told = {name: re.search(rf"`--{name}`(?: \w+)? \((\d+)", text) for name in numbers.keys() - {"port"}}
+    assert len(told) == 6
+    assert {name: float(found[1]) for name, found in told.items() if found} == {name: numbers[name] for name in told}
 
 
 def lines_of_the_log() -> list[str]:
