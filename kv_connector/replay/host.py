@@ -44,7 +44,9 @@ class HostTier:
             wanted += range(len(known), len(hashes))
         else:
             wanted = [depth for depth in wanted if self._policy.wants(hits[known[depth]], pinned=False)]
-        worth = self._reuse.worth_of(hashes, wanted[0]) if wanted and self._policy.declines else float("inf")
+        worth = float("inf")  # whatever has to go for it
+        if wanted and self._reuse is not None and self._policy.declines:
+            worth = self._reuse.worth_of(hashes, wanted[0])
         block_ids = self.host.allocate_behind(len(wanted), (hashes,), now, worth)
         nodes = self.tree.insert_path(hashes, now)
         self.host.attach(block_ids, [nodes[depth] for depth in wanted[: len(block_ids)]], Event.SWAP_OUT)
