@@ -21,6 +21,7 @@ from kv_connector import config, events
 from kv_connector.admin import bodies, inbox, routes, server
 from kv_connector.admin import pins as admin_pins
 from kv_connector.cli import main
+from kv_connector.cli.doctor import copies
 from kv_connector.config import tenants
 from kv_connector.histograms import HISTOGRAMS
 from kv_connector.index import LEAST_REMEMBERED
@@ -197,7 +198,11 @@ LIMITS = {
         f"{admin_pins._MOST_PINS:,} at most",
         f"seconds (30, at most {bodies.MOST_WAIT_SECONDS:.0f})",
     ),
-    "cli.md": (f"of at most {recorder.MOST_BYTES >> 30} GiB",),
+    "cli.md": (
+        f"of at most {recorder.MOST_BYTES >> 30} GiB",
+        f"less than {100 * copies._LEAST_OF_LINK:.0f} % of what its generation and width carry",
+        f"a warning below {100 * copies._LEAST_OF_PLAIN:.0f} % of plain ones",
+    ),
     "control.md": (
         f"beyond {pins._MOST_PINS:,} pins at a time",
         f"{expiry._MOST:,} prompts may wait",

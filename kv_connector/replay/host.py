@@ -19,7 +19,8 @@ class HostTier:
     """
 
     def __init__(self, capacity: int, policy: SavePolicy, evicts_oldest: bool = False) -> None:
-        """`evicts_oldest`: the least recently used goes first, instead of what is learned to be worth least."""
+        """`evicts_oldest`: the least recently used goes first, instead of what is learned to be worth least; then
+        nothing is learned, nor counted."""
         self.tree = PrefixTree(max(LEAST_REMEMBERED, 2 * capacity))
         self._reuse = None if evicts_oldest else ReuseModel(self.tree)
         self.host = CacheTier(self.tree, Tier.HOST, capacity, order=self._reuse or Recency(self.tree))
