@@ -1,4 +1,5 @@
-"""Tables of the documents that are written from the code: settings from `Config`, metrics from `DOCUMENTATION`.
+"""Tables of the documents that are written from the code: settings from `Config`, metrics from `DOCUMENTATION`, alerts
+from the rules that Prometheus is given.
 
 `python -m integration.figures --write` puts them where a document has their name between its markers.
 """
@@ -12,11 +13,15 @@ import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kv_connector.config import AdminConfig, Config, PeerConfig, S3Config, StorageConfig, TenantConfig
 from kv_connector.errors import ConfigError
-from kv_connector.metrics import DOCUMENTATION, GAUGES
+from kv_connector.histograms import HISTOGRAMS
+from kv_connector.metrics import DOCUMENTATION, GAUGES, TENANT_DOCUMENTATION, TENANT_GAUGES
 from kv_connector.values import parse_size
 
 _LEAST: dict[type, Mapping[str, Any]] = {
@@ -27,6 +32,7 @@ _LEAST: dict[type, Mapping[str, Any]] = {
     AdminConfig: {"bind": "127.0.0.1:7200"},
 }
 """What an object of each kind has to be given."""
+ALERTS = Path(__file__).parents[1] / "docs" / "monitoring" / "alerts.yml"
 _BEGINS = re.compile(r"([a-z_0-9]+): (.*)")
 
 
@@ -56,12 +62,34 @@ def settings_of(kind: type, prefix: str = "") -> list[str]:
     return lines
 
 
-def metrics() -> list[str]:
-    """A table of all metrics, by what they are about."""
+def metrics_of(documentation: Mapping[str, str], gauges: frozenset[str], prefix: str = "") -> list[str]:
+    """A table of counters and gauges, by what they are about."""
     lines = ["| series | kind | what it counts |", "|---|---|---|"]
-    for name, text in DOCUMENTATION.items():
-        kind, suffix = ("gauge", "") if name in GAUGES else ("counter", "_total")
-        lines.append(f"| `vllm:kv_tiered_{name}{suffix}` | {kind} | {text} |")
+    for name, text in documentation.items():
+        kind, suffix = ("gauge", "") if name in gauges else ("counter", "_total")
+        lines.append(f"| `vllm:kv_tiered_{prefix}{name}{suffix}` | {kind} | {text} |")
+    return lines
+
+
+def histograms() -> list[str]:
+    """A table of all histograms."""
+    lines = ["| histogram | `tier` | what it is |", "|---|---|---|"]
+    for name, kind in HISTOGRAMS.items():
+        lines.append(
+            f"| `vllm:kv_tiered_{name}` | {', '.join(f'`{tier}`' for tier in kind.tiers)} | {kind.documentation} |"
+        )
+    return lines
+
+
+def alerts() -> list[str]:
+    """A table of all alerts. Raises KeyError for one that does not say what it means and what to do."""
+    lines = ["| alert | fires where | means | do |", "|---|---|---|---|"]
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    for rule in group["rules"]:
+        told = rule["annotations"]
+        lasting = f", for {rule['for']}" if "for" in rule else ""
+        summary = re.sub(r"( on)? {{ \$labels.instance }}", lambda at: "" if at[1] else " an engine", told["summary"])
+        lines.append(f"| `{rule['alert']}` | `{rule['expr']}`{lasting} | {summary}. | {told['action']}. |")
     return lines
 
 
@@ -76,7 +104,10 @@ SETTINGS: dict[str, tuple[type, str]] = {
 """By the name in a document: the dataclass, and what its keys begin with."""
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "metrics": metrics,
+    "metrics": partial(metrics_of, DOCUMENTATION, GAUGES),
+    "tenant_metrics": partial(metrics_of, TENANT_DOCUMENTATION, TENANT_GAUGES, "tenant_"),
+    "histograms": histograms,
+    "alerts": alerts,
     **{name: partial(settings_of, *of) for name, of in SETTINGS.items()},
 }
 """By the name in a document: what writes its lines."""

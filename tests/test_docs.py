@@ -16,9 +16,20 @@ from pathlib import Path
 import pytest
 
 from integration import docs_site, figures, overview, reference
-from kv_connector import config
+from integration.pd_proxy.__main__ import parse_arguments
+from kv_connector import config, events
+from kv_connector.admin import bodies, inbox, routes, server
+from kv_connector.admin import pins as admin_pins
 from kv_connector.cli import main
+from kv_connector.cli.doctor import copies
+from kv_connector.config import tenants
+from kv_connector.histograms import HISTOGRAMS
+from kv_connector.index import LEAST_REMEMBERED
 from kv_connector.metrics import DOCUMENTATION, TENANT_DOCUMENTATION
+from kv_connector.replay import recorder
+from kv_connector.scheduler.control import expiry, hints, pins
+from kv_connector.storage.filesystem import pin_file
+from kv_connector.storage.filesystem.layout import LOCK_SECONDS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -164,9 +175,79 @@ def test_extras_and_metrics_that_are_named_exist() -> None:
     extras = set(re.findall(r"(?m)^([\w-]+) = \[", optional))
     named = {extra for group in _EXTRA.findall(text) for extra in group.split(",")}
     assert named and named <= extras
-    metrics = {re.sub("_total$", "", name) for name in _METRIC.findall(text)}
-    of_tenants = {f"tenant_{name}" for name in TENANT_DOCUMENTATION}
-    assert metrics == set(DOCUMENTATION) | of_tenants, "docs/operations.md lists all, docs/control.md those of tenants"
+    metrics = {re.sub("_(total|bucket)$", "", name) for name in _METRIC.findall(text)}
+    assert metrics == {*DOCUMENTATION, *HISTOGRAMS, *(f"tenant_{name}" for name in TENANT_DOCUMENTATION)}
+
+
+def test_every_picture_of_the_documents_is_shown_by_one() -> None:
+    """So there is none that nobody looks at, and none beside the folder that they are in."""
+    pictures = sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.png"))
+    links = {link for document in ROOT.glob("docs/*.md") for link in _LINK.findall(document.read_text())}
+    assert pictures and all(picture.startswith("pictures/") for picture in pictures)
+    assert [picture for picture in pictures if picture not in links] == []
+
+
+LIMITS = {
+    "admin.md": (
+        f"At most {server.MOST_CONNECTIONS} connections",
+        f"has at most {server.MOST_BODY_BYTES >> 20} MiB",
+        f"a `text` {bodies._MOST_TEXT:,} characters",
+        f"arrive within {server.CLIENT_SECONDS:.0f} seconds",
+        f"a command within {routes.ENGINE_SECONDS:.0f} seconds",
+        f"beyond {inbox._MOST_WAITING} that wait",
+        f"{admin_pins._MOST_PINS:,} at most",
+        f"seconds (30, at most {bodies.MOST_WAIT_SECONDS:.0f})",
+    ),
+    "cli.md": (
+        f"of at most {recorder.MOST_BYTES >> 30} GiB",
+        f"less than {100 * copies._LEAST_OF_LINK:.0f} % of what its generation and width carry",
+        f"a warning below {100 * copies._LEAST_OF_PLAIN:.0f} % of plain ones",
+    ),
+    "control.md": (
+        f"beyond {pins._MOST_PINS:,} pins at a time",
+        f"{expiry._MOST:,} prompts may wait",
+        f"`ttl_s` | {hints.LEAST_TTL:.0f} to {hints.MOST_TTL:.0f}",
+        f"{tenants._MOST_TENANTS} tenants at most, with names of 1 to {tenants._LONGEST_NAME} characters",
+        f"weights of 1 to {tenants._MOST_WEIGHT:,}.",
+        f"It has {pin_file.MOST_BYTES >> 20} MiB at most",
+    ),
+    "observability.md": (f"more than {events._MAX_PENDING:,} events", f"holds, and {LEAST_REMEMBERED:,} at least"),
+    "storage.md": (f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",),
+}
+"""By document, what it says of limits that are in the code and no settings."""
+
+
+@pytest.mark.parametrize("document", LIMITS)
+def test_limits_are_those_of_the_code(document: str) -> None:
+    text = " ".join((ROOT / "docs" / document).read_text().split())
+    assert [told for told in LIMITS[document] if told not in text] == []
+
+
+def test_limits_of_the_proxy_are_its_defaults() -> None:
+    text = (ROOT / "docs" / "peers.md").read_text()
+    options = vars(parse_arguments(["--decode", "http://127.0.0.1:1"]))
+    numbers = {name.replace("_", "-"): value for name, value in options.items() if type(value) in (int, float)}
+    told = {name: re.search(rf"`--{name}`(?: \w+)? \((\d+)", text) for name in numbers.keys() - {"port"}}
+    assert len(told) == 6
+    assert {name: float(found[1]) for name, found in told.items() if found} == {name: numbers[name] for name in told}
+
+
+def lines_of_the_log() -> list[str]:
+    """Texts by which docs/operations.md has a user find what to do."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    rows = page[page.index("## Troubleshooting") :].splitlines()
+    symptoms = [row.split("|")[1] for row in rows if row.startswith("| ")]
+    return [text for symptom in symptoms for text in re.findall(r"`([^`]+)`", symptom) if " " in text]
+
+
+def test_lines_of_the_log_are_as_the_documents_have_them() -> None:
+    """The source has them, with `...` in the places of numbers, wherever it breaks a text in two."""
+    source = "".join(path.read_text() for path in (ROOT / "kv_connector").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    source = re.sub(r"\{[^{}]*\}|%[sd]|%\.?\d*f", "...", source)
+    texts = lines_of_the_log()
+    assert len(texts) > 10
+    assert [text for text in texts if text.strip(". ") not in source] == []
 
 
 def test_the_readme_is_short() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from starlette.requests import Request
@@ -15,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from integration.pd_proxy.completions import Limits
 from integration.servers import free_ports
+from tests.http_servers import serving
 from tests.pd_engines import Proxy, Scripted, Silent, proxy_of, served, wait_until
 
 TOLD = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 7}
@@ -24,8 +23,7 @@ CHUNKED = {"Transfer-Encoding": "chunked"}
 CHUNK = f"{len(TEXT):x}\r\n".encode() + TEXT + b"\r\n"
 
 
-@contextmanager
-def engine_that_sends(headers: dict[str, str], body: bytes) -> Iterator[str]:
+def engine_that_sends(headers: dict[str, str], body: bytes) -> AbstractContextManager[str]:
     """Every completion gets these headers and bytes, and then the end of the connection. Its URL."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -45,18 +43,7 @@ def engine_that_sends(headers: dict[str, str], body: bytes) -> Iterator[str]:
             self.wfile.write(body)
             self.close_connection = True
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing is logged."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return serving(Handler)
 
 
 def read_all(proxy: Proxy) -> bytes:

@@ -18,7 +18,7 @@ from .text import Parsers, columns, size_text
 if TYPE_CHECKING:
     from ..replay import Replayed, Trace
 
-_SHARES = (2.0, 5.0, 10.0, 25.0)
+_SHARES = (2.0, 10.0, 25.0)
 """Of a trace's distinct blocks, in per cent."""
 _ALL = "all"
 _POLICIES = ("adaptive", "write_through", "write_through_selective")

@@ -19,11 +19,11 @@ class HostTier:
     """
 
     def __init__(self, capacity: int, policy: SavePolicy, evicts_oldest: bool = False) -> None:
-        """`evicts_oldest`: the least recently used goes first, instead of what is learned to be worth least."""
+        """`evicts_oldest`: the least recently used goes first, instead of what is learned to be worth least; then
+        nothing is learned, nor counted."""
         self.tree = PrefixTree(max(LEAST_REMEMBERED, 2 * capacity))
-        self._reuse = ReuseModel(self.tree)
-        order = Recency(self.tree) if evicts_oldest else self._reuse
-        self.host = CacheTier(self.tree, Tier.HOST, capacity, order=order)
+        self._reuse = None if evicts_oldest else ReuseModel(self.tree)
+        self.host = CacheTier(self.tree, Tier.HOST, capacity, order=self._reuse or Recency(self.tree))
         self._policy = policy
 
     def request(self, hashes: Sequence[BlockHash], first: int, now: int) -> int:
@@ -31,18 +31,23 @@ class HostTier:
         are found, without a gap, and saves what the policy wants. `now` counts requests from 0."""
         known = self.tree.match(hashes)
         self.tree.touch(known, now)
-        self._reuse.visited(np.array(known, np.intc), np.arange(len(known)) >= first)
-        self._reuse.asked(len(hashes))
+        if self._reuse is not None:
+            self._reuse.visited(np.array(known, np.intc), np.arange(len(known)) >= first)
+            self._reuse.asked(len(hashes))
         num_hits = self.host.resident_prefix(known[first:])
         self._save(hashes, known, now)
         return num_hits
 
     def _save(self, hashes: Sequence[BlockHash], known: Sequence[int], now: int) -> None:
         """Save what the policy wants of a request, as far as there is room for it."""
-        absent = [*self.host.absent(known), *range(len(known), len(hashes))]
-        hits = [self.tree.hits[node] for node in known] + [0] * (len(hashes) - len(known))
-        wanted = [depth for depth in absent if self._policy.wants(hits[depth], pinned=False)]
-        worth = self._reuse.worth_of(hashes, wanted[0]) if wanted and self._policy.declines else float("inf")
+        wanted, hits = self.host.absent(known), self.tree.hits
+        if self._policy.wants(0, pinned=False):  # and more of them as well
+            wanted += range(len(known), len(hashes))
+        else:
+            wanted = [depth for depth in wanted if self._policy.wants(hits[known[depth]], pinned=False)]
+        worth = float("inf")  # whatever has to go for it
+        if wanted and self._reuse is not None and self._policy.declines:
+            worth = self._reuse.worth_of(hashes, wanted[0])
         block_ids = self.host.allocate_behind(len(wanted), (hashes,), now, worth)
         nodes = self.tree.insert_path(hashes, now)
         self.host.attach(block_ids, [nodes[depth] for depth in wanted[: len(block_ids)]], Event.SWAP_OUT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kv_connector.admin import pins as pins_module
 from kv_connector.admin.base import Refusal
 from kv_connector.admin.pins import PinBook
 from kv_connector.config import Config
@@ -28,3 +29,18 @@ def test_a_pin_is_gone_the_moment_its_time_is_over() -> None:
         half.unpin_prefix(HASHES)
     with pytest.raises(Refusal, match="no pin has this id"):
         pins.unpin(name)
+
+
+def test_so_many_prefixes_are_pinned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins_module, "_MOST_PINS", 2)
+    half = make_engine(Config(host_memory=1 << 20), block_size=4).connector
+    assert half is not None
+    pins = PinBook(half, lambda: 0.0)
+    names = [pins.pin(HASHES[: count + 1], None, "default") for count in range(2)]
+    with pytest.raises(Refusal, match="2 prefixes are pinned already: unpin some, or give them a ttl_s") as refused:
+        pins.pin(HASHES, None, "default")
+    assert refused.value.status == 409 and len(half.pinned_prefixes()) == 2
+    assert pins.pin(HASHES[:1], 5.0, "default") == names[0], "what is pinned may be pinned for another time"
+    pins.unpin(names[1])
+    pins.pin(HASHES, None, "default")
+    assert len(pins.listed()) == 2

@@ -109,6 +109,7 @@ def test_a_name_is_found_in_the_local_cache(
         (LLAMA_8B | {"num_hidden_layers": "many"}, "has 'many' for num_hidden_layers"),
         (LLAMA_8B | {"compress_ratios": [4]}, "caches of models with compress_ratios"),
         (LLAMA_8B | {"layer_types": ["linear_attention"] * 32}, "recurrent states of model_type 'llama' are not known"),
+        (LLAMA_8B | {"model_type": "new", "sliding_window": 4096}, "has sliding_window=4096 and does not say which"),
         (LLAMA_8B | {"is_encoder_decoder": True}, "the caches of encoders are not kept"),
         (LLAMA_8B | {"torch_dtype": "int3"}, "has dtype 'int3': give --dtype"),
     ],

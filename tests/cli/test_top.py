@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from kv_connector.cli import main, top
 from kv_connector.cli.top.metrics import Sample, metrics_url, read_values
 from kv_connector.errors import ConfigError
+from tests.http_servers import serving
 
 TEXT = """# HELP vllm:kv_tiered_requests_total Requests admitted.
 # TYPE vllm:kv_tiered_requests_total counter
@@ -33,9 +32,8 @@ vllm:prompt_tokens_total{engine="0"} 1000.0
 """
 
 
-@contextmanager
-def serving(text: str) -> Iterator[str]:
-    """A server whose /metrics says this; its address."""
+def saying(text: str) -> AbstractContextManager[str]:
+    """A server whose /metrics says this; its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -43,18 +41,7 @@ def serving(text: str) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(text.encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return serving(Handler)
 
 
 def cells(text: str, title: str) -> list[str]:
@@ -64,7 +51,7 @@ def cells(text: str, title: str) -> list[str]:
 
 def test_once_says_where_tokens_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     """Summed over engines; what came from storage is a part of the host's hits."""
-    with serving(TEXT) as url:
+    with saying(TEXT) as url:
         assert main(["top", url, "--once"]) == 0
     text = capsys.readouterr().out
     assert cells(text, "requests")[0] == "4"
@@ -105,14 +92,14 @@ def test_it_goes_on_until_the_user_has_seen_enough(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(top.time, "sleep", sleep)
-    with serving(TEXT) as url:
+    with saying(TEXT) as url:
         assert main(["top", url, "--interval", "0.5"]) == 0
     assert looks == [0.5] * 3
     assert capsys.readouterr().out.count("prompt tokens") >= (1 if has_rich else 3)
 
 
 def test_what_is_no_engine_of_ours_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving("vllm:prompt_tokens_total 3\n") as url:
+    with saying("vllm:prompt_tokens_total 3\n") as url:
         assert main(["top", url, "--once"]) == 2
         assert "is it an engine of vLLM with --kv-transfer-config" in capsys.readouterr().err
         assert main(["top", f"{url}/other", "--once"]) == 2

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import stat
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kv_connector.config import Config
 from kv_connector.engines.settings import Slot, read_config
 from kv_connector.errors import ConfigError
 from kv_connector.replay import read_trace, write_through_lru
+from kv_connector.replay import recorder as recorder_module
 from kv_connector.replay.recorder import TraceRecorder
 from kv_connector.types import BlockHash
 
@@ -108,6 +110,28 @@ def test_a_file_has_a_most(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert [record.getMessage() for record in caplog.records] == [
         f"{file}: the recording ends, as a file has at most 1000 bytes"
     ]
+
+
+def test_what_ends_faster_than_it_is_written_is_left_out_and_the_log_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine waits for no disk."""
+    disk_answers, write = threading.Event(), recorder_module._Writer.write
+
+    def write_late(self: object, ended: object) -> bool:
+        disk_answers.wait()
+        return write(self, ended)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recorder_module, "_MOST_WAITING", 2)
+    monkeypatch.setattr(recorder_module._Writer, "write", write_late)
+    recorder = TraceRecorder(tmp_path / "trace.jsonl", BLOCK)
+    with caplog.at_level(logging.WARNING, "kv_connector.trace"):
+        for second in range(9):
+            recorder.record(float(second), BLOCK, 1, path("a"))
+    disk_answers.set()
+    recorder.close()
+    assert 2 <= len(read_trace(recorder.path).requests) <= 3, "two that waited, and one that was being written"
+    assert caplog.messages == [f"{recorder.path}: requests end faster than they are recorded; some are left out"]
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

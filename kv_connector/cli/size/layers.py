@@ -142,6 +142,11 @@ def _types(model: ModelConfig) -> Sequence[str]:
     if model.get("sliding_window") and model.get("use_sliding_window"):
         first = model.integer("max_window_layers")
         return ["full_attention" if layer < first else "sliding_attention" for layer in range(number)]
+    if (window := model.get("sliding_window")) and model.get("use_sliding_window") is None:
+        raise ConfigError(
+            f"{model.path} has sliding_window={window} and does not say which layers of model_type {family!r} have it: "
+            "write layer_types into a copy of the file, or null for sliding_window if none has"
+        )
     return ["full_attention"] * number
 
 

@@ -43,7 +43,7 @@ class _Content:
 
 class EventFeed:
     """Translates events, and knows the blocks of living requests, of the device as far as vLLM may still have them, and
-    of the host: about half a KiB for one of 16 tokens.
+    of the host: 340 bytes for one of 16 tokens, 420 where it is known of both.
 
     A block that is stored from anywhere else is published by its hash alone.
     """

@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-import secrets
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,7 +64,7 @@ class PinFile:
             os.close(self._folder)
             raise
         self._name = f"{stem}.pins"
-        self._temporary = f"{stem}.{secrets.token_hex(8)}.new"
+        self._temporary = f"{stem}.new"
 
     def read(self) -> list[TimedPin]:
         """What lies there, nothing where there is none. Raises OSError, and ValueError where it is not believed."""
@@ -83,7 +82,9 @@ class PinFile:
         """Put these in the place of what lies there; returns how many there was no room for. Raises OSError, and leaves
         what lies there."""
         data, num_left_out = self._encode(pins)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(FileNotFoundError):  # what an engine was writing that was killed
+            os.unlink(self._temporary, dir_fd=self._folder)
         try:
             with open(os.open(self._temporary, flags, 0o600, dir_fd=self._folder), "wb") as file:
                 file.write(data)

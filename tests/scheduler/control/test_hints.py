@@ -11,6 +11,7 @@ import pytest
 from kv_connector.errors import KVConnectorError
 from kv_connector.index import BlockHasher, CacheIdentity, root_hash
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.control import expiry, pins
 from kv_connector.scheduler.control.hints import NO_HINTS, Hints, hints_of
 from kv_connector.types import Tier
 from tests.scheduler.test_half import Asked, admit, make_half, report, run, save
@@ -175,6 +176,21 @@ def test_pins_of_requests_hold_a_share_of_the_host_at_most() -> None:
     assert half.get_kv_connector_stats()["pinned_blocks"] == 5, "what is pinned twice counts once"
 
 
+def test_so_many_prompts_are_pinned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever room there is: each costs memory of the scheduler's."""
+    monkeypatch.setattr(pins, "_MOST_PINS", 2)
+    half, _ = make_half(num_host_blocks=100)
+    for number in range(3):
+        save(half, Hinted(f"r{number}", prompt(number), cache={"pin": True, "ttl_s": 1000 * (number + 1)}))
+    stats = half.get_kv_connector_stats()
+    assert (stats["pinned_blocks"], stats["refused_pins"]) == (4, 1)
+    save(half, Hinted("again", prompt(1), cache={"pin": True}))
+    wait(half, 1500.0)  # the first ends
+    save(half, Hinted("r2 again", prompt(2), cache={"pin": True}))
+    stats = half.get_kv_connector_stats()
+    assert (stats["pinned_blocks"], stats["refused_pins"]) == (4, 1)
+
+
 def test_what_nobody_uses_for_as_long_as_was_said_is_dropped() -> None:
     half, _ = make_half()
     system = prompt(1)
@@ -205,6 +221,17 @@ def test_what_is_used_again_in_time_stays() -> None:
     assert on_host(half, Asked("r", prompt(1))) == 2
     wait(half, 30.0)
     assert on_host(half, Asked("r", prompt(1))) == 0
+
+
+def test_of_more_times_than_are_remembered_the_one_that_is_due_next_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expiry, "_MOST", 2)
+    half, _ = make_half(num_host_blocks=100)
+    requests = [Hinted(f"r{ttl_s}", prompt(ttl_s), cache={"ttl_s": ttl_s}) for ttl_s in (9000, 3000, 6000)]
+    for request in requests:
+        save(half, request)
+    assert [on_host(half, request) for request in requests] == [2, 0, 2]
+    wait(half, 7000.0)
+    assert [on_host(half, request) for request in requests] == [2, 0, 0]
 
 
 def test_what_is_loaded_as_its_time_ends_is_matched_no_more_and_freed_behind_the_load() -> None:

@@ -203,6 +203,26 @@ def test_a_full_disk_is_a_line_of_the_log_and_the_file_of_before(
     assert sorted(p.suffix for p in path.parent.iterdir()) == [".lock", ".pins"]
 
 
+def test_what_a_killed_engine_was_writing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are killed so, there is one half-written file at most for each engine that uses the folder."""
+
+    def kill(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        file = PinFile(keep(tmp_path, pin("a")).parent, IDENTITY, CRC32)
+        pins = file.read()
+        with monkeypatch.context() as patch:
+            patch.setattr(pin_file.os, "replace", kill)
+            with pytest.raises(KeyboardInterrupt):
+                file.write(pins)
+        file.close()
+        assert len(list((tmp_path / FOLDER).glob("*.new"))) == 1
+    assert taken(tmp_path) == [pin("a")]
+    keep(tmp_path, pin("b"))
+    assert sorted(path.suffix for path in (tmp_path / FOLDER).iterdir()) == [".lock", ".pins"]
+
+
 def test_what_a_file_has_no_room_for_is_what_requests_pinned_for_the_shortest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,53 @@
+"""When the proxy asks an engine how it is, and what it takes for it to be left out: no time passes here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import httpx
+import pytest
+
+from integration.pd_proxy import engines
+from integration.pd_proxy.engines import Engine
+from integration.pd_proxy.metrics import ProxyMetrics
+
+
+def watched(answers: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], list[float]]:
+    """Whether the engine was asked for prompts as each check of these answers began and at the end, and what was waited
+    behind those that it failed."""
+    was_healthy: list[bool] = []
+    pauses: list[float] = []
+    engine, statuses = Engine("decode", "http://engine"), iter(answers)
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def watch(statuses: Iterator[int]) -> None:
+        with anyio.CancelScope() as scope:
+
+            async def answer(request: httpx.Request) -> httpx.Response:
+                assert request.url == "http://engine/health"
+                was_healthy.append(engine.is_healthy)
+                status = next(statuses, None)
+                if status is None:
+                    scope.cancel()
+                    await anyio.lowlevel.checkpoint()
+                return httpx.Response(status or 200)
+
+            async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+                await engine.watch(client, 0.0, ProxyMetrics())
+
+    monkeypatch.setattr(engines.anyio, "sleep", sleep)
+    anyio.run(watch, statuses)
+    return was_healthy, pauses
+
+
+def test_one_missed_check_is_none_and_two_in_a_row_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    was_healthy, _ = watched([200, 503, 200, 503, 503, 503, 200], monkeypatch)
+    assert was_healthy == [True, True, True, True, True, False, False, True]
+
+
+def test_who_is_ill_is_asked_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, pauses = watched([503] * 7 + [200, 503], monkeypatch)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 0.5]
