@@ -88,8 +88,9 @@ def test_the_other_form_finds_nothing_of_it_in_storage(tmp_path: Path) -> None:
 @pytest.mark.model
 @pytest.mark.skipif(not is_converted(default_folder()), reason="needs the converted SmolLM2 (make model)")
 def test_a_real_model_keeps_more_in_the_same_memory(folder: Path) -> None:
-    """SmolLM2, whose blocks of 32 tokens are 720 KiB; it reads our documents. Four of them fit in neither device."""
-    texts = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "docs/vllm.md", "docs/peers.md")]
+    """SmolLM2, whose blocks of 32 tokens are 720 KiB; it reads our documents, two of which are more than the device
+    holds."""
+    texts = [ROOT / name for name in ("README.md", "ARCHITECTURE.md")]
     said, capacity = [], []
     for form in FORMS:
         config = config_of(form, host_memory="128MiB")
@@ -101,7 +102,7 @@ def test_a_real_model_keeps_more_in_the_same_memory(folder: Path) -> None:
             stats = engine.stats()
             engine.check_all_free()
         capacity.append(stats["host_capacity_blocks"])
-        assert stats["host_hit_tokens"] == 4 * 21 * BLOCK_SIZE
+        assert stats["host_hit_tokens"] == 2 * 21 * BLOCK_SIZE
         assert stats["refused_blocks"] == 0
     assert said[:2] == said[2:], "of both forms, computed and loaded"
     assert capacity[1] >= 1.3 * capacity[0]
