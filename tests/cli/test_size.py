@@ -105,7 +105,10 @@ def test_a_name_is_found_in_the_local_cache(
     ("config", "words"),
     [
         ({"num_hidden_layers": 2}, "has no num_attention_heads or n_head or num_heads: write a number from 1"),
-        (LLAMA_8B | {"num_attention_heads": 0}, "has 0 for num_attention_heads or n_head or num_heads: write a number from 1"),
+        (
+            LLAMA_8B | {"num_attention_heads": 0},
+            "has 0 for num_attention_heads or n_head or num_heads: write a number from 1",
+        ),
         (LLAMA_8B | {"num_hidden_layers": "many"}, "has 'many' for num_hidden_layers"),
         (LLAMA_8B | {"compress_ratios": [4]}, "caches of models with compress_ratios"),
         (LLAMA_8B | {"layer_types": ["linear_attention"] * 32}, "recurrent states of model_type 'llama' are not known"),
