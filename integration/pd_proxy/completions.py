@@ -139,7 +139,7 @@ class Exchange:
     async def _compute_prompt(self, engine: Engine, body: bytes) -> httpx.Response | None:
         """A prefill engine's answer; None where another one is worth asking."""
         began = time.monotonic()
-        headers = self._completion.headers | {"accept-encoding": "identity"}
+        headers = self._completion.headers | {b"accept-encoding": b"identity"}
         try:
             response = await self._client.post(engine.url + self._path, content=body, headers=headers)
         except httpx.RequestError as error:
