@@ -202,7 +202,7 @@ def _told(response: httpx.Response) -> dict[str, Any] | None:
     """A prefill engine that finds fault with a request says so, and so will the decode engine, to the client."""
     try:
         answer = response.json() if response.status_code == 200 else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = {}
     params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
     return params if isinstance(params, dict) else None
