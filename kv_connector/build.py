@@ -37,8 +37,9 @@ storage_logger = logging.getLogger("kv_connector.storage")
 def build_scheduler(config: Config, block_size: int, world_size: int = 1, **options: Any) -> SchedulerHalf:
     """The scheduler half of one engine. `block_size` in tokens; `options` as for `SchedulerHalf`. Raises
     KVConnectorError for a block size or a number of ranks that cannot be, ConfigError for settings, and for traces that
-    cannot be exported."""
+    cannot be exported. What an observer raises ends it and nothing else."""
     from .scheduler import SchedulerHalf
+    from .scheduler.observers import GuardedObserver
 
     _check_argument("block_size", block_size, 1)
     _check_argument("world_size", world_size, 1)
@@ -54,7 +55,7 @@ def build_scheduler(config: Config, block_size: int, world_size: int = 1, **opti
         from .tracing import open_tracer
 
         observers.append(RequestTraces(open_tracer(), config.trace_requests))
-    options["observers"] = observers
+    options["observers"] = [GuardedObserver(observer) for observer in observers]
     half = SchedulerHalf(config, block_size, world_size, **options)
     if config.storage is not None and (identity := options.get("identity")) is not None:
         half.keep_pins(_open_pin_keeper(config.storage, identity))

@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from integration.pd_proxy.completions import Limits
+from integration.pd_proxy.messages import Completion, Refused, passed_on
 from tests.pd_engines import PATIENCE, Proxy, Scripted, Silent, Streaming, proxy_of, served, wait_until
 
 TOLD = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 7, "transfer_id": "a"}
@@ -43,6 +45,42 @@ def test_a_prompt_is_computed_by_one_engine_and_continued_by_the_other() -> None
     for heard in (prefill.headers[0], decode.headers[0]):
         assert (heard["authorization"], heard["x-request-id"]) == ("Bearer key", "r1")
         assert "x-hop" not in heard, "it is between the client and the proxy"
+
+
+def test_headers_of_any_kind_are_passed_on_or_left_out() -> None:
+    """Names that are no ASCII, two headers of a hop, and a body that says of itself that it is packed."""
+    prefill, decode = Scripted(params=TOLD), Scripted("answer")
+    headers = [
+        ("X-User", b"caf\xe9"),
+        ("Authorization", b"Bearer \xff"),
+        ("Connection", b"keep-alive"),
+        ("Connection", b"X-Hop"),
+        ("X-Hop", b"1"),
+        ("Content-Encoding", b"gzip"),
+    ]
+    with proxy_of([prefill], [decode]) as proxy:
+        assert httpx.post(f"{proxy.url}/v1/completions", json=BODY, headers=headers).status_code == 200
+        assert httpx.get(f"{proxy.url}/v1/models", headers=headers).status_code == 200
+    for heard in (prefill.headers[0], decode.headers[0]):
+        assert (heard["x-user"], heard["authorization"]) == ("caf\xe9", "Bearer \xff")
+        assert not {"x-hop", "content-encoding"} & heard.keys()
+
+
+def test_headers_that_an_engine_says_are_of_a_hop_do_not_reach_the_client() -> None:
+    given = [(b"Connection", b"close, X-Hop"), (b"X-Hop", b"1"), (b"X-Served-By", b"7"), (b"Server", b"engine")]
+    assert passed_on(given) == [(b"x-served-by", b"7")]
+
+
+def test_a_body_at_the_edge_of_what_can_be_nested_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could be read, and writing it takes a little more."""
+
+    def too_deep(body: object) -> str:
+        raise RecursionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", too_deep)
+        with pytest.raises(Refused, match="nested too deeply"):
+            Completion(Headers(), b'{"prompt": [[["x"]]]}').for_decode(None)
 
 
 def test_both_engines_are_asked_at_once_where_the_producer_is_known() -> None:

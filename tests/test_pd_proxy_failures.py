@@ -115,7 +115,9 @@ def test_a_prefill_engine_with_an_error_of_its_own_is_no_loss() -> None:
     assert decode.asked[0]["kv_transfer_params"] == TOLD
 
 
-@pytest.mark.parametrize("answer", [b"[]", b"no json", b'{"kv_transfer_params": 5}', b"{}"])
+@pytest.mark.parametrize(
+    "answer", [b"[]", b"no json", b'{"kv_transfer_params": 5}', b"{}", b"\xff", b"[" * 100_000], ids=len
+)
 def test_a_prefill_engine_that_tells_nothing_leaves_the_prompt_to_the_decode_engine(answer: bytes) -> None:
     decode = Scripted("answer")
     headers = {"Content-Length": str(len(answer))}

@@ -41,7 +41,7 @@ from kv_connector.histograms import Histograms
 from kv_connector.index import BlockGroup, Event, adopt_hashes
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.ledger import EndedJob
-from kv_connector.scheduler.observers import JobTimes, Observer
+from kv_connector.scheduler.observers import GuardedObserver, JobTimes, Observer
 from kv_connector.scheduler.traces import RequestTraces
 from kv_connector.tracing import SpanTracer
 from kv_connector.types import BlockHash, StepPlan, StepReport
@@ -387,12 +387,13 @@ def observed(report: Report, options: argparse.Namespace) -> None:
     whose thread they would be exported, and from there nowhere."""
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(InMemorySpanExporter()))
+    traces = RequestTraces(SpanTracer(provider), TRACED_SHARE)
     length = options.prompt_blocks // 16
     prefixes = [make_hashes(length // 2) for _ in range(options.requests)]
     room = 4 * length * (options.steps * OBSERVED_STEPS + options.requests)
     sides = {
         "nothing on": Side(room),
-        "all on": Side(room, publishes_events=True, observers=(RequestTraces(SpanTracer(provider), TRACED_SHARE),)),
+        "all on": Side(room, publishes_events=True, observers=(GuardedObserver(traces),)),
     }
     off = sides["nothing on"].half
     off.metrics.histograms = Unobserved()

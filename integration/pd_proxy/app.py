@@ -53,7 +53,7 @@ def make_app(
             tasks.cancel_scope.cancel()
 
     async def show_models(request: Request) -> Response:
-        asked = {name: value for name, value in request.headers.items() if name == "authorization"}
+        asked = [(name, value) for name, value in request.headers.raw if name == b"authorization"]
         for engine in decode.order():
             try:
                 answer = await client.get(engine.url + request.url.path, headers=asked)

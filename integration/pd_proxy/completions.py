@@ -139,7 +139,7 @@ class Exchange:
     async def _compute_prompt(self, engine: Engine, body: bytes) -> httpx.Response | None:
         """A prefill engine's answer; None where another one is worth asking."""
         began = time.monotonic()
-        headers = self._completion.headers | {"accept-encoding": "identity"}
+        headers = self._completion.headers | {b"accept-encoding": b"identity"}
         try:
             response = await self._client.post(engine.url + self._path, content=body, headers=headers)
         except httpx.RequestError as error:
@@ -202,7 +202,7 @@ def _told(response: httpx.Response) -> dict[str, Any] | None:
     """A prefill engine that finds fault with a request says so, and so will the decode engine, to the client."""
     try:
         answer = response.json() if response.status_code == 200 else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = {}
     params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
     return params if isinstance(params, dict) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from starlette.datastructures import Headers
@@ -27,7 +27,7 @@ _BETWEEN_TWO_HOPS = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization",
     "te", "trailer", "transfer-encoding", "upgrade",
 }  # fmt: skip
-_OURS_TO_SAY = {"host", "content-length", "content-type", "expect"}
+_OURS_TO_SAY = {"host", "content-length", "content-type", "content-encoding", "expect"}
 _SERVERS_OWN = {"date", "server"}
 
 
@@ -66,11 +66,11 @@ class Completion:
         if not isinstance(params, dict):
             raise Refused(400, f"kv_transfer_params is a JSON {type(params).__name__}: give an object")
         self._params = {HINTS: params[HINTS]} if HINTS in params else {}
-        named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
-        left_out = _BETWEEN_TWO_HOPS | _OURS_TO_SAY | named
-        self.headers = {name: value for name, value in headers.items() if name not in left_out}
-        self.headers.setdefault("x-request-id", uuid.uuid4().hex)
-        self.headers["content-type"] = "application/json"
+        left_out = {name.encode() for name in _OURS_TO_SAY} | _of_a_hop(headers.raw)
+        # As bytes: clients send what is no ASCII.
+        self.headers = {name: value for name, value in headers.raw if name not in left_out}
+        self.headers.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
+        self.headers[b"content-type"] = b"application/json"
 
     def for_prefill(self, transfer_id: str | None = None) -> bytes:
         """One token, and that another engine continues; under an id of ours where both engines are asked at once."""
@@ -79,12 +79,12 @@ class Completion:
         if "max_completion_tokens" in short:
             short["max_completion_tokens"] = 1
         ask = _ASK_PREFILL | ({"transfer_id": transfer_id} if transfer_id else {})
-        return json.dumps(short | {"kv_transfer_params": self._params | ask}).encode()
+        return _encoded(short | {"kv_transfer_params": self._params | ask})
 
     def for_decode(self, told: dict[str, Any] | None) -> bytes:
         """The whole request, with what the prefill engine has told of its prompt's blocks."""
         params = self._params | (told or {})
-        return json.dumps(self._body | ({"kv_transfer_params": params} if params else {})).encode()
+        return _encoded(self._body | ({"kv_transfer_params": params} if params else {}))
 
 
 def told_beforehand(prefill: Engine, transfer_id: str) -> dict[str, Any]:
@@ -95,10 +95,25 @@ def told_beforehand(prefill: Engine, transfer_id: str) -> dict[str, Any]:
     return told | {"remote_host": host, "remote_port": port}
 
 
-def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def passed_on(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """An engine's headers as the client gets them."""
-    left_out = {name.encode() for name in _BETWEEN_TWO_HOPS | _SERVERS_OWN}
+    left_out = {name.encode() for name in _SERVERS_OWN} | _of_a_hop(headers)
     return [(name.lower(), value) for name, value in headers if name.lower() not in left_out]
+
+
+def _of_a_hop(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
+    """Names, in small letters, of headers that are between two hops, and of those that a side says are."""
+    said = (value for name, value in headers if name.lower() == b"connection")
+    named = {name.strip().lower() for value in said for name in value.split(b",")}
+    return named | {name.encode() for name in _BETWEEN_TWO_HOPS}
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    """Raises Refused where it can be read and not written, which takes a little more."""
+    try:
+        return json.dumps(body).encode()
+    except RecursionError as error:
+        raise Refused(400, "the body is nested too deeply") from error
 
 
 def refusal(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -126,6 +126,8 @@ def _token_ids(value: object) -> list[int]:
 def _text(value: object) -> str:
     if not isinstance(value, str) or len(value) > _MOST_TEXT:
         raise ConfigError(f"text={shown(value)}: give text of at most {_MOST_TEXT} characters, or send token_ids")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ConfigError("text has halves of characters (surrogates), which no tokenizer reads: leave them out")
     return value
 
 

@@ -46,7 +46,7 @@ class AdminClient:
             connection.close()
         try:
             answer = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise ConfigError(f"{self.where} does not answer as an admin endpoint: {shown(text)}")

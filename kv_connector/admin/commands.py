@@ -75,10 +75,13 @@ def _call(run: _Run, show: Callable[[Answer], str], options: argparse.Namespace)
     client = AdminClient(options.url, options.socket, token)
     try:
         answer = run(client, options)
+        text = json.dumps(answer, indent=2) if options.json else show(answer)
     except Refusal as refusal:
         print(f"error: {client.where}: {refusal.status}: {refusal}", file=sys.stderr)
         return 2
-    print(json.dumps(answer, indent=2) if options.json else show(answer))
+    except (KeyError, TypeError, AttributeError) as error:  # another server's answer, which has not what ours have
+        raise ConfigError(f"{client.where} does not answer as an admin endpoint: {shown(error)}") from error
+    print(text)
     return 1 if answer.get("done") is False else 0
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,8 @@ from ..values import shortened, shown
 
 _BACKLOG = 16
 _SECONDS_TO_ANSWER = 1.0
+_LOCK_PAUSE_SECONDS = 0.02
+_LOCK_TRIES = 500
 
 
 class Listener:
@@ -81,10 +85,17 @@ def _at_path(path: Path) -> Listener:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No other engine looks for a left socket in this folder meanwhile: two would take each other's new one away."""
+    """No other engine looks for a left socket in this folder meanwhile: two would take each other's new one away.
+    Each holds it for a moment, and whoever may read the folder could do so for ever. Raises OSError then."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for _ in range(_LOCK_TRIES):
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_LOCK_PAUSE_SECONDS)
+        else:
+            raise OSError(errno.EDEADLK, "another program holds a lock on its folder and keeps it")
         yield
     finally:
         os.close(descriptor)

@@ -11,6 +11,7 @@ import hmac
 import io
 import json
 import logging
+import math
 import socket
 import threading
 import time
@@ -32,7 +33,9 @@ CLIENT_SECONDS = 10.0
 """For a whole request to arrive, and for its answer to be read."""
 _LINGER_SECONDS = 1.0
 _PAUSE_SECONDS = 1.0
-"""After the process had no descriptor left for a connection."""
+"""After the process had no descriptor or thread left for a connection."""
+_LOG_SECONDS = 60.0
+"""Between two lines of the log about wrong tokens, however many are tried."""
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
     b'Retry-After: 1\r\n\r\n{"error": "too many connections: ask again in a moment"}\n'
@@ -40,15 +43,23 @@ _BUSY = (
 
 
 class AdminServer:
-    """Serves from when it is made until `close`. `token` is what callers show; `client_seconds` as CLIENT_SECONDS."""
+    """Serves from when it is made until `close`. `token` is what callers show; `client_seconds` as CLIENT_SECONDS;
+    `clock` gives seconds that never go back."""
 
     def __init__(
-        self, listener: Listener, routes: Routes, token: bytes, client_seconds: float = CLIENT_SECONDS
+        self,
+        listener: Listener,
+        routes: Routes,
+        token: bytes,
+        client_seconds: float = CLIENT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.routes = routes
         self.client_seconds = client_seconds
+        self.clock = clock
         self._listener = listener
         self._token = token
+        self._silent_until = -math.inf
         self._slots = threading.Semaphore(MOST_CONNECTIONS)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="kv-admin", daemon=True)
@@ -57,6 +68,12 @@ class AdminServer:
     def is_token(self, shown: bytes) -> bool:
         """Whether this is the token; how long it takes does not tell how much of it is."""
         return hmac.compare_digest(shown, self._token)
+
+    def note_wrong_token(self) -> None:
+        """Who tries many does not fill the log."""
+        if (now := self.clock()) >= self._silent_until:
+            self._silent_until = now + _LOG_SECONDS
+            logger.warning("admin: a call with a wrong token was refused; others are not logged for a minute")
 
     def close(self) -> None:
         """Nobody connects any more. Idempotent."""
@@ -68,15 +85,22 @@ class AdminServer:
         while not self._is_closing.is_set():
             try:
                 connection, _ = self._listener.socket.accept()
-            except OSError as error:
+                self._begin(connection)
+            except (OSError, RuntimeError) as error:  # the latter where no thread can be had
                 if not self._is_closing.is_set():
                     logger.warning("admin: no connection can be taken: %s", error)
                     self._is_closing.wait(_PAUSE_SECONDS)
-                continue
-            if self._slots.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), name="kv-admin-call", daemon=True).start()
-            else:
-                _turn_away(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        if not self._slots.acquire(blocking=False):
+            _turn_away(connection)
+            return
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="kv-admin-call", daemon=True).start()
+        except RuntimeError:
+            connection.close()
+            self._slots.release()
+            raise
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -100,15 +124,16 @@ def _turn_away(connection: socket.socket) -> None:
 class _Reader(io.RawIOBase):
     """What a client says, until the deadline. Raises TimeoutError."""
 
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
+    def __init__(self, connection: socket.socket, seconds: float, clock: Callable[[], float]) -> None:
         self._connection = connection
-        self._deadline = time.monotonic() + seconds
+        self._clock = clock
+        self._deadline = clock() + seconds
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left = self._deadline - time.monotonic()
+        left = self._deadline - self._clock()
         if left <= 0:
             raise TimeoutError("the request did not arrive in time")
         self._connection.settimeout(left)
@@ -123,7 +148,7 @@ class _Call(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         self.connection = self.request
-        self.rfile = io.BufferedReader(_Reader(self.connection, self.server.client_seconds))
+        self.rfile = io.BufferedReader(_Reader(self.connection, self.server.client_seconds, self.server.clock))
         self.wfile = io.BytesIO()  # sent as a whole
 
     def handle(self) -> None:
@@ -135,7 +160,7 @@ class _Call(BaseHTTPRequestHandler):
         self.connection.settimeout(self.server.client_seconds)
         self.connection.sendall(self.wfile.getvalue())  # type: ignore[attr-defined]
         self.connection.shutdown(socket.SHUT_WR)
-        rest = _Reader(self.connection, _LINGER_SECONDS)
+        rest = _Reader(self.connection, _LINGER_SECONDS, self.server.clock)
         with suppress(TimeoutError):
             while rest.read(1 << 16):
                 pass
@@ -171,6 +196,11 @@ class _Call(BaseHTTPRequestHandler):
             status, answer = refusal.status, {"error": str(refusal)}
         except KVConnectorError as error:
             status, answer = 400, {"error": str(error)}
+        except OSError:  # the client is gone, or too slow
+            raise
+        except Exception as error:  # whatever goes wrong is an answer to the caller, and nothing to the engine
+            logger.exception("admin: a call failed")
+            status, answer = 500, {"error": f"{type(error).__name__}; the engine's log has more"}
         self._send(status, answer)
 
     def _check_token(self) -> None:
@@ -179,7 +209,7 @@ class _Call(BaseHTTPRequestHandler):
         if not given:
             raise Refusal(401, "no token: send the header Authorization: Bearer TOKEN")
         if scheme.lower() != "bearer" or not self.server.is_token(token.strip().encode("latin-1", "replace")):
-            logger.warning("admin: a call with a wrong token was refused")
+            self.server.note_wrong_token()
             raise Refusal(401, "wrong token: send the engine's, as Authorization: Bearer TOKEN")
 
     def _body(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,9 @@ __all__ = ["main", "make_parser"]
 
 _COMMANDS = (doctor, size, simulate, top, admin, calibrate, storage, completion)
 """In the order of the help. Each has `add`; what is slow to import it imports when it runs."""
+_STDOUT = 1
+_INTERRUPTED, _CUT_OFF = 130, 141
+"""As shells have it of who was ended by Ctrl-C, and by the end of who reads."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         run: Callable[[argparse.Namespace], int] = options.run
-        return run(options)
+        status = run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)  # for what Python writes at its end
+        return _CUT_OFF
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except (OSError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,12 +15,13 @@ import logging
 import os
 import queue
 import secrets
+import stat
 import threading
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import count
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -36,6 +37,11 @@ MOST_BYTES = 1 << 30
 _MOST_WAITING = 4096
 """Requests that wait to be written; those behind are left out, and counted."""
 _MOST_FILES = 64
+_CLOSE_SECONDS = 10.0
+"""For a disk to take what is left: no engine waits longer for one that hangs."""
+_BEGINS = json.dumps({"format": FORMAT}).removesuffix("}").encode()
+"""Every trace."""
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _ID_MASK = (1 << 63) - 1
 
 
@@ -63,7 +69,8 @@ class TraceRecorder:
         thread = threading.Thread(target=_write_all, args=(self._queue, writer), name="kv-connector-trace", daemon=True)
         thread.start()
         logger.info("requests are recorded to %s, lengths and salted ids of blocks only", self.path)
-        self.close = weakref.finalize(self, _close, self._queue, thread)
+        # Engines are children of multiprocessing, which know no atexit, and so no finalizer of weakref at their end.
+        self.close = Finalize(self, _close, (self._queue, thread), exitpriority=10)
         """Ends when all is written; idempotent."""
 
     def record(self, seconds: float, input_tokens: int, output_tokens: int, hashes: Sequence[BlockHash]) -> None:
@@ -85,10 +92,16 @@ class _Writer:
         self._most_bytes = most_bytes
         self._key = secrets.token_bytes(32)
         self._begin: float | None = None
-        self._header: dict[str, object] | None = {"format": FORMAT, "version": VERSION, "block_tokens": block_tokens}
+        self._header = {"format": FORMAT, "version": VERSION, "block_tokens": block_tokens}
 
     def write(self, ended: _Ended) -> bool:
         """Whether the recording goes on."""
+        found = os.fstat(self._file.fileno())
+        if not found.st_nlink:
+            logger.warning("%s: the recording ends, as the file was deleted", self._file.name)
+            return False
+        # Who empties the file begins a new one: without a header its blocks would be of another size.
+        is_first, size = self._begin is None or not found.st_size, found.st_size
         if self._begin is None:
             self._begin = ended.seconds
         entry = {
@@ -97,10 +110,8 @@ class _Writer:
             "output_length": ended.output_tokens,
             "hash_ids": [self._id_of(block) for block in ended.hashes],
         }
-        lines = [entry] if self._header is None else [self._header, entry]
-        self._header = None
+        lines = [self._header, entry] if is_first else [entry]
         data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-        size = os.fstat(self._file.fileno()).st_size
         if size + len(data) > self._most_bytes:
             logger.warning("%s: the recording ends, as a file has at most %d bytes", self._file.name, self._most_bytes)
             return False
@@ -139,8 +150,9 @@ def _write_all(waiting: queue.Queue[_Ended | None], writer: _Writer) -> None:
 
 
 def _close(waiting: queue.Queue[_Ended | None], thread: threading.Thread) -> None:
-    waiting.put(None)
-    thread.join()
+    with suppress(queue.Full):
+        waiting.put(None, timeout=_CLOSE_SECONDS)
+    thread.join(_CLOSE_SECONDS)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -164,13 +176,37 @@ def _open(path: Path) -> BinaryIO:
                     "file of its own"
                 ) from error
             continue
-        _drop_torn_line(file)
+        try:
+            _check(file, own)
+            _drop_torn_line(file)
+        except (OSError, ConfigError):
+            file.close()
+            raise
         return file
     raise AssertionError("count() does not end")
 
 
 def _open_for_owner(path: str, _: int) -> int:
     return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _check(file: BinaryIO, path: Path) -> None:
+    """Raises ConfigError where it is not a trace that this user alone may read: nothing of it has been changed."""
+    found = os.fstat(file.fileno())
+    fault = ""
+    if not stat.S_ISREG(found.st_mode):
+        fault = "is no file"
+    elif found.st_uid != os.geteuid():
+        fault = f"is the file of another user, {found.st_uid}"
+    elif found.st_mode & _OTHERS:
+        fault = f"has mode {stat.S_IMODE(found.st_mode):04o}, others may open it"
+    elif not _BEGINS.startswith(os.pread(file.fileno(), len(_BEGINS), 0)):
+        fault = "is there and holds something else"
+    if fault:
+        raise ConfigError(
+            f"record_trace={shown(str(path))} {fault}: give a file that is not there yet, or a trace of this user's "
+            "with mode 0600"
+        )
 
 
 def _drop_torn_line(file: BinaryIO) -> None:

@@ -109,11 +109,15 @@ def read_trace(path: Path, share: float = 1.0) -> Trace:
     """The first `share` of a trace of either format, in the order of its timestamps.
 
     A name of a block is one within a start: what begins behind another header shares no blocks with what is in front of
-    it. Raises ConfigError, with the line, for what is no trace.
+    it. A last line that an engine is still writing, or was killed in, is left out. Raises ConfigError, with the line,
+    for what is no trace.
     """
     start, block_tokens = 0, MOONCAKE_BLOCK_TOKENS
     found: list[tuple[int, float, list[Hashable], int]] = []
-    for number, line in enumerate(_lines(path), 1):
+    *lines, rest = _text(path).split("\n")
+    if rest and not (lines and _is_torn(rest)):
+        lines.append(rest)
+    for number, line in enumerate(lines, 1):
         entry = _entry(path, number, line)
         if "format" in entry:
             tokens = _header_tokens(path, number, entry)
@@ -137,11 +141,16 @@ def read_trace(path: Path, share: float = 1.0) -> Trace:
     return Trace.of(path.stem, requests, input_tokens=[n for *_, n in found], block_tokens=block_tokens)
 
 
-def _lines(path: Path) -> list[str]:
+def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text: give a trace, with one JSON object a line") from error
+
+
+def _is_torn(line: str) -> bool:
+    """Whether a line without its end may be the beginning of one: a whole one has one closing brace, at its end."""
+    return line.startswith("{") and "}" not in line
 
 
 def _number(path: Path, number: int, entry: dict[str, Any], name: str, default: int, least: float) -> float:
@@ -157,7 +166,7 @@ def _number(path: Path, number: int, entry: dict[str, Any], name: str, default: 
 def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}, line {number}: give one JSON object a line, with hash_ids") from error
     if not isinstance(entry, dict):
         raise ConfigError(f"{path}, line {number}: give one JSON object a line, with hash_ids")

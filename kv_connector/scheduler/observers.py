@@ -6,6 +6,7 @@ opened -> ran (once for each rank that knows) -> ended, of jobs whose opening an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ..base import Request
     from .companion import Admission
     from .ledger import EndedJob
+
+logger = logging.getLogger("kv_connector.scheduler")
 
 Job = CopyJob | StorageJob | PeerJob
 Kind = Direction | StorageAction | PeerAction
@@ -68,6 +71,51 @@ class Observer(JobObserver, Protocol):
 
     def finished(self, request: Request) -> None:
         """It has ended, before it was admitted or after."""
+
+
+class GuardedObserver:
+    """Another observer, for whose faults no engine pays: it hears no more once it has raised something."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer: Observer | None = observer
+
+    def arrived(self, request: Request) -> None:
+        """See `Observer`, as of all below."""
+        self._tell("arrived", request)
+
+    def admitted(self, admission: Admission) -> None:
+        """To the other."""
+        self._tell("admitted", admission)
+
+    def preempted(self, request_id: str) -> None:
+        """To the other."""
+        self._tell("preempted", request_id)
+
+    def finished(self, request: Request) -> None:
+        """To the other."""
+        self._tell("finished", request)
+
+    def opened(self, job: Job, request_ids: Collection[str]) -> bool:
+        """To the other."""
+        return bool(self._tell("opened", job, request_ids))
+
+    def ran(self, job: Job, rank: int, seconds: float) -> None:
+        """To the other."""
+        self._tell("ran", job, rank, seconds)
+
+    def ended(self, ended: EndedJob, seconds: float) -> None:
+        """To the other."""
+        self._tell("ended", ended, seconds)
+
+    def _tell(self, what: str, *told: object) -> object:
+        if self._observer is None:
+            return None
+        try:
+            return getattr(self._observer, what)(*told)
+        except Exception:  # it may call others' code, such as an exporter of traces
+            logger.exception("%s ends, the engine goes on", type(self._observer).__name__)
+            self._observer = None
+            return None
 
 
 class JobTimes:

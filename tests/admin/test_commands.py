@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,31 @@ def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], messa
     file.write_text("no json")
     with pytest.raises(ConfigError, match=message):
         run(*(str(file) if argument == "FILE" else argument for argument in arguments))
+
+
+@pytest.mark.parametrize("command", ["stats", "pins", "drain"])
+@pytest.mark.parametrize(
+    "answer", [b"{}", b'{"pins": 5, "tiers": 5, "tenants": {}}', b'{"pins": [{}], "tiers": {"a": 1}}', b"[" * 100_000]
+)
+def test_a_server_of_another_kind_is_said_to_be_one(tmp_path: Path, command: str, answer: bytes) -> None:
+    path = str(tmp_path / "other.sock")
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n".encode()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(head + answer)
+            while connection.recv(1 << 16):
+                pass
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        server = threading.Thread(target=serve)
+        server.start()
+        with pytest.raises(ConfigError, match="does not answer as an admin endpoint"):
+            run(command, "--socket", path)
+        server.join()
 
 
 def test_nobody_listens(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from integration.servers import free_ports
+from kv_connector.admin import listeners
 from kv_connector.admin.listeners import listen
 from kv_connector.config import AdminConfig
 from kv_connector.errors import ConfigError
@@ -77,6 +79,17 @@ def test_a_folder_that_may_not_be_written_to_is_said_so(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match="cannot be listened at: Permission denied; give a path in a folder"):
         listen(AdminConfig(socket=str(tmp_path / "admin.sock")), 0)
+
+
+def test_who_keeps_the_folder_locked_holds_no_engine_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may read the folder can, such as /tmp."""
+    monkeypatch.setattr(listeners, "_LOCK_PAUSE_SECONDS", 0.0)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="cannot be listened at: another program holds a lock on its folder"):
+        listen(AdminConfig(socket=str(tmp_path / "admin.sock")), 0)
+    os.close(descriptor)
+    listen(AdminConfig(socket=str(tmp_path / "admin.sock")), 0).close()
 
 
 def test_a_folder_that_is_not_there_is_said_so(tmp_path: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kv_connector.admin import server as server_module
 from kv_connector.admin.base import Answer, Command, Refusal
 from kv_connector.admin.listeners import listen
 from kv_connector.admin.routes import Routes
-from kv_connector.admin.server import MOST_BODY_BYTES, MOST_CONNECTIONS, AdminServer
+from kv_connector.admin.server import MOST_BODY_BYTES, MOST_CONNECTIONS, AdminServer, _Reader
 from kv_connector.config import AdminConfig
 from kv_connector.types import BlockHash
 from tests.admin.stepping import TOKEN
@@ -142,6 +145,7 @@ def test_health_needs_no_token_and_asks_the_engine_nothing(server: AdminServer, 
         ("POST", "/v1/pins", b'{"text": "a", "hashes": ["00"]}', 400, "text and hashes given: give one of"),
         ("POST", "/v1/pins", b'{"text": "a"}', 400, "text: this engine runs without a tokenizer: send token_ids"),
         ("POST", "/v1/pins", b'{"text": 3}', 400, "text=3: give text of at most 262144 characters"),
+        ("POST", "/v1/pins", b'{"text": "a\\ud800"}', 400, "text has halves of characters (surrogates), which no"),
         ("POST", "/v1/pins", b'{"token_ids": "1"}', 400, "token_ids='1' is no list: give numbers such as [1, 2, 3]"),
         ("POST", "/v1/pins", b'{"token_ids": [1, -2]}', 400, "token_ids has -2: give integers of 0 and more"),
         ("POST", "/v1/pins", b'{"token_ids": [true]}', 400, "token_ids has True: give integers"),
@@ -234,6 +238,67 @@ def test_a_slow_client_is_left(path: str, recorder: Recorder, said: bytes) -> No
     assert not recorder.commands
 
 
+def test_a_client_that_says_a_little_again_and_again_is_left() -> None:
+    """The time is that of the whole request, not of each part of it: at the deadline it is over, whatever has come."""
+    ours, theirs = socket.socketpair()
+    times = iter([0.0, 1.0, 4.0, 9.0, 10.0, 11.0])
+    with ours, theirs:
+        reader = _Reader(ours, 10.0, lambda: next(times))
+        theirs.sendall(b"GET /v1/stats")
+        for left in (9.0, 6.0, 1.0):
+            assert len(reader.read(1)) == 1
+            assert ours.gettimeout() == left
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="did not arrive in time"):
+                reader.read(1)
+
+
+def test_what_follows_a_request_is_read_for_a_moment_only(path: str, recorder: Recorder) -> None:
+    """Who sends without end is cut off: each look at the clock is a minute later."""
+    minutes = count()
+    listener = listen(AdminConfig(socket=path), 0)
+    server = AdminServer(
+        listener, Routes(recorder.ask, Echo()), TOKEN.encode(), 600.0, clock=lambda: 60.0 * next(minutes)
+    )
+    try:
+        with connect(path) as connection:
+            connection.sendall(b"GET /v1/health HTTP/1.1\r\n\r\n" + b"and more")
+            assert read_all(connection).startswith(b"HTTP/1.1 200 OK")
+            with suppress(BrokenPipeError, ConnectionResetError):
+                while True:
+                    connection.sendall(b"x" * 4096)
+    finally:
+        server.close()
+
+
+def test_who_tries_many_tokens_does_not_fill_the_log(
+    server: AdminServer, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="kv_connector.admin"):
+        for number in range(5):
+            assert ask(path, "GET", "/v1/stats", token=f"guess {number}")[0] == 401
+    assert [record.getMessage() for record in caplog.records] == [
+        "admin: a call with a wrong token was refused; others are not logged for a minute"
+    ]
+
+
+def test_a_process_without_threads_left_serves_again_once_it_has_some(
+    server: AdminServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The endpoint neither ends with that, nor loses its places for connections."""
+    monkeypatch.setattr(server_module, "_PAUSE_SECONDS", 0.0)
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        for _ in range(MOST_CONNECTIONS + 1):
+            with connect(path) as connection:
+                assert read_all(connection) == b""
+    assert ask(path, "GET", "/v1/health", token="") == (200, {"status": "ok"})
+
+
 def test_a_client_that_hangs_up_costs_nothing(server: AdminServer, path: str) -> None:
     for said in (b"", b"POST /v1/reset HTT", b"GET /v1/health HTTP/1.1\r\n\r\n"):
         with connect(path) as connection:
@@ -265,9 +330,7 @@ def test_a_broken_route_is_an_error_and_no_end(path: str) -> None:
 
     server = AdminServer(listen(AdminConfig(socket=path), 0), Routes(broken, Echo()), TOKEN.encode())
     try:
-        with connect(path) as connection:
-            connection.sendall(f"POST /v1/reset HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
-            assert read_all(connection) == b""
+        assert ask(path, "POST", "/v1/reset") == (500, {"error": "AssertionError; the engine's log has more"})
         assert ask(path, "GET", "/v1/health")[0] == 200
     finally:
         server.close()

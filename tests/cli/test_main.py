@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kv_connector import __version__
-from kv_connector.cli import main
+from kv_connector.cli import main, storage
 
 HEAVY = ("torch", "numpy", "rich", "matplotlib", "shtab", "pynvml")
 
@@ -54,3 +54,34 @@ def test_what_an_extra_is_missing_for_is_said(
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "zsh"]) == 2
     assert "pip install 'kv-connector[cli]'" in capsys.readouterr().err
+
+
+def test_who_reads_no_more_gets_no_error(tmp_path: Path) -> None:
+    """As `head` does; and a check that was cut off is not told as one that found nothing."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": [1, 2]}\n')
+    for options in ([], ["-u"]):
+        child = subprocess.Popen(
+            [sys.executable, *options, "-c", MAIN, "simulate", str(trace)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        assert (child.stderr.read(), child.wait()) == ("", 141)
+        child.stderr.close()
+
+
+MAIN = "import sys; from kv_connector.cli import main; sys.exit(main())"
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "survey", interrupt)
+    assert main(["storage", "stat", str(tmp_path)]) == 130
+    assert capsys.readouterr() == ("", "")

@@ -104,8 +104,11 @@ def test_a_name_is_found_in_the_local_cache(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"num_hidden_layers": 2}, "has no num_attention_heads or n_head or num_heads: write one of at least 1"),
-        (LLAMA_8B | {"num_attention_heads": 0}, "has 0 for num_attention_heads or n_head or num_heads: write one of"),
+        ({"num_hidden_layers": 2}, "has no num_attention_heads or n_head or num_heads: write a number from 1"),
+        (
+            LLAMA_8B | {"num_attention_heads": 0},
+            "has 0 for num_attention_heads or n_head or num_heads: write a number from 1",
+        ),
         (LLAMA_8B | {"num_hidden_layers": "many"}, "has 'many' for num_hidden_layers"),
         (LLAMA_8B | {"compress_ratios": [4]}, "caches of models with compress_ratios"),
         (LLAMA_8B | {"layer_types": ["linear_attention"] * 32}, "recurrent states of model_type 'llama' are not known"),
@@ -121,3 +124,47 @@ def test_what_is_not_known_is_not_guessed(
     assert main(["size", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+@pytest.mark.parametrize(
+    ("change", "tp_size"), [({}, 3), ({}, 64), ({}, 5), ({"num_attention_heads": 24, "num_key_value_heads": 8}, 12)]
+)
+def test_heads_that_do_not_divide_by_the_ranks_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, int], tp_size: int
+) -> None:
+    """vLLM does not start with them."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | change))
+    assert main(["size", str(tmp_path), "--tp", str(tp_size)]) == 2
+    heads = (LLAMA_8B | change)["num_attention_heads"]
+    assert capsys.readouterr().err.startswith(f"error: --tp={tp_size} with {heads} heads of queries and 8 of keys")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_key_value_heads": "8"},
+        {"num_key_value_heads": [8, 4]},
+        {"head_dim": "128"},
+        {"head_dim": -4},
+        {"layer_types": 5},
+        {"layer_types": [1, 2]},
+        {"num_hidden_layers": 10**11},
+        {"sliding_window": "all", "model_type": "mistral"},
+        {"kv_lora_rank": True},
+        {"architectures": "LlamaForCausalLM"},
+        {"num_kv_shared_layers": 1.5},
+    ],
+)
+def test_odd_values_are_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | change))
+    assert main(["size", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and next(iter(change)) in error and "into a copy of the file" in error
+
+
+def test_a_file_of_brackets_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert main(["size", str(tmp_path)]) == 2
+    assert "is no JSON" in capsys.readouterr().err

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import multiprocessing
 import os
 import stat
 import threading
@@ -18,7 +20,7 @@ from kv_connector.engines.settings import Slot, read_config
 from kv_connector.errors import ConfigError
 from kv_connector.replay import read_trace, write_through_lru
 from kv_connector.replay import recorder as recorder_module
-from kv_connector.replay.recorder import TraceRecorder
+from kv_connector.replay.recorder import TraceRecorder, _Ended, _open, _Writer
 from kv_connector.types import BlockHash
 
 BLOCK = 4
@@ -134,16 +136,160 @@ def test_what_ends_faster_than_it_is_written_is_left_out_and_the_log_says_so_onc
     assert caplog.messages == [f"{recorder.path}: requests end faster than they are recorded; some are left out"]
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    if not os.path.exists("/dev/full"):
-        pytest.skip("there is no /dev/full here")
-    (tmp_path / "full").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        TraceRecorder(tmp_path / "full", BLOCK)  # no link is followed
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a line, which is taken back."""
+    room = [1000]
+    write = os.write
+
+    def write_some(descriptor: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write_some)
     with caplog.at_level(logging.WARNING, "kv_connector.trace"):
-        file = recorded(Path("/dev/full"), ["ab", "cd"])
+        file = recorded(tmp_path / "trace.jsonl", ["abcdef"] * 20)
+    assert 500 < file.stat().st_size < 1000 and read_trace(file).num_blocks
     (message,) = [record.getMessage() for record in caplog.records]
     assert str(file) in message and "No space left on device" in message
+
+
+def test_who_deletes_the_file_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is written that nobody will find."""
+    recorder = TraceRecorder(tmp_path / "trace.jsonl", BLOCK)
+    recorder.path.unlink()
+    with caplog.at_level(logging.WARNING, "kv_connector.trace"):
+        for second in range(3):
+            recorder.record(float(second), 5, 1, path("a"))
+        recorder.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{recorder.path}: the recording ends, as the file was deleted"
+    ]
+
+
+def test_who_empties_the_file_finds_a_whole_trace_behind_it(tmp_path: Path) -> None:
+    """What rotates logs does so. Without its header blocks would be taken for others, of 512 tokens."""
+    file = tmp_path / "trace.jsonl"
+    writer = _Writer(_open(file), BLOCK, 1 << 20)
+    writer.write(_Ended(1.0, 9, 1, path("ab")))
+    os.truncate(file, 0)
+    writer.write(_Ended(2.0, 13, 1, path("abc")))
+    writer.write(_Ended(3.0, 13, 1, path("abc")))
+    writer.close()
+    trace = read_trace(file)
+    assert (trace.block_tokens, trace.num_tokens, trace.num_distinct) == (BLOCK, 26, 3)
+
+
+@pytest.mark.parametrize(
+    "kept", [b"weights, all of them in one line", b"a table\nof something\nbut no tra", b"\n", b"{}"]
+)
+def test_a_file_that_is_no_trace_is_left_as_it_is(tmp_path: Path, kept: bytes) -> None:
+    """A slip of the keyboard costs nobody a file."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(kept)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="is there and holds something else: give a file that is not there yet"):
+        TraceRecorder(file, BLOCK)
+    assert file.read_bytes() == kept
+
+
+def test_a_trace_that_others_may_read_is_not_written_on(tmp_path: Path) -> None:
+    file = recorded(tmp_path / "trace.jsonl", ["ab"])
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="has mode 0644, others may open it: give"):
+        TraceRecorder(file, BLOCK)
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        TraceRecorder(tmp_path / "link", BLOCK)
+
+
+def test_a_trace_of_another_user_is_not_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who puts one into a folder of all beforehand could read what is added."""
+    file = recorded(tmp_path / "trace.jsonl", ["ab"])
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="is the file of another user, "):
+        TraceRecorder(file, BLOCK)
+
+
+def test_what_is_no_file_is_not_written_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(ConfigError, match="is no file: give"):
+            TraceRecorder(path, BLOCK)
+
+
+@pytest.mark.parametrize("left", [0, 1, 20, 150])
+def test_a_trace_whose_engine_was_killed_can_be_replayed(tmp_path: Path, left: int) -> None:
+    """Or that it is writing just now: half of a line is left out."""
+    file = recorded(tmp_path / "trace.jsonl", ["ab", "cdefgh"])
+    whole = file.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    file.write_bytes(whole + last[:left])
+    assert len(last) >= 180 and len(read_trace(file).requests) == 2
+    file.write_bytes(whole + last[:-1])
+    assert len(read_trace(file).requests) == 3
+
+
+@pytest.mark.parametrize("rest", ["garbage", '{"hash_ids": [1}'])
+def test_what_is_no_trace_at_its_end_is_refused(tmp_path: Path, rest: str) -> None:
+    file = recorded(tmp_path / "trace.jsonl", ["ab"])
+    file.write_text(file.read_text() + rest)
+    with pytest.raises(ConfigError, match="line 3: give one JSON object a line"):
+        read_trace(file)
+
+
+def test_names_of_blocks_may_have_any_characters(tmp_path: Path) -> None:
+    """Some of them end a line elsewhere. A file of brackets alone is refused like all that is no trace."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"hash_ids": ["a\u2028b", "\x85"]}\n{"hash_ids": ["a\u2028b"]}', encoding="utf-8")
+    assert list(map(len, read_trace(file).requests)) == [2, 1]
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="line 1: give one JSON object a line"):
+        read_trace(file)
+
+
+def _record_and_end(file: Path) -> None:
+    recorder = TraceRecorder(file, BLOCK)
+    _KEPT.append(recorder)
+    for second in range(2000):
+        recorder.record(float(second), 9, 1, path("ab"))
+
+
+_KEPT: list[TraceRecorder] = []
+"""What a child of multiprocessing holds until it ends."""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_all_is_written_when_a_process_ends_that_never_closed_it(tmp_path: Path, method: str) -> None:
+    """Engines are children of multiprocessing, which run no atexit when they were forked."""
+    file = tmp_path / "trace.jsonl"
+    child = multiprocessing.get_context(method).Process(target=_record_and_end, args=(file,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0 and len(lines(file)) == 2001
+
+
+def test_a_disk_that_hangs_holds_no_engine_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while it serves nor when it ends."""
+    monkeypatch.setattr(recorder_module, "_CLOSE_SECONDS", 0.0)
+    is_back = threading.Event()
+    write = os.write
+
+    def hang(descriptor: int, data: memoryview) -> int:
+        is_back.wait()
+        return write(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", hang)
+        recorder = TraceRecorder(tmp_path / "trace.jsonl", BLOCK)
+        for second in range(5000):
+            recorder.record(float(second), 9, 1, path("ab"))
+        recorder.close()
+        is_back.set()
 
 
 def test_what_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 from kv_connector.base import SchedulerOutput
 from kv_connector.build import build_scheduler
@@ -70,3 +72,32 @@ def test_what_an_engine_served_is_replayed(tmp_path: Path) -> None:
     del half  # closes the file
     trace = read_trace(file)
     assert (list(trace.input_tokens), list(trace.device_hits), trace.block_tokens) == ([9, 13], [0, 2], 4)
+
+
+@pytest.mark.parametrize("fault", ["arrived", "admitted", "preempted", "finished", "opened", "ended"])
+def test_an_observer_that_raises_breaks_no_engine(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It calls others' code: exporters of traces. All goes on, no block stays leased, and the log has one line."""
+    heard: list[str] = []
+
+    class Broken:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            heard.append(name)
+            if name == fault:
+                raise RuntimeError("an exporter is broken")
+            return lambda *told: None
+
+    pool = ForeignBlocks()
+    half = build_scheduler(Config(host_memory=1 << 20), 4, observers=[Broken()])
+    half.bind_block_pool(pool)
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=10)])
+    request = Asked("chat", list(range(9)))
+    half.on_new_request(request)
+    admit(half, request)
+    half.build_connector_meta(SchedulerOutput((), {"chat"}))
+    admit(half, request, first_block=20)
+    save(half, request, first_block=40)
+    stats = half.get_kv_connector_stats()
+    assert (stats["jobs_in_flight"], stats["host_leased_blocks"], stats["host_cached_blocks"]) == (0, 0, 2)
+    half.check()
+    assert heard[-1] == fault and heard.count(fault) == 1
+    assert [record.getMessage() for record in caplog.records] == ["Broken ends, the engine goes on"]

@@ -57,6 +57,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{model.path} has dtype {dtype!r}: give --dtype, one of {', '.join(_DTYPES[1:])}")
     cache_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     layers = read_layers(model, Engine(dtype, cache_dtype, options.tp))
+    _check_ranks(model, layers, options.tp)
     block_tokens = block_tokens_beside_states(layers, options.block_size)
     blocks = to_blocks(layers, block_tokens)
     copies = num_copies(model, layers, options.tp)
@@ -71,6 +72,20 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_ranks(model: ModelConfig, layers: Sequence[Layer], tp_size: int) -> None:
+    """Raises ConfigError where heads do not divide by the ranks as vLLM has them: it would not start."""
+    from .layers import Kind
+
+    queries = model.optional("num_attention_heads", "n_head") or tp_size
+    heads = model.optional("num_key_value_heads", "num_kv_heads") or tp_size
+    is_latent = any(layer.kind is Kind.LATENT for layer in layers)  # which every rank keeps whole
+    if queries % tp_size or not (is_latent or heads % tp_size == 0 or tp_size % heads == 0):
+        raise ConfigError(
+            f"--tp={tp_size} with {queries} heads of queries and {heads} of keys and values: give a divisor of the "
+            "first, which divides the second or is a multiple of it"
+        )
+
+
 def num_copies(model: ModelConfig, layers: Sequence[Layer], tp_size: int) -> int:
     """Ranks, one behind the other, that cache the same bytes, of which the host's memory keeps one copy."""
     from .layers import Kind
@@ -78,9 +93,9 @@ def num_copies(model: ModelConfig, layers: Sequence[Layer], tp_size: int) -> int
     kinds = {layer.kind for layer in layers}
     if kinds == {Kind.LATENT}:
         return tp_size
-    heads = model.get("num_key_value_heads")
+    heads = model.optional("num_key_value_heads")
     if kinds <= {Kind.FULL, Kind.WINDOW} and heads and set(model.architectures) <= HEADS_ALIKE and model.architectures:
-        return max(1, tp_size // int(heads))
+        return max(1, tp_size // heads)
     return 1
 
 
@@ -175,7 +190,7 @@ def _notes(
         notes.append(f"{model.model_type}: as in vLLM's source, but not compared with what vLLM computes")
     if copies > 1:
         notes.append(f"{copies} ranks cache the same bytes: the host keeps one copy for them")
-    elif options.tp > 1 and (model.get("num_key_value_heads") or options.tp) < options.tp:
+    elif options.tp > 1 and (model.optional("num_key_value_heads") or options.tp) < options.tp:
         notes.append(
             "several ranks have the same heads, and each keeps its own copy: this model is not known well enough"
         )

@@ -57,7 +57,7 @@ def read_layers(model: ModelConfig, engine: Engine) -> list[Layer]:
             "here: see what the engine logs for its KV cache"
         )
     kinds = _kinds(model)
-    shared = model.get("num_kv_shared_layers") or 0
+    shared = model.optional("num_kv_shared_layers") or 0
     kinds = kinds[: len(kinds) - shared]  # the last ones read what others keep
     layers = []
     for kind in kinds:
@@ -72,7 +72,7 @@ def _layers(kind: Kind, model: ModelConfig, engine: Engine) -> list[Layer]:
     if kind is Kind.STATE:
         return [Layer(kind, state_bytes=STATE_BYTES[model.model_type](model, engine.dtype, engine.tp_size))]
     number = BYTES[engine.cache_dtype]
-    if model.get("kv_lora_rank"):
+    if model.optional("kv_lora_rank"):
         latent = Layer(Kind.LATENT, (model.integer("kv_lora_rank") + model.integer("qk_rope_head_dim")) * number)
         return [latent, *_indexer(model)]
     span = {Kind.WINDOW: "sliding_window", Kind.CHUNK: "attention_chunk_size"}.get(kind)
@@ -83,7 +83,7 @@ def _layers(kind: Kind, model: ModelConfig, engine: Engine) -> list[Layer]:
 
 def _indexer(model: ModelConfig) -> list[Layer]:
     """Of sparse latent attention (DeepSeek V3.2): keys of fp8 with a scale of four bytes for 128 of them."""
-    if not model.get("index_topk"):
+    if not model.optional("index_topk"):
         return []
     dim = model.integer("index_head_dim")
     return [Layer(Kind.LATENT, dim + dim // 128 * 4)]
@@ -92,16 +92,16 @@ def _indexer(model: ModelConfig) -> list[Layer]:
 def _heads(kind: Kind, model: ModelConfig) -> tuple[int, int]:
     """Heads of keys and values, of all ranks, and the numbers of a head."""
     num_heads = model.integer("num_attention_heads", "n_head", "num_heads", least=1)
-    heads = model.get("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num") or num_heads
+    heads = model.optional("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num") or num_heads
     if model.get("multi_query") and not model.get("new_decoder_architecture"):
         heads = 1  # Falcon
-    head_dim = model.get("head_dim", "attention_head_dim") or model.hidden_size // num_heads
+    head_dim = model.optional("head_dim", "attention_head_dim") or model.hidden_size // num_heads
     if model.model_type in ("granitemoehybrid", "jamba"):
         head_dim = model.hidden_size // num_heads
     if kind is Kind.FULL and model.model_type.startswith("gemma4"):
-        head_dim = model.get("global_head_dim") or head_dim
+        head_dim = model.optional("global_head_dim") or head_dim
         if model.get("attention_k_eq_v"):
-            heads = model.get("num_global_key_value_heads") or heads
+            heads = model.optional("num_global_key_value_heads") or heads
     return heads, head_dim
 
 
@@ -129,17 +129,17 @@ def _kinds(model: ModelConfig) -> list[Kind | None]:
 
 def _types(model: ModelConfig) -> Sequence[str]:
     number, family = model.num_layers, model.model_type
-    if types := model.get("layer_types"):
-        return list(types)
-    if model.get("linear_num_value_heads"):
-        interval = model.get("full_attention_interval") or 4
+    if types := model.texts("layer_types"):
+        return types
+    if model.optional("linear_num_value_heads"):
+        interval = model.optional("full_attention_interval") or 4
         return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(number)]
-    if model.get("sliding_window") and family in _WINDOWS_EVERYWHERE:
+    if model.optional("sliding_window") and family in _WINDOWS_EVERYWHERE:
         return ["sliding_attention"] * number
-    if model.get("sliding_window") and family in _PATTERN:
-        every = model.get("sliding_window_pattern") or _PATTERN[family]
+    if model.optional("sliding_window") and family in _PATTERN:
+        every = model.optional("sliding_window_pattern") or _PATTERN[family]
         return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(number)]
-    if model.get("sliding_window") and model.get("use_sliding_window"):
+    if model.optional("sliding_window") and model.get("use_sliding_window"):
         first = model.integer("max_window_layers")
         return ["full_attention" if layer < first else "sliding_attention" for layer in range(number)]
     if (window := model.get("sliding_window")) and model.get("use_sliding_window") is None:

@@ -16,6 +16,9 @@ _INNER = ("text_config", "language_config", "llm_config", "thinker_config")
 """Where models of several media keep what their language model is."""
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Of a number of a cache."""
+_MOST = 1 << 24
+"""Of any number in such a file that counts here."""
+_ADVICE = "write a number from {} to {} into a copy of the file, as in the model's documentation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class ModelConfig:
     @property
     def architectures(self) -> Sequence[str]:
         """Classes that serve it."""
-        return list(self.values.get("architectures") or ())
+        return self.texts("architectures")
 
     @property
     def num_layers(self) -> int:
@@ -57,12 +60,30 @@ class ModelConfig:
     def integer(self, *names: str, least: int = 0) -> int:
         """The first of these that is there. Raises ConfigError where it is no integer of at least `least`, or none is
         there: some files leave out what is as in the model's class, which is not known here."""
+        value = self.optional(*names, least=least)
+        if value is None:
+            raise ConfigError(f"{self.path} has no {' or '.join(names)}: {_ADVICE.format(least, _MOST)}")
+        return value
+
+    def optional(self, *names: str, least: int = 0) -> int | None:
+        """As `integer`; None where none is there."""
         value = self.get(*names)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            told = "has no" if value is None else f"has {shown(value)} for"
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
             raise ConfigError(
-                f"{self.path} {told} {' or '.join(names)}: write one of at least {least} into a copy of the file, as "
-                "in the model's documentation"
+                f"{self.path} has {shown(value)} for {' or '.join(names)}: {_ADVICE.format(least, _MOST)}"
+            )
+        return value
+
+    def texts(self, name: str) -> Sequence[str]:
+        """A list of texts; empty where it is not there. Raises ConfigError for anything else."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise ConfigError(
+                f"{self.path} has {shown(value)} for {name}: write a list of texts into a copy of the file"
             )
         return value
 
@@ -72,7 +93,7 @@ def read_model(name: str) -> ModelConfig:
     path = _find(name)
     try:
         values = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is no object: give a model's config.json")

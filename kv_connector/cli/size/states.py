@@ -49,7 +49,7 @@ def _plain_mamba2(model: ModelConfig, dtype: str, tp_size: int) -> int:
 
 
 def _mamba1(model: ModelConfig, dtype: str, tp_size: int) -> int:
-    inner = model.get("intermediate_size") or model.integer("expand") * model.hidden_size
+    inner = model.optional("intermediate_size") or model.integer("expand") * model.hidden_size
     conv, state = model.integer("conv_kernel"), model.integer("state_size")
     return _rows_and_states(model, dtype, inner // tp_size, conv, state)
 
@@ -79,7 +79,7 @@ def _kimi_delta(model: ModelConfig, dtype: str, tp_size: int) -> int:
 
 
 def _short_conv(model: ModelConfig, dtype: str, tp_size: int) -> int:
-    width = model.get("conv_dim") or model.hidden_size
+    width = model.optional("conv_dim") or model.hidden_size
     return (model.integer("conv_L_cache") - 1) * (width // tp_size) * BYTES[dtype]
 
 

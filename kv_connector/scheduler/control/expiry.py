@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from ...types import BlockHash
 from ..shared import Shared
 
-_MOST = 1 << 16
-"""Prefixes that are remembered; beyond that the one that is due next goes before its time."""
+_MOST, _MOST_HASHES = 1 << 16, 1 << 21
+"""Prefixes that are remembered, and hashes of all of them, some 150 MB; beyond that the one that is due next goes
+before its time."""
 
 
 class Expiries:
@@ -20,12 +21,14 @@ class Expiries:
         self._shared = shared
         self._due: list[tuple[float, int, float, Sequence[BlockHash]]] = []  # a heap; when, a number, used, prefix
         self._num_added = 0
+        self._num_hashes = 0
 
     def add(self, block_hashes: Sequence[BlockHash], used: float, ttl_s: float) -> None:
         """A request with this prefix has ended, and used it last."""
         self._num_added += 1
         heapq.heappush(self._due, (used + ttl_s, self._num_added, used, tuple(block_hashes)))
-        if len(self._due) > _MOST:
+        self._num_hashes += len(block_hashes)
+        while len(self._due) > _MOST or self._num_hashes > _MOST_HASHES:
             self._drop()
 
     def expire(self, now: float) -> None:
@@ -36,9 +39,11 @@ class Expiries:
     def reset(self) -> None:
         """There is nothing any more to be dropped."""
         self._due.clear()
+        self._num_hashes = 0
 
     def _drop(self) -> None:
         _, _, used, block_hashes = heapq.heappop(self._due)
+        self._num_hashes -= len(block_hashes)
         grouped, host = self._shared.grouped, self._shared.host
         for group in range(len(grouped.groups)):
             nodes = grouped.find_of(group, grouped.keys(block_hashes, group))

@@ -20,6 +20,8 @@ _Name = tuple[int, BlockHash, bool]
 """Length of the prefix, its last hash, and whether requests have pinned it."""
 _MOST_PINS = 1 << 14
 """Of requests."""
+_LEAST_PASSED_OVER = 64
+"""Deadlines that are no pin's own any more, before they are thrown out."""
 _NEVER = float("inf")
 
 
@@ -145,10 +147,17 @@ class PinnedPrefixes:
         if (deadline := self._clock() + ttl_s) > pin.deadline:
             pin.deadline = deadline
             if deadline < _NEVER:
-                heapq.heappush(self._deadlines, (deadline, name))
+                self._note_deadline(deadline, name)
             if pin.block_hashes:
                 tenant = self._tenants.name_of(pin.terms.tenant)
                 self.keeper.kept(KeptPin(pin.block_hashes, tenant, _seconds(ttl_s), name[2]))
+
+    def _note_deadline(self, deadline: float, name: _Name) -> None:
+        """Who pins the same again and again leaves no more behind than there are pins."""
+        heapq.heappush(self._deadlines, (deadline, name))
+        if len(self._deadlines) > 2 * len(self._pins) + _LEAST_PASSED_OVER:
+            self._deadlines = [(pin.deadline, name) for name, pin in self._pins.items() if pin.deadline < _NEVER]
+            heapq.heapify(self._deadlines)
 
     def _has_room(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
         """Whether the blocks of this prefix that are not pinned yet may be."""

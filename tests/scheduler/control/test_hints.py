@@ -166,6 +166,38 @@ def test_an_operators_pin_ends_by_itself() -> None:
         half.unpin_prefix(request.block_hashes)
 
 
+def test_what_is_pinned_again_and_again_leaves_nothing_behind() -> None:
+    """Memory is that of the pins there are, not of how often somebody asked; and each ends in its time."""
+    half, _ = make_half(num_host_blocks=10, pinned_share=1.0)
+    request, forever = Asked("r", prompt(1)), Asked("f", prompt(2))
+    half.pin_prefix(forever.block_hashes)
+    for number in range(1000):
+        save(half, Hinted("hinted", prompt(3), cache={"pin": True, "ttl_s": 5000 + number}))
+        half.pin_prefix(request.block_hashes, ttl_s=1000 + number)
+        half.unpin_prefix(request.block_hashes)
+    half.pin_prefix(request.block_hashes, ttl_s=100)
+    assert len(half._control.pins._deadlines) < 100
+    pinned = []
+    for seconds in (0.0, 200.0, 4000.0, 3000.0):
+        wait(half, seconds)
+        pinned.append(half.get_kv_connector_stats()["pinned_blocks"])
+    assert pinned == [6, 4, 4, 2]
+
+
+def test_prompts_that_are_to_be_dropped_in_time_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the blocks of all of them: what is over it goes before its time, the one first that is due next."""
+    monkeypatch.setattr(expiry, "_MOST_HASHES", 6)
+    half, _ = make_half(num_host_blocks=40)
+    asked = [Hinted(str(number), prompt(number), cache={"ttl_s": 1000 + number}) for number in range(1, 6)]
+    for request in asked:
+        save(half, request)
+    assert [on_host(half, request) for request in asked] == [0, 0, 2, 2, 2]
+    half.reset_cache()
+    for request in asked[:3]:
+        save(half, request)
+    assert [on_host(half, request) for request in asked[:3]] == [2, 2, 2]
+
+
 def test_pins_of_requests_hold_a_share_of_the_host_at_most() -> None:
     half, _ = make_half(num_host_blocks=10, pinned_share=0.5)
     for number in range(4):

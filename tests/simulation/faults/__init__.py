@@ -11,6 +11,7 @@ from .layer_groups import LAYER_GROUPS
 from .loads import LOADS
 from .macs import MACS
 from .mutant import Mutant
+from .operators import OPERATORS
 from .peer_groups import PEER_GROUPS
 from .peers import PEERS
 from .refusals import REFUSALS
@@ -51,4 +52,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *VLLM,
     *SGLANG,
     *TENSORRT_LLM,
+    *OPERATORS,
 )

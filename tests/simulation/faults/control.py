@@ -25,7 +25,7 @@ CONTROL: tuple[Mutant, ...] = (
         "pin-of-a-request-forgotten",
         "what a request asks to be pinned is evicted like anything else",
         (Patch(_CONTROL, "            self._pin(request, state)\n", "            pass\n"),),
-        tested(f"{_HINTS}::test_a_pinned_prompt_outlives_a_flood_until_its_time_is_over"),
+        tested("tests/scheduler/control/test_hints.py::test_a_pinned_prompt_outlives_a_flood_until_its_time_is_over"),
     ),
     Mutant(
         "pin-undone-comes-back",
@@ -61,19 +61,23 @@ CONTROL: tuple[Mutant, ...] = (
                 "            pass\n        return True",
             ),
         ),
-        tested(f"{_HINTS}::test_a_pin_asked_for_again_lasts_longer_and_none_lasts_for_ever"),
+        tested(
+            "tests/scheduler/control/test_hints.py::test_a_pin_asked_for_again_lasts_longer_and_none_lasts_for_ever"
+        ),
     ),
     Mutant(
         "pins-without-end",
         "requests may pin all of the host",
         (Patch(_PINS, "has_room = self.num_blocks + num_new <= int(self._share * capacity)", "has_room = True"),),
-        tested(f"{_HINTS}::test_pins_of_requests_hold_a_share_of_the_host_at_most"),
+        tested("tests/scheduler/control/test_hints.py::test_pins_of_requests_hold_a_share_of_the_host_at_most"),
     ),
     Mutant(
         "pins-of-others-undone",
         "who ends a conversation lets go of what others have pinned in front of it",
         (Patch(_PINS, "if any(self._grouped.tree.pins[node] > 1 for node in last):", "if False:"),),
-        tested(f"{_HINTS}::test_a_conversation_is_let_go_of_and_not_what_others_have_pinned"),
+        tested(
+            "tests/scheduler/control/test_hints.py::test_a_conversation_is_let_go_of_and_not_what_others_have_pinned"
+        ),
     ),
     Mutant(
         "private-saved",
@@ -85,7 +89,7 @@ CONTROL: tuple[Mutant, ...] = (
         "expired-though-used",
         "what has been used since its time began is dropped",
         (Patch(_TIER, " or self.tree.used[node] > since:", ":"),),
-        tested(f"{_HINTS}::test_what_somebody_has_used_since_who_set_no_time_is_his"),
+        tested("tests/scheduler/control/test_hints.py::test_what_somebody_has_used_since_who_set_no_time_is_his"),
     ),
     Mutant(
         "expired-under-a-load",
@@ -98,7 +102,9 @@ CONTROL: tuple[Mutant, ...] = (
                 "                    self.discard((self._block[node],))\n",
             ),
         ),
-        tested(f"{_HINTS}::test_what_is_loaded_as_its_time_ends_is_matched_no_more_and_freed_behind_the_load"),
+        tested(
+            "tests/scheduler/control/test_hints.py::test_what_is_loaded_as_its_time_ends_is_matched_no_more_and_freed_behind_the_load"
+        ),
     ),
     Mutant(
         "transient-stored",
@@ -155,7 +161,7 @@ CONTROL: tuple[Mutant, ...] = (
             Patch(_PLANNER, "if self._declines else terms.most_worth\n", 'if self._declines else float("inf")\n'),
             Patch(_PLANNER, "indices[num_pinned], terms.priority\n", "indices[num_pinned], 2\n"),
         ),
-        tested(f"{_HINTS}::test_a_lower_priority_goes_first_and_makes_no_room_for_itself"),
+        tested("tests/scheduler/control/test_hints.py::test_a_lower_priority_goes_first_and_makes_no_room_for_itself"),
     ),
     Mutant(
         "warming-called-off",
@@ -178,5 +184,19 @@ CONTROL: tuple[Mutant, ...] = (
         "what finds no room in the queue of a drained host is dropped",
         (Patch(_BACKUPS, "(room := self._room()):", "(room := 1 << 30):"),),
         tested(f"{_STORAGE}::test_a_host_is_drained_in_as_many_steps_as_it_takes"),
+    ),
+    Mutant(
+        "pins-asked-again",
+        "who pins the same again and again fills the memory",
+        (Patch(_PINS, "> 2 * len(self._pins) + _LEAST", "> 1e9 + _LEAST"),),
+        tested("tests/scheduler/control/test_hints.py::test_what_is_pinned_again_and_again_leaves_nothing_behind"),
+    ),
+    Mutant(
+        "expiries-unbounded",
+        "long prompts that are to be dropped in time fill the memory",
+        (Patch("kv_connector/scheduler/control/expiry.py", " or self._num_hashes > _MOST_HASHES", ""),),
+        tested(
+            "tests/scheduler/control/test_hints.py::test_prompts_that_are_to_be_dropped_in_time_are_remembered_up_to_a_bound"
+        ),
     ),
 )

@@ -124,4 +124,30 @@ WIRE_FORMS: tuple[Mutant, ...] = (
         ),
         tested("tests/simulation/test_coded_peers.py"),
     ),
+    Mutant(
+        "coded-unfit-after-cancel",
+        "what did not fit is packed again and sent although its push was cancelled meanwhile",
+        (Patch(_SENDER, "if self._pushes[filling.chunk.number].is_cancelled:", "if False:"),),
+        tested(f"{_TESTS}::test_what_did_not_fit_is_not_packed_again_where_its_push_was_cancelled_meanwhile"),
+    ),
+    Mutant(
+        "coded-changed-behind-the-check",
+        "a peer changes what was checked before it is decoded",
+        (Patch(_CODER, 'torch.empty_like(there, device="cpu").copy_(there)', "there"),),
+        tested(f"{_TESTS}::test_what_a_peer_changes_behind_the_check_is_not_decoded"),
+    ),
+    Mutant(
+        "slots-of-a-second-ring",
+        "a peer has as much memory mapped as it likes, ring by ring",
+        (Patch(f"{_STAGED}/slot_receiver.py", "        if self.way is not None:\n", "        if False:\n"),),
+        tested("tests/peer/carriers/staged/test_slot_halves.py::test_a_second_ring_is_not_mapped"),
+    ),
+    Mutant(
+        "slots-freed-twice",
+        "a slot that is freed twice is filled while it is read",
+        (Patch(_SENDER, "        if freed.slot not in self._told:\n", "        if False:\n"),),
+        tested(
+            "tests/peer/carriers/staged/test_slot_halves.py::test_a_slot_is_freed_once_and_only_by_who_was_told_of_it"
+        ),
+    ),
 )

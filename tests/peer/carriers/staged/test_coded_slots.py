@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 
 from kv_connector.config import PeerConfig
 from kv_connector.errors import ConfigError, TransferError
+from kv_connector.peer.base import Ids, PeerCounters
 from kv_connector.peer.carriers.staged import forms
+from kv_connector.peer.carriers.staged.forms import Packed
+from kv_connector.peer.carriers.staged.slot_sender import SlotSender
 from kv_connector.peer.wire.channel import SideChannel
-from kv_connector.peer.wire.messages import CodedSlotFilled, Stop
+from kv_connector.peer.wire.messages import CodedSlotFilled, RingMapped, SlotFilled, Stop, WireMessage
 from kv_connector.peer.wire.peer_info import PeerInfo
 from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.memory.host_form import coded_form
 from kv_connector.transfer.memory.layout import CacheLayout
-from kv_connector.transfer.paths.coded_slots import DeviceCoder, HostCoder
+from kv_connector.transfer.paths.coded_slots import DeviceCoder, HostCoder, Rows
 from kv_connector.worker.peers import pool_of
 from tests.copies import copy_now
 from tests.peer.coded_pools import ALL_PATTERNS, NOISE, NUM_BLOCKS, STAGING, CodedPool, LateMarker, open_staged
@@ -386,3 +389,74 @@ def test_a_cache_without_numbers_to_code_is_told_of_at_the_start() -> None:
 def test_a_route_that_goes_round_host_memory_codes_nothing() -> None:
     with pytest.raises(ConfigError, match=r"peer.wire_form='lossless' codes what goes through host memory"):
         PeerConfig(route="direct", wire_form="lossless", secret="known to this test")  # type: ignore[arg-type]
+
+
+def test_what_a_peer_changes_behind_the_check_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is shared: what was looked at is what is taken."""
+    pool = CodedPool(5)
+    coder = pool.make_coder()
+    assert isinstance(coder, HostCoder)
+    memory = np.zeros(coder.row_bytes(range(NUM_REGIONS)), np.uint8)
+    assert coder.encode(ids([5]), range(NUM_REGIONS), memory.ctypes.data, False)()
+    check = Rows.check
+
+    def check_and_change(rows: Rows, found: torch.Tensor) -> None:
+        check(rows, found)
+        memory[:] = 0xFF
+
+    monkeypatch.setattr(Rows, "check", check_and_change)
+    coder.decode(ids([7]), range(NUM_REGIONS), memory.ctypes.data, False)
+    assert pool.block(7) == pool.block(5)
+
+
+class FakeSlots:
+    """A form whose rows have a byte; `fits` says whether blocks are there once the marker is over."""
+
+    told_as = SlotFilled
+
+    def __init__(self, marker: LateMarker | None, fits: bool) -> None:
+        self.packed: list[list[int]] = []
+        self._marker, self._fits = marker, fits
+
+    def bytes_of(self, regions: range) -> int:
+        return 1
+
+    def pack(self, block_ids: Ids, regions: range, ring: Any, slot: int) -> Packed:
+        self.packed.append(block_ids.tolist())
+        return Packed(self._marker, lambda: self._fits)
+
+    def unpack(self, block_ids: Ids, regions: range, ring: Any, slot: int) -> None:
+        raise AssertionError("nothing comes")
+
+
+class FakeWay:
+    ring: Any = None
+
+    def accepted(self, mapped: RingMapped) -> None: ...
+
+    def carry(self, slot: int, num_bytes: int) -> None: ...
+
+    def close(self, is_quiet: Callable[[], bool]) -> None: ...
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_did_not_fit_is_not_packed_again_where_its_push_was_cancelled_meanwhile(is_cancelled: bool) -> None:
+    raw, coded = FakeSlots(None, True), FakeSlots(LateMarker(), False)
+    said: list[WireMessage] = []
+    ended: list[Pushed] = []
+    way = FakeWay()
+    sender = SlotSender(
+        raw, lambda: coded, PeerCounters(), 4, lambda *_: (way, ""), lambda: True, said.append, ended.append
+    )
+    sender.add(Push(1, 9, 0, ids([5, 6]), ids([0, 1]), range(1)))
+    sender.advance()
+    sender.accepted(RingMapped(0, ""))
+    sender.advance()
+    assert coded.packed == [[5, 6]] and sender.is_busy
+    if is_cancelled:
+        sender.cancel(1)
+    while sender.is_busy:
+        sender.advance()
+    assert raw.packed == ([] if is_cancelled else [[5, 6]])
+    assert ended == [Pushed(1, not is_cancelled)]
+    assert sum(isinstance(message, SlotFilled) for message in said) == len(raw.packed)
