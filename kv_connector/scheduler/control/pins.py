@@ -21,6 +21,7 @@ _Name = tuple[int, BlockHash, bool]
 _MOST_PINS = 1 << 14
 """Of requests."""
 _NEVER = float("inf")
+_FEW = 64
 
 
 @dataclass(slots=True)
@@ -46,6 +47,9 @@ class PinnedPrefixes:
         self._deadlines: list[tuple[float, _Name]] = []  # a heap; what is not the pin's own by now is passed over
         self._num_blocks: dict[int, int] = {}  # pinned nodes, by tenant
 
+    def __contains__(self, name: _Name) -> bool:
+        return name in self._pins
+
     @property
     def num_blocks(self) -> int:
         """Blocks that are pinned, on the host or not."""
@@ -66,7 +70,9 @@ class PinnedPrefixes:
 
     def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None = None, tenant: int = 0) -> None:
         """For an operator: keep the blocks of a prefix, one time more. `ttl_s`: they are all let go of when so many
-        seconds have passed, and as many as were given in other calls."""
+        seconds have passed, and as many as were given in other calls. Raises KVConnectorError for what is no time."""
+        if ttl_s is not None and not ttl_s > 0:
+            raise KVConnectorError(f"ttl_s={ttl_s} is no time to keep a prefix for: give seconds over 0, or None")
         name = _name(block_hashes, False)
         pin = self._pins.get(name)
         if pin is not None:
@@ -103,11 +109,16 @@ class PinnedPrefixes:
         front of what somebody else has pinned."""
         count = len(block_hashes)
         own = [name for name in self._pins if name[2] and name[0] <= count and block_hashes[name[0] - 1] == name[1]]
-        for name in sorted(own, reverse=True):
-            last = self._grouped.find(self._grouped.keys(block_hashes[: name[0]], 0)[-1:])
-            if any(self._grouped.tree.pins[node] > 1 for node in last):
+        per_block = self._grouped.groups[0].hashes_per_block
+        while own:
+            longest = max(own)
+            own.remove(longest)
+            num_blocks = longest[0] // per_block
+            num_own = 1 + sum(name[0] // per_block == num_blocks for name in own)  # with which it shares its last block
+            last = self._grouped.find(self._grouped.keys(block_hashes[: longest[0]], 0)[-1:])
+            if any(self._grouped.tree.pins[node] > num_own for node in last):
                 return
-            self._remove(name, 1)
+            self._remove(longest, 1)
 
     def unpin_tenant(self, tenant: int) -> None:
         """Let go of all that requests of the tenant's have pinned."""
@@ -145,10 +156,16 @@ class PinnedPrefixes:
         if (deadline := self._clock() + ttl_s) > pin.deadline:
             pin.deadline = deadline
             if deadline < _NEVER:
-                heapq.heappush(self._deadlines, (deadline, name))
+                self._note_deadline(deadline, name)
             if pin.block_hashes:
                 tenant = self._tenants.name_of(pin.terms.tenant)
                 self.keeper.kept(KeptPin(pin.block_hashes, tenant, _seconds(ttl_s), name[2]))
+
+    def _note_deadline(self, deadline: float, name: _Name) -> None:
+        heapq.heappush(self._deadlines, (deadline, name))
+        if len(self._deadlines) > 2 * len(self._pins) + _FEW:  # what is pinned again and again is in it as often
+            self._deadlines = [(pin.deadline, name) for name, pin in self._pins.items() if pin.deadline < _NEVER]
+            heapq.heapify(self._deadlines)
 
     def _has_room(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
         """Whether the blocks of this prefix that are not pinned yet may be."""

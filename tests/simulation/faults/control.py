@@ -14,6 +14,7 @@ _PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
 _TENANTS = "kv_connector/index/tenants.py"
 _TERMS = "kv_connector/index/terms.py"
 _TIER = "kv_connector/index/tier.py"
+_EXPIRY = "kv_connector/scheduler/control/expiry.py"
 _FILES = "tests/storage/filesystem/test_pins.py"
 _HINTS = "tests/scheduler/control/test_hints.py"
 _KEEPING = "tests/scheduler/control/test_keeping.py"
@@ -84,8 +85,8 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "expired-though-used",
         "what has been used since its time began is dropped",
-        (Patch(_TIER, " or self.tree.used[node] > since:", ":"),),
-        tested(f"{_HINTS}::test_what_somebody_has_used_since_who_set_no_time_is_his"),
+        (Patch(_EXPIRY, " and tree.used[node] <= used]", "]"),),
+        tested(f"{_HINTS}::test_what_is_used_again_in_time_stays"),
     ),
     Mutant(
         "expired-under-a-load",
