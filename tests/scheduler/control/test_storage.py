@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.errors import KVConnectorError
-from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import BlockHash, StepReport, StorageAction
 from tests.scheduler.control.test_hints import Hinted
 from tests.scheduler.storage.test_companion import (
@@ -145,9 +144,17 @@ def test_what_takes_the_place_of_what_was_to_be_drained_is_drained_on_its_own_te
     half, _, _ = make_half(num_host_blocks=8, backup="on_eviction", max_backup_blocks=1)
     for number in range(2):
         compute(half, Asked(f"r{number}", [1000 * number + i for i in range(16)]))
-    half.drain()
-    short = Hinted("short", [5000 + i for i in range(32)], cache={"ttl_s": 60})
-    compute_beside(half, short)
+    assert half.drain() == 8
+    (under_way,) = step(half)
+    assert under_way.num_blocks == 1, "for no more there is room"
+    short = Hinted("short", [5000 + i for i in range(28)], cache={"ttl_s": 60})
+    half.update_state_after_alloc(short, [list(range(7))], 0, 0)
+    plan = run(half, short)
+    saved = tuple(job.job_id for job in plan.saves)
+    half.update_connector_output([StepReport(plan.step, 0, saved, num_host_blocks=8)])
+    half.request_finished(short)
+    assert half.host.num_copies == 8 and half.metrics.saved_blocks > 8, "some have the places of others"
+    report(half, [under_way])
     written: list[BlockHash] = []
     while half.has_pending_push_work():
         for job in step(half):
@@ -156,15 +163,3 @@ def test_what_takes_the_place_of_what_was_to_be_drained_is_drained_on_its_own_te
             report(half, [job], found=0)
     assert not set(written) & set(short.block_hashes)
     half.check()
-
-
-def compute_beside(half: SchedulerHalf, request: Asked) -> None:
-    """As `compute`, while other jobs of storage are under way."""
-    half.update_state_after_alloc(request, [list(range(8))], 0, 0)
-    plan = run(half, request)
-    jobs = tuple(job.job_id for job in plan.saves)
-    capacity = half.host.pool.capacity
-    half.update_connector_output([StepReport(plan.step, 0, jobs, num_host_blocks=capacity)])
-    if plan.storage:
-        report(half, plan.storage, found=0)
-    half.request_finished(request)
