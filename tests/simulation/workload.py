@@ -437,13 +437,16 @@ class Users:
         hashes = self._hashes(engine, document, share)
         if self._pinned.get((engine.index, hashes)) != engine.incarnation:
             self._pinned[engine.index, hashes] = engine.incarnation
+            self._world.lasting_hashes.update(hashes)
             engine.half.pin_prefix(hashes)
+            engine.watch.pinned(hashes, 1)
 
     def _unpin(self, engine: Engine, action: Action, document: int, share: float) -> None:
         """Of a prefix that this start was never told of, or that is pinned in part, no pin may go."""
         hashes = self._hashes(engine, document, share)
         if self._pinned.pop((engine.index, hashes), None) == engine.incarnation:
             engine.half.unpin_prefix(hashes)
+            engine.watch.pinned(hashes, -1)
             return
         self._world.met["unpinned what was not pinned"] += 1
         try:
@@ -468,7 +471,9 @@ class Users:
 
     def _clear(self, engine: Engine, action: Action, tenant: int) -> None:
         names = ["default", *(name for name, _, _ in engine.config.tenants)]
-        self._world.met["tenants' blocks cleared"] += engine.half.clear_tenant(names[tenant % len(names)])
+        name = names[tenant % len(names)]
+        self._world.met["tenants' blocks cleared"] += engine.half.clear_tenant(name)
+        engine.watch.check_cleared(name)
         engine.wake()
 
     def unpin_all(self) -> None:
