@@ -6,14 +6,16 @@ All of it is drawn from streams of its own, so that a seed's other choices do no
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_connector.index import group_key, split_key
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.types import BlockHash, Tier
+from kv_connector.scheduler.control.keeping import NoKeeper
+from kv_connector.types import BlockHash, KeptPin, Tier
 
 from .checks import Violation
 from .config import EngineConfig
@@ -86,6 +88,29 @@ def is_lasting(hints: object) -> bool:
     is_private, seconds = hints.get("do_not_cache") is True, hints.get("ttl_s")
     has_time = isinstance(seconds, int | float) and 1 <= seconds <= 604_800
     return not is_private and (hints.get("pin") is True or not has_time)
+
+
+KeptPins = dict[tuple[int, BlockHash, bool], tuple[KeptPin, float]]
+"""By their names, and when they end."""
+
+
+class SimulatedKeeper(NoKeeper):
+    """Keeps an engine's pins for its next start, up to the last one."""
+
+    def __init__(self, pins: KeptPins, clock: Callable[[], float]) -> None:
+        self._pins = pins
+        self._clock = clock
+
+    def take(self) -> list[KeptPin]:
+        now = self._clock()
+        live = [(pin, ends) for pin, ends in self._pins.values() if ends > now]
+        return [pin._replace(seconds=None if ends == math.inf else ends - now) for pin, ends in live]
+
+    def kept(self, pin: KeptPin) -> None:
+        self._pins[pin.name] = pin, math.inf if pin.seconds is None else self._clock() + pin.seconds
+
+    def ended(self, name: tuple[int, BlockHash, bool]) -> None:
+        self._pins.pop(name, None)
 
 
 class ControlWatch:

@@ -80,6 +80,9 @@ class World:
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))
         secrets = configs.draw_secrets(random.Random(f"{seed}/secrets"), len(self.configs))
         self.outside = Outside(self.time, rng, self.configs, group_blocks, secrets)
+        keeps_pins = random.Random(f"{seed}/keepers").random() < 0.5
+        self.kept_pins: dict[tuple[int, int], control.KeptPins] | None = {} if keeps_pins else None
+        """By engine and weights, as an engine's storage keeps them for its next start; None where it does not."""
         self.engines: list[Engine] = []
         self.actions = workload.draw(rng, self.configs)
         self.actions += streams.draw(random.Random(f"{seed}/sessions"), self.configs, self.actions)
