@@ -11,6 +11,7 @@ import pytest
 from kv_connector.errors import KVConnectorError
 from kv_connector.index import BlockGroup, BlockHasher, CacheIdentity, root_hash
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.control import expiry, pins
 from kv_connector.scheduler.control.hints import NO_HINTS, Hints, hints_of
 from kv_connector.types import Tier
 from tests.scheduler.test_half import Asked, admit, make_half, report, run, save
@@ -349,3 +350,55 @@ def told(half: SchedulerHalf, request: Hinted) -> None:
     """A request of two block groups, that ends before it is computed."""
     half.update_state_after_alloc(request, [list(range(9)), list(range(9))], 0, 0)
     half.request_finished(request)
+
+
+def test_a_pin_never_gets_shorter() -> None:
+    half, _ = make_half()
+    save(half, Hinted("long", prompt(1), cache={"pin": True, "ttl_s": 1000}))
+    save(half, Hinted("short", prompt(1), cache={"pin": True, "ttl_s": 10}))
+    wait(half, 500.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 2
+
+
+def test_letting_go_ends_in_front_of_what_an_operator_has_pinned_of_the_same_conversation() -> None:
+    half, _ = make_half(num_host_blocks=40)
+    turns = [prompt(1), prompt(1) + prompt(2), prompt(1) + prompt(2) + prompt(3)]
+    for number, tokens in enumerate(turns):
+        save(half, Hinted(str(number), tokens, cache={"pin": True}))
+    half.pin_prefix(Asked("operator", turns[1]).block_hashes)
+    save(half, Hinted("end", turns[2], cache={"pin": False}))
+    half.unpin_prefix(Asked("operator", turns[1]).block_hashes)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 4, "the first two turns are pinned yet"
+
+
+def test_so_many_prompts_are_pinned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "_MOST_PINS", 2)
+    half, _ = make_half(num_host_blocks=40)
+    for number in (1, 2, 3, 1):
+        save(half, Hinted(str(number), prompt(number), cache={"pin": True}))
+    assert half.metrics.refused_pins == 1 and half.get_kv_connector_stats()["pinned_blocks"] == 4
+
+
+def test_beyond_so_many_prefixes_with_a_time_the_one_that_is_due_next_goes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expiry, "_MOST", 2)
+    half, _ = make_half(num_host_blocks=40)
+    requests = [Hinted(str(seconds), prompt(seconds), cache={"ttl_s": 1000 * seconds}) for seconds in (2, 1, 3)]
+    for request in requests:
+        save(half, request)
+    assert [on_host(half, request) for request in requests] == [2, 0, 2]
+
+
+def test_the_time_of_who_is_not_cached_drops_nothing_of_others() -> None:
+    half, _ = make_half()
+    save(half, Hinted("short", prompt(1), cache={"ttl_s": 1000}))
+    save(half, Hinted("private", prompt(1), cache={"ttl_s": 1, "do_not_cache": True}))
+    wait(half, 100.0)
+    assert on_host(half, Asked("r", prompt(1))) == 2
+
+
+def test_a_prompt_without_a_full_block_pins_nothing() -> None:
+    half, _ = make_half()
+    save(half, Hinted("r", [1, 2], cache={"pin": True}))
+    assert half.metrics.refused_pins == 0 and len(half._control.pins._pins) == 0

@@ -11,6 +11,7 @@ import pytest
 from kv_connector.base import SchedulerOutput
 from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler.control.hints import MOST_TTL
 from kv_connector.scheduler.control.keeping import NoKeeper, WarningKeeper
 from kv_connector.storage.checksums import CRC32
 from kv_connector.storage.filesystem.pin_keeper import FolderPinKeeper
@@ -257,3 +258,64 @@ def test_of_more_than_the_host_holds_as_much_is_read_as_fits() -> None:
     half.update_connector_output([StepReport(half._step, 0, num_host_blocks=200)])
     come_back(half, found=30)
     assert half.host.num_copies == 150
+
+
+def test_only_what_operators_have_pinned_is_listed_as_theirs(tmp_path: Path) -> None:
+    with started(tmp_path) as (half, _):
+        ask(half, "a", 1, PIN)
+        half.pin_prefix(())
+        assert half.pinned_prefixes() == [], "nothing is pinned of a prefix without blocks, nor kept"
+
+
+def test_a_request_s_pin_without_an_end_or_with_a_far_one_ends_as_any() -> None:
+    half, _, ticks = make_half(prefetch="best_effort")
+    requests = [Asked(str(number), prompt(number)) for number in (1, 2)]
+    seconds: list[float | None] = [None, 1e9]  # whatever a file says, or a clock that was set back
+    kept = [KeptPin(tuple(r.block_hashes), "default", s, True) for r, s in zip(requests, seconds, strict=True)]
+    half.keep_pins(Remembered(kept))
+    come_back(half, found=0)
+    assert pinned(half) == 20
+    ticks.now += MOST_TTL + 1
+    run(half)
+    assert pinned(half) == 0
+
+
+def refused(tmp_path: Path) -> None:
+    """The file of an engine with pins that a host of ten blocks has no room for: a prompt, and what goes on from it."""
+    with started(tmp_path) as (half, _):
+        ask(half, "short", 1, PIN)
+        request = Hinted("long", prompt(1, 12), cache=PIN)
+        half.on_new_request(request)
+        admit(half, request)
+        half.request_finished(request)
+
+
+def test_what_is_over_by_the_time_that_there_is_room_does_not_come_back(tmp_path: Path) -> None:
+    refused(tmp_path)
+    with started(tmp_path, num_host_blocks=10) as (half, ticks):
+        come_back(half, found=0)
+        ticks.now += 100
+        half.update_connector_output([StepReport(half._step, 0, num_host_blocks=100)])
+        come_back(half, found=0)
+        assert pinned(half) == 0
+
+
+def test_what_is_let_go_of_while_there_is_no_room_does_not_come_back(tmp_path: Path) -> None:
+    refused(tmp_path)
+    with started(tmp_path, num_host_blocks=10) as (half, _):
+        come_back(half, found=0)
+        ask(half, "end", 1, {"pin": False})
+        half.update_connector_output([StepReport(half._step, 0, num_host_blocks=100)])
+        come_back(half, found=0)
+        assert pinned(half) == 12, "the longer one is not of this prompt"
+
+
+def test_pins_of_tenants_come_back_as_theirs_and_one_is_cleared_without_the_others() -> None:
+    half, _, _ = make_half(num_host_blocks=0, prefetch="best_effort", tenants={"a": {}, "b": {}})
+    requests = [(name, Asked(name, prompt(number))) for number, name in enumerate(("a", "b", "gone"))]
+    half.keep_pins(Remembered([KeptPin(tuple(r.block_hashes), name, 60.0, True) for name, r in requests]))
+    half.clear_tenant("a")
+    half.update_connector_output([StepReport(half._step, 0, num_host_blocks=300)])
+    come_back(half, found=0)
+    stats = half.tenant_stats()
+    assert {name: stats[name]["pinned_blocks"] for name in stats} == {"default": 10, "a": 0, "b": 10}

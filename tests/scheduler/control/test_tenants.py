@@ -187,3 +187,17 @@ def test_what_a_cleared_tenant_has_on_the_device_is_not_saved_before_reuse() -> 
     report(half, run(half))
     assert held(half)["a"] == 2, "somebody asks for it"
     half.check()
+
+
+def test_who_clears_a_tenant_takes_nothing_of_others_nor_what_operators_have_pinned() -> None:
+    half, _ = make_half(num_host_blocks=40, tenants={"a": {"quota": "7KiB"}, "b": {}})
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=40, block_bytes=1 << 10)])
+    pinned, cleared, running = of("a", 1), of("a", 2), of("b", 2)
+    half.pin_prefix(pinned.block_hashes, tenant="a")
+    admit(half, cleared)
+    admit(half, running, 50)
+    half.clear_tenant("a")
+    assert half.tenant_stats()["a"]["pinned_blocks"] == 2
+    report(half, run(half, cleared, running))
+    assert held(half) == {"default": 0, "a": 0, "b": 2}, "what runs is saved, but of the tenant's"
+    assert [half.tenant_stats()[name]["quota_blocks"] for name in ("a", "b")] == [7, 40]
