@@ -77,7 +77,7 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "pins-of-others-undone",
         "who ends a conversation lets go of what others have pinned in front of it",
-        (Patch(_PINS, "if any(self._grouped.tree.pins[node] > 1 for node in last):", "if False:"),),
+        (Patch(_PINS, "if any(self._grouped.tree.pins[node] > num_own for node in last):", "if False:"),),
         tested(f"{_HINTS}::test_a_conversation_is_let_go_of_and_not_what_others_have_pinned"),
     ),
     Mutant(
