@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import KVConnectorError
 from ..types import BlockHash
-from .base import Answer, Refusal, SteeredEngine
+from .base import Answer, Owner, Refusal, SteeredEngine
 
 _TIERS: Mapping[str, tuple[str, ...]] = {
     "storage": ("storage_", "fetch", "backup", "backed_up"),
@@ -52,14 +52,14 @@ class ListPins:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Keep a prefix on the host, for `ttl_s` seconds if that is not None, as one of the tenant's."""
+    """Keep a prefix on the host, for `ttl_s` seconds if that is not None, as one of its owner's."""
 
     block_hashes: tuple[BlockHash, ...]
     ttl_s: float | None
-    tenant: str
+    owner: Owner
 
     def run(self, engine: SteeredEngine) -> Answer:
-        name = engine.pins.pin(self.block_hashes, self.ttl_s, self.tenant)
+        name = engine.pins.pin(self.block_hashes, self.ttl_s, self.owner.name(engine.half))
         return {"id": name, "num_blocks": len(self.block_hashes)}
 
 
@@ -118,12 +118,14 @@ class ClearTenant:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Bring what storage has of a prefix to the host."""
+    """Bring what storage has of a prefix to the host, as one of its owner's."""
 
     block_hashes: tuple[BlockHash, ...]
+    owner: Owner
 
     def run(self, engine: SteeredEngine) -> Answer:
-        return {"started": engine.half.warm(self.block_hashes), "num_blocks": len(self.block_hashes)}
+        has_begun = engine.half.warm(self.block_hashes, self.owner.name(engine.half))
+        return {"started": has_begun, "num_blocks": len(self.block_hashes)}
 
 
 @dataclass(frozen=True, slots=True)

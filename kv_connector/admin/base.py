@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import KVConnectorError
 from ..types import BlockHash
+from ..values import shown
 
 if TYPE_CHECKING:
     from ..scheduler import SchedulerHalf
@@ -41,6 +42,23 @@ class SteeredEngine:
     half: SchedulerHalf
     host_memory: int
     pins: PinBook
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a prefix is: the tenant's of this name, and without one that of requests with this salt."""
+
+    tenant: str | None
+    cache_salt: str
+
+    def name(self, half: SchedulerHalf) -> str:
+        """The tenant's. Raises Refusal where none of this name is configured."""
+        if self.tenant is None:
+            return half.tenant_of(self.cache_salt)
+        tenants = list(half.tenant_stats())
+        if self.tenant not in tenants:
+            raise Refusal(404, f"tenant={shown(self.tenant)} is not configured: there are {', '.join(tenants)}")
+        return self.tenant
 
 
 class Command(Protocol):

@@ -10,7 +10,7 @@ from ..config.mapping import from_mapping
 from ..errors import ConfigError
 from ..types import BlockHash
 from ..values import is_one_line, parse_size, shown
-from .base import Prefixes
+from .base import Owner, Prefixes
 
 _B = TypeVar("_B", "PrefixBody", "PinBody", "ResizeBody", "WaitBody", "NoBody")
 _MOST_TOKEN_ID = 1 << 31
@@ -36,12 +36,13 @@ class NoBody:
 @dataclass(frozen=True, slots=True)
 class PrefixBody:
     """A prefix, by its tokens, as the text of a prompt, or by the hashes of its blocks in hexadecimal digits.
-    `cache_salt`: of the requests whose prefix it is."""
+    `cache_salt`: of the requests whose prefix it is. `tenant`: whose it is; the salt says so where it is left out."""
 
     token_ids: Any = None
     text: Any = None
     hashes: Any = None
     cache_salt: str = ""
+    tenant: Any = None
 
     def block_hashes(self, prefixes: Prefixes) -> tuple[BlockHash, ...]:
         """Those of its full blocks, one at least. Raises ConfigError and Refusal."""
@@ -61,23 +62,22 @@ class PrefixBody:
             raise ConfigError(f"a prefix of {len(token_ids)} tokens fills no block: give at least one block of tokens")
         return found
 
+    def owner(self) -> Owner:
+        """Whose it is. Raises ConfigError."""
+        if self.tenant is not None and not isinstance(self.tenant, str):
+            raise ConfigError(f"tenant={shown(self.tenant)} is not text: give a name in quotes")
+        return Owner(self.tenant, self.cache_salt)
+
 
 @dataclass(frozen=True, slots=True)
 class PinBody(PrefixBody):
-    """A prefix to keep, for so many seconds if `ttl_s` is given, in the share of a tenant."""
+    """A prefix to keep, for so many seconds if `ttl_s` is given."""
 
     ttl_s: Any = None
-    tenant: Any = "default"
 
     def seconds(self) -> float | None:
         """How long it is kept; None until it is unpinned. Raises ConfigError."""
         return None if self.ttl_s is None else _seconds("ttl_s", self.ttl_s, _MOST_SECONDS)
-
-    def owner(self) -> str:
-        """The tenant's name. Raises ConfigError."""
-        if not isinstance(self.tenant, str):
-            raise ConfigError(f"tenant={shown(self.tenant)} is not text: give a name in quotes")
-        return self.tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ def add(parsers: Any) -> None:
     _add(commands, "pins", _pins, "the prefixes that are pinned", _shown_pins)
     pin = _add(commands, "pin", _pin, "keep a prefix on the host")
     _add_prefix(pin)
-    pin.add_argument("--tenant", default="default", metavar="NAME", help="in whose share of the host")
     pin.add_argument("--ttl", type=float, metavar="SECONDS", help="for so long; else until unpin")
     unpin = _add(commands, "unpin", _unpin, "undo a pin")
     unpin.add_argument("id", help="as pin printed it, and pins lists it")
@@ -67,6 +66,7 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
     prefix.add_argument("--text-file", metavar="FILE", help='with the prompt\'s text, "-" for standard input')
     prefix.add_argument("--hashes", metavar="FILE", help="JSON list of block hashes in hexadecimal digits")
     command.add_argument("--salt", default="", help="cache_salt of the requests whose prefix it is")
+    command.add_argument("--tenant", metavar="NAME", help="in whose share of the host; the salt's if left out")
 
 
 def _call(run: _Run, show: Callable[[Answer], str], options: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def _pins(client: AdminClient, options: argparse.Namespace) -> Answer:
 
 def _pin(client: AdminClient, options: argparse.Namespace) -> Answer:
     ttl = {} if options.ttl is None else {"ttl_s": options.ttl}
-    return client.call("POST", "/v1/pins", _prefix(options) | {"tenant": options.tenant} | ttl)
+    return client.call("POST", "/v1/pins", _prefix(options) | ttl)
 
 
 def _unpin(client: AdminClient, options: argparse.Namespace) -> Answer:
@@ -130,12 +130,13 @@ def _drain(client: AdminClient, options: argparse.Namespace) -> Answer:
 
 
 def _prefix(options: argparse.Namespace) -> dict[str, Any]:
-    salt = {"cache_salt": options.salt} if options.salt else {}
+    whose = {"cache_salt": options.salt} if options.salt else {}
+    whose |= {"tenant": options.tenant} if options.tenant is not None else {}
     if options.tokens is not None:
-        return {"token_ids": _parsed("--tokens", options.tokens)} | salt
+        return {"token_ids": _parsed("--tokens", options.tokens)} | whose
     if options.hashes is not None:
-        return {"hashes": _parsed("--hashes", options.hashes)} | salt
-    return {"text": options.text if options.text is not None else _read("--text-file", options.text_file)} | salt
+        return {"hashes": _parsed("--hashes", options.hashes)} | whose
+    return {"text": options.text if options.text is not None else _read("--text-file", options.text_file)} | whose
 
 
 def _parsed(option: str, file: str) -> Any:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import KVConnectorError
 from ..types import BlockHash
-from ..values import shown
 from .base import Refusal
 
 if TYPE_CHECKING:
@@ -39,14 +38,11 @@ class PinBook:
 
     def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None, tenant: str) -> str:
         """Keep the prefix, for `ttl_s` seconds from now or until `unpin`; returns its name. Again is not twice: the
-        later word counts. Raises Refusal, and changes nothing, where there are too many, or no such tenant."""
+        later word counts. `tenant` is configured. Raises Refusal, and changes nothing, where there are too many."""
         self._forget_ended()
         name = _name(block_hashes)
         if name not in self._pins and len(self._pins) >= _MOST_PINS:
             raise Refusal(409, f"{_MOST_PINS} prefixes are pinned already: unpin some, or give them a ttl_s")
-        tenants = list(self._half.tenant_stats())
-        if tenant not in tenants:
-            raise Refusal(404, f"tenant={shown(tenant)} is not configured: there are {', '.join(tenants)}")
         if name in self._pins:
             self._undo(self._pins.pop(name))
         self._half.pin_prefix(block_hashes, ttl_s, tenant)

@@ -96,7 +96,8 @@ class Routes:
         return self._run(ClearTenant(name))
 
     def _warm(self, name: str, body: object) -> Answer:
-        return self._run(Warm(read(PrefixBody, body).block_hashes(self._prefixes)))
+        given = read(PrefixBody, body)
+        return self._run(Warm(given.block_hashes(self._prefixes), given.owner()))
 
     def _drain(self, name: str, body: object) -> Answer:
         """Asked again and again: a command waits for nothing, and each time the engine is told what to write next."""

@@ -12,7 +12,7 @@ from .mapping import from_mapping
 DEFAULT_TENANT = "default"
 _MOST_TENANTS = 32
 _MOST_WEIGHT = 1000
-_LONGEST_NAME = 64
+LONGEST_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ def tenants_of(given: object) -> Mapping[str, TenantConfig]:
     tenants = {}
     for name, settings in given.items():
         check_text("the name of a tenant", name)
-        if not 0 < len(name) <= _LONGEST_NAME:
-            raise ConfigError(f"tenants.{shown(name)} has a name of {len(name)} characters: give 1 to {_LONGEST_NAME}")
+        if not 0 < len(name) <= LONGEST_NAME:
+            raise ConfigError(f"tenants.{shown(name)} has a name of {len(name)} characters: give 1 to {LONGEST_NAME}")
         if not isinstance(settings, Mapping | TenantConfig):
             raise ConfigError(f'tenants.{name}={shown(settings)} is not an object: give one such as {{"weight": 3}}')
         if isinstance(settings, Mapping):

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 LEAST_PRIORITY, MOST_PRIORITY = -2, 2
 NUM_PRIORITIES = MOST_PRIORITY - LEAST_PRIORITY + 1
 PRIORITY_STEP = 4.0
@@ -39,13 +41,15 @@ PLAIN = Terms()
 
 
 class NodeTerms:
-    """The terms of a tree's nodes, as arrays by node. `were_given`: whether any ever had others than `PLAIN`; until
-    then nothing is written, and nothing has to be compared."""
+    """The terms of a tree's nodes, as arrays by node. `barred`: what the device has of them is not to be saved until a
+    request asks for them. `were_given`: whether any ever had others than `PLAIN`, or was barred; until then nothing is
+    written, and nothing has to be compared."""
 
     def __init__(self) -> None:
         self.tenant = bytearray(1)
         self.priority = array("b", [0])
         self.transient = bytearray(1)
+        self.barred = bytearray(1)
         self.were_given = False
 
     def grow(self, num_rows: int) -> None:
@@ -53,6 +57,7 @@ class NodeTerms:
         self.priority.frombytes(bytes(num_rows))
         self.tenant += bytes(num_rows)
         self.transient += bytes(num_rows)
+        self.barred += bytes(num_rows)
 
     def begin(self, nodes: Sequence[int], terms: Terms, parent: int) -> None:
         """These nodes are new, and the first of them comes behind the parent; 0 is behind none."""
@@ -62,6 +67,7 @@ class NodeTerms:
             self.tenant[node] = tenant
             self.priority[node] = terms.priority
             self.transient[node] = terms.is_transient
+            self.barred[node] = 0
 
     def use(self, nodes: Iterable[int], terms: Terms) -> list[int]:
         """A request asks for these nodes on these terms; returns those that are transient no more."""
@@ -70,8 +76,20 @@ class NodeTerms:
         self.were_given = True
         kept = []
         for node in nodes:
+            self.barred[node] = 0
             self.priority[node] = max(terms.priority, self.priority[node])
             if self.transient[node] > terms.is_transient:
                 self.transient[node] = 0
                 kept.append(node)
         return kept
+
+    def bar(self, nodes: Iterable[int]) -> None:
+        """What the device has of these nodes is saved no more, until a request asks for them."""
+        self.were_given = True
+        for node in nodes:
+            self.barred[node] = 1
+
+    def bar_tenant(self, tenant: int) -> None:
+        """As `bar`, of all that are the tenant's; as fast as arrays are written."""
+        self.were_given = True
+        np.frombuffer(self.barred, np.uint8)[np.frombuffer(self.tenant, np.uint8) == tenant] = 1

@@ -206,13 +206,13 @@ class CacheTier:
                 self._detach(block_id, Event.EVICT)
                 self._free((block_id,))
 
-    def discard_unused(self, nodes: Sequence[int], since: float) -> int:
-        """Drop the copies of these nodes, a prefix in its order, from the tail on, up to one that was used later than
-        `since`, is pinned, or in front of another copy. Returns how many."""
+    def discard_tail(self, nodes: Sequence[int]) -> int:
+        """Drop the copies of these nodes, which follow one another, from the tail on, up to one that is pinned, or in
+        front of another copy. Returns how many."""
         num_before = self.num_copies
         for node in reversed(nodes):
             if self._block[node] != NONE:
-                if self._kids[node] or self.tree.pins[node] or self.tree.used[node] > since:
+                if self._kids[node] or self.tree.pins[node]:
                     break
                 self.discard((self._block[node],))
         return num_before - self.num_copies

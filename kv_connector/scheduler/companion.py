@@ -76,8 +76,12 @@ class Companion(Protocol):
     def end(self, ended: EndedJob) -> None:
         """Every rank has reported one of this companion's jobs, whose leases are released right after."""
 
-    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
-        """Bring a prefix to the host, though no request asks for it; whether that has begun."""
+    @property
+    def may_warm(self) -> bool:
+        """Whether prefixes may be brought to the host by now that no request asks for."""
+
+    def warm(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
+        """Bring a prefix of a tenant's to the host, though no request asks for it; whether that has begun."""
 
     def drain(self) -> int | None:
         """Write all that the host has, and return how many blocks are still to be written; None where this companion

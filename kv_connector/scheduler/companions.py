@@ -111,9 +111,14 @@ class Companions:
         for companion in self._companions:
             companion.reported(report)
 
-    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+    @property
+    def may_warm(self) -> bool:
+        """Whether one of them may."""
+        return any(companion.may_warm for companion in self._companions)
+
+    def warm(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
         """Whether one of them has begun to."""
-        return any(companion.warm(block_hashes) for companion in self._companions)
+        return any(companion.warm(block_hashes, tenant) for companion in self._companions)
 
     def drain(self) -> int:
         """Blocks that all have still to write. Raises KVConnectorError where none writes any."""

@@ -126,7 +126,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
             shared, policy, self.reuse, self.refusals, self._budget, self._companions.saved, is_in_storage
         )
         self._hits = HitCounter(shared, self.reuse)
-        self._control = Control(config, shared, self._companions)
+        self._control = Control(config, shared, self._companions, self._saves.asked)
         self._answers = Answers(shared, lookup, self._loads, self._requests, self._companions)
         self._fence = Fence(self._ledger)
         self._watchdog = CopyWatchdog(self._ledger, clock)

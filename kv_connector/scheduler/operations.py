@@ -64,10 +64,14 @@ class Operations:
         there."""
         return self._control.tenant_stats()
 
-    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
-        """Read what storage has of a prefix to the host; whether that has begun. Not without storage, nor where many
-        are under way."""
-        return self._companions.warm(block_hashes)
+    def warm(self, block_hashes: Sequence[BlockHash], tenant: str = "default") -> bool:
+        """Read what storage has of a prefix to the host, as one of the tenant's; whether that has begun. Not without
+        storage, nor where many are under way. Raises KVConnectorError for a tenant that is not configured."""
+        return self._companions.warm(block_hashes, self._control.tenants.named(tenant))
+
+    def tenant_of(self, cache_salt: str) -> str:
+        """The tenant whose requests with this salt are."""
+        return self._control.tenants.name_of(self._control.tenants.of_salt(cache_salt))
 
     def drain(self) -> int:
         """Write all that the host has to storage, as in front of a restart, and return how many of its blocks are still

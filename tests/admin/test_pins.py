@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.admin import pins as pins_module
-from kv_connector.admin.base import Refusal
+from kv_connector.admin.actions import Pin
+from kv_connector.admin.base import Owner, Refusal, SteeredEngine
 from kv_connector.admin.pins import PinBook
-from kv_connector.config import Config
+from kv_connector.config import Config, TenantConfig
 from kv_connector.errors import KVConnectorError
 from kv_connector.types import BlockHash
 from tests.fakes import make_engine
@@ -44,3 +45,15 @@ def test_so_many_prefixes_are_pinned_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     pins.unpin(names[1])
     pins.pin(HASHES, None, "default")
     assert len(pins.listed()) == 2
+
+
+def test_a_prefix_is_the_tenants_whose_salt_it_has_unless_another_one_is_named() -> None:
+    half = make_engine(Config(host_memory=1 << 20, tenants={"a": TenantConfig()}), block_size=4).connector
+    assert half is not None
+    owners = Owner(None, "a:1"), Owner(None, "b"), Owner(None, ""), Owner("a", ""), Owner("default", "a:1")
+    assert [owner.name(half) for owner in owners] == ["a", "default", "default", "a", "default"]
+    with pytest.raises(Refusal, match="tenant='b' is not configured: there are default, a"):
+        Owner("b", "a:1").name(half)
+    engine = SteeredEngine(half, 1 << 20, PinBook(half, lambda: 0.0))
+    Pin(tuple(HASHES), None, owners[0]).run(engine)
+    assert half.tenant_stats()["a"]["pinned_blocks"] == 3

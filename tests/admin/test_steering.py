@@ -116,6 +116,7 @@ def test_a_tenant_is_cleared_and_a_misspelt_one_is_not(admin: dict[str, str]) ->
         for method, path, body in (
             ("POST", "/v1/tenants/al%20ice/clear", None),
             ("POST", "/v1/pins", {"token_ids": SYSTEM, "tenant": "al ice"}),
+            ("POST", "/v1/warm", {"token_ids": SYSTEM, "tenant": "al ice"}),
         ):
             with pytest.raises(Refusal, match=r"al ice.*alice") as refused:
                 client.call(method, path, body)

@@ -12,7 +12,7 @@ from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.config import Config
 from kv_connector.errors import InvalidBlockError, KVConnectorError
 from kv_connector.events import BlockRemoved, BlockStored
-from kv_connector.index import BlockHasher, BlockPool, BlockState, CacheIdentity, SavePolicy, root_hash
+from kv_connector.index import BlockGroup, BlockHasher, BlockPool, BlockState, CacheIdentity, SavePolicy, root_hash
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import BlockHash, CopyJob, StepPlan, StepReport, Tier
 
@@ -78,10 +78,13 @@ class Clock:
 
 
 def make_half(
-    num_host_blocks: int = 10, world_size: int = 1, **settings: object
+    num_host_blocks: int = 10,
+    world_size: int = 1,
+    groups: Sequence[BlockGroup] = (BlockGroup(),),
+    **settings: object,
 ) -> tuple[SchedulerHalf, ForeignBlocks]:
     config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": "write_through", **settings})
-    half = SchedulerHalf(config, 4, world_size, clock=Clock())
+    half = SchedulerHalf(config, 4, world_size, clock=Clock(), groups=groups)
     blocks = ForeignBlocks()
     half.bind_block_pool(blocks)
     half.update_connector_output([StepReport(0, rank, num_host_blocks=num_host_blocks) for rank in range(world_size)])

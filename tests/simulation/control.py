@@ -6,13 +6,16 @@ All of it is drawn from streams of its own, so that a seed's other choices do no
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kv_connector.index import group_key, split_key
 from kv_connector.scheduler import SchedulerHalf
-from kv_connector.types import BlockHash, Tier
+from kv_connector.scheduler.control.keeping import NoKeeper
+from kv_connector.types import BlockHash, KeptPin, Tier
 
 from .checks import Violation
 from .config import EngineConfig
@@ -78,6 +81,38 @@ def draw_hints(rng: random.Random, config: EngineConfig) -> tuple[str | None, An
     return salt, hints
 
 
+def is_lasting(hints: object) -> bool:
+    """Whether a request with these hints may have its blocks kept until they are evicted, and stored."""
+    if not isinstance(hints, dict):
+        return True
+    is_private, seconds = hints.get("do_not_cache") is True, hints.get("ttl_s")
+    has_time = isinstance(seconds, int | float) and 1 <= seconds <= 604_800
+    return not is_private and (hints.get("pin") is True or not has_time)
+
+
+KeptPins = dict[tuple[int, BlockHash, bool], tuple[KeptPin, float]]
+"""By their names, and when they end."""
+
+
+class SimulatedKeeper(NoKeeper):
+    """Keeps an engine's pins for its next start, up to the last one."""
+
+    def __init__(self, pins: KeptPins, clock: Callable[[], float]) -> None:
+        self._pins = pins
+        self._clock = clock
+
+    def take(self) -> list[KeptPin]:
+        now = self._clock()
+        live = [(pin, ends) for pin, ends in self._pins.values() if ends > now]
+        return [pin._replace(seconds=None if ends == math.inf else ends - now) for pin, ends in live]
+
+    def kept(self, pin: KeptPin) -> None:
+        self._pins[pin.name] = pin, math.inf if pin.seconds is None else self._clock() + pin.seconds
+
+    def ended(self, name: tuple[int, BlockHash, bool]) -> None:
+        self._pins.pop(name, None)
+
+
 class ControlWatch:
     """Looks at every block that one engine's host gives away, and whose copies it takes."""
 
@@ -86,8 +121,45 @@ class ControlWatch:
         self._half = half
         self._world = world
         self._names = ["default", *(name for name, _, _ in config.tenants if name != "default")]
+        self._pinned: Counter[BlockHash] = Counter()  # by operators, by the names of whole blocks
+        self._watch_pins()
         if config.tenants:
             self._wrap()
+
+    def pinned(self, hashes: Sequence[BlockHash], sign: int) -> None:
+        """An operator has pinned a prefix, or undone that."""
+        for group, size in enumerate(part.hashes_per_block for part in self._config.layer_groups):
+            for block_hash in hashes[size - 1 :: size]:
+                self._pinned[group_key(block_hash, group)] += sign
+
+    def _watch_pins(self) -> None:
+        host = self._half.host
+        evict = host._evict
+
+        def watched(victims: list[int]) -> list[int]:
+            for key in self._half.tree.hashes_of(victims):
+                if self._pinned[key] > 0:
+                    raise Violation("check", f"block {key.hex()} is evicted, which an operator has pinned")
+            block_ids: list[int] = evict(victims)
+            return block_ids
+
+        host._evict = watched  # type: ignore[method-assign]
+
+    def check_cleared(self, name: str) -> None:
+        """An operator has just cleared this tenant."""
+        host = self._half.host
+        for key in host.hashes_of(host.copies()):
+            if self._tenant(key) == name:
+                raise Violation("check", f"block {key.hex()} is on the host, of tenant {name}, which was cleared")
+
+    def check_backup(self, host_ids: Sequence[int]) -> None:
+        """These host blocks are about to be written to storage."""
+        lasting = self._world.lasting_hashes
+        names = {split_key(key)[0] for key in self._half.host.hashes_of(host_ids)}
+        if not names <= lasting:
+            self._world.note_live()
+        if left := names - lasting:
+            raise Violation("check", f"block {left.pop().hex()} goes to storage, of requests that set a time to live")
 
     def _wrap(self) -> None:
         host = self._half.host

@@ -21,7 +21,7 @@ from kv_connector.types import PeerAction
 
 from .checks import JobBook, Violation
 from .config import STATE_BLOCKS, EngineConfig
-from .control import ControlWatch
+from .control import ControlWatch, SimulatedKeeper
 from .device import SimulatedEvent
 from .model import Oracle
 from .pool import BlockPool, ConnectorView
@@ -99,6 +99,9 @@ class Engine:
         self.half.reuse.least_part = 8  # a world asks for few blocks
         self.half.refusals.judged_blocks = config.judged_blocks
         self.watch = ControlWatch(world, config, self.half)
+        self.kept_as = index, world.epochs[index]
+        if world.kept_pins is not None and config.prefetch is not None:
+            self.half.keep_pins(SimulatedKeeper(world.kept_pins.setdefault(self.kept_as, {}), world.time.now))
         self.half.bind_block_pool(ConnectorView(self.pool, self.book.freed))
         self.scheduler = SchedulerModel(config, self.pool, self.half, self.met)
         self.scheduler.epoch = world.epochs[index]

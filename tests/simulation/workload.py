@@ -423,11 +423,32 @@ class Users:
         """Its clients send again what was not finished."""
         lost = engine.kill()
         again = self._world.restart(engine)
+        self._take_pins_over(engine, again)
         for request in lost:
             prompt, params = request.tokens[: request.num_prompt_tokens], self.proxy.params_again(request)
             anew = self.start(again, request.number, request.request_id, prompt, request.max_tokens, params)
             if anew is not None:
                 self.proxy.replaced(request, anew)
+
+    def _take_pins_over(self, engine: Engine, again: Engine) -> None:
+        """What operators had pinned is pinned at the next start, too, and nothing else, where pins are kept."""
+        expected = {
+            hashes
+            for (i, hashes), start in self._pinned.items()
+            if hashes and (i, start) == (engine.index, engine.incarnation)
+        }
+        kept = self._world.kept_pins
+        if kept is None or engine.config.prefetch is None or again.kept_as != engine.kept_as:
+            expected = set()
+        found = {pin.block_hashes for pin in again.half.pinned_prefixes()}
+        if found != expected:
+            text = (
+                f"{len(expected - found)} prefixes of the last start are not pinned, {len(found - expected)} too many"
+            )
+            raise Violation("check", text)
+        for hashes in found:
+            self._pinned[engine.index, hashes] = again.incarnation
+            again.watch.pinned(hashes, 1)
 
     def _resize(self, engine: Engine, action: Action, share: float | None) -> None:
         engine.half.resize_host(None if share is None else int(share * engine.config.num_host_blocks))
@@ -437,13 +458,16 @@ class Users:
         hashes = self._hashes(engine, document, share)
         if self._pinned.get((engine.index, hashes)) != engine.incarnation:
             self._pinned[engine.index, hashes] = engine.incarnation
+            self._world.lasting_hashes.update(hashes)
             engine.half.pin_prefix(hashes)
+            engine.watch.pinned(hashes, 1)
 
     def _unpin(self, engine: Engine, action: Action, document: int, share: float) -> None:
         """Of a prefix that this start was never told of, or that is pinned in part, no pin may go."""
         hashes = self._hashes(engine, document, share)
         if self._pinned.pop((engine.index, hashes), None) == engine.incarnation:
             engine.half.unpin_prefix(hashes)
+            engine.watch.pinned(hashes, -1)
             return
         self._world.met["unpinned what was not pinned"] += 1
         try:
@@ -468,7 +492,9 @@ class Users:
 
     def _clear(self, engine: Engine, action: Action, tenant: int) -> None:
         names = ["default", *(name for name, _, _ in engine.config.tenants)]
-        self._world.met["tenants' blocks cleared"] += engine.half.clear_tenant(names[tenant % len(names)])
+        name = names[tenant % len(names)]
+        self._world.met["tenants' blocks cleared"] += engine.half.clear_tenant(name)
+        engine.watch.check_cleared(name)
         engine.wake()
 
     def unpin_all(self) -> None:

@@ -65,6 +65,8 @@ class World:
         self.private_hashes: set[BlockHash] = set()
         """Of requests that were not to be cached, and of all others."""
         self.shown_hashes: set[BlockHash] = set()
+        self.lasting_hashes: set[BlockHash] = set()
+        """Of requests that set no time to live, and of what operators have pinned."""
         self.configs = configs.draw_remembered(random.Random(f"{seed}/most_remembered"), configs.draw_world(rng))
         self.configs = configs.draw_policies(random.Random(f"{seed}/policies"), self.configs)
         self.configs = configs.draw_groups(random.Random(f"{seed}/groups"), self.configs)
@@ -78,6 +80,9 @@ class World:
         group_blocks = configs.draw_group_blocks(random.Random(f"{seed}/group_blocks"))
         secrets = configs.draw_secrets(random.Random(f"{seed}/secrets"), len(self.configs))
         self.outside = Outside(self.time, rng, self.configs, group_blocks, secrets)
+        keeps_pins = random.Random(f"{seed}/keepers").random() < 0.5
+        self.kept_pins: dict[tuple[int, int], control.KeptPins] | None = {} if keeps_pins else None
+        """By engine and weights, as an engine's storage keeps them for its next start; None where it does not."""
         self.engines: list[Engine] = []
         self.actions = workload.draw(rng, self.configs)
         self.actions += streams.draw(random.Random(f"{seed}/sessions"), self.configs, self.actions)
@@ -97,6 +102,8 @@ class World:
         self.num_steps += 1
         size = max(self.outside.group_blocks, default=1)
         for job in plan.storage:
+            if job.action is StorageAction.BACK_UP:
+                engine.watch.check_backup(job.host_ids.tolist())
             if job.action is StorageAction.FETCH:
                 self.met["fetches that skip blocks of a group"] += bool(job.skipped)
                 self.met["fetches of windows and states"] += job.singly
@@ -125,6 +132,8 @@ class World:
     def note(self, request: SimulatedRequest) -> None:
         """Whose blocks these are, and whether anybody may have them saved."""
         hints = (request.kv_transfer_params or {}).get("cache")
+        if control.is_lasting(hints):
+            self.lasting_hashes.update(request.block_hashes)
         is_private = isinstance(hints, dict) and hints.get("do_not_cache") is True
         (self.private_hashes if is_private else self.shown_hashes).update(request.block_hashes)
         if request.cache_salt is not None:

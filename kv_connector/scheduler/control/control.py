@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from ...base import Request
 from ...config import Config
-from ...index import BlockState
+from ...index import Terms
 from ...types import BlockHash
 from ..companions import Companions
 from ..requests import RequestState, RequestTable
@@ -33,12 +33,19 @@ class Control:
     say what planners need of them.
     """
 
-    def __init__(self, config: Config, shared: Shared, companions: Companions) -> None:
+    def __init__(
+        self,
+        config: Config,
+        shared: Shared,
+        companions: Companions,
+        asked: Callable[[Iterable[int], Terms], None],
+    ) -> None:
+        """`asked` is told of nodes that a request makes use of, and on which terms."""
         self.tenants = shared.tenants
         self.pins = PinnedPrefixes(shared, config.pinned_share)
         self._returning = ReturningPins(self.pins, shared, companions)
         self._shared = shared
-        self._companions = companions
+        self._asked = asked
         self._expiries = Expiries(shared)
         self._told_at = -_SECONDS_BETWEEN_LINES  # that hints were ignored
 
@@ -48,10 +55,8 @@ class Control:
         state.hints = hints = hints_of(request, self._ignored)
         state.terms = hints.terms(self.tenants.of(request))
         state.is_saved = not hints.do_not_cache
-        if state.is_saved and (kept := self._shared.grouped.tree.terms.use(chain.from_iterable(known), state.terms)):
-            host = self._shared.host
-            on_host = [node for node in kept if host.node_state(node) is BlockState.RESIDENT]
-            self._companions.saved(host.blocks_of(on_host))
+        if state.is_saved:
+            self._asked(chain.from_iterable(known), state.terms)
         if hints.pin:
             self._pin(request, state)
         elif hints.pin is False:
@@ -97,6 +102,7 @@ class Control:
             if state.terms.tenant == tenant:
                 requests.spoil(state)
         host, tree = self._shared.host, self._shared.grouped.tree
+        tree.terms.bar_tenant(tenant)
         copies = host.copies()
         owners = map(tree.terms.tenant.__getitem__, host.nodes_of(copies))
         own = [block_id for block_id, owner in zip(copies, owners, strict=True) if owner == tenant]

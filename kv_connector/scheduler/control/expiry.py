@@ -15,7 +15,8 @@ before its time."""
 
 class Expiries:
     """Prefixes in the order in which they are due, O(log n) each. What is in use, pinned, or in front of what stays is
-    not dropped, and nor is what has been used since by anybody: it is his from then on."""
+    not dropped, and nor is what has been used since by anybody, or what somebody ever asked for who set no time: it is
+    his."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -44,8 +45,10 @@ class Expiries:
     def _drop(self) -> None:
         _, _, used, block_hashes = heapq.heappop(self._due)
         self._num_hashes -= len(block_hashes)
-        grouped, host = self._shared.grouped, self._shared.host
+        grouped, host, tree = self._shared.grouped, self._shared.host, self._shared.grouped.tree
         for group in range(len(grouped.groups)):
-            nodes = grouped.find_of(group, grouped.keys(block_hashes, group))
+            known = grouped.find_of(group, grouped.keys(block_hashes, group))
+            nodes = [node for node in known if tree.terms.transient[node] and tree.used[node] <= used]
+            tree.terms.bar(nodes)
             parts = [nodes] if group in grouped.full else [[node] for node in nodes]
-            self._shared.metrics.expired_blocks += sum(host.discard_unused(part, used) for part in parts)
+            self._shared.metrics.expired_blocks += sum(host.discard_tail(part) for part in parts)

@@ -58,7 +58,8 @@ def hints_of(request: Request, on_ignored: Callable[[str], None] = lambda reason
             on_ignored(f"cache.{name}={shown(value)} is not {wanted}")
         else:
             valid[name] = value
-    if valid.get("do_not_cache") and valid.pop("pin", None):
+    if valid.get("do_not_cache") and valid.get("pin"):
+        del valid["pin"]
         on_ignored("cache.pin is true where cache.do_not_cache is: leave one of them out")
     return Hints(**valid)
 

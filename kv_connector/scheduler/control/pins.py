@@ -48,6 +48,9 @@ class PinnedPrefixes:
         self._deadlines: list[tuple[float, _Name]] = []  # a heap; what is not the pin's own by now is passed over
         self._num_blocks: dict[int, int] = {}  # pinned nodes, by tenant
 
+    def __contains__(self, name: _Name) -> bool:
+        return name in self._pins
+
     @property
     def num_blocks(self) -> int:
         """Blocks that are pinned, on the host or not."""
@@ -68,7 +71,9 @@ class PinnedPrefixes:
 
     def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None = None, tenant: int = 0) -> None:
         """For an operator: keep the blocks of a prefix, one time more. `ttl_s`: they are all let go of when so many
-        seconds have passed, and as many as were given in other calls."""
+        seconds have passed, and as many as were given in other calls. Raises KVConnectorError for what is no time."""
+        if ttl_s is not None and not ttl_s > 0:
+            raise KVConnectorError(f"ttl_s={ttl_s} is no time to keep a prefix for: give seconds over 0, or None")
         name = _name(block_hashes, False)
         pin = self._pins.get(name)
         if pin is not None:
@@ -105,11 +110,16 @@ class PinnedPrefixes:
         front of what somebody else has pinned."""
         count = len(block_hashes)
         own = [name for name in self._pins if name[2] and name[0] <= count and block_hashes[name[0] - 1] == name[1]]
-        for name in sorted(own, reverse=True):
-            last = self._grouped.find(self._grouped.keys(block_hashes[: name[0]], 0)[-1:])
-            if any(self._grouped.tree.pins[node] > 1 for node in last):
+        per_block = self._grouped.groups[0].hashes_per_block
+        while own:
+            longest = max(own)
+            own.remove(longest)
+            num_blocks = longest[0] // per_block
+            num_own = 1 + sum(name[0] // per_block == num_blocks for name in own)  # with which it shares its last block
+            last = self._grouped.find(self._grouped.keys(block_hashes[: longest[0]], 0)[-1:])
+            if any(self._grouped.tree.pins[node] > num_own for node in last):
                 return
-            self._remove(name, 1)
+            self._remove(longest, 1)
 
     def unpin_tenant(self, tenant: int) -> None:
         """Let go of all that requests of the tenant's have pinned."""

@@ -16,9 +16,6 @@ from ..shared import Shared
 from .hints import MOST_TTL
 from .pins import PinnedPrefixes
 
-_WARM_SECONDS = 1.0
-"""Between two tries to have a prefix read that storage has not begun to read."""
-
 
 class ReturningPins:
     """Those of the last start that are not pinned yet, or not on the host."""
@@ -30,8 +27,8 @@ class ReturningPins:
         self._waiting: deque[tuple[KeptPin, float]] = deque()  # requests', and when each ends
         self._refused: list[tuple[KeptPin, float]] = []  # those that a larger host may have room for
         self._capacity = 0  # of the host, when they were refused
-        self._to_warm: deque[tuple[BlockHash, ...]] = deque()
-        self._not_before = 0.0  # of warming
+        self._to_warm: deque[KeptPin] = deque()  # that are pinned again
+        self._num_warmed = 0  # blocks that the host lacked of those that began to be read
 
     def add(self, kept: Sequence[KeptPin]) -> None:
         """Pin an operator's now, and requests' as steps are planned."""
@@ -42,14 +39,14 @@ class ReturningPins:
                 self._waiting.append((pin, now + seconds))
             else:
                 self._pins.pin(pin.block_hashes, pin.seconds, self._shared.tenants.known(pin.tenant))
-                self._to_warm.append(pin.block_hashes)
+                self._to_warm.append(pin)
 
     @property
     def is_busy(self) -> bool:
         """Whether the next step has something to do here."""
         if not self._shared.host.pool.capacity:
             return False
-        return bool(self._waiting) or self._has_grown() or self._may_warm(self._shared.clock())
+        return bool(self._waiting) or self._has_grown() or self._may_warm()
 
     def step(self, now: float) -> None:
         """A step is planned: at most one is pinned in it, and one begins to be read."""
@@ -60,8 +57,8 @@ class ReturningPins:
             self._refused.clear()
         if self._waiting:
             self._return(*self._waiting.popleft(), now)
-        if self._may_warm(now):
-            self._warm(now)
+        if self._may_warm():
+            self._warm(self._to_warm.popleft())
 
     def drop(self, block_hashes: Sequence[BlockHash]) -> None:
         """What requests had pinned of this prompt does not come back."""
@@ -88,7 +85,7 @@ class ReturningPins:
         if deadline <= now:
             self._pins.keeper.ended(pin.name)
         elif self._pins.pin_for_request(pin.block_hashes, terms, deadline - now):
-            self._to_warm.append(pin.block_hashes)
+            self._to_warm.append(pin)
         else:
             self._refused.append((pin, deadline))
             self._capacity = self._shared.host.pool.capacity
@@ -97,18 +94,22 @@ class ReturningPins:
         """Whether the host may have room by now for what was refused."""
         return bool(self._refused) and self._shared.host.pool.capacity > self._capacity
 
-    def _may_warm(self, now: float) -> bool:
-        has_room = self._pins.num_blocks <= self._shared.host.pool.capacity
-        return bool(self._to_warm) and has_room and now >= self._not_before
+    def _may_warm(self) -> bool:
+        """Whether the next prefix may begin to be read: as long as it, or all that is pinned, fits."""
+        if not self._to_warm or not self._companions.may_warm:
+            return False
+        capacity = self._shared.host.pool.capacity
+        has_room = self._pins.num_blocks <= capacity
+        return has_room or self._num_warmed + self._num_lacking(self._to_warm[0].block_hashes) <= capacity
 
-    def _warm(self, now: float) -> None:
-        block_hashes = self._to_warm[0]
-        if self._companions.warm(block_hashes) or self._is_on_host(block_hashes):
-            self._to_warm.popleft()
-        else:  # as many are being read as may be, or storage does not answer
-            self._not_before = now + _WARM_SECONDS
+    def _warm(self, pin: KeptPin) -> None:
+        if pin.name not in self._pins:
+            return  # it was let go of meanwhile
+        self._num_warmed += self._num_lacking(pin.block_hashes)
+        self._companions.warm(pin.block_hashes, self._shared.tenants.known(pin.tenant))
 
-    def _is_on_host(self, block_hashes: Sequence[BlockHash]) -> bool:
+    def _num_lacking(self, block_hashes: Sequence[BlockHash]) -> int:
+        """Blocks of a prefix that is pinned which the host has not."""
         grouped, host = self._shared.grouped, self._shared.host
         nodes = [grouped.find_of(group, grouped.keys(block_hashes, group)) for group in range(len(grouped.groups))]
-        return not any(host.absent(found) for found in nodes)
+        return sum(len(host.absent(found)) for found in nodes)

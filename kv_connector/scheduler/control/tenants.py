@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...base import Request
 from ...config import TenantConfig
-from ...config.tenants import DEFAULT_TENANT
+from ...config.tenants import DEFAULT_TENANT, LONGEST_NAME
 from ...errors import KVConnectorError
 from ...index import CacheTier
 from ...values import shown
@@ -25,7 +25,7 @@ class _Counts:
 
 class Tenants:
     """Names tenants by index: "default" is 0. A request is that tenant's whose name its cache salt is, or begins with
-    in front of a colon, and the default one's where there is none of such a name."""
+    in front of a colon, the longest of such names, and the default one's where there is none."""
 
     def __init__(self, config: Mapping[str, TenantConfig]) -> None:
         named = {DEFAULT_TENANT: TenantConfig(), **config}
@@ -39,9 +39,14 @@ class Tenants:
     def of(self, request: Request) -> int:
         """The request's tenant."""
         salt = getattr(request, "cache_salt", None)
-        if len(self._index) == 1 or not isinstance(salt, str):
-            return 0
-        return self._index.get(salt, self._index.get(salt.partition(":")[0], 0))
+        return self.of_salt(salt) if len(self._index) > 1 and isinstance(salt, str) else 0
+
+    def of_salt(self, salt: str) -> int:
+        """The tenant of requests with this salt."""
+        name = salt[: LONGEST_NAME + 1]  # which is no name where it is cut
+        while name not in self._index and ":" in name:
+            name = name.rpartition(":")[0]
+        return self._index.get(name, 0)
 
     def named(self, name: str) -> int:
         """The tenant of this name. Raises KVConnectorError."""

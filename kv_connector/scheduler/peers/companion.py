@@ -106,8 +106,13 @@ class PeerCompanion(Companion):
         assert isinstance(ended.job, PeerJob)
         (self._outgoing if ended.job.action is PeerAction.SEND else self._incoming).end(ended)
 
-    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+    @property
+    def may_warm(self) -> bool:
         """Never: other engines are asked for requests alone."""
+        return False
+
+    def warm(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
+        """See `may_warm`."""
         return False
 
     def drain(self) -> int | None:

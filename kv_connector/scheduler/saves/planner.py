@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,6 +106,13 @@ class SavePlanner:
         """Device blocks were freed: there may be something to save before reuse."""
         self._look_ahead.may_find = self._saves_before_reuse
 
+    def asked(self, nodes: Iterable[int], terms: Terms) -> None:
+        """A request makes use of these nodes on these terms. What was to be dropped some time, and is not any more, may
+        go on to where saves go."""
+        if kept := self._tree.terms.use(nodes, terms):
+            on_host = [node for node in kept if self._host.node_state(node) is BlockState.RESIDENT]
+            self._on_saved(self._host.blocks_of(on_host))
+
     def plan(self, state: RequestState, item: ScheduledRequest, told: Sequence[StateBlock], now: float) -> None:
         """The step saves what the policy wants of blocks that are, or will be after it, full and valid on the device,
         among them those that the engine has `told` of.
@@ -152,7 +159,7 @@ class SavePlanner:
         for index in self._host.absent([node for _, _, node in known]):
             device_id, key, _ = known[index]
             node = self._tree.get(key)  # room was made for those in front of it, and one of them may be the same block
-            if node is None or self._host.node_state(node) is not BlockState.ABSENT:
+            if node is None or self._tree.terms.barred[node] or self._host.node_state(node) is not BlockState.ABSENT:
                 continue
             host_ids = self._host.allocate_up_to(1, self._tree.used[node], self._tree.terms.tenant[node])
             node = self._tree.get(key)
@@ -320,10 +327,11 @@ class SavePlanner:
         return indices[:num_kept]
 
     def _num_pinned(self, keys: Sequence[BlockHash], indices: Sequence[int]) -> int:
-        """How many of these blocks, which are in order, an operator has pinned: prefixes are, so the first ones."""
+        """How many of these blocks, which are in order, are pinned, up to one that does not fit: prefixes are, so the
+        first ones."""
         for num_pinned, index in enumerate(indices):
             node = self._tree.get(keys[index])
-            if node is None or not self._tree.pins[node]:
+            if node is None or not self._tree.pins[node] or keys[index] in self._refusals:
                 return num_pinned
         return len(indices)
 
@@ -389,6 +397,7 @@ class SavePlanner:
             nodes = self._tree.insert_apart([taken.keys[index] for index in taken.shown], now, state.terms)
             node_of = dict(zip(taken.shown, nodes, strict=True))
             targets = [node_of[index] for index in saved]
+            self.asked(nodes, state.terms)
             for index, node in node_of.items():
                 self._tree.inside[node] = (index + 1) * taken.size % self._hashes_per_block[taken.group] > 0
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
@@ -408,7 +417,9 @@ class SavePlanner:
         keys, shown = taken.keys, taken.shown
         assert isinstance(shown, range)
         first, full = shown.start, shown.stop
-        start = first + len(self._tree.match(keys[first:full]))
+        shown_before = self._tree.match(keys[first:full])
+        self.asked(shown_before, terms)
+        start = first + len(shown_before)
         nodes = self._tree.insert_path(keys, now, start, full, terms)
         known = [self._find_or_insert(keys, index, now, terms) for index in saved if index < start]
         self._tree.touch(known, now)

@@ -191,8 +191,9 @@ class BackupPlanner:
     def _drain_on(self) -> None:
         """As far as there is room."""
         while self._draining and (room := self._room()):
-            end = self._draining[0]
-            group = self._grouping.ending_in(end) if self._host.first_not_resident((end,)) is None else []
+            end = self._draining[0]  # which may hold another copy by now
+            is_there = self._host.first_not_resident((end,)) is None and self._grouping.whole((end,))
+            group = self._grouping.ending_in(end) if is_there else []
             if len(group) > room:
                 return
             self._draining.popleft()

@@ -128,9 +128,14 @@ class StorageCompanion(Companion):
                 stats[full_name] = max(values) if full_name in GAUGES else sum(values)
         return stats
 
-    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
+    @property
+    def may_warm(self) -> bool:
+        """Not where many are under way, or storage does not answer."""
+        return self._prefetches.may_warm
+
+    def warm(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
         """What the host lacks of the prefix is looked up and fetched, and waited for by nobody."""
-        return self._prefetches.warm(block_hashes)
+        return self._prefetches.warm(block_hashes, tenant)
 
     def drain(self) -> int | None:
         """All that the host has is offered anew; what is in storage already is not written again."""

@@ -21,7 +21,7 @@ import numpy as np
 from ...base import Request
 from ...config import Prefetch, StorageConfig
 from ...events import BlockStored
-from ...index import PLAIN, Event
+from ...index import PLAIN, Event, Terms
 from ...types import BlockHash, StorageAction, StorageJob, Tier
 from ..control.hints import hints_of
 from ..ledger import EndedJob, JobOwner
@@ -103,13 +103,19 @@ class PrefetchPlanner:
         self._prefetches[request.request_id] = prefetch
         self._coalesce_begun(prefetch)
 
-    def warm(self, block_hashes: Sequence[BlockHash]) -> bool:
-        """Bring what storage has of a prefix to the host, for whoever comes; False where it may have none of it, or too
-        many are being brought."""
+    @property
+    def may_warm(self) -> bool:
+        """Whether prefixes may be brought by now that no request waits for."""
+        return len(self._warming) < _MOST_WARMING and not self._reading.hangs(self._clock())
+
+    def warm(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
+        """Bring what storage has of a tenant's prefix to the host, for whoever comes; False where there is nothing to
+        be asked, or too many are being brought."""
         search = self._search(block_hashes)
-        if not search.questions or len(self._warming) >= _MOST_WARMING:
+        if not search.questions or not self.may_warm:
             return False
-        prefetch = Prefetching((), tuple(block_hashes), len(block_hashes), search, 0.0, PLAIN, is_thorough=True)
+        terms = Terms(tenant) if tenant else PLAIN
+        prefetch = Prefetching((), tuple(block_hashes), len(block_hashes), search, 0.0, terms, is_thorough=True)
         self._warming.append(prefetch)
         self._coalesce_begun(prefetch)
         return True
@@ -190,8 +196,7 @@ class PrefetchPlanner:
                 prefetch.is_repeated = True
                 prefetch.search = self._search(prefetch.block_hashes[: prefetch.stop])
                 self._coalesce_begun(prefetch)
-        if self._warming:
-            self._warming = [prefetch for prefetch in self._warming if not prefetch.is_done]
+        self._forget_warmed()
 
     def reset(self) -> None:
         """Nothing of what is under way is wanted any more."""
@@ -278,6 +283,11 @@ class PrefetchPlanner:
         for block_id in host_ids:
             del self._job_of[block_id]
         self._host.discard(host_ids)
+        self._forget_warmed()
+
+    def _forget_warmed(self) -> None:
+        if self._warming:
+            self._warming = [prefetch for prefetch in self._warming if not prefetch.is_done]
 
     def _found(self, prefetch: Prefetching) -> None:
         """Fetch what storage has of the longest hit, but for what is on its way."""

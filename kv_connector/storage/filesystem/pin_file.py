@@ -35,7 +35,6 @@ _MAGIC = b"KVCPINS1"
 _HEAD = struct.Struct("<8s32sQ")
 _COUNT = struct.Struct("<I")
 _PIN = struct.Struct("<?dHIB")
-_LEAST_HASH_BYTES = 16
 _OTHERS_WRITE = 0o022
 
 
@@ -64,7 +63,7 @@ class PinFile:
             os.close(self._folder)
             raise
         self._name = f"{stem}.pins"
-        self._temporary = f"{stem}.new"
+        self._temporary = f"{stem}.new"  # one that a killed engine has left is written over
 
     def read(self) -> list[TimedPin]:
         """What lies there, nothing where there is none. Raises OSError, and ValueError where it is not believed."""
@@ -141,7 +140,7 @@ def _pins(body: memoryview) -> Iterator[TimedPin]:
         is_of_request, ends, name_bytes, num_hashes, hash_bytes = _PIN.unpack_from(body, at)
         at += _PIN.size
         end = at + name_bytes + num_hashes * hash_bytes
-        if end > len(body) or not num_hashes or hash_bytes < _LEAST_HASH_BYTES or math.isnan(ends):
+        if end > len(body) or not num_hashes or not hash_bytes or math.isnan(ends):
             raise ValueError("it is damaged")
         name = str(body[at : at + name_bytes], "utf-8")
         hashes = bytes(body[at + name_bytes : end])

@@ -103,9 +103,10 @@ class _Desk:
             self._thread.start()
 
     def _work(self) -> None:
-        while not self._closing.is_set():
+        is_last = False
+        while not is_last:
             self._changed.wait()
-            self._closing.wait(_PAUSE_SECONDS)
+            is_last = self._closing.wait(_PAUSE_SECONDS)  # nothing changes any more
             self._write_changes()
 
     def _write_changes(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv_connector.errors import KVConnectorError
-from kv_connector.index import BlockHasher, CacheIdentity, root_hash
+from kv_connector.index import BlockGroup, BlockHasher, CacheIdentity, root_hash
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.control import expiry, pins
 from kv_connector.scheduler.control.hints import NO_HINTS, Hints, hints_of
@@ -61,6 +61,7 @@ def run_nothing() -> Any:
         ({"ttl_s": "60"}, "give 1 to 604800 seconds"),
         ({"ttl_s": float("nan")}, "give 1 to 604800 seconds"),
         ({"ttl_s": 0.5}, "give 1 to 604800 seconds"),
+        ({"ttl_s": 604801}, "give 1 to 604800 seconds"),
         ({"ttl_s": True}, "give 1 to 604800 seconds"),
         ({"priority": 3}, "give an integer from -2 to 2"),
         ({"priority": True}, "give an integer from -2 to 2"),
@@ -320,3 +321,134 @@ def test_a_block_has_the_highest_priority_that_was_asked_for() -> None:
     nodes = half.tree.match(Asked("x", prompt(1)).block_hashes)
     assert [half.tree.terms.priority[node] for node in nodes] == [0, 0]
     assert half.tree.block[Tier.HOST][nodes[0]] >= 0
+
+
+@pytest.mark.parametrize("ttl_s", [1, 1.0, 604800, 604800.0])
+def test_the_shortest_and_the_longest_time_are_times(ttl_s: float) -> None:
+    assert hints_of(Hinted("r", prompt(1), cache={"ttl_s": ttl_s})) == Hints(ttl_s=ttl_s)
+
+
+def test_who_is_not_cached_may_let_go_of_what_he_has_pinned() -> None:
+    half, _ = make_half()
+    save(half, Hinted("pinned", prompt(1), cache={"pin": True}))
+    save(half, Hinted("end", prompt(1), cache={"pin": False, "do_not_cache": True}))
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 0 and half.metrics.ignored_hints == 0
+
+
+def test_what_others_had_cached_before_who_set_no_time_stays() -> None:
+    half, _ = make_half()
+    save(half, Asked("long", prompt(1)))
+    short = Hinted("short", prompt(1) + prompt(2), cache={"ttl_s": 100})
+    save(half, short)
+    wait(half, 200.0)
+    assert on_host(half, short) == 2 and half.metrics.expired_blocks == 2
+    half.check()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "adaptive", "write_back"])
+def test_what_two_compute_at_a_time_is_on_the_terms_of_both(policy: str) -> None:
+    half, _ = make_half(write_policy=policy)
+    long, short = Asked("long", prompt(1)), Hinted("short", prompt(1), cache={"ttl_s": 100, "priority": 1})
+    admit(half, short)
+    admit(half, long, 50)
+    report(half, run(half, short, long))
+    nodes = half.tree.match(long.block_hashes)
+    assert [(half.tree.terms.transient[node], half.tree.terms.priority[node]) for node in nodes] == [(0, 1)] * 2
+    half.request_finished(long)
+    half.request_finished(short)
+    num_copies = half.host.num_copies
+    wait(half, 200.0)
+    assert half.host.num_copies == num_copies
+
+
+def test_what_the_device_has_is_not_saved_before_reuse_when_its_time_is_over() -> None:
+    half, blocks = make_half(write_policy="write_back")
+    short = Hinted("short", prompt(1), cache={"ttl_s": 100})
+    save(half, short)
+    blocks.order = list(enumerate(short.block_hashes))
+    wait(half, 200.0)
+    assert half.build_connector_meta(run_nothing()).saves == () and half.host.num_copies == 0
+    admit(half, Asked("again", prompt(1)), num_local=4)
+    (job,) = half.build_connector_meta(run_nothing()).saves
+    assert job.num_blocks == 2, "somebody asks for it"
+
+
+def test_a_pin_that_is_asked_for_all_the_time_leaves_nothing_behind() -> None:
+    half, _ = make_half(num_host_blocks=40)
+    for _ in range(300):
+        save(half, Hinted("again", prompt(1), cache={"pin": True, "ttl_s": 604800}))
+    save(half, Hinted("other", prompt(2), cache={"pin": True, "ttl_s": 100}))
+    assert len(half._control.pins._deadlines) < 100
+    wait(half, 110.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 2
+    wait(half, 604800.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 0
+    half.check()
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1.0, -1e9, float("nan")])
+def test_an_operator_who_gives_no_time_is_told(ttl_s: float) -> None:
+    half, _ = make_half()
+    with pytest.raises(KVConnectorError, match="give seconds over 0, or None"):
+        half.pin_prefix(Asked("r", prompt(1)).block_hashes, ttl_s)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 0
+
+
+def test_a_conversation_is_let_go_of_where_its_turns_end_in_one_block() -> None:
+    """Where blocks of the first group have two hashes."""
+    half, _ = make_half(num_host_blocks=80, groups=(BlockGroup(hashes_per_block=2), BlockGroup()))
+    for request_id, num_hashes in (("first", 4), ("second", 5)):
+        told(half, Hinted(request_id, prompt(1, num_hashes), cache={"pin": True}))
+    half.pin_prefix(Asked("operator", prompt(1, 2)).block_hashes)
+    told(half, Hinted("end", prompt(1, 5), cache={"pin": False}))
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 3
+
+
+def told(half: SchedulerHalf, request: Hinted) -> None:
+    """A request of two block groups, that ends before it is computed."""
+    half.update_state_after_alloc(request, [list(range(9)), list(range(9))], 0, 0)
+    half.request_finished(request)
+
+
+def test_a_pin_never_gets_shorter() -> None:
+    half, _ = make_half()
+    save(half, Hinted("long", prompt(1), cache={"pin": True, "ttl_s": 1000}))
+    save(half, Hinted("short", prompt(1), cache={"pin": True, "ttl_s": 10}))
+    wait(half, 500.0)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 2
+
+
+def test_letting_go_ends_in_front_of_what_an_operator_has_pinned_of_the_same_conversation() -> None:
+    half, _ = make_half(num_host_blocks=40)
+    turns = [prompt(1), prompt(1) + prompt(2), prompt(1) + prompt(2) + prompt(3)]
+    for number, tokens in enumerate(turns):
+        save(half, Hinted(str(number), tokens, cache={"pin": True}))
+    half.pin_prefix(Asked("operator", turns[1]).block_hashes)
+    save(half, Hinted("end", turns[2], cache={"pin": False}))
+    half.unpin_prefix(Asked("operator", turns[1]).block_hashes)
+    assert half.get_kv_connector_stats()["pinned_blocks"] == 4, "the first two turns are pinned yet"
+
+
+def test_beyond_so_many_prefixes_with_a_time_the_one_that_is_due_next_goes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expiry, "_MOST", 2)
+    half, _ = make_half(num_host_blocks=40)
+    requests = [Hinted(str(seconds), prompt(seconds), cache={"ttl_s": 1000 * seconds}) for seconds in (2, 1, 3)]
+    for request in requests:
+        save(half, request)
+    assert [on_host(half, request) for request in requests] == [2, 0, 2]
+
+
+def test_the_time_of_who_is_not_cached_drops_nothing_of_others() -> None:
+    half, _ = make_half()
+    save(half, Hinted("short", prompt(1), cache={"ttl_s": 1000}))
+    save(half, Hinted("private", prompt(1), cache={"ttl_s": 1, "do_not_cache": True}))
+    wait(half, 100.0)
+    assert on_host(half, Asked("r", prompt(1))) == 2
+
+
+def test_a_prompt_without_a_full_block_pins_nothing() -> None:
+    half, _ = make_half()
+    save(half, Hinted("r", [1, 2], cache={"pin": True}))
+    assert half.metrics.refused_pins == 0 and len(half._control.pins._pins) == 0

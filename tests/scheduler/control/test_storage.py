@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.errors import KVConnectorError
-from kv_connector.types import StorageAction
+from kv_connector.types import BlockHash, StepReport, StorageAction
 from tests.scheduler.control.test_hints import Hinted
 from tests.scheduler.storage.test_companion import (
     PROMPT,
@@ -16,6 +16,7 @@ from tests.scheduler.storage.test_companion import (
     make_half,
     matched,
     report,
+    run,
     step,
 )
 from tests.scheduler.test_half import Asked
@@ -137,3 +138,28 @@ def test_what_is_fetched_for_a_request_has_its_priority() -> None:
     report(half, [fetched])
     nodes = half.tree.match(Hinted("r", PROMPT).block_hashes)
     assert [half.tree.terms.priority[node] for node in nodes] == [1] * 10
+
+
+def test_what_takes_the_place_of_what_was_to_be_drained_is_drained_on_its_own_terms() -> None:
+    half, _, _ = make_half(num_host_blocks=8, backup="on_eviction", max_backup_blocks=1)
+    for number in range(2):
+        compute(half, Asked(f"r{number}", [1000 * number + i for i in range(16)]))
+    assert half.drain() == 8
+    (under_way,) = step(half)
+    assert under_way.num_blocks == 1, "for no more there is room"
+    short = Hinted("short", [5000 + i for i in range(28)], cache={"ttl_s": 60})
+    half.update_state_after_alloc(short, [list(range(7))], 0, 0)
+    plan = run(half, short)
+    saved = tuple(job.job_id for job in plan.saves)
+    half.update_connector_output([StepReport(plan.step, 0, saved, num_host_blocks=8)])
+    half.request_finished(short)
+    assert half.host.num_copies == 8 and half.metrics.saved_blocks > 8, "some have the places of others"
+    report(half, [under_way])
+    written: list[BlockHash] = []
+    while half.has_pending_push_work():
+        for job in step(half):
+            if job.action is StorageAction.BACK_UP:
+                written += half.host.hashes_of(job.host_ids.tolist())
+            report(half, [job], found=0)
+    assert not set(written) & set(short.block_hashes)
+    half.check()

@@ -162,3 +162,42 @@ def test_what_is_wrong_with_tenants_is_said_at_the_start(tenants: object, messag
 def test_the_share_that_may_be_pinned_is_one(share: object) -> None:
     with pytest.raises(ConfigError, match=r"pinned_share=.* is not a share: give a number from 0 to 1"):
         Config.from_mapping({"pinned_share": share})
+
+
+def test_of_several_names_that_a_salt_begins_with_the_longest_counts() -> None:
+    half, _ = make_half(num_host_blocks=40, tenants={"a": {}, "a:night": {}, "\u00e9quipe": {}, "x" * 64: {}})
+    salts = "a:night:user", "a:nightly", "a:night", "\u00e9quipe:1", "x" * 64 + ":1", "x" * 65, ":" * 100_000, "a" * 70
+    for number, salt in enumerate(salts):
+        save(half, of(salt, number))
+    assert held(half) == {"default": 6, "a": 2, "a:night": 4, "\u00e9quipe": 2, "x" * 64: 2}
+    assert [half.tenant_of(salt) for salt in ("a:x", "a:night:", "")] == ["a", "a:night", "default"]
+
+
+def test_what_a_cleared_tenant_has_on_the_device_is_not_saved_before_reuse() -> None:
+    half, blocks = make_half(num_host_blocks=40, tenants=TENANTS, write_policy="write_back")
+    cleared, other = of("a", 1), of("b", 1)
+    for request in (cleared, other):
+        save(half, request)
+    half.clear_tenant("a")
+    blocks.order = list(enumerate([*cleared.block_hashes, *other.block_hashes]))
+    report(half, run(half))
+    assert held(half) == {"default": 0, "a": 0, "b": 2}
+    save(half, of("a", 1))
+    half._saves.note_changed()
+    report(half, run(half))
+    assert held(half)["a"] == 2, "somebody asks for it"
+    half.check()
+
+
+def test_who_clears_a_tenant_takes_nothing_of_others_nor_what_operators_have_pinned() -> None:
+    half, _ = make_half(num_host_blocks=40, tenants={"a": {"quota": "7KiB"}, "b": {}})
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=40, block_bytes=1 << 10)])
+    pinned, cleared, running = of("a", 1), of("a", 2), of("b", 2)
+    half.pin_prefix(pinned.block_hashes, tenant="a")
+    admit(half, cleared)
+    admit(half, running, 50)
+    half.clear_tenant("a")
+    assert half.tenant_stats()["a"]["pinned_blocks"] == 2
+    report(half, run(half, cleared, running))
+    assert held(half) == {"default": 0, "a": 0, "b": 2}, "what runs is saved, but of the tenant's"
+    assert [half.tenant_stats()[name]["quota_blocks"] for name in ("a", "b")] == [7, 40]

@@ -10,6 +10,7 @@ from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.saves import refusals
 from kv_connector.types import BlockHash, StepPlan, StepReport
+from tests.scheduler.control.test_hints import Hinted
 from tests.scheduler.saves import test_budget
 from tests.scheduler.test_half import Asked, admit, make_half, report, run
 
@@ -266,4 +267,26 @@ def test_an_idle_engine_that_saves_nothing_any_more_takes_no_steps_for_it() -> N
             refuse(half, run(half), *ALL)
         assert not half.has_pending_push_work()
         assert run(half).saves == ()
+    half.check()
+
+
+@pytest.mark.parametrize("is_operators", [True, False])
+def test_a_pinned_block_that_does_not_fit_is_not_tried_again_and_turns_nothing_off(is_operators: bool) -> None:
+    half, _ = make_half(num_host_blocks=40)
+    half.refusals.judged_blocks = 8
+    asked = Hinted("first", PROMPT, cache=None if is_operators else {"pin": True})
+    if is_operators:
+        half.pin_prefix(asked.block_hashes)
+    admit(half, asked)
+    plan = run(half, asked)
+    refuse(half, plan, 1)
+    half.request_finished(asked)
+    for number in range(10):
+        again = Hinted(str(number), PROMPT, cache=None if is_operators else {"pin": True})
+        assert admit(half, again) == 4
+        plan = run(half, again, computed=4)
+        assert plan.saves == ()
+        report(half, plan)
+        half.request_finished(again)
+    assert half.metrics.refused_blocks == 1 and not half.refusals.are_too_many
     half.check()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from kv_connector.config import Config
 from kv_connector.errors import ConfigError
 from kv_connector.events import BlockStored
-from kv_connector.index import BlockPool
+from kv_connector.index import BlockGroup, BlockPool
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import StepReport, StorageAction, StorageJob, Tier
 from tests.scheduler.test_half import Asked, ForeignBlocks, admit, run, save
@@ -29,14 +29,18 @@ class Ticks:
 
 
 def make_half(
-    num_host_blocks: int = 100, world_size: int = 1, load_choice: str = "sync", **storage: object
+    num_host_blocks: int = 100,
+    world_size: int = 1,
+    load_choice: str = "sync",
+    groups: Sequence[BlockGroup] = (BlockGroup(),),
+    tenants: Mapping[str, object] | None = None,
+    **storage: object,
 ) -> tuple[SchedulerHalf, ForeignBlocks, Ticks]:
     settings = {"path": "unused", "capacity": 8 << 20, "prefetch": "wait_complete"} | storage
-    config = Config.from_mapping(
-        {"host_memory": 1 << 20, "write_policy": "write_through", "load_choice": load_choice, "storage": settings}
-    )
+    given = {"host_memory": 1 << 20, "write_policy": "write_through", "load_choice": load_choice, "storage": settings}
+    config = Config.from_mapping({**given, "tenants": tenants or {}})
     ticks = Ticks()
-    half = SchedulerHalf(config, 4, world_size, clock=ticks)
+    half = SchedulerHalf(config, 4, world_size, clock=ticks, groups=groups)
     blocks = ForeignBlocks()
     half.bind_block_pool(blocks)
     half.update_connector_output([StepReport(0, rank, num_host_blocks=num_host_blocks) for rank in range(world_size)])

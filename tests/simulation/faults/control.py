@@ -8,15 +8,20 @@ _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _CONTROL = "kv_connector/scheduler/control/control.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
 _PIN_FILE = "kv_connector/storage/filesystem/pin_file.py"
+_PIN_KEEPER = "kv_connector/storage/filesystem/pin_keeper.py"
 _PINS = "kv_connector/scheduler/control/pins.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
+_RETURNING = "kv_connector/scheduler/control/returning.py"
 _TENANTS = "kv_connector/index/tenants.py"
 _TERMS = "kv_connector/index/terms.py"
 _TIER = "kv_connector/index/tier.py"
+_EXPIRY = "kv_connector/scheduler/control/expiry.py"
 _FILES = "tests/storage/filesystem/test_pins.py"
 _HINTS = "tests/scheduler/control/test_hints.py"
+_INDEX = "tests/index/test_tenants.py"
 _KEEPING = "tests/scheduler/control/test_keeping.py"
+_REFUSALS = "tests/scheduler/saves/test_refusals.py"
 _SHARES = "tests/scheduler/control/test_tenants.py"
 _STORAGE = "tests/scheduler/control/test_storage.py"
 
@@ -74,10 +79,8 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "pins-of-others-undone",
         "who ends a conversation lets go of what others have pinned in front of it",
-        (Patch(_PINS, "if any(self._grouped.tree.pins[node] > 1 for node in last):", "if False:"),),
-        tested(
-            "tests/scheduler/control/test_hints.py::test_a_conversation_is_let_go_of_and_not_what_others_have_pinned"
-        ),
+        (Patch(_PINS, "if any(self._grouped.tree.pins[node] > num_own for node in last):", "if False:"),),
+        tested(f"{_HINTS}::test_a_conversation_is_let_go_of_and_not_what_others_have_pinned"),
     ),
     Mutant(
         "private-saved",
@@ -88,8 +91,8 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "expired-though-used",
         "what has been used since its time began is dropped",
-        (Patch(_TIER, " or self.tree.used[node] > since:", ":"),),
-        tested("tests/scheduler/control/test_hints.py::test_what_somebody_has_used_since_who_set_no_time_is_his"),
+        (Patch(_EXPIRY, " and tree.used[node] <= used]", "]"),),
+        tested(f"{_HINTS}::test_what_is_used_again_in_time_stays"),
     ),
     Mutant(
         "expired-under-a-load",
@@ -115,8 +118,11 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "share-taken",
         "a tenant that floods takes what is another one's",
-        (Patch(_TENANTS, "not is_full and held[other] > self.shares[other]", "not is_full"),),
-        simulated(60),
+        (
+            Patch(_TENANTS, "not is_full and held[other] > self.shares[other]", "not is_full"),
+            Patch(_TENANTS, "min(count, held[giver] - self.shares[giver], self", "min(count, self"),
+        ),
+        tested(f"{_INDEX}::test_where_who_borrows_has_blocks_in_use_nobody_else_gives_for_him"),
     ),
     Mutant(
         "share-not-given-back",
@@ -189,14 +195,87 @@ CONTROL: tuple[Mutant, ...] = (
         "pins-asked-again",
         "who pins the same again and again fills the memory",
         (Patch(_PINS, "> 2 * len(self._pins) + _LEAST", "> 1e9 + _LEAST"),),
-        tested("tests/scheduler/control/test_hints.py::test_what_is_pinned_again_and_again_leaves_nothing_behind"),
+        tested(f"{_HINTS}::test_what_is_pinned_again_and_again_leaves_nothing_behind"),
     ),
     Mutant(
         "expiries-unbounded",
         "long prompts that are to be dropped in time fill the memory",
-        (Patch("kv_connector/scheduler/control/expiry.py", " or self._num_hashes > _MOST_HASHES", ""),),
-        tested(
-            "tests/scheduler/control/test_hints.py::test_prompts_that_are_to_be_dropped_in_time_are_remembered_up_to_a_bound"
+        (Patch(_EXPIRY, " or self._num_hashes > _MOST_HASHES", ""),),
+        tested(f"{_HINTS}::test_prompts_that_are_to_be_dropped_in_time_are_remembered_up_to_a_bound"),
+    ),
+    Mutant(
+        "drained-in-its-place",
+        "what has a time to live, and took the place of what was to be drained, goes to storage",
+        (Patch(_BACKUPS, " and self._grouping.whole((end,))", ""),),
+        tested(f"{_STORAGE}::test_what_takes_the_place_of_what_was_to_be_drained_is_drained_on_its_own_terms"),
+    ),
+    Mutant(
+        "expired-though-others-had-it",
+        "a time to live drops what others had cached before who set none",
+        (Patch(_EXPIRY, "if tree.terms.transient[node] and tree.used", "if tree.used"),),
+        tested(f"{_HINTS}::test_what_others_had_cached_before_who_set_no_time_stays"),
+    ),
+    Mutant(
+        "terms-of-who-was-first",
+        "of what two requests compute at a time the terms of the first one hold",
+        (Patch(_PLANNER, "        self.asked(shown_before, terms)\n", ""),),
+        tested(f"{_HINTS}::test_what_two_compute_at_a_time_is_on_the_terms_of_both"),
+    ),
+    Mutant(
+        "saved-though-over",
+        "what the device has is saved before reuse though its time is over",
+        (Patch(_EXPIRY, "            tree.terms.bar(nodes)\n", ""),),
+        tested(f"{_HINTS}::test_what_the_device_has_is_not_saved_before_reuse_when_its_time_is_over"),
+    ),
+    Mutant(
+        "saved-though-cleared",
+        "what the device has of a tenant that was cleared is saved before reuse",
+        (Patch(_CONTROL, "        tree.terms.bar_tenant(tenant)\n", ""),),
+        tested(f"{_SHARES}::test_what_a_cleared_tenant_has_on_the_device_is_not_saved_before_reuse"),
+    ),
+    Mutant(
+        "barred-for-ever",
+        "what was cleared is not saved before reuse either when a request has asked for it again",
+        (
+            Patch(
+                _TERMS,
+                "        for node in nodes:\n            self.barred[node] = 0\n",
+                "        for node in nodes:\n",
+            ),
         ),
+        tested(f"{_SHARES}::test_what_a_cleared_tenant_has_on_the_device_is_not_saved_before_reuse"),
+    ),
+    Mutant(
+        "refused-pin-again-and-again",
+        "a pinned block that does not fit is saved with each request for it, until nothing is saved any more",
+        (Patch(_PLANNER, "not self._tree.pins[node] or keys[index] in self._refusals", "not self._tree.pins[node]"),),
+        tested(f"{_REFUSALS}::test_a_pinned_block_that_does_not_fit_is_not_tried_again_and_turns_nothing_off"),
+    ),
+    Mutant(
+        "warmed-for-the-default-tenant",
+        "what is read ahead of a tenant's takes the default one's room",
+        (Patch(_PREFETCHES, "Terms(tenant) if tenant else PLAIN", "PLAIN"),),
+        tested(f"{_KEEPING}::test_what_is_read_for_a_tenant_is_charged_to_it"),
+    ),
+    Mutant(
+        "read-though-let-go-of",
+        "a prefix that was unpinned, or whose tenant was cleared, is read to the host all the same",
+        (Patch(_RETURNING, "if pin.name not in self._pins:", "if False:"),),
+        tested(f"{_KEEPING}::test_what_was_unpinned_or_cleared_before_it_was_read_is_not_read"),
+    ),
+    Mutant(
+        "last-pins-lost",
+        "what changes while the file of pins is written as the engine ends is lost",
+        (
+            Patch(
+                _PIN_KEEPER,
+                "            is_last = self._closing.wait(_PAUSE_SECONDS)  # nothing changes any more\n"
+                "            self._write_changes()\n",
+                "            self._closing.wait(_PAUSE_SECONDS)\n"
+                "            self._write_changes()\n"
+                "            is_last = self._closing.is_set()\n",
+            ),
+        ),
+        tested(f"{_FILES}::test_what_changes_while_the_file_is_written_for_the_last_time_is_written_too"),
     ),
 )

@@ -278,7 +278,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "pinned-and-declined",
         "what an operator has pinned is declined",
-        (Patch(_PLANNER, "if node is None or not self._tree.pins[node]:", "if True:"),),
+        (Patch(_PLANNER, "if node is None or not self._tree.pins[node] or keys", "if True or keys"),),
         tested(_DECLINED),
     ),
     Mutant(

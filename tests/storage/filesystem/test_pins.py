@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from kv_connector.storage.checksums import CRC32, BlockCheck
-from kv_connector.storage.filesystem import pin_file
+from kv_connector.storage.filesystem import pin_file, pin_keeper
 from kv_connector.storage.filesystem.layout import FolderLayout
-from kv_connector.storage.filesystem.pin_file import MOST_BYTES, PinFile
+from kv_connector.storage.filesystem.pin_file import MOST_BYTES, PinFile, TimedPin
 from kv_connector.storage.filesystem.pin_keeper import FOLDER, FolderPinKeeper
 from kv_connector.storage.macs import choose_check
 from kv_connector.types import BlockHash, KeptPin
@@ -240,3 +241,42 @@ def test_a_folder_of_somebody_elses_is_not_touched(tmp_path: Path) -> None:
         keeper(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["theirs"]
     assert not FolderLayout(tmp_path).is_ours()
+
+
+def test_what_changes_while_the_file_is_written_for_the_last_time_is_written_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = keeper(tmp_path)
+    writes, is_written, may_go_on = PinFile.write, threading.Event(), threading.Event()
+
+    def slow(file: PinFile, pins: list[TimedPin]) -> int:
+        is_written.set()
+        assert may_go_on.wait(30)
+        return writes(file, pins)
+
+    monkeypatch.setattr(PinFile, "write", slow)
+    monkeypatch.setattr(pin_keeper, "_PAUSE_SECONDS", 0.0)
+    one.kept(pin("a"))
+    assert is_written.wait(30)
+    one.kept(pin("b"))
+    closing = threading.Thread(target=one.close)
+    closing.start()
+    assert one._desk._closing.wait(30)
+    may_go_on.set()
+    closing.join()
+    assert taken(tmp_path) == [pin("a"), pin("b")]
+
+
+def test_what_a_killed_engine_has_left_half_written_is_written_over(tmp_path: Path) -> None:
+    path = keep(tmp_path, pin("a"))
+    for start in range(3):
+        path.with_suffix(".new").write_bytes(b"half")
+        keep(tmp_path, pin(str(start)))
+    assert sorted(p.suffix for p in path.parent.iterdir()) == [".lock", ".pins"]
+
+
+@pytest.mark.parametrize("length", [1, 8, 16, 33, 64])
+def test_hashes_of_any_length_come_back(tmp_path: Path, length: int) -> None:
+    short = KeptPin((BlockHash(bytes(length)),), "default", None, False)
+    keep(tmp_path, short, pin("a"))
+    assert taken(tmp_path) == [short, pin("a")]
