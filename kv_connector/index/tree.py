@@ -130,7 +130,7 @@ class PrefixTree:
 
     def nodes(self) -> list[int]:
         """Every node but the root; O(nodes)."""
-        return [node for node, block_hash in enumerate(self._hash) if block_hash is not None]
+        return list(compress(range(len(self._hash)), self._hash))  # None is the root's and of free rows
 
     def insert_path(
         self,
@@ -263,26 +263,30 @@ class PrefixTree:
 
     def check(self) -> None:
         """Verify every invariant that does not concern the pools; O(nodes)."""
-        nodes = self.nodes()
+        nodes, num_rows = self.nodes(), len(self._hash)
         assert len(nodes) == len(self._index), "index and nodes disagree"
-        leaving = set(self._leaving)
-        assert len(leaving) == len(self._leaving), "a node leaves twice"
-        keeps = {ROOT: 1} | dict.fromkeys(nodes, 0)
-        remembered = 0
-        for node in nodes:
-            assert self._index[self.hash_of(node)] == node, f"node {node} is not found by its hash"
-            self._check_depth(node)
-            copies = sum(blocks[node] != NONE for blocks in self.block)
-            remembered += copies == 0
-            keeps[node] += copies * _COPY + self.pins[node] + (node in leaving) * _LEAVING
-            keeps[self.parent[node]] += 1
+        for node, found in zip(nodes, map(self._index.get, self.hashes_of(nodes)), strict=True):
+            assert found == node, f"node {node} is not found by its hash"
+        is_node, is_leaving = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
+        is_node[[ROOT, *nodes]] = is_leaving[list(self._leaving)] = True
+        assert np.count_nonzero(is_leaving) == len(self._leaving), "a node leaves twice"
+        parents = np.array(self.parent)[nodes]
+        assert is_node[parents].all(), f"rows {set(parents[~is_node[parents]].tolist())} are parents and no nodes"
+        self._check_depths(nodes, np.array(self.depth)[nodes], np.array(self.depth)[parents])
+        copies = np.array([np.array(blocks) != NONE for blocks in self.block]).sum(axis=0)
+        remembered = np.count_nonzero(copies[nodes] == 0)
         assert remembered == self._num_remembered, f"{remembered} nodes remembered, {self._num_remembered} counted"
-        for node, count in keeps.items():
-            assert count == self._keeps[node], f"node {node} is kept by {self._keeps[node]:#x}, should be by {count:#x}"
-            assert count, f"node {node} can never be forgotten"
+        children = np.bincount(parents, minlength=num_rows)
+        keeps = children + np.array(self.pins) + copies * _COPY + is_leaving * _LEAVING
+        keeps[ROOT] = 1 + children[ROOT]
+        for node in np.flatnonzero(is_node & ((keeps != np.array(self._keeps)) | (keeps == 0))).tolist():
+            kept = self._keeps[node]
+            assert kept == keeps[node], f"node {node} is kept by {kept:#x}, should be by {keeps[node]:#x}"
+            assert kept, f"node {node} can never be forgotten"
 
-    def _check_depth(self, node: int) -> None:
-        assert self.depth[node] == self.depth[self.parent[node]] + 1, f"node {node} is not behind its parent"
+    def _check_depths(self, nodes: Sequence[int], depths: NDArray[np.intc], of_parents: NDArray[np.intc]) -> None:
+        wrong = np.flatnonzero(depths != of_parents + 1)
+        assert not wrong.size, f"node {nodes[wrong[0]]} is not behind its parent"
 
     def _let_leave(self, node: int) -> None:
         """Nothing keeps it any more."""
