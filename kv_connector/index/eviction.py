@@ -207,8 +207,9 @@ class EvictionQueue:
 
     def check(self, pool: BlockPool) -> None:
         """Verify that the flags and the heaps agree."""
-        waiting = sorted(node for heap in self._heaps for _, node in heap)
-        assert waiting == np.flatnonzero(np.array(self._queued)).tolist(), "queue flags and heaps disagree"
+        waiting = [node for heap in self._heaps for _, node in heap]
+        flagged = [node for node in set(waiting) if node in self]
+        assert len(flagged) == len(waiting) == self._queued.count(1), "queue flags and heaps disagree"
 
     def _put(self, index: int, node: int) -> None:
         while index >= len(self._heaps):

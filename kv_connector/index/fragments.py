@@ -69,6 +69,6 @@ class FragmentTree(PrefixTree):
                 self.kids[tier][ROOT] -= 1
                 self.kids[tier][parent] += 1
 
-    def _check_depths(self, nodes: Sequence[int], depths: NDArray[np.intc], of_parents: NDArray[np.intc]) -> None:
-        wrong = np.flatnonzero((depths != 0) & (depths != of_parents + 1))
-        assert not wrong.size, f"node {nodes[wrong[0]]} is not where its fragment began, nor behind its parent"
+    def _check_depths(self, nodes: NDArray[np.intp], depths: NDArray[np.intc], of_parents: NDArray[np.intc]) -> None:
+        wrong = nodes[(depths != 0) & (depths != of_parents + 1)]
+        assert not wrong.size, f"node {wrong[0]} is not where its fragment began, nor behind its parent"

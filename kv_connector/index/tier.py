@@ -307,9 +307,11 @@ class CacheTier:
         states, node_of, holds = np.array(self._state), np.array(self._node), np.array(self._block)
         refs = np.full(len(states), -1)
         refs[: len(self._refs)] = self._refs[: len(refs)]  # blocks behind them have not been used since a reset
-        wrong = np.flatnonzero((states == _DELETING) & (refs <= 0))
+        copies = np.flatnonzero(states)
+        is_deleting = states[copies] == _DELETING
+        wrong = copies[is_deleting & (refs[copies] <= 0)]
         assert not wrong.size, f"block {wrong[0]} is never freed"
-        copies = np.flatnonzero((states != BlockState.ABSENT) & (states != _DELETING))
+        copies = copies[~is_deleting]
         nodes, refs = node_of[copies], refs[copies]
         wrong = copies[holds[nodes] != copies]
         assert not wrong.size, f"node {node_of[wrong[0]]} and block {wrong[0]} disagree"
@@ -318,11 +320,11 @@ class CacheTier:
         for node in nodes[np.array(self._kids)[nodes] == 0].tolist():
             assert not self._is_evictable(node) or node in self._queue, f"node {node} can never be evicted"
         self._queue.check_owners(copies, nodes)
-        num_idle, num_copies = np.count_nonzero(refs == 0), np.count_nonzero(holds != NONE)
+        num_idle, holders = np.count_nonzero(refs == 0), np.flatnonzero(holds != NONE)
         assert num_idle == self._num_idle, f"{num_idle} copies are idle, {self._num_idle} counted"
-        assert num_copies == self.num_copies, f"the tree knows {num_copies} copies, the tier {self.num_copies}"
+        assert len(holders) == self.num_copies, f"the tree knows {len(holders)} copies, the tier {self.num_copies}"
         self._queue.check(self.pool)
-        kids = np.bincount(np.array(self.tree.parent)[holds != NONE], minlength=len(holds))
+        kids = np.bincount(np.array(self.tree.parent)[holders], minlength=len(holds))
         wrong = np.flatnonzero(kids != np.array(self._kids))
         assert not wrong.size, f"node {wrong[0]} has {kids[wrong[0]]} kids here, {self._kids[wrong[0]]} counted"
 

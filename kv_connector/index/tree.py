@@ -130,7 +130,7 @@ class PrefixTree:
 
     def nodes(self) -> list[int]:
         """Every node but the root; O(nodes)."""
-        return list(compress(range(len(self._hash)), self._hash))  # None is the root's and of free rows
+        return [node for node, block_hash in enumerate(self._hash) if block_hash is not None]
 
     def insert_path(
         self,
@@ -263,30 +263,32 @@ class PrefixTree:
 
     def check(self) -> None:
         """Verify every invariant that does not concern the pools; O(nodes)."""
-        nodes, num_rows = self.nodes(), len(self._hash)
-        assert len(nodes) == len(self._index), "index and nodes disagree"
-        for node, found in zip(nodes, map(self._index.get, self.hashes_of(nodes)), strict=True):
-            assert found == node, f"node {node} is not found by its hash"
+        index, known, num_rows = self._index, self._hash, len(self._hash)
+        assert num_rows - known.count(None) == len(index), "index and nodes disagree"
+        for block_hash, node in index.items():
+            assert known[node] == block_hash, f"node {node} is not found by its hash"
+        assert len(set(self._leaving)) == len(self._leaving), "a node leaves twice"
+        nodes = np.fromiter(index.values(), np.intp, len(index))
         is_node, is_leaving = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
-        is_node[[ROOT, *nodes]] = is_leaving[list(self._leaving)] = True
-        assert np.count_nonzero(is_leaving) == len(self._leaving), "a node leaves twice"
-        parents = np.array(self.parent)[nodes]
+        is_node[ROOT] = is_node[nodes] = is_leaving[list(self._leaving)] = True
+        parents, depths = np.array(self.parent)[nodes], np.array(self.depth)
         assert is_node[parents].all(), f"rows {set(parents[~is_node[parents]].tolist())} are parents and no nodes"
-        self._check_depths(nodes, np.array(self.depth)[nodes], np.array(self.depth)[parents])
-        copies = np.array([np.array(blocks) != NONE for blocks in self.block]).sum(axis=0)
-        remembered = np.count_nonzero(copies[nodes] == 0)
+        self._check_depths(nodes, depths[nodes], depths[parents])
+        copies = np.zeros(num_rows, np.int64)
+        for blocks in self.block:
+            copies += np.array(blocks) != NONE
+        remembered = len(nodes) - np.count_nonzero(copies[nodes])
         assert remembered == self._num_remembered, f"{remembered} nodes remembered, {self._num_remembered} counted"
         children = np.bincount(parents, minlength=num_rows)
-        keeps = children + np.array(self.pins) + copies * _COPY + is_leaving * _LEAVING
+        keeps, kept = children + np.array(self.pins) + copies * _COPY + is_leaving * _LEAVING, np.array(self._keeps)
         keeps[ROOT] = 1 + children[ROOT]
-        for node in np.flatnonzero(is_node & ((keeps != np.array(self._keeps)) | (keeps == 0))).tolist():
-            kept = self._keeps[node]
-            assert kept == keeps[node], f"node {node} is kept by {kept:#x}, should be by {keeps[node]:#x}"
-            assert kept, f"node {node} can never be forgotten"
+        wrong = np.flatnonzero(is_node & (keeps != kept))
+        assert not wrong.size, f"node {wrong[0]} is kept by {kept[wrong[0]]:#x}, should be by {keeps[wrong[0]]:#x}"
+        assert keeps[nodes].all(), f"node {nodes[keeps[nodes].argmin()]} can never be forgotten"
 
-    def _check_depths(self, nodes: Sequence[int], depths: NDArray[np.intc], of_parents: NDArray[np.intc]) -> None:
-        wrong = np.flatnonzero(depths != of_parents + 1)
-        assert not wrong.size, f"node {nodes[wrong[0]]} is not behind its parent"
+    def _check_depths(self, nodes: NDArray[np.intp], depths: NDArray[np.intc], of_parents: NDArray[np.intc]) -> None:
+        wrong = nodes[depths != of_parents + 1]
+        assert not wrong.size, f"node {wrong[0]} is not behind its parent"
 
     def _let_leave(self, node: int) -> None:
         """Nothing keeps it any more."""
