@@ -35,9 +35,12 @@ _NM1, _NM2 = np.uint64(_M1), np.uint64(_M2)
 
 def mix(words: Words) -> Words:
     """A bijection of 64 bits that spreads every bit (the finaliser of MurmurHash 3)."""
-    words = (words ^ (words >> _SHIFT)) * _NM1
-    words = (words ^ (words >> _SHIFT)) * _NM2
-    return words ^ (words >> _SHIFT)
+    words = words ^ (words >> _SHIFT)
+    words *= _NM1
+    words ^= words >> _SHIFT
+    words *= _NM2
+    words ^= words >> _SHIFT
+    return words
 
 
 def mix_one(word: int) -> int:
