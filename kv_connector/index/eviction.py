@@ -16,6 +16,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..types import Tier
 from .pool import BlockPool
 from .terms import NUM_PRIORITIES, PRIORITY_STEP
@@ -105,8 +108,8 @@ class EvictionQueue:
     def all_freed(self, pool: BlockPool) -> None:
         """By this one."""
 
-    def check_owner(self, block_id: int, node: int) -> None:
-        """It is this one's."""
+    def check_owners(self, block_ids: NDArray[np.intp], nodes: NDArray[np.intc]) -> None:
+        """They are this one's."""
 
     # What goes.
 
@@ -204,8 +207,9 @@ class EvictionQueue:
 
     def check(self, pool: BlockPool) -> None:
         """Verify that the flags and the heaps agree."""
-        waiting = sorted(node for heap in self._heaps for _, node in heap)
-        assert waiting == [node for node, flag in enumerate(self._queued) if flag], "queue flags and heaps disagree"
+        waiting = [node for heap in self._heaps for _, node in heap]
+        flagged = [node for node in set(waiting) if node in self]
+        assert len(flagged) == len(waiting) == self._queued.count(1), "queue flags and heaps disagree"
 
     def _put(self, index: int, node: int) -> None:
         while index >= len(self._heaps):

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..types import BlockHash, Tier
 from .terms import PLAIN, Terms
 from .tree import NONE, ROOT, PrefixTree
@@ -66,6 +69,6 @@ class FragmentTree(PrefixTree):
                 self.kids[tier][ROOT] -= 1
                 self.kids[tier][parent] += 1
 
-    def _check_depth(self, node: int) -> None:
-        depths = 0, self.depth[self.parent[node]] + 1
-        assert self.depth[node] in depths, f"node {node} is not where its fragment began, nor behind its parent"
+    def _check_depths(self, nodes: NDArray[np.intp], depths: NDArray[np.intc], of_parents: NDArray[np.intc]) -> None:
+        wrong = nodes[(depths != 0) & (depths != of_parents + 1)]
+        assert not wrong.size, f"node {wrong[0]} is not where its fragment began, nor behind its parent"

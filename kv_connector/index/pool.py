@@ -142,7 +142,8 @@ class BlockPool:
 
     def live_ids(self, first: int = 0) -> Sequence[int]:
         """Live ids from `first` on, ascending."""
-        return [block_id for block_id in range(first, self._fresh) if self.ref_counts[block_id] != _FREE]
+        live: list[int] = (np.flatnonzero(np.array(self.ref_counts[first:]) != _FREE) + first).tolist()
+        return live
 
     def check(self) -> None:
         """Verify every invariant; O(ids ever used)."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .eviction import LAST, NEVER, NO_LIMIT, EvictionQueue, Key
 from .pool import BlockPool
 from .tree import PrefixTree
@@ -128,15 +131,14 @@ class TenantQueues:
         """Verify queues, and counts against the blocks that are live."""
         for queue in self._queues:
             queue.check(pool)
-        held = [0] * len(self.held)
-        for block_id in pool.live_ids():
-            held[self._owner[block_id]] += 1
+        held = np.bincount(np.array(self._owner)[pool.live_ids()], minlength=len(self.held)).tolist()
         assert held == self.held, f"tenants hold {held} blocks, {self.held} are counted"
 
-    def check_owner(self, block_id: int, node: int) -> None:
-        """Verify that a copy belongs to its node's tenant."""
-        owner, tenant = self._owner[block_id], self._tenant_of[node]
-        assert owner == tenant, f"block {block_id} is counted as tenant {owner}'s, and has a copy of {tenant}'s"
+    def check_owners(self, block_ids: NDArray[np.intp], nodes: NDArray[np.intc]) -> None:
+        """Verify that copies belong to their nodes' tenants."""
+        owners, tenants = np.array(self._owner)[block_ids].tolist(), np.array(self._tenant_of)[nodes].tolist()
+        for block_id, owner, tenant in zip(block_ids, owners, tenants, strict=True):
+            assert owner == tenant, f"block {block_id} is counted as tenant {owner}'s, and has a copy of {tenant}'s"
 
     def __contains__(self, node: int) -> bool:
         return node in self._queues[self._tenant_of[node]]

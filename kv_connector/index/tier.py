@@ -21,7 +21,7 @@ from .eviction import NEVER, EvictionOrder, EvictionQueue, Recency
 from .pool import BlockPool
 from .states import BlockState, Event, advance
 from .tenants import TenantQueues
-from .tree import NONE, ROOT, PrefixTree
+from .tree import NONE, PrefixTree
 
 # Plain ints: looking a member up on an enum class costs as much as the rest of a hot loop's turn.
 _RESIDENT = int(BlockState.RESIDENT)
@@ -304,26 +304,29 @@ class CacheTier:
     def check(self) -> None:
         """Verify every invariant of this tier; O(blocks)."""
         self.pool.check()
-        idle = 0
-        for block_id, node in enumerate(self._node):
-            state = self.state(block_id)
-            if state in (BlockState.ABSENT, BlockState.DELETING):
-                assert state is BlockState.ABSENT or self.pool.refs(block_id) > 0, f"block {block_id} is never freed"
-                continue
-            assert self._block[node] == block_id, f"node {node} and block {block_id} disagree"
-            refs = self.pool.refs(block_id)
-            assert refs > 0 or state is BlockState.RESIDENT, f"block {block_id} is {state.name} and nobody writes it"
-            idle += refs == 0
+        states, node_of, holds = np.array(self._state), np.array(self._node), np.array(self._block)
+        refs = np.full(len(states), -1)
+        refs[: len(self._refs)] = self._refs[: len(refs)]  # blocks behind them have not been used since a reset
+        copies = np.flatnonzero(states)
+        is_deleting = states[copies] == _DELETING
+        wrong = copies[is_deleting & (refs[copies] <= 0)]
+        assert not wrong.size, f"block {wrong[0]} is never freed"
+        copies = copies[~is_deleting]
+        nodes, refs = node_of[copies], refs[copies]
+        wrong = copies[holds[nodes] != copies]
+        assert not wrong.size, f"node {node_of[wrong[0]]} and block {wrong[0]} disagree"
+        wrong = copies[(refs < 0) | ((refs == 0) & (states[copies] != _RESIDENT))]
+        assert not wrong.size, f"block {wrong[0]} is {self.state(wrong[0]).name} and nobody writes it"
+        for node in nodes[np.array(self._kids)[nodes] == 0].tolist():
             assert not self._is_evictable(node) or node in self._queue, f"node {node} can never be evicted"
-            self._queue.check_owner(block_id, node)
-        assert idle == self._num_idle, f"{idle} copies are idle, {self._num_idle} counted"
-        copies = sum(block_id != NONE for block_id in self._block)
-        assert copies == self.num_copies, f"the tree knows {copies} copies, the tier {self.num_copies}"
+        self._queue.check_owners(copies, nodes)
+        num_idle, holders = np.count_nonzero(refs == 0), np.flatnonzero(holds != NONE)
+        assert num_idle == self._num_idle, f"{num_idle} copies are idle, {self._num_idle} counted"
+        assert len(holders) == self.num_copies, f"the tree knows {len(holders)} copies, the tier {self.num_copies}"
         self._queue.check(self.pool)
-        kids = array("i", bytes(len(self._kids) * self._kids.itemsize))
-        for node in self.tree.nodes():
-            kids[self.tree.parent[node]] += self._block[node] != NONE
-        assert all(self._kids[node] == kids[node] for node in (ROOT, *self.tree.nodes())), "kids are miscounted"
+        kids = np.bincount(np.array(self.tree.parent)[holders], minlength=len(holds))
+        wrong = np.flatnonzero(kids != np.array(self._kids))
+        assert not wrong.size, f"node {wrong[0]} has {kids[wrong[0]]} kids here, {self._kids[wrong[0]]} counted"
 
     def _is_evictable(self, node: int) -> bool:
         block_id = self._block[node]

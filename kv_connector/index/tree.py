@@ -263,26 +263,32 @@ class PrefixTree:
 
     def check(self) -> None:
         """Verify every invariant that does not concern the pools; O(nodes)."""
-        nodes = self.nodes()
-        assert len(nodes) == len(self._index), "index and nodes disagree"
-        leaving = set(self._leaving)
-        assert len(leaving) == len(self._leaving), "a node leaves twice"
-        keeps = {ROOT: 1} | dict.fromkeys(nodes, 0)
-        remembered = 0
-        for node in nodes:
-            assert self._index[self.hash_of(node)] == node, f"node {node} is not found by its hash"
-            self._check_depth(node)
-            copies = sum(blocks[node] != NONE for blocks in self.block)
-            remembered += copies == 0
-            keeps[node] += copies * _COPY + self.pins[node] + (node in leaving) * _LEAVING
-            keeps[self.parent[node]] += 1
+        index, known, num_rows = self._index, self._hash, len(self._hash)
+        assert num_rows - known.count(None) == len(index), "index and nodes disagree"
+        for block_hash, node in index.items():
+            assert known[node] == block_hash, f"node {node} is not found by its hash"
+        assert len(set(self._leaving)) == len(self._leaving), "a node leaves twice"
+        nodes = np.fromiter(index.values(), np.intp, len(index))
+        is_node, is_leaving = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
+        is_node[ROOT] = is_node[nodes] = is_leaving[list(self._leaving)] = True
+        parents, depths = np.array(self.parent)[nodes], np.array(self.depth)
+        assert is_node[parents].all(), f"rows {set(parents[~is_node[parents]].tolist())} are parents and no nodes"
+        self._check_depths(nodes, depths[nodes], depths[parents])
+        copies = np.zeros(num_rows, np.int64)
+        for blocks in self.block:
+            copies += np.array(blocks) != NONE
+        remembered = len(nodes) - np.count_nonzero(copies[nodes])
         assert remembered == self._num_remembered, f"{remembered} nodes remembered, {self._num_remembered} counted"
-        for node, count in keeps.items():
-            assert count == self._keeps[node], f"node {node} is kept by {self._keeps[node]:#x}, should be by {count:#x}"
-            assert count, f"node {node} can never be forgotten"
+        children = np.bincount(parents, minlength=num_rows)
+        keeps, kept = children + np.array(self.pins) + copies * _COPY + is_leaving * _LEAVING, np.array(self._keeps)
+        keeps[ROOT] = 1 + children[ROOT]
+        wrong = np.flatnonzero(is_node & (keeps != kept))
+        assert not wrong.size, f"node {wrong[0]} is kept by {kept[wrong[0]]:#x}, should be by {keeps[wrong[0]]:#x}"
+        assert keeps[nodes].all(), f"node {nodes[keeps[nodes].argmin()]} can never be forgotten"
 
-    def _check_depth(self, node: int) -> None:
-        assert self.depth[node] == self.depth[self.parent[node]] + 1, f"node {node} is not behind its parent"
+    def _check_depths(self, nodes: NDArray[np.intp], depths: NDArray[np.intc], of_parents: NDArray[np.intc]) -> None:
+        wrong = nodes[depths != of_parents + 1]
+        assert not wrong.size, f"node {wrong[0]} is not behind its parent"
 
     def _let_leave(self, node: int) -> None:
         """Nothing keeps it any more."""

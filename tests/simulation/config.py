@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 from kv_connector.config import (
     Backup,
@@ -139,18 +140,18 @@ class EngineConfig:
         """Whether no rank in front holds the same heads."""
         return rank == 0 or self.heads_of(rank) != self.heads_of(rank - 1)
 
-    @property
+    @cached_property
     def block_sizes(self) -> tuple[int, ...]:
         """Tokens of a block, by group."""
         return tuple(self.block_size * group.hashes_per_block for group in self.layer_groups)
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[int | None, ...]:
         """Tokens of a chunk, by group; None where attention is not local to chunks."""
         pairs = zip(self.layer_groups, self.block_sizes, strict=True)
         return tuple(size * group.chunk_blocks if group.chunk_blocks else None for group, size in pairs)
 
-    @property
+    @cached_property
     def is_recurrent(self) -> bool:
         return any(group.is_recurrent for group in self.layer_groups)
 
@@ -160,7 +161,7 @@ class EngineConfig:
         front, as in vLLM, with several it begins anew. Where hits end inside of blocks vLLM is told of requests."""
         return may_truncate(self.groups) or not (len(self.groups) == 1 or self.is_recurrent or self.ends_within)
 
-    @property
+    @cached_property
     def groups(self) -> tuple[BlockGroup, ...]:
         """As the connector knows them."""
         groups = []

@@ -71,16 +71,14 @@ class Disk:
     `lose, come_back`   nothing is there (every call fails), and then again everything that was
     """
 
-    def __init__(self, time: VirtualTime, name: str = "disk", capacity: int = 1 << 40) -> None:
-        """`capacity` of the medium, in bytes."""
+    def __init__(self, time: VirtualTime, name: str = "disk") -> None:
         self.time = time
         self.rng = time.stream(name)
         self.files = Files(lambda: self.clock_ns(), self.rng)
         self.files.before = self._before
         self.files.after_write = self._after_write
         self.files.cut_short = self._cut_short
-        self.files.room = lambda num_bytes: not self.is_full and self.files.used_bytes + num_bytes <= capacity
-        self.capacity = capacity
+        self.files.room = lambda num_bytes: not self.is_full
         self.seconds = (50e-6, 2e-3)
         """A batch waits between so many."""
         self.slow = 1.0

@@ -80,18 +80,21 @@ class Files:
     # The tree.
 
     def find(self, path: object) -> File | Folder:
-        node: File | Folder = self.tree
-        for part in _parts(path):
+        return self._follow(_parts(path), path)
+
+    def _follow(self, parts: Sequence[str], path: object) -> File | Folder:
+        node: File | Folder | None = self.tree
+        for part in parts:
             if not isinstance(node, Folder):
                 raise fail(errno.ENOTDIR, path)
-            if part not in node.entries:
+            node = node.entries.get(part)
+            if node is None:
                 raise fail(errno.ENOENT, path)
-            node = node.entries[part]
         return node
 
     def folder_of(self, path: object) -> tuple[Folder, str]:
         *above, name = _parts(path)
-        folder = self.find("/".join(above))
+        folder = self._follow(above, path)
         if not isinstance(folder, Folder):
             raise fail(errno.ENOTDIR, path)
         return folder, name
@@ -429,7 +432,7 @@ class SimulatedPath(PosixPath):
 
 
 def _parts(path: object) -> list[str]:
-    return [part for part in str(path).split("/") if part]
+    return list(filter(None, str(path).split("/")))
 
 
 def _status(node: File | Folder) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +35,12 @@ _NM1, _NM2 = np.uint64(_M1), np.uint64(_M2)
 
 def mix(words: Words) -> Words:
     """A bijection of 64 bits that spreads every bit (the finaliser of MurmurHash 3)."""
-    words = (words ^ (words >> _SHIFT)) * _NM1
-    words = (words ^ (words >> _SHIFT)) * _NM2
-    return words ^ (words >> _SHIFT)
+    words = words ^ (words >> _SHIFT)
+    words *= _NM1
+    words ^= words >> _SHIFT
+    words *= _NM2
+    words ^= words >> _SHIFT
+    return words
 
 
 def mix_one(word: int) -> int:
@@ -87,7 +91,7 @@ class ModelShape:
         """The first head that is the same."""
         return 0 if self.replicas else head
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[int, ...]:
         """Of each layer the cache tensor it lies in: the i-th layers of all groups share one, as in vLLM."""
         return tuple(self.layer_groups[:index].count(group) for index, group in enumerate(self.layer_groups))
@@ -125,16 +129,18 @@ def rows_of(h: Words, layer: int) -> Words:
 
 
 def attend(h: Words, rows: Words, first: int, start: int, sight: Sight) -> Words:
-    """h of the next layer at `start` and behind; `rows` are those from position `first` on, up to the last h's."""
-    products = rows * COEFFICIENTS[first : first + len(rows)]
-    if len(h) == 1:
-        return mix(h + products.sum(dtype=np.uint64))
-    sums = np.cumsum(products, dtype=np.uint64)
-    behind = sums[start - first :]
+    """h of the next layer at `start` and behind; `rows` are those from position `first` on, up to the last h's. Both of
+    one head, or by head."""
+    num_positions = h.shape[-1]
+    products = rows * COEFFICIENTS[first : first + rows.shape[-1]]
+    if num_positions == 1:
+        return mix(h + products.sum(axis=-1, dtype=np.uint64, keepdims=True))
+    sums = products.cumsum(axis=-1, dtype=np.uint64)
+    behind = sums[..., start - first :]
     if sight != Sight():
-        firsts = np.array([sight.first(position) for position in range(start, start + len(h))])
+        firsts = np.array([sight.first(position) for position in range(start, start + num_positions)])
         lows = firsts - 1 - first  # the last position that is not attended to
-        behind = behind - np.where(lows >= 0, sums[np.maximum(lows, 0)], np.uint64(0))
+        behind = behind - np.where(lows >= 0, sums[..., np.maximum(lows, 0)], np.uint64(0))
     return mix(h + behind)
 
 
@@ -190,13 +196,13 @@ class Oracle:
         for head in range(self.shape.num_heads if tokens else 0):
             h = embed(tokens, start, self.epoch, self.shape.first_alike(head))
             for layer in range(self.shape.num_layers):
-                rows = rows_of(h, layer)
-                products = rows * COEFFICIENTS[: len(rows)] * self.shape.has_rows(head, layer, len(rows))
+                rows = rows_of(h, layer) * self.shape.has_rows(head, layer, len(h))
+                products = rows * COEFFICIENTS[: len(rows)]
                 sight = self.shape.sight(layer)
                 self._products[head][layer] = products.tolist()
                 kept = products[sight.first(len(products) - 1) :]
                 self._sums[head][layer] = int(kept.sum(dtype=np.uint64))
-                h = attend(h, rows * self.shape.has_rows(head, layer, len(rows)), 0, 0, sight)
+                h = attend(h, rows, 0, 0, sight)
         self._num_ahead = len(tokens)
 
     def _extend(self) -> None:

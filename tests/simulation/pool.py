@@ -116,12 +116,12 @@ class BlockPool:
 
     def check(self) -> None:
         """Free blocks are those that nobody holds, and names lead to the blocks that have them."""
-        free = {block for block in range(1, self.num_blocks) if self.refs[block] == 0}
-        if free != set(self._free):
+        free = {block for block, refs in enumerate(self.refs) if refs == 0 and block != NULL_BLOCK}
+        if free != self._free.keys():
             raise Violation("pool", f"free blocks are {sorted(self._free)}, blocks that nobody holds {sorted(free)}")
-        for block, pins in enumerate(self.pins):
-            if not 0 <= pins <= self.refs[block]:
-                raise Violation("pool", f"device block {block} is pinned {pins} and held {self.refs[block]} times")
+        for block, (pins, refs) in enumerate(zip(self.pins, self.refs, strict=True)):
+            if not 0 <= pins <= refs:
+                raise Violation("pool", f"device block {block} is pinned {pins} and held {refs} times")
 
 
 class ConnectorView:

@@ -21,7 +21,7 @@ from . import model
 from .checks import JobBook, Violation
 from .device import Device, SimulatedEvent, Stream, on, path_maker
 from .pool import NULL_BLOCK
-from .requests import Item, RankResult, Step
+from .requests import Item, Places, RankResult, Step
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -223,7 +223,7 @@ class Rank:
                 item.resolve()
                 where = item.inputs, item.start, item.device.epoch
                 heads = [self.shape.first_alike(head) for head in self.heads]
-                item.h[self.index] = np.stack([model.embed(*where, head) for head in heads])
+                item.h[self.index] = np.array([model.embed(*where, head) for head in heads])
                 self._check_write(step, item)
             h = item.h[self.index]
             assert h is not None
@@ -232,8 +232,8 @@ class Rank:
                 self._write_rows(item, layer, written)
 
     def _write_rows(self, item: Item, layer: int, written: model.Words) -> None:
-        is_own, *where = self._places(item.slots[self.shape.layer_groups[layer]][item.start : item.end])
-        self._cells[self.shape.tensors[layer]][tuple(where)] = written.T[is_own]
+        places = self._places(item, self.shape.layer_groups[layer], item.start)
+        self._cells[self.shape.tensors[layer]][places.blocks, places.rows] = written.T[places.is_own]
 
     def _read(self, step: Step, layer: int) -> None:
         group, sight = self.shape.layer_groups[layer], self.shape.sight(layer)
@@ -244,25 +244,30 @@ class Rank:
                 item.h[self.index] = self._go_on(item, layer, h)
                 continue
             first = sight.first(item.start)
-            read = self._read_rows(layer, item.slots[group][first : item.end])
-            attended = [model.attend(*both, first, item.start, sight) for both in zip(h, read, strict=True)]
-            item.h[self.index] = np.stack(attended)
+            read = self._read_rows(layer, self._places(item, group, first))
+            item.h[self.index] = model.attend(h, read, first, item.start, sight)
 
-    def _read_rows(self, layer: int, slots: NDArray[np.int64]) -> model.Words:
+    def _read_rows(self, layer: int, places: Places) -> model.Words:
         """The rows of each head; nothing for those of other ranks."""
-        is_own, *where = self._places(slots)
-        read = np.zeros((len(slots), len(self.heads)), dtype=np.uint64)
-        read[is_own] = self._cells[self.shape.tensors[layer]][tuple(where)]
+        read = np.zeros((len(places.is_own), len(self.heads)), dtype=np.uint64)
+        read[places.is_own] = self._cells[self.shape.tensors[layer]][places.blocks, places.rows]
         return read.T
 
-    def _places(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+    def _places(self, item: Item, group: int, first: int) -> Places:
+        """Where the rows of this group's layers lie, from this position on: the same for all of these layers."""
+        key = self.index, group, first
+        if key not in item.places:
+            item.places[key] = self._places_of(item.slots[group][first : item.end])
+        return item.places[key]
+
+    def _places_of(self, slots: NDArray[np.int64]) -> Places:
         """Which of these slots of an engine's blocks lie on this rank, their blocks, and the rows of its part: as
         vLLM's `ComputeSlotMappingKernel` has it."""
         parts, run = self.shape.num_parts, self.shape.interleave
         blocks, offsets = np.divmod(slots, self._block_rows * parts)
         is_own = offsets // run % parts == self.index % parts
         rows = offsets // (parts * run) * run + offsets % run
-        return is_own, blocks[is_own], rows[is_own]
+        return Places(is_own, blocks[is_own], rows[is_own])
 
     def _go_on(self, item: Item, layer: int, h: model.Words) -> model.Words:
         """A recurrent layer: the state in the step's block goes on with what the step computes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +119,14 @@ class DeviceSequence:
     last_sampled: list[SimulatedEvent] | None = None  # by rank: of the last step that samples it
 
 
+class Places(NamedTuple):
+    """Of rows, which of them lie on a rank, and those rows' blocks and places in these."""
+
+    is_own: NDArray[np.bool_]
+    blocks: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
 @dataclass(slots=True, eq=False)
 class Item:
     """One request's share of a step. `slots[g]` are the slots of its rows in group g's cache tensors."""
@@ -140,6 +148,8 @@ class Item:
     h: list[Words | None] = field(default_factory=list)  # by rank: (heads, tokens)
     rows: list[Words | None] = field(default_factory=list)  # by rank: what the last layer has written
     generated: list[int] = field(default_factory=list)
+    places: dict[tuple[int, int, int], Places] = field(default_factory=dict)
+    """By rank, group and first position: where on the rank the rows from there up to the last are."""
 
     def resolve(self) -> None:
         """Where it really starts and what it computes, when the first rank comes to it."""

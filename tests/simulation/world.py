@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from kv_connector.index import tree
 from kv_connector.types import BlockHash, StepPlan, StorageAction
 
 from . import config as configs
@@ -253,7 +254,7 @@ STATS = (
 
 def simulate(seed: int, keep: frozenset[int] | None = None) -> Outcome:
     """One world. `keep`: numbers of the actions that are done, all of them by default."""
-    with seams(), quiet_logs(), chance_of(seed), plain_coder():
+    with seams(), quiet_logs(), chance_of(seed), plain_coder(), few_rows():
         world = World(seed)
         actions = [action for action in world.actions if keep is None or action.number in keep]
         outcome = Outcome(seed, 0, 0, world.met, actions=actions, engines=[c.describe() for c in world.configs])
@@ -280,6 +281,13 @@ def chance_of(seed: int) -> Iterator[None]:
     draws = itertools.count()
     make_rng = np.random.default_rng
     with patch.object(np.random, "default_rng", lambda: make_rng([seed, next(draws)])):
+        yield
+
+
+@contextmanager
+def few_rows() -> Iterator[None]:
+    """Inside, trees grow by few rows: a world knows few blocks, and looks at all rows after each step."""
+    with patch.object(tree, "_ROWS", 64):
         yield
 
 

@@ -17,10 +17,24 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from ...types import PeerAction, PeerJob
-from ..base import CLOCK, Arrived, Clock, Connected, Lost, Marker, Message, PeerError, PeerEvent, PeerTransport, Pushed
+from ..base import (
+    CLOCK,
+    Arrived,
+    Clock,
+    Connected,
+    Lost,
+    Marker,
+    Message,
+    PeerCounters,
+    PeerError,
+    PeerEvent,
+    PeerTransport,
+    Pushed,
+)
 from ..identity import PeerIdentity
 from .offers import Offers
 from .receives import Receives
@@ -32,6 +46,8 @@ _MARKER_SECONDS = 0.0005
 _CLOSE_SECONDS = 60.0
 _STOP_SECONDS = 2.0
 _REST_SECONDS = 0.003
+_COUNTERS = tuple(counter.name for counter in fields(PeerCounters))
+_COUNTS = attrgetter(*_COUNTERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +162,8 @@ class PeerJobs:
         return ended
 
     def counters(self) -> tuple[tuple[str, float], ...]:
-        """What the transport has counted."""
-        return tuple(asdict(self._transport.counters).items())
+        """What the transport has counted. Once a step: `dataclasses.asdict` takes five times as long."""
+        return tuple(zip(_COUNTERS, _COUNTS(self._transport.counters), strict=True))
 
     def close(self) -> None:
         """End every job and close the transport; waits for copies that are on their way, and no longer than

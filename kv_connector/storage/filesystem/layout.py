@@ -55,6 +55,9 @@ class FolderLayout:
         self._marker = root / f"{_MARKER}{FORMAT}"
         self._turn = threading.Lock()
 
+    def _sub_folders(self) -> list[str]:
+        return [f"{self.root}/{name}" for name in _SUB_FOLDERS]
+
     def path(self, name: str) -> Path:
         """Where the pack of this name lies."""
         return self.root / name[:2] / (name + SUFFIX)
@@ -85,12 +88,12 @@ class FolderLayout:
                 os.write(descriptor, _TEXT)  # for people: the name alone counts
             finally:
                 os.close(descriptor)
-        for name in (*_SUB_FOLDERS, "tmp"):  # where the last is there, all are
-            _make_folder(self.root / name)
+        for path in (*self._sub_folders(), str(self.temporaries)):  # where the last is there, all are
+            _make_folder(path)
 
     def warn_of_others(self) -> None:
         """Say so where others may write to the folder: CRCs find damage, not forgery. Raises OSError."""
-        for path in (self.root, self.temporaries, *(self.root / name for name in _SUB_FOLDERS)):
+        for path in (str(self.root), str(self.temporaries), *self._sub_folders()):
             mode = stat.S_IMODE(os.stat(path).st_mode)
             if mode & _OTHERS_WRITE:
                 logger.warning(
@@ -106,9 +109,9 @@ class FolderLayout:
     def pack_names(self) -> list[str]:
         """Of every pack that lies there, each once, in any order. Raises OSError."""
         names: list[str] = []
-        for folder in _SUB_FOLDERS:
+        for folder, path in zip(_SUB_FOLDERS, self._sub_folders(), strict=True):
             try:
-                entries = os.scandir(self.root / folder)
+                entries = os.scandir(path)
             except FileNotFoundError:  # somebody deleted it
                 continue
             with entries:
@@ -125,7 +128,7 @@ class FolderLayout:
         """For a pack that cannot be put in its place: where its sub-folder was deleted, as empty folders are by those
         who tidy up, it is made anew, and an empty folder of the pack's name goes. Raises OSError."""
         path = self.path(name)
-        _make_folder(path.parent)
+        _make_folder(str(path.parent))
         with suppress(FileNotFoundError):
             os.rmdir(path)
 
@@ -165,7 +168,7 @@ class FolderLayout:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _make_folder(path: Path) -> None:
+def _make_folder(path: str) -> None:
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
