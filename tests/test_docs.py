@@ -207,7 +207,7 @@ LIMITS = {
         f"beyond {pins._MOST_PINS:,} pins at a time",
         f"{expiry._MOST:,} prompts may wait",
         f"`ttl_s` | {hints.LEAST_TTL:.0f} to {hints.MOST_TTL:.0f}",
-        f"{tenants._MOST_TENANTS} tenants at most, with names of 1 to {tenants._LONGEST_NAME} characters",
+        f"{tenants._MOST_TENANTS} tenants at most, with names of 1 to {tenants.LONGEST_NAME} characters",
         f"weights of 1 to {tenants._MOST_WEIGHT:,}.",
         f"It has {pin_file.MOST_BYTES >> 20} MiB at most",
     ),
