@@ -80,11 +80,11 @@ def test_an_observer_that_raises_breaks_no_engine(fault: str, caplog: pytest.Log
     heard: list[str] = []
 
     class Broken:
-        def __getattr__(self, name: str) -> Callable[..., None]:
+        def __getattr__(self, name: str) -> Callable[..., bool]:
             heard.append(name)
             if name == fault:
                 raise RuntimeError("an exporter is broken")
-            return lambda *told: None
+            return lambda *told: True
 
     pool = ForeignBlocks()
     half = build_scheduler(Config(host_memory=1 << 20), 4, observers=[Broken()])

@@ -30,7 +30,7 @@ def draw_engines(rng: random.Random) -> list[EngineConfig]:
         asynchronous=rng.random() < 0.5,
         num_ranks=num_ranks,
         num_host_blocks=rng.choice([24, 48]),
-        num_device_blocks=rng.choice([48, 72]),
+        num_device_blocks=rng.choice([24, 72]),
         max_running=rng.choice([1, 4]),
         max_step_tokens=rng.choice([8, 16]),
         prefetch=rng.choice([Prefetch.WAIT_COMPLETE, Prefetch.WAIT_COMPLETE, Prefetch.BEST_EFFORT]),
@@ -66,10 +66,14 @@ def run(seed: int) -> Outcome:
     def draw_groups(rng: random.Random, configs: list[EngineConfig]) -> list[EngineConfig]:
         return [drawn.with_groups(c, g) for c, g in zip(configs, (groups, others), strict=False)]
 
+    def draw_roomy(rng: random.Random) -> list[EngineConfig]:
+        """Prompts are of several blocks of every group."""
+        return [replace(config, num_device_blocks=max(48, config.num_device_blocks)) for config in draw_engines(rng)]
+
     return simulate_models(
         seed,
         draw_actions,
-        draw_engines,
+        draw_roomy,
         draw_groups=draw_groups,
         draw_group_blocks=lambda rng: [size, size] if size else [],
         draw_folder=lambda rng: (4, 100),
