@@ -40,7 +40,7 @@ def test_prometheus_counts_what_we_count(tmp_path: Path) -> None:
 
 
 def test_prometheus_has_the_distributions_that_we_have(tmp_path: Path) -> None:
-    """Through storage and back: every bucket of every tier, and the sums, of this engine: vLLM begins anew with each."""
+    """Through storage and back: every bucket of every tier, and the sums. vLLM begins anew with each engine."""
     from prometheus_client import REGISTRY
 
     storage = {"path": str(tmp_path / "store"), "capacity": "64MiB", "backup": "on_save", "prefetch": "wait_complete"}
