@@ -10,7 +10,7 @@ from .pool import BlockPool
 from .reuse import ReuseModel
 from .states import BlockState, Event, IllegalTransition, advance
 from .tenants import TenantQueues
-from .terms import LEAST_PRIORITY, MOST_PRIORITY, PLAIN, PRIORITY_STEP, Terms
+from .terms import LEAST_PRIORITY, MOST_PRIORITY, PLAIN, PRIORITY_STEP, Terms, terms_of
 from .tier import CacheTier
 from .tree import LEAST_REMEMBERED, ROOT, PrefixTree
 
@@ -50,4 +50,5 @@ __all__ = [
     "may_truncate",
     "root_hash",
     "split_key",
+    "terms_of",
 ]

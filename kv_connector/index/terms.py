@@ -40,6 +40,11 @@ class Terms:
 PLAIN = Terms()
 
 
+def terms_of(tenant: int) -> Terms:
+    """Of a tenant's blocks of which nothing else is said; `PLAIN` itself for the default one's."""
+    return Terms(tenant) if tenant else PLAIN
+
+
 class NodeTerms:
     """The terms of a tree's nodes, as arrays by node. `barred`: what the device has of them is not to be saved until a
     request asks for them. `were_given`: whether any ever had others than `PLAIN`, or was barred; until then nothing is

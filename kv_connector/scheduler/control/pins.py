@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import KVConnectorError
-from ...index import PLAIN, CacheTier, Terms
+from ...index import CacheTier, Terms, terms_of
 from ...types import BlockHash, KeptPin
 from ..shared import Shared
 from .keeping import NoKeeper, PinKeeper
@@ -79,7 +79,7 @@ class PinnedPrefixes:
         if pin is not None:
             pin.count += 1
         else:
-            pin = self._pins[name] = _Pin(tuple(block_hashes), Terms(tenant) if tenant else PLAIN)
+            pin = self._pins[name] = _Pin(tuple(block_hashes), terms_of(tenant))
         self._add(name, pin, _NEVER if ttl_s is None else ttl_s)
 
     def unpin(self, block_hashes: Sequence[BlockHash]) -> None:

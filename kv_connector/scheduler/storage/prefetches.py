@@ -21,7 +21,7 @@ import numpy as np
 from ...base import Request
 from ...config import Prefetch, StorageConfig
 from ...events import BlockStored
-from ...index import PLAIN, Event, Terms
+from ...index import Event, terms_of
 from ...types import BlockHash, StorageAction, StorageJob, Tier
 from ..control.hints import hints_of
 from ..ledger import EndedJob, JobOwner
@@ -114,7 +114,7 @@ class PrefetchPlanner:
         search = self._search(block_hashes)
         if not search.questions or not self.may_warm:
             return False
-        terms = Terms(tenant) if tenant else PLAIN
+        terms = terms_of(tenant)
         prefetch = Prefetching((), tuple(block_hashes), len(block_hashes), search, 0.0, terms, is_thorough=True)
         self._warming.append(prefetch)
         self._coalesce_begun(prefetch)

@@ -254,7 +254,7 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "warmed-for-the-default-tenant",
         "what is read ahead of a tenant's takes the default one's room",
-        (Patch(_PREFETCHES, "Terms(tenant) if tenant else PLAIN", "PLAIN"),),
+        (Patch(_PREFETCHES, "terms_of(tenant)", "terms_of(0)"),),
         tested(f"{_KEEPING}::test_what_is_read_for_a_tenant_is_charged_to_it"),
     ),
     Mutant(
