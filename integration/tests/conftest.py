@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,7 @@ def two_ranks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     if vllm_version().startswith("0.20"):
         pytest.skip("two CPU ranks of vLLM 0.20 need more than two cores")
-    if torch.cuda.is_available():
-        yield
-        return
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with forking_vllm():
+    with nullcontext() if torch.cuda.is_available() else forking_vllm():
         yield
