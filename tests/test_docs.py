@@ -205,7 +205,7 @@ LIMITS = {
     ),
     "control.md": (
         f"beyond {pins._MOST_PINS:,} pins at a time",
-        f"{expiry._MOST:,} prompts may wait",
+        f"{expiry._MOST:,} prompts, and {expiry._MOST_HASHES:,} blocks of theirs, may wait",
         f"`ttl_s` | {hints.LEAST_TTL:.0f} to {hints.MOST_TTL:.0f}",
         f"{tenants._MOST_TENANTS} tenants at most, with names of 1 to {tenants.LONGEST_NAME} characters",
         f"weights of 1 to {tenants._MOST_WEIGHT:,}.",
