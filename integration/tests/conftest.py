@@ -15,10 +15,12 @@ from kv_connector.scheduler.storage import reading
 from kv_connector.testing.engine_contract import Expected
 
 
-@pytest.fixture
-def stable_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One start names a prompt's blocks as the next one does."""
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+@pytest.fixture(scope="module")
+def stable_hashes() -> Iterator[None]:
+    """One start names a prompt's blocks as the next one does, which older vLLM needs this for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        yield
 
 
 @pytest.fixture

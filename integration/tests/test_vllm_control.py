@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("slow_machine")
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+def engine(tmp_path_factory: pytest.TempPathFactory, stable_hashes: None) -> Iterator[VllmEngine]:
     """With a host of six prompts, which two tenants share with all others, and a folder behind it."""
     folder = tmp_path_factory.mktemp("control")
     storage = {"path": str(folder / "store"), "capacity": "256MiB", "prefetch": "wait_complete"}

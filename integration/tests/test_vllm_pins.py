@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 from integration.tests.test_vllm_control import HOST_BLOCKS, PROMPT_BLOCKS, ask, hits
 from integration.tests.vllm_engines import prompts, running, transfer_config
 
-pytestmark = pytest.mark.usefixtures("slow_machine")
+pytestmark = pytest.mark.usefixtures("stable_hashes", "slow_machine")
 
 
 def test_a_pinned_conversation_survives_a_restart_and_a_flood_behind_it(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def until(router: Router, engine: str, is_so: Callable[[], bool]) -> None:
         router.read(engine)
 
 
-def test_who_has_which_prefix_and_where(tmp_path: Path) -> None:
+def test_who_has_which_prefix_and_where(tmp_path: Path, stable_hashes: None) -> None:
     router = Router()
     first, second, *others = prompts(10)
     for name in ("a", "b"):

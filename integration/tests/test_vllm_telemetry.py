@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 
 from vllm.distributed import kv_events
 
-from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
+from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config, vllm_version
 from kv_connector.engines.vllm.groups import TELLS_STATES
 from kv_connector.metrics import TENANT_DOCUMENTATION, CacheMetrics
 
@@ -39,7 +39,8 @@ def test_prometheus_counts_what_we_count(tmp_path: Path) -> None:
     assert samples["vllm:kv_tiered_failed_load_jobs_total"] == 0
 
 
-def test_prometheus_has_the_distributions_that_we_have(tmp_path: Path) -> None:
+@pytest.mark.skipif(vllm_version() < "0.32", reason="its LLM, no server, drops statistics of steps without outputs")
+def test_prometheus_has_the_distributions_that_we_have(tmp_path: Path, stable_hashes: None) -> None:
     """Through storage and back: every bucket of every tier, and the sums. vLLM begins anew with each engine."""
     from prometheus_client import REGISTRY
 
