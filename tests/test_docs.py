@@ -26,6 +26,13 @@ from kv_connector.config import tenants
 from kv_connector.histograms import HISTOGRAMS
 from kv_connector.index import LEAST_REMEMBERED
 from kv_connector.metrics import DOCUMENTATION, TENANT_DOCUMENTATION
+from kv_connector.peer.carriers import leases
+from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
+from kv_connector.peer.carriers.nixl_agent import LONGEST_TRANSFER_SECONDS
+from kv_connector.peer.carriers.staged.slot_sender import NUM_SLOTS
+from kv_connector.peer.protocol import early
+from kv_connector.peer.shards import MOST_PARTNERS
+from kv_connector.peer.wire import channel, frames, messages, sockets
 from kv_connector.replay import recorder
 from kv_connector.scheduler.control import expiry, hints, pins
 from kv_connector.storage.filesystem import pin_file
@@ -52,6 +59,13 @@ FOREIGN = {
     "lmdeploy/pytorch/kv_connector/factory.py",
 }
 """Paths in the repositories of vLLM and LMDeploy."""
+FOREIGN_NAMES = {
+    *("build_kv_connector", "prepare_kv_connector_config", "offload_prompt_only"),  # of other connectors
+    *("extra_body", "vllm_xargs", "mooncake_client", "credential_process", "conversation_trace"),
+    *("histogram_quantile", "rule_files"),  # of Prometheus
+    *("num_x", "x_ids"),  # CONTRIBUTING.md: how names are made
+}
+"""Names in documents that are nobody's here."""
 
 _CODE = re.compile(r"```.*?```|`[^`]+`|\]\([^)]+\)", re.DOTALL)
 _FILE = re.compile(r"(?<![\w/.$}{~-])((?:[A-Za-z_.][\w.-]*/)*[\w.-]+\.(?:md|py|sh|json|gz|png|toml))(?![\w/*])")
@@ -63,6 +77,7 @@ _COMMAND = re.compile(r"(?m)(?:^|[`($|&]) *kv-connector((?: +[a-z][a-z-]*(?![\w.
 _EXTRA = re.compile(r"'\.\[([\w,-]+)\]'")
 _METRIC = re.compile(r"\bvllm:kv_tiered_([a-z_]+)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_NAME = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z0-9]+)+(?![\w/-])")
 _HEADING = re.compile(r"(?m)^#+ +(.+?) *$")
 _FENCED = re.compile(r"(?ms)^ *```.*?^ *```")
 
@@ -95,6 +110,37 @@ def missing(text: str, is_script: bool = False) -> list[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_document_names_is_there(document: Path) -> None:
     assert missing(document.read_text()) == []
+
+
+@pytest.fixture(scope="module")
+def names_of_the_source() -> set[str]:
+    """All words of the source, of names of files, and of the results' claims."""
+    folders = [ROOT / name for name in ("kv_connector", "triton_kernels", "integration", "tests", "docs")]
+    files = [path for folder in folders for path in folder.rglob("*.*")]
+    sources = [path for path in files if path.suffix == ".py" and "tests" not in path.relative_to(ROOT).parts]
+    text = "".join(path.read_text() for path in (*sources, ROOT / "Makefile", ROOT / "pyproject.toml"))
+    claims = {
+        name for path in figures.RESULTS.glob("*.json") for name in json.loads(path.read_text()).get("claims", ())
+    }
+    return {*re.findall(r"\w+", text), *(path.name.partition(".")[0] for path in files), *claims}
+
+
+def unknown_names(text: str, known: set[str]) -> list[str]:
+    """Names with `_` that a document marks as code, settings and metrics most of all, and the source has not."""
+    code = re.findall(r"`([^`\n]+)`", _FENCED.sub("", text))
+    named = [re.sub(r"^kv_tiered_(tenant_)?", "", name) for name in _NAME.findall("\n".join(code))]
+    names = {name if name in known else re.sub("_(total|bucket)$", "", name) for name in named}
+    return sorted(names - known - FOREIGN_NAMES)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_a_document_are_in_the_source(document: Path, names_of_the_source: set[str]) -> None:
+    assert unknown_names(document.read_text(), names_of_the_source) == []
+
+
+def test_a_name_that_is_nobodys_is_found(names_of_the_source: set[str]) -> None:
+    text = '`expired_transfers`, `vllm:kv_tiered_peer_hit_tokens_total`, `expired_handoffs` and `{"host_memori": 0}`'
+    assert unknown_names(text, names_of_the_source) == ["expired_handoffs", "host_memori"]
 
 
 def anchors(document: Path) -> set[str]:
@@ -188,6 +234,9 @@ def test_every_picture_is_shown_by_a_document() -> None:
     assert pictures == shown
 
 
+LONGEST = CudaIpcTransport.longest_transfer_seconds, LONGEST_TRANSFER_SECONDS
+FENCES = tuple(leases.LEASE_SECONDS + seconds for seconds in LONGEST)
+LATEST = tuple(leases.LEASE_SECONDS + leases.STILL_SECONDS + 2 * seconds for seconds in LONGEST)
 LIMITS = {
     "admin.md": (
         f"At most {server.MOST_CONNECTIONS} connections",
@@ -213,6 +262,17 @@ LIMITS = {
         f"It has {pin_file.MOST_BYTES >> 20} MiB at most",
     ),
     "observability.md": (f"more than {events._MAX_PENDING:,} events", f"holds, and {LEAST_REMEMBERED:,} at least"),
+    "peers.md": (
+        f"at most {messages.MAX_MESSAGE >> 20} MiB ({frames.MAX_HELLO >> 10} KiB before the handshake is over)",
+        f"read is bounded at {sockets.MAX_UNSENT >> 20} MiB",
+        f"nobody has begun at {early.MOST_EARLY_BLOCKS:,} blocks",
+        f"at most {channel._MOST_UNAUTHENTICATED} connections from outside, and {channel.MOST_CALLS} that the rank",
+        f"tensor-parallel ranks, {MOST_PARTNERS} times at most",
+        f"a ring of {NUM_SLOTS} slots for each link",
+        f"within a lease of {leases.LEASE_SECONDS:.0f} s",
+        f"after {leases.GONE_SECONDS:.0f} s; at the latest after {2 * leases.GONE_SECONDS + leases.STILL_SECONDS} s",
+        f"{FENCES[0]:.0f} s (CUDA IPC), {FENCES[1]:.0f} s (NIXL); at the latest after {LATEST[0]} s and {LATEST[1]} s",
+    ),
     "storage.md": (f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",),
 }
 """By document, what it says of limits that are in the code and no settings."""
