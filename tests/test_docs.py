@@ -117,7 +117,7 @@ def names_of_the_source() -> set[str]:
     """All words of the source, of names of files, and of the results' claims."""
     folders = [ROOT / name for name in ("kv_connector", "triton_kernels", "integration", "tests", "docs")]
     files = [path for folder in folders for path in folder.rglob("*.*")]
-    sources = [path for path in files if path.suffix == ".py" and "tests" not in path.relative_to(ROOT).parts]
+    sources = [path for path in files if path.suffix == ".py" and not path.is_relative_to(ROOT / "tests")]
     text = "".join(path.read_text() for path in (*sources, ROOT / "Makefile", ROOT / "pyproject.toml"))
     claims = {
         name for path in figures.RESULTS.glob("*.json") for name in json.loads(path.read_text()).get("claims", ())
@@ -139,8 +139,8 @@ def test_names_in_a_document_are_in_the_source(document: Path, names_of_the_sour
 
 
 def test_a_name_that_is_nobodys_is_found(names_of_the_source: set[str]) -> None:
-    text = '`expired_transfers`, `vllm:kv_tiered_peer_hit_tokens_total`, `expired_handoffs` and `{"host_memori": 0}`'
-    assert unknown_names(text, names_of_the_source) == ["expired_handoffs", "host_memori"]
+    text = '`expired_transfers`, `vllm:kv_tiered_peer_hit_tokens_total`, `expired_handoffs` and `{"host_memry": 0}`'
+    assert unknown_names(text, names_of_the_source) == ["expired_handoffs", "host_memry"]
 
 
 def anchors(document: Path) -> set[str]:

@@ -72,8 +72,8 @@ def refuse_groups(group_blocks: int) -> None:
     """Raise ConfigError where storage keeps so many blocks as one, not each by itself."""
     if group_blocks > 1:
         raise ConfigError(
-            f"storage would keep {group_blocks} pages as one object here, and SGLang does not say where in its prefix a "
-            f"page is: give a --page-size {group_blocks} times as large, or a folder (storage.path)"
+            f"storage would keep {group_blocks} pages as one object here, and SGLang does not say where in its prefix "
+            f"a page is: give a --page-size {group_blocks} times as large, or a folder (storage.path)"
         )
 
 
