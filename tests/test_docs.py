@@ -139,8 +139,8 @@ def test_names_in_a_document_are_in_the_source(document: Path, names_of_the_sour
 
 
 def test_a_name_that_is_nobodys_is_found(names_of_the_source: set[str]) -> None:
-    text = '`expired_transfers`, `vllm:kv_tiered_peer_hit_tokens_total`, `expired_handoffs` and `{"host_memry": 0}`'
-    assert unknown_names(text, names_of_the_source) == ["expired_handoffs", "host_memry"]
+    text = '`expired_transfers`, `vllm:kv_tiered_peer_hit_tokens_total`, `expired_handoffs` and `{"hostt_memory": 0}`'
+    assert unknown_names(text, names_of_the_source) == ["expired_handoffs", "hostt_memory"]
 
 
 def anchors(document: Path) -> set[str]:
