@@ -16,27 +16,10 @@ from pathlib import Path
 import pytest
 
 from integration import docs_site, figures, overview, reference
-from integration.pd_proxy.__main__ import parse_arguments
-from kv_connector import config, events
-from kv_connector.admin import bodies, inbox, routes, server
-from kv_connector.admin import pins as admin_pins
+from kv_connector import config
 from kv_connector.cli import main
-from kv_connector.cli.doctor import copies
-from kv_connector.config import tenants
 from kv_connector.histograms import HISTOGRAMS
-from kv_connector.index import LEAST_REMEMBERED
 from kv_connector.metrics import DOCUMENTATION, TENANT_DOCUMENTATION
-from kv_connector.peer.carriers import leases
-from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
-from kv_connector.peer.carriers.nixl_agent import LONGEST_TRANSFER_SECONDS
-from kv_connector.peer.carriers.staged.slot_sender import NUM_SLOTS
-from kv_connector.peer.protocol import early
-from kv_connector.peer.shards import MOST_PARTNERS
-from kv_connector.peer.wire import channel, frames, messages, sockets
-from kv_connector.replay import recorder
-from kv_connector.scheduler.control import expiry, hints, pins
-from kv_connector.storage.filesystem import pin_file
-from kv_connector.storage.filesystem.layout import LOCK_SECONDS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -78,6 +61,7 @@ _EXTRA = re.compile(r"'\.\[([\w,-]+)\]'")
 _METRIC = re.compile(r"\bvllm:kv_tiered_([a-z_]+)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _NAME = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z0-9]+)+(?![\w/-])")
+_VARIABLE = re.compile(r"(?<![\w/.-])(?!(?:AWS|SSL|VLLM)_)[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+(?!\w)")
 _HEADING = re.compile(r"(?m)^#+ +(.+?) *$")
 _FENCED = re.compile(r"(?ms)^ *```.*?^ *```")
 
@@ -126,9 +110,11 @@ def names_of_the_source() -> set[str]:
 
 
 def unknown_names(text: str, known: set[str]) -> list[str]:
-    """Names with `_` that a document marks as code, settings and metrics most of all, and the source has not."""
+    """Names with `_` that a document marks as code, settings and metrics most of all, and the source has not; and
+    variables of the environment, in what is to be run, too."""
     code = re.findall(r"`([^`\n]+)`", _FENCED.sub("", text))
     named = [re.sub(r"^kv_tiered_(tenant_)?", "", name) for name in _NAME.findall("\n".join(code))]
+    named += _VARIABLE.findall("\n".join(_CODE.findall(text)))
     names = {name if name in known else re.sub("_(total|bucket)$", "", name) for name in named}
     return sorted(names - known - FOREIGN_NAMES)
 
@@ -139,8 +125,9 @@ def test_names_in_a_document_are_in_the_source(document: Path, names_of_the_sour
 
 
 def test_a_name_that_is_nobodys_is_found(names_of_the_source: set[str]) -> None:
-    text = '`expired_transfers`, `vllm:kv_tiered_peer_hit_tokens_total`, `expired_handoffs` and `{"hostt_memory": 0}`'
-    assert unknown_names(text, names_of_the_source) == ["expired_handoffs", "hostt_memory"]
+    text = "```\nexport KV_CONECTOR_PEER_SECRET=x KV_CONNECTOR_PEER_SECRET=x\n```\n"
+    text += '`expired_transfers`, `vllm:kv_tiered_peer_hit_tokens_total`, `expired_handoffs` and `{"hostt_memory": 0}`'
+    assert unknown_names(text, names_of_the_source) == ["KV_CONECTOR_PEER_SECRET", "expired_handoffs", "hostt_memory"]
 
 
 def anchors(document: Path) -> set[str]:
@@ -232,65 +219,6 @@ def test_every_picture_is_shown_by_a_document() -> None:
     pictures = {*(ROOT / "docs").rglob("*.png"), *figures.RESULTS.glob("*.png")}
     assert {picture.parent for picture in pictures} == {ROOT / "docs" / "pictures", figures.RESULTS}
     assert pictures == shown
-
-
-LONGEST = CudaIpcTransport.longest_transfer_seconds, LONGEST_TRANSFER_SECONDS
-FENCES = tuple(leases.LEASE_SECONDS + seconds for seconds in LONGEST)
-LATEST = tuple(leases.LEASE_SECONDS + leases.STILL_SECONDS + 2 * seconds for seconds in LONGEST)
-LIMITS = {
-    "admin.md": (
-        f"At most {server.MOST_CONNECTIONS} connections",
-        f"has at most {server.MOST_BODY_BYTES >> 20} MiB",
-        f"a `text` {bodies._MOST_TEXT:,} characters",
-        f"arrive within {server.CLIENT_SECONDS:.0f} seconds",
-        f"a command within {routes.ENGINE_SECONDS:.0f} seconds",
-        f"beyond {inbox._MOST_WAITING} that wait",
-        f"{admin_pins._MOST_PINS:,} at most",
-        f"seconds (30, at most {bodies.MOST_WAIT_SECONDS:.0f})",
-    ),
-    "cli.md": (
-        f"of at most {recorder.MOST_BYTES >> 30} GiB",
-        f"less than {100 * copies._LEAST_OF_LINK:.0f} % of what its generation and width carry",
-        f"a warning below {100 * copies._LEAST_OF_PLAIN:.0f} % of plain ones",
-    ),
-    "control.md": (
-        f"beyond {pins._MOST_PINS:,} pins at a time",
-        f"{expiry._MOST:,} prompts, and {expiry._MOST_HASHES:,} blocks of theirs, may wait",
-        f"`ttl_s` | {hints.LEAST_TTL:.0f} to {hints.MOST_TTL:.0f}",
-        f"{tenants._MOST_TENANTS} tenants at most, with names of 1 to {tenants.LONGEST_NAME} characters",
-        f"weights of 1 to {tenants._MOST_WEIGHT:,}.",
-        f"It has {pin_file.MOST_BYTES >> 20} MiB at most",
-    ),
-    "observability.md": (f"more than {events._MAX_PENDING:,} events", f"holds, and {LEAST_REMEMBERED:,} at least"),
-    "peers.md": (
-        f"at most {messages.MAX_MESSAGE >> 20} MiB ({frames.MAX_HELLO >> 10} KiB before the handshake is over)",
-        f"read is bounded at {sockets.MAX_UNSENT >> 20} MiB",
-        f"nobody has begun at {early.MOST_EARLY_BLOCKS:,} blocks",
-        f"at most {channel._MOST_UNAUTHENTICATED} connections from outside, and {channel.MOST_CALLS} that the rank",
-        f"tensor-parallel ranks, {MOST_PARTNERS} times at most",
-        f"a ring of {NUM_SLOTS} slots for each link",
-        f"within a lease of {leases.LEASE_SECONDS:.0f} s",
-        f"after {leases.GONE_SECONDS:.0f} s; at the latest after {2 * leases.GONE_SECONDS + leases.STILL_SECONDS} s",
-        f"{FENCES[0]:.0f} s (CUDA IPC), {FENCES[1]:.0f} s (NIXL); at the latest after {LATEST[0]} s and {LATEST[1]} s",
-    ),
-    "storage.md": (f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",),
-}
-"""By document, what it says of limits that are in the code and no settings."""
-
-
-@pytest.mark.parametrize("document", LIMITS)
-def test_limits_are_those_of_the_code(document: str) -> None:
-    text = " ".join((ROOT / "docs" / document).read_text().split())
-    assert [told for told in LIMITS[document] if told not in text] == []
-
-
-def test_limits_of_the_proxy_are_its_defaults() -> None:
-    text = (ROOT / "docs" / "peers.md").read_text()
-    options = vars(parse_arguments(["--decode", "http://127.0.0.1:1"]))
-    numbers = {name.replace("_", "-"): value for name, value in options.items() if type(value) in (int, float)}
-    told = {name: re.search(rf"`--{name}`(?: \w+)? \((\d+)", text) for name in numbers.keys() - {"port"}}
-    assert len(told) == 6
-    assert {name: float(found[1]) for name, found in told.items() if found} == {name: numbers[name] for name in told}
 
 
 def lines_of_the_log() -> list[str]:
@@ -426,13 +354,6 @@ def test_a_figure_that_is_not_of_its_result_is_found() -> None:
     assert (lines[:2], lines[-2:]) == (["a", "  <!-- figures: mutants -->"], ["  <!-- end of figures -->", "b"])
     assert "all of them" not in figures.renewed(text) and lines[2].startswith("  The last run of all")
     assert figures.renewed(figures.renewed(text)) == figures.renewed(text)
-
-
-def test_every_variable_that_is_set_for_mooncake_is_told() -> None:
-    source = (ROOT / "kv_connector/storage/mooncake/client.py").read_text()
-    names = set(re.findall(r'"(MC_\w+)"', source))
-    assert len(names) > 5
-    assert names - set(re.findall(r"MC_\w+", (ROOT / "docs/mooncake.md").read_text())) == set()
 
 
 def test_a_benchmark_that_is_none_is_named_before_anything_is_installed(tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ def attacks_on_storage() -> Iterator[str]:
     stall = claim("attacks", "stall_ms_of_the_model_thread_on_a_hung_disk")
     yield (
         f"{kills} kills, {tried['flips']} flipped bits, {tried['damages']} damaged files, {tried['same_prefix']} "
-        f"rounds of two writers, {tried['hangs']} hung and {tried['faults']} faulty disks: no wrong byte, no good block lost, "
-        f"and {stall:.2f} ms."
+        f"rounds of two writers, {tried['hangs']} hung and {tried['faults']} faulty disks: "
+        f"no wrong byte, no good block lost, and {stall:.2f} ms."
     )
 
 
