@@ -196,6 +196,8 @@ def test_lines_for_an_engine_are_ones_that_it_takes(monkeypatch: pytest.MonkeyPa
     assert len(shown) >= 8
     for given in shown:
         assert given.keys() <= TRANSFER_KEYS
+        assert given["kv_role"] in ("kv_both", "kv_producer", "kv_consumer")
+        assert given.get("kv_load_failure_policy", "fail") in ("fail", "recompute")
         settings = given["kv_connector_extra_config"]
         assert isinstance(settings, dict)
         config.Config.from_mapping(settings)

@@ -3,6 +3,7 @@ is worded anew is worded anew here."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from kv_connector.peer.wire import channel, frames, messages, sockets
 from kv_connector.replay import recorder
 from kv_connector.scheduler.control import expiry, hints, pins
 from kv_connector.scheduler.saves import budget, refusals
+from kv_connector.storage.breaker import Breaker
 from kv_connector.storage.filesystem import pin_file
 from kv_connector.storage.filesystem.layout import LOCK_SECONDS
 from kv_connector.storage.mooncake import client as mooncake
@@ -41,6 +43,7 @@ FENCES = tuple(leases.LEASE_SECONDS + seconds for seconds in LONGEST)
 LATEST = tuple(leases.LEASE_SECONDS + leases.STILL_SECONDS + 2 * seconds for seconds in LONGEST)
 OBJECTS_MIB = groups.GROUP_BYTES >> 20, s3.GROUP_BYTES >> 20
 S3 = config.S3Config("bucket")
+BREAKER = inspect.signature(Breaker).parameters
 LIMITS = {
     "ARCHITECTURE.md": (
         f"Parts are slices of {paths.SLICE_BYTES >> 20} MiB",
@@ -77,6 +80,8 @@ LIMITS = {
     "docs/mooncake.md": (
         f"Of smaller ones 2, 4, 8, up to {groups.MAX_BLOCKS} that follow one another",
         *(f"`{name}={value}`" for name, value in mooncake._DEFAULTS.items()),
+        f"after {BREAKER['first_pause'].default} seconds, then ever less often, down to once in "
+        f"{BREAKER['longest_pause'].default:.0f} seconds",
     ),
     "docs/observability.md": (f"more than {events._MAX_PENDING:,} events", f"holds, and {LEAST_REMEMBERED:,} at least"),
     "docs/peers.md": (
@@ -117,6 +122,15 @@ def test_limits_of_the_proxy_are_its_defaults() -> None:
     told = {name: re.search(rf"`--{name}`(?: \w+)? \((\d+)", text) for name in numbers.keys() - {"port"}}
     assert len(told) == 6
     assert {name: float(found[1]) for name, found in told.items() if found} == {name: numbers[name] for name in told}
+
+
+def test_outcomes_of_the_proxy_are_those_that_it_counts() -> None:
+    text = " ".join((ROOT / "docs" / "peers.md").read_text().split())
+    told = re.search(r"`pd_proxy_requests_total` by outcome \((.*?)\)", text)
+    source = "".join(path.read_text() for path in (ROOT / "integration" / "pd_proxy").glob("*.py"))
+    assert told is not None
+    named = re.findall(r"`(\w+)`", told[1])
+    assert len(named) == 7 and [name for name in named if f'"{name}"' not in source] == []
 
 
 def test_versions_in_the_readme_are_those_that_are_tested_and_needed() -> None:
