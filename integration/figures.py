@@ -302,7 +302,7 @@ def _found(result: Result) -> str:
 
 def _missed(result: Result) -> str:
     missed = [
-        f"`{name}` ({claim['value']:.3g}, goal {claim['goal']:g})"
+        f"`{name}` (**{claim['value']:.3g}**, goal {claim['goal']:g})"
         for name, claim in result["claims"].items()
         if not claim["holds"]
     ]

@@ -36,7 +36,7 @@ _OWN = (
 def why_not() -> str | None:
     """Why Mooncake cannot run here, or None."""
     if find_spec("mooncake") is None:
-        return "Mooncake has no wheel here or is not installed: pip install 'kv-connector[mooncake]'"
+        return "Mooncake has no wheel here or is not installed: pip install '.[mooncake]'"
     if (program := _program()) is None:
         return "mooncake_master is not beside the interpreter"
     started = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)

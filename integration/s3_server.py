@@ -29,7 +29,7 @@ _CONNECTION_SECONDS = 10.0
 def why_not() -> str | None:
     """Why neither server nor client can run here, or None."""
     missing = [name for name in ("obstore", "botocore", "moto", "flask", "flask_cors") if find_spec(name) is None]
-    return f"{', '.join(missing)} not installed: pip install 'kv-connector[s3,dev]'" if missing else None
+    return f"{', '.join(missing)} not installed: pip install '.[s3,dev]'" if missing else None
 
 
 class S3Server:

@@ -13,8 +13,10 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from .errors import ConfigError
+from .extras import pip_line
 from .values import shown
 
+_PIP_LINE = pip_line("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 _PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 Attributes = Mapping[str, "str | int | float | bool"]
 
@@ -71,8 +73,7 @@ def open_tracer() -> SpanTracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            "trace_requests needs OpenTelemetry, which is not installed: pip install 'kv-connector[otel]', "
-            "or leave trace_requests out"
+            f"trace_requests needs OpenTelemetry, which is not installed: {_PIP_LINE}, or leave trace_requests out"
         ) from error
     provider = trace.get_tracer_provider()
     if not isinstance(provider, TracerProvider):
@@ -102,8 +103,7 @@ def _exporters() -> list[Any]:
         if not found:
             raise ConfigError(
                 f"trace_requests: OTEL_TRACES_EXPORTER={shown(name)} asks for the exporter {full_name}, which is not "
-                "installed: pip install 'kv-connector[otel]' has otlp over http/protobuf, and console and none are "
-                "always there"
+                f"installed: {_PIP_LINE} brings otlp over http/protobuf; console and none need no more than that"
             )
         exporters.append(found[0].load()())
     return exporters

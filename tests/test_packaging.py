@@ -6,6 +6,7 @@ from __future__ import annotations
 import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kv_connector import extras
 
 ROOT = Path(__file__).parents[1]
 BUILT_FROM = ["kv_connector", "triton_kernels", "tests", "integration", "pyproject.toml", "README.md", "LICENSE"]
@@ -127,6 +130,20 @@ def test_the_wheel_is_described_as_an_index_shows_it(wheel: Path) -> None:
     assert {"docs", "storage", "mooncake", "s3", "nixl-cu12", "nixl-cu13"} <= set(metadata.get_all("Provides-Extra"))
     assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier")
     assert "kv-cache" in metadata["Keywords"].split(",")
+
+
+def test_errors_name_the_libraries_that_the_extras_install() -> None:
+    """An error may be met where the package came from no index, so it names them and not our extra."""
+    project = (ROOT / "pyproject.toml").read_text()
+    optional = project[project.index("[project.optional-dependencies]") : project.index("[project.scripts]")]
+    listed = re.findall(r"(?ms)^([\w-]+) = \[(.*?)\]$", optional)
+    tables = {name: re.findall(r'"([^";]+)[";]', libraries) for name, libraries in listed}
+    of_checkouts = {"dev", "docs", "demo", "proxy"}
+    libraries = [library for name in tables.keys() - of_checkouts for library in tables[name]]
+    assert len(tables) > len(of_checkouts) and sorted(extras._LIBRARIES) == sorted(libraries)
+    assert extras.pip_line("obstore", "botocore") == "pip install 'obstore>=0.11,<0.13' 'botocore>=1.34'"
+    sources = {path: path.read_text() for path in (ROOT / "kv_connector").rglob("*.py")}
+    assert [path for path, text in sources.items() if re.search(r"kv-connector\[", text)] == []
 
 
 def test_a_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,8 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, action="append", help="only these")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if find_spec("tensorrt_llm") is None:
+        parser.error("TensorRT-LLM is not installed here: run this with the Python that has it")
     folder = Path(tempfile.mkdtemp())
     shutil.copy(__file__, folder / f"{_MODULE}.py")
     sys.path.insert(0, str(folder))

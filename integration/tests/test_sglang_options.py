@@ -12,8 +12,11 @@ import pytest
 
 from integration.tests.sglang_engines import SglangEngine, running
 from kv_connector.engines.sglang import TieredKVLinker
-from kv_connector.engines.sglang.launch import read_settings
+from kv_connector.engines.sglang.launch import read_settings, refuse_groups
 from kv_connector.errors import ConfigError
+from kv_connector.storage.objects import groups
+from kv_connector.storage.objects.groups import Groups
+from kv_connector.storage.s3 import backend as s3
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Expected, loadable, prompts
 
@@ -85,6 +88,17 @@ def test_nobody_waits_for_storage_who_was_not_told_to() -> None:
     given = read_settings({"host_memory": "1GiB", "storage": storage | {"prefetch": "timeout"}}).config.storage
     assert given is not None
     assert given.prefetch == "timeout"
+
+
+@pytest.mark.parametrize("group_bytes", [groups.GROUP_BYTES, s3.GROUP_BYTES], ids=["mooncake", "s3"])
+def test_pages_that_are_as_large_as_is_asked_for_are_stored(group_bytes: int) -> None:
+    """Objects of S3 are larger than those of Mooncake, so what suffices for one is too little for the other."""
+    page_bytes = 128 << 10
+    with pytest.raises(ConfigError, match="give a --page-size") as refused:
+        refuse_groups(Groups(b"", page_bytes, group_bytes).blocks_per_group)
+    told = re.search(r"--page-size (\d+) times as large", str(refused.value))
+    assert told is not None
+    refuse_groups(Groups(b"", page_bytes * int(told[1]), group_bytes).blocks_per_group)
 
 
 def test_models_that_are_not_served_are_refused_before_memory_is_taken() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from integration.tensorrt_llm import smoke
 from integration.tensorrt_llm.engine import LLM, Connector
 from integration.tensorrt_llm.executor import Options
 
@@ -197,3 +199,14 @@ def test_ranks_hear_the_same_and_count_together() -> None:
         assert first == second
         assert [len(worker.of("wait_for_layer_load")) for worker in workers] == [8 * NUM_LAYERS] * 2
         assert response.token_ids is not None
+
+
+@pytest.mark.skipif(find_spec("tensorrt_llm") is not None, reason="the engine is here")
+def test_where_the_engine_is_missing_its_test_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And does not call each kind of executor wrong."""
+    monkeypatch.setattr("sys.argv", ["smoke.py", "MODEL"])
+    with pytest.raises(SystemExit) as left:
+        smoke.main()
+    assert left.value.code == 2 and "TensorRT-LLM is not installed here" in capsys.readouterr().err

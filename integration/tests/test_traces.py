@@ -20,7 +20,7 @@ from kv_connector.index import CacheIdentity
 from kv_connector.scheduler.traces import RequestTraces
 from kv_connector.tracing import SpanTracer, open_tracer
 
-pytest.importorskip("opentelemetry.sdk", reason="pip install 'kv-connector[otel]'")
+pytest.importorskip("opentelemetry.sdk", reason="pip install '.[otel]'")
 
 
 def traced_engine(folder: Path, observers: tuple[RequestTraces, ...], share: float = 0.0) -> MiniEngine:
@@ -100,6 +100,6 @@ def test_what_is_missing_is_said_at_the_start(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"the exporter zipkin_of_nobody, which is not installed: pip install"):
         open_tracer()
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kv-connector\[otel\]', or leave trace_requests out"):
+    with pytest.raises(ConfigError, match=r"pip install 'opentelemetry-sdk>=1.25' .*, or leave trace_requests out"):
         build_scheduler(Config(host_memory=1 << 20, trace_requests=0.01), 16)
     build_scheduler(Config(host_memory=1 << 20), 16)  # and who asks for none needs nothing

@@ -1,7 +1,7 @@
 """Attention that is local to chunks, as Llama 4 has it beside full attention: a hit needs what its next token sees.
 
-vLLM makes a group of such layers where `VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE` is set, and full attention
-of them otherwise.
+vLLM makes a group of such layers, and full attention of them where `VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE`
+is 0.
 """
 
 from __future__ import annotations

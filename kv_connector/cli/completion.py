@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import ConfigError
+from ..extras import pip_line
 from .text import Parsers
 
 _SHELLS = ("bash", "zsh", "tcsh")
@@ -22,7 +23,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise ConfigError("completion needs shtab: pip install 'kv-connector[cli]', or shtab alone") from error
+        raise ConfigError(f"completion needs shtab: {pip_line('shtab')}") from error
     from . import make_parser
 
     print(shtab.complete(make_parser(), options.shell))

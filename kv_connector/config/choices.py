@@ -120,7 +120,7 @@ class WireForm(str, Enum):
 
     raw: as on the device.
     lossless: bf16 numbers coded in about three quarters of their bytes, exactly, between engines that both say so. It
-        is for links that are slower than the coder: any network on a GPU, and up to two Gbit/s on a CPU.
+        is for links that are slower than the coder: any network on a GPU, and slow ones on a CPU.
     """
 
     RAW = "raw"

@@ -14,6 +14,8 @@ from functools import cache
 from hmac import compare_digest
 from typing import ClassVar
 
+from ..extras import pip_line
+
 try:
     from isal.isal_zlib import crc32
 except ImportError:
@@ -64,6 +66,6 @@ def warn_where_slow() -> None:
     """Say once in a process how checksums get faster, where they are not computed by isal."""
     if crc32.__module__ == "zlib":
         logger.warning(
-            "checksums of storage are computed by zlib, which limits reads and writes to a few GB/s: "
-            "pip install 'isal>=1.7' lifts that"
+            "checksums of storage are computed by zlib, which limits reads and writes to a few GB/s: %s lifts that",
+            pip_line("isal"),
         )

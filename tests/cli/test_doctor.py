@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from kv_connector.cli import main
 from kv_connector.cli.doctor import copies, folders, memory, software
 from kv_connector.cli.doctor.finding import Finding, Status
-from kv_connector.cli.doctor.gpu import Link
+from kv_connector.cli.doctor.gpu import FoundGpu, Link
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from tests.storage.storages import BLOCK, IDENTITY
 
@@ -41,6 +42,24 @@ def test_a_machine_without_a_gpu_is_no_problem(tmp_path: Path, capsys: pytest.Ca
     assert rates and float(rates[1]) > 0
     assert found["torch"]["status"] == "ok" and torch.__version__ in found["torch"]["value"]
     assert found["storage folder"]["status"] == "ok" and not (tmp_path / "store").exists()
+
+
+def test_copies_are_measured_with_one_thread_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others use the cores, a copy by several would wait for the slowest; what was set before is set again."""
+    num_before, seen = torch.get_num_threads(), []
+
+    def rate(copy: Callable[[], Any], num_bytes: int, device: torch.device) -> float:
+        seen.append(torch.get_num_threads())
+        copy()
+        return 1.0
+
+    monkeypatch.setattr(copies, "_rate", rate)
+    torch.set_num_threads(2)
+    try:
+        copies.measure(FoundGpu())
+        assert (seen, torch.get_num_threads()) == ([1, 1, 1, 1], 2)
+    finally:
+        torch.set_num_threads(num_before)
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def test_what_an_extra_is_missing_for_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "zsh"]) == 2
-    assert "pip install 'kv-connector[cli]'" in capsys.readouterr().err
+    assert "pip install 'shtab>=1.7'" in capsys.readouterr().err
 
 
 def test_who_reads_no_more_gets_no_error(tmp_path: Path) -> None:

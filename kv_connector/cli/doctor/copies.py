@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -74,8 +75,8 @@ def _measure(found: FoundGpu) -> Copied:
         if copied.is_pinned is False:
             fix = "raise `ulimit -l`, or give the container IPC_LOCK"
             copied.findings.append(problem("page-locked memory", "CUDA could not lock any", "locked", fix))
-        plain = _plain(host, device)
-        ours = _ours(host, device)
+        with _one_thread():
+            plain, ours = _plain(host, device), _ours(host, device)
         if found.device is None:
             value = (
                 f"{min(plain):.2f} GB/s of plain copies, {min(ours):.2f} of ours in pieces of {PIECE_BYTES >> 10} KiB"
@@ -86,6 +87,20 @@ def _measure(found: FoundGpu) -> Copied:
         return copied
     finally:
         host.close()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """On a CPU torch shares each copy out to as many threads as there are cores and waits for the last of them: where
+    others use these cores, that measures who has them, and not the memory."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _against_link(plain: tuple[float, float], link: Link | None) -> Finding:

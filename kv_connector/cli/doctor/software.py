@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ... import __version__
+from ...extras import pip_line
 from .finding import Finding, ok, problem, warning
 
 
@@ -30,7 +31,8 @@ ENGINES = (
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What is installed for one purpose. `packages`: any of them serves. `without`: what is so while none is there."""
+    """What is installed for one purpose. `packages`: any of them serves. `without`: what is so while none is there.
+    `pip`: what installs one."""
 
     packages: Sequence[str]
     purpose: str
@@ -39,19 +41,24 @@ class Extra:
 
 
 _EXTRAS = (
-    Extra(("isal",), "checksums of storage", "zlib checks blocks, at a fraction of the speed", "isal"),
+    Extra(("isal",), "checksums of storage", "zlib checks blocks, at a fraction of the speed", pip_line("isal")),
     Extra(
         ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda"),
         "storage.kind mooncake",
         "",
-        "kv-connector[mooncake]",
+        pip_line("mooncake-transfer-engine-non-cuda"),
     ),
-    Extra(("obstore",), "storage.kind s3", "", "kv-connector[s3]"),
-    Extra(("botocore",), "credentials of s3", "", "kv-connector[s3]"),
-    Extra(("nixl-cu12", "nixl-cu13", "nixl"), "peer.kind nixl", "", "kv-connector[nixl-cu12] or [nixl-cu13]"),
-    Extra(("rich",), "progress bars and top", "", "kv-connector[cli]"),
-    Extra(("shtab",), "completion", "", "kv-connector[cli]"),
-    Extra(("matplotlib",), "pictures", "", "matplotlib"),
+    Extra(("obstore",), "storage.kind s3", "", pip_line("obstore")),
+    Extra(("botocore",), "credentials of s3", "", pip_line("botocore")),
+    Extra(
+        ("nixl-cu12", "nixl-cu13", "nixl"),
+        "peer.kind nixl",
+        "",
+        f"{pip_line('nixl-cu12')} or, with CUDA 13, {pip_line('nixl-cu13')}",
+    ),
+    Extra(("rich",), "progress bars and top", "", pip_line("rich")),
+    Extra(("shtab",), "completion", "", pip_line("shtab")),
+    Extra(("matplotlib",), "pictures", "", "pip install matplotlib"),
 )
 _LEAST = {"torch": "2.8", "numpy": "1.26", "triton": "3.4"}
 
@@ -83,8 +90,8 @@ def _extra(extra: Extra) -> Finding:
         return ok(name, ", ".join(f"{package} {version}" for package, version in found.items()))
     missing = f"{' or '.join(extra.packages)} is not installed"
     if extra.without:
-        return warning(name, f"{missing}: {extra.without}", "installed", f"pip install {extra.pip}")
-    return ok(name, f"{missing}; if you need it: pip install '{extra.pip}'")
+        return warning(name, f"{missing}: {extra.without}", "installed", extra.pip)
+    return ok(name, f"{missing}; if you need it: {extra.pip}")
 
 
 def _engines(engines: Sequence[Engine]) -> Iterator[Finding]:

@@ -68,6 +68,15 @@ def refuse_unserved(params: Any, components: Collection[ComponentType]) -> None:
         raise ConfigError(f"--disaggregation-mode {get_disagg().disaggregation_mode} is not served yet: leave it out")
 
 
+def refuse_groups(group_blocks: int) -> None:
+    """Raise ConfigError where storage keeps so many blocks as one, not each by itself."""
+    if group_blocks > 1:
+        raise ConfigError(
+            f"storage would keep {group_blocks} pages as one object here, and SGLang does not say where in its prefix "
+            f"a page is: give a --page-size {group_blocks} times as large, or a folder (storage.path)"
+        )
+
+
 def refuse_drafts() -> None:
     """Raises ConfigError for a launch line with a draft model, whose cache lies in a pool of its own."""
     if get_spec().speculative_algorithm is not None:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 from ...base import Request, SchedulerOutput
 from ...build import build_scheduler, build_worker
 from ...config import Config
-from ...errors import ConfigError, KVConnectorError
+from ...errors import KVConnectorError
 from ...index import CacheIdentity, FragmentTree
 from ...types import StepPlan, StepReport
+from .launch import refuse_groups
 from .pools import DevicePages
 from .ranks import Ranks, SharedClock
 
@@ -95,11 +96,7 @@ class Replica:
         self.is_loading = False
         self._saving.difference_update(report.done, report.failed)
         self._untold.append(report)
-        if report.group_blocks > 1:
-            raise ConfigError(
-                f"storage would keep {report.group_blocks} blocks as one here, and SGLang does not say where in its "
-                f"prefix a block is: give a larger --page-size, so that a block has 1 MiB, or a folder (storage.path)"
-            )
+        refuse_groups(report.group_blocks)
         return not lost
 
     def has_saved(self, job_id: int) -> bool:

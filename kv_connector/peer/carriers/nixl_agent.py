@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...errors import ConfigError
+from ...extras import pip_line
 from ..base import PeerError
 
 MODULES = ("nixl_cu12", "nixl_cu13")
@@ -27,7 +28,7 @@ _START_SECONDS = 60.0
 def why_not() -> str | None:
     """Why NIXL cannot be used here; None where it can."""
     if not any(find_spec(name) for name in MODULES):
-        return "peer.kind='nixl' needs a package: pip install 'kv-connector[nixl-cu12]' or, with CUDA 13, [nixl-cu13]"
+        return f"peer.kind='nixl' needs NIXL: {pip_line('nixl-cu12')} or, with CUDA 13, {pip_line('nixl-cu13')}"
     return None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ...config import StorageConfig
 from ...errors import ConfigError
+from ...extras import pip_line
 from ..objects.client import Answer, StoreUnreachable, Transfer
 
 _UNREACHABLE = range(-999, -899)  # errors of calls to the master
@@ -48,8 +49,9 @@ def load_mooncake() -> Any:
     try:
         from mooncake import store
     except ImportError as error:
-        fix = "pip install 'kv-connector[mooncake]'" if error.name in ("mooncake", "mooncake.store") else ""
-        fix = fix or "install the system's libibverbs1, libnuma1 and libcurl4"
+        is_missing = error.name in ("mooncake", "mooncake.store")
+        libraries = "install the system's libibverbs1, libnuma1 and libcurl4"
+        fix = pip_line("mooncake-transfer-engine-non-cuda") if is_missing else libraries
         raise ConfigError(f"storage.kind='mooncake' cannot be used: {error}: {fix}") from error
     return store
 

@@ -31,6 +31,7 @@ import numpy as np
 
 from ...config import S3Config
 from ...errors import ConfigError
+from ...extras import pip_line
 from ..objects.client import Answer, StoreUnreachable, Transfer
 from .credentials import Credentials
 
@@ -94,7 +95,8 @@ class S3Client:
             import obstore
             import obstore.exceptions
         except ImportError as error:
-            raise ConfigError(f"storage.kind='s3' cannot be used: {error}: pip install 'kv-connector[s3]'") from error
+            fix = pip_line("obstore", "botocore")
+            raise ConfigError(f"storage.kind='s3' cannot be used: {error}: {fix}") from error
         self._obstore = obstore
         self._config = config
         self._store = self._open(config)

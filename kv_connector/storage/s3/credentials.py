@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from typing import TypedDict
 
 from ...errors import ConfigError
+from ...extras import pip_line
 
 _LIFETIME = timedelta(minutes=15)
 """obstore asks again five minutes before the end. What AWS's library hands out is good for longer."""
@@ -35,7 +36,8 @@ class Credentials:
             import botocore.config
             import botocore.session
         except ImportError as error:
-            raise ConfigError(f"storage.kind='s3' cannot be used: {error}: pip install 'kv-connector[s3]'") from error
+            fix = pip_line("obstore", "botocore")
+            raise ConfigError(f"storage.kind='s3' cannot be used: {error}: {fix}") from error
         self._open_session = botocore.session.Session
         self._config = botocore.config.Config(
             connect_timeout=timeout_seconds, read_timeout=timeout_seconds, retries={"total_max_attempts": 2}

@@ -354,5 +354,5 @@ def test_an_engine_lends_its_segment_memory_by_rank_whether_or_not_ranks_share_t
 def test_without_the_wheel_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     config = StorageConfig(kind="mooncake", master="127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"pip install 'kv-connector\[mooncake\]'"):
+    with pytest.raises(ConfigError, match="pip install 'mooncake-transfer-engine-non-cuda>="):
         MooncakeClient(MooncakeOptions.of(config, 1, 1))

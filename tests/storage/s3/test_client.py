@@ -168,5 +168,5 @@ def test_variables_that_cannot_be_are_told_at_the_start(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("module", ["obstore", "botocore.session"])
 def test_without_the_wheels_the_start_says_what_to_install(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"pip install 'kv-connector\[s3\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'obstore>=.*' 'botocore>="):
         S3Client(S3Config("bucket"))
