@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .types import BlockHash, Tier
@@ -12,17 +13,17 @@ _MAX_PENDING = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """These blocks can now be loaded from `tier`."""
+    """These blocks can now be loaded from `tier`. The hashes are whoever's reads the event."""
 
-    block_hashes: tuple[BlockHash, ...]
+    block_hashes: Sequence[BlockHash]
     tier: Tier
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """These blocks are no longer on `tier`."""
+    """These blocks are no longer on `tier`; after a reset of a large host a million of them."""
 
-    block_hashes: tuple[BlockHash, ...]
+    block_hashes: Sequence[BlockHash]
     tier: Tier
 
 

@@ -8,7 +8,7 @@ from kv_connector import events
 from kv_connector.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from kv_connector.types import BlockHash, Tier
 
-BLOCKS = (BlockHash(b"a"),)
+BLOCKS = [BlockHash(b"a")]
 STORED, REMOVED = BlockStored(BLOCKS, Tier.HOST), BlockRemoved(BLOCKS, Tier.HOST)
 
 

@@ -43,7 +43,7 @@ class CacheTier:
     ) -> None:
         """`order` says what goes first where room is needed; the least recently used where it is left out. `weights`
         are those of the tenants that share the tier, if there are several: see `TenantQueues`. `log_removed` keeps the
-        hashes of resident copies that went in `removed`, for an owner that drains it."""
+        hashes of resident copies that went in `removed`, for an owner that drains it or puts an empty list there."""
         self.tree = tree
         self.tier = tier
         self.pool = BlockPool(capacity)
@@ -110,7 +110,7 @@ class CacheTier:
 
     def hashes_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
         """Hashes of the copies in these blocks."""
-        return [self.tree.hash_of(self._node[block_id]) for block_id in block_ids]
+        return self.tree.hashes_of(self.nodes_of(block_ids))
 
     def allocate(self, num_blocks: int, older_than: float = NEVER, tenant: int = 0) -> list[int] | None:
         """`num_blocks` private blocks for this tenant with one reference each, evicting where too few are free.

@@ -207,6 +207,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._watchdog.look()
         now = self._shared.clock()
         self._control.step(now)
+        self._budget.fill(now)
         loads, background = self._plan_loads()
         num_tokens = self._plan_scheduled(output, now)
         saves = self._saves.open()
@@ -387,6 +388,6 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
     # What it owns.
 
     def _log_removed(self) -> None:
-        if self.host.removed:
-            self._events.add(BlockRemoved(tuple(self.host.removed), Tier.HOST))
-            self.host.removed.clear()
+        if removed := self.host.removed:
+            self.host.removed = []  # a copy of all that a large host held would cost as much as its reset
+            self._events.add(BlockRemoved(removed, Tier.HOST))

@@ -99,13 +99,14 @@ class RequestTraces:
 
     def opened(self, job: Job, request_ids: Collection[str]) -> bool:
         """A span under each of the requests that are traced."""
-        if not (self._requests or self._saves):
-            return False
-        kind = kind_of(job)
-        parents = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
-        if kind is StorageAction.BACK_UP:
+        if isinstance(job, StorageJob) and job.action is StorageAction.BACK_UP:
             parents = self._take_saves(job)
+        elif self._requests.keys().isdisjoint(request_ids):  # nearly always
+            return False
+        else:
+            parents = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         if parents:
+            kind = kind_of(job)
             self._jobs[job.job_id] = spans = [span.child(_NAMES[kind], _attributes(job)) for span in parents]
             if kind is Direction.SAVE:
                 self._note_save(job, spans[0])
@@ -129,10 +130,9 @@ class RequestTraces:
         while len(self._saves) > _MOST_BLOCKS:
             self._saves.popitem(last=False)
 
-    def _take_saves(self, job: Job) -> list[Span]:
+    def _take_saves(self, job: StorageJob) -> list[Span]:
         """The saves that brought what is written now, each once. A host block that got something else in between is
         taken for what it held: a trace says so at worst, and no more than that."""
-        assert isinstance(job, StorageJob)
         found = [self._saves.pop(host_id, None) for host_id in job.host_ids.tolist()]
         return list({id(span): span for span in found if span is not None}.values())
 

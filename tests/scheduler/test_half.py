@@ -305,11 +305,11 @@ def test_events_tell_a_router_what_can_be_loaded() -> None:
     half, _ = make_half(num_host_blocks=2)
     first, second = Asked("a", list(range(8))), Asked("b", [9] * 4)
     save(half, first)
-    assert list(half.take_events()) == [BlockStored(tuple(first.block_hashes), Tier.HOST)]
+    assert list(half.take_events()) == [BlockStored(first.block_hashes, Tier.HOST)]
     save(half, second)
     assert list(half.take_events()) == [
-        BlockRemoved((first.block_hashes[1],), Tier.HOST),
-        BlockStored(tuple(second.block_hashes), Tier.HOST),
+        BlockRemoved([first.block_hashes[1]], Tier.HOST),
+        BlockStored(second.block_hashes, Tier.HOST),
     ]
     half.reset_cache()
     (removed,) = half.take_events()

@@ -142,7 +142,7 @@ class LoadLeases:
         for device_id in self._open.pop(job.job_id):
             self._num_filling[device_id] -= 1
             if not self._num_filling[device_id]:
-                del self._num_filling[device_id]
+                self._num_filling.pop(device_id)  # `del` of a counter is a function in Python
         oldest = next(iter(self._open), job.job_id + 1)
         while self._dropped and self._dropped[0][0] < oldest:
             self._dropped.popleft()

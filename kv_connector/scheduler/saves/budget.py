@@ -22,8 +22,6 @@ class SaveBudget:
 
     def fill(self, now: float) -> None:
         """Time has passed; `now` never goes back."""
-        if now == self._filled_at:
-            return  # for another request of the same step
         if self._filled_at is not None:
             most = max(self._rate * BURST_SECONDS, float(self.block_bytes))
             self._level = min(self._level + self._rate * (now - self._filled_at), most)

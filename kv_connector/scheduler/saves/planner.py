@@ -120,7 +120,6 @@ class SavePlanner:
         A hit needs the blocks of every group: room is found for all of them before any is saved, so that what one of
         them declines is given back of the others.
         """
-        self._budget.fill(now)
         size, hashes, tables = self._shared.block_size, state.request.block_hashes, state.tables
         num_before, num_tokens = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
         if self._saves_before_reuse:
@@ -202,7 +201,7 @@ class SavePlanner:
         self._refusals.judge(len(filled), refused)
         self._metrics.saved_blocks += len(filled)
         if filled and self._shared.events.is_read:
-            self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
+            self._shared.events.add(BlockStored(self._host.hashes_of(filled), Tier.HOST))
         self._on_saved(filled)
 
     def reset(self) -> None:

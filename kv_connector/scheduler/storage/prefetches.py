@@ -366,7 +366,7 @@ class PrefetchPlanner:
         self._on_fetched(host_ids)
         self._metrics.fetched_blocks += len(filled)
         if filled:
-            self._shared.events.add(BlockStored(tuple(self._host.hashes_of(filled)), Tier.HOST))
+            self._shared.events.add(BlockStored(self._host.hashes_of(filled), Tier.HOST))
 
     def _coalesce(
         self,

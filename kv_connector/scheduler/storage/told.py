@@ -70,7 +70,7 @@ class ToldBlocks:
         new = [key for key in keys if key not in self._told]
         self._told.update(dict.fromkeys(new))
         if new:
-            self._events.add(BlockStored(tuple(new), Tier.STORAGE))
+            self._events.add(BlockStored(new, Tier.STORAGE))
         self._lose([key for key, _ in zip(self._told, range(len(self._told) - self._most), strict=False)])
 
     def _lose(self, keys: Sequence[BlockHash]) -> None:
@@ -78,4 +78,4 @@ class ToldBlocks:
         for key in gone:
             del self._told[key]
         if gone:
-            self._events.add(BlockRemoved(tuple(gone), Tier.STORAGE))
+            self._events.add(BlockRemoved(gone, Tier.STORAGE))

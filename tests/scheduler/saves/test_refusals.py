@@ -52,7 +52,7 @@ def test_one_block_that_does_not_fit_costs_no_other() -> None:
     assert half.metrics.failed_save_jobs == 0
     assert half.host.pool.num_free == 5, "its host block is free"
     told = [event.block_hashes for event in half.take_events() if isinstance(event, BlockStored)]
-    assert told == [tuple(h for i, h in enumerate(one.block_hashes + other.block_hashes) if i != 2)]
+    assert told == [[h for i, h in enumerate(one.block_hashes + other.block_hashes) if i != 2]]
     assert blocks.pins() == {}
     half.check()
 

@@ -445,8 +445,8 @@ def test_routers_hear_of_fetched_blocks() -> None:
     half, _, _ = make_half()
     request = Asked("a", PROMPT)
     report(half, fetch(half, request))
-    told = BlockStored(tuple(request.block_hashes), Tier.STORAGE), BlockStored(tuple(request.block_hashes), Tier.HOST)
-    assert tuple(half.take_events()) == told, "they were found in the one and are on the other"
+    told = [BlockStored(request.block_hashes, tier) for tier in (Tier.STORAGE, Tier.HOST)]
+    assert half.take_events() == told, "they were found in the one and are on the other"
 
 
 @pytest.mark.parametrize("backup", ["on_save", "at_finish"])
