@@ -16,14 +16,17 @@ _RETURNING = "kv_connector/scheduler/control/returning.py"
 _TENANTS = "kv_connector/index/tenants.py"
 _TERMS = "kv_connector/index/terms.py"
 _TIER = "kv_connector/index/tier.py"
+_TREE = "kv_connector/index/tree.py"
 _EXPIRY = "kv_connector/scheduler/control/expiry.py"
 _FILES = "tests/storage/filesystem/test_pins.py"
 _HINTS = "tests/scheduler/control/test_hints.py"
 _INDEX = "tests/index/test_tenants.py"
 _KEEPING = "tests/scheduler/control/test_keeping.py"
+_ODD = "tests/scheduler/control/test_odd_hashes.py"
 _REFUSALS = "tests/scheduler/saves/test_refusals.py"
 _SHARES = "tests/scheduler/control/test_tenants.py"
 _STORAGE = "tests/scheduler/control/test_storage.py"
+_TIMES = "tests/scheduler/control/test_times_to_live.py"
 
 CONTROL: tuple[Mutant, ...] = (
     Mutant(
@@ -62,8 +65,8 @@ CONTROL: tuple[Mutant, ...] = (
         (
             Patch(
                 _PINS,
-                "            self._extend(name, pin, ttl_s)\n        return True",
-                "            pass\n        return True",
+                "        self._extend(name, pin, ttl_s)\n        return True",
+                "        if not pin.deadline:\n            self._extend(name, pin, ttl_s)\n        return True",
             ),
         ),
         tested(
@@ -196,6 +199,42 @@ CONTROL: tuple[Mutant, ...] = (
         "who pins the same again and again fills the memory",
         (Patch(_PINS, "> 2 * len(self._pins) + _LEAST", "> 1e9 + _LEAST"),),
         tested(f"{_HINTS}::test_what_is_pinned_again_and_again_leaves_nothing_behind"),
+    ),
+    Mutant(
+        "prefix-of-a-mistake",
+        "hashes that an operator gives and that are no prefix stop an engine when a request has them",
+        (Patch(_TREE, "                self._disown(rest)\n", ""),),
+        tested(f"{_ODD}::test_who_pins_the_end_of_a_prompt_that_nobody_has_asked_for_yet_stops_no_engine"),
+    ),
+    Mutant(
+        "prefix-of-a-mistake-pinned",
+        "what an operator pins takes blocks from where requests have shown them",
+        (Patch(_PINS, "if not self._grouped.may_be_prefix(block_hashes):", "if False:"),),
+        tested(f"{_ODD}::test_what_is_surely_no_prefix_is_refused_and_nothing_is_changed"),
+    ),
+    Mutant(
+        "prefix-of-a-mistake-warmed",
+        "what an operator warms takes blocks from where requests have shown them",
+        (Patch(_PREFETCHES, "bool(prefetch.request_ids) or self._grouped.may_be", "True or self._grouped.may_be"),),
+        tested(f"{_ODD}::test_what_is_warmed_takes_no_block_from_where_requests_have_shown_it"),
+    ),
+    Mutant(
+        "pinned-though-private",
+        "what an operator has pinned is saved before its reuse of a request that is not to be cached",
+        (Patch(_PINS, "            self._grouped.tree.terms.bar([", "            list(["),),
+        tested(f"{_TIMES}::test_a_pin_saves_nothing_of_who_is_not_to_be_cached"),
+    ),
+    Mutant(
+        "window-as-old-as-before",
+        "blocks of a window that are saved anew are the first to go",
+        (Patch(_PLANNER, "            self._tree.touch(nodes, now)\n", ""),),
+        tested(f"{_TIMES}::test_a_window_that_is_saved_anew_is_not_the_first_to_go"),
+    ),
+    Mutant(
+        "window-as-the-first-said",
+        "of two requests that compute a window at a time, the first to end says how long it lives",
+        (Patch(_EXPIRY, "            self._shared.grouped.tree.touch(nodes, used)\n", ""),),
+        tested(f"{_TIMES}::test_a_window_that_two_have_computed_at_a_time_lives_as_long_as_the_last_to_end_says"),
     ),
     Mutant(
         "expiries-unbounded",
