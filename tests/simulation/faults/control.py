@@ -237,6 +237,12 @@ CONTROL: tuple[Mutant, ...] = (
         tested(f"{_TIMES}::test_a_window_that_two_have_computed_at_a_time_lives_as_long_as_the_last_to_end_says"),
     ),
     Mutant(
+        "row-of-another-tenant",
+        "what a cleared tenant gives is a block of another's, which goes twice",
+        (Patch(_TENANTS, "self._tenant_of[node] == tenant and self._evictable(node)", "self._evictable(node)"),),
+        tested(f"{_INDEX}::test_a_row_that_another_tenant_has_now_is_not_what_a_cleared_one_gives"),
+    ),
+    Mutant(
         "expiries-unbounded",
         "long prompts that are to be dropped in time fill the memory",
         (Patch(_EXPIRY, " or self._num_hashes > _MOST_HASHES", ""),),
