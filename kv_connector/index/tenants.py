@@ -153,7 +153,7 @@ class TenantQueues:
         return node in self._queues[self._tenant_of[node]]
 
     def _may_give(self, tenant: int, node: int) -> bool:
-        """Of a node that came up in the tenant's queue: its row may have become another tenant's since it was pushed."""
+        """Of a node that came up in the tenant's queue: its row may be another tenant's since it was pushed."""
         return self._tenant_of[node] == tenant and self._evictable(node)
 
     def _giver(self, held: Sequence[int], tenant: int | None, closed: Sequence[bool]) -> int | None:
