@@ -243,6 +243,18 @@ CONTROL: tuple[Mutant, ...] = (
         tested(f"{_INDEX}::test_a_row_that_another_tenant_has_now_is_not_what_a_cleared_one_gives"),
     ),
     Mutant(
+        "pin-undone-that-had-no-room",
+        "what was let go of while there was no room for it is pinned when the host grows",
+        (
+            Patch(
+                _RETURNING,
+                "        self._refused = [item for item in self._refused if item[0].name not in names]\n",
+                "",
+            ),
+        ),
+        tested(f"{_KEEPING}::test_what_is_let_go_of_while_there_is_no_room_does_not_come_back"),
+    ),
+    Mutant(
         "expiries-unbounded",
         "long prompts that are to be dropped in time fill the memory",
         (Patch(_EXPIRY, " or self._num_hashes > _MOST_HASHES", ""),),
