@@ -315,6 +315,7 @@ def test_pins_of_tenants_come_back_as_theirs_and_one_is_cleared_without_the_othe
     half, _, _ = make_half(num_host_blocks=0, prefetch="best_effort", tenants={"a": {}, "b": {}})
     requests = [(name, Asked(name, prompt(number))) for number, name in enumerate(("a", "b", "gone"))]
     half.keep_pins(Remembered([KeptPin(tuple(r.block_hashes), name, 60.0, True) for name, r in requests]))
+    assert not half.has_pending_push_work(), "an engine rests until there is host memory"
     half.clear_tenant("a")
     half.update_connector_output([StepReport(half._step, 0, num_host_blocks=300)])
     come_back(half, found=0)

@@ -255,6 +255,12 @@ CONTROL: tuple[Mutant, ...] = (
         tested(f"{_KEEPING}::test_what_is_let_go_of_while_there_is_no_room_does_not_come_back"),
     ),
     Mutant(
+        "pins-without-a-host-wait-busily",
+        "an engine whose host has no block is stepped for ever for pins of its last start",
+        (Patch(_RETURNING, "        if not self._shared.host.pool.capacity:\n            return False\n", ""),),
+        tested(f"{_KEEPING}::test_pins_of_tenants_come_back_as_theirs_and_one_is_cleared_without_the_others"),
+    ),
+    Mutant(
         "expiries-unbounded",
         "long prompts that are to be dropped in time fill the memory",
         (Patch(_EXPIRY, " or self._num_hashes > _MOST_HASHES", ""),),
