@@ -261,6 +261,12 @@ CONTROL: tuple[Mutant, ...] = (
         tested(f"{_KEEPING}::test_pins_of_tenants_come_back_as_theirs_and_one_is_cleared_without_the_others"),
     ),
     Mutant(
+        "drained-but-for-the-end",
+        "a prompt's last blocks, which fill no group, are not drained",
+        (Patch(_BACKUPS, ", *self._host.leaves(host_ids))", ",)"),),
+        tested(f"{_STORAGE}::test_the_end_of_a_prompt_that_fills_no_group_is_drained"),
+    ),
+    Mutant(
         "expiries-unbounded",
         "long prompts that are to be dropped in time fill the memory",
         (Patch(_EXPIRY, " or self._num_hashes > _MOST_HASHES", ""),),
