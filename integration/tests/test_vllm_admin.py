@@ -21,6 +21,7 @@ from kv_connector.admin.client import AdminClient
 from kv_connector.admin.listeners import listen
 from kv_connector.config import AdminConfig
 from kv_connector.config.admin import ADMIN_TOKEN
+from kv_connector.engines.vllm.admin import RequestPrefixes
 from kv_connector.engines.vllm.stats import PREFIX
 from kv_connector.metrics import GAUGES
 
@@ -77,7 +78,26 @@ def test_what_is_pinned_by_its_tokens_is_hit_after_a_flood(tmp_path: Path, salt:
             if pin:
                 steering.call("DELETE", f"/v1/pins/{pin['id']}")
                 pin = {}
+        _pin_what_is_no_prefix(steering, asked)
         engine.check_all_free()
+
+
+def _pin_what_is_no_prefix(steering: SteeredEngine, asked: dict[str, str]) -> None:
+    """What an event tells of, blocks without those in front of them, before anybody asks for all."""
+    engine, (prompt,) = steering.engine, prompts(1, seed=9)
+    names = RequestPrefixes(engine.llm.llm_engine.vllm_config, BLOCK_SIZE)
+    hashes = [block_hash.hex() for block_hash in names.hashes(prompt, asked.get("cache_salt", ""))]
+    pin = steering.call("POST", "/v1/pins", {"hashes": hashes[3:6]})
+    first = engine.generate([prompt], **asked)
+    engine.drain()
+    engine.llm.reset_prefix_cache()
+    before = engine.stats()["host_hit_tokens"]
+    assert engine.generate([prompt], **asked) == first
+    assert engine.stats()["host_hit_tokens"] - before == len(hashes) * BLOCK_SIZE
+    with pytest.raises(Refusal, match="no prefix"):
+        steering.call("POST", "/v1/pins", {"hashes": hashes[2:6]})
+    steering.call("DELETE", f"/v1/pins/{pin['id']}")
+    assert engine.stats()["pinned_blocks"] == 0
 
 
 def test_the_host_is_resized_and_reset_while_requests_are_served(tmp_path: Path) -> None:

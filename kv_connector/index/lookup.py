@@ -28,7 +28,7 @@ from ..types import BlockHash
 from .states import BlockState
 from .terms import PLAIN, Terms
 from .tier import CacheTier
-from .tree import PrefixTree
+from .tree import ROOT, PrefixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,19 @@ class GroupedTree:
         if isinstance(blocks, range) and self.groups[group].is_full:
             return self.tree.insert_path(keys, now, blocks.start, blocks.stop, terms)
         return self.tree.insert_apart([keys[block] for block in blocks], now, terms)
+
+    def may_be_prefix(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether what is known of these hashes speaks against it: one that is there twice, or in another place."""
+        if len(set(hashes)) < len(hashes):
+            return False
+        parents = self.tree.parent
+        for group in self.full:
+            before: int | None = ROOT
+            for node in map(self.tree.get, self.keys(hashes, group)):
+                if node is not None and parents[node] != before:
+                    return False
+                before = node
+        return True
 
     def find(self, keys: Sequence[BlockHash]) -> list[int]:
         """The nodes of these names, those that are known."""

@@ -9,6 +9,7 @@ are worth. A quota is a limit, also where the tier has room.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +26,20 @@ class TenantQueues:
     were handed out for it and are a copy of nothing yet. O(tenants) a call, and O(log n) a block as ever.
     """
 
-    def __init__(self, tree: PrefixTree, weights: Sequence[int], make_queue: Callable[[], EvictionQueue]) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        weights: Sequence[int],
+        make_queue: Callable[[Callable[[int], bool]], EvictionQueue],
+        evictable: Callable[[int], bool],
+    ) -> None:
+        """`make_queue` makes one of those nodes that a function says may go; all of the tier's are `evictable`."""
         self.held = [0] * len(weights)
         self.quotas = [NO_LIMIT] * len(weights)
         self._tenant_of = tree.terms.tenant
         self._weights = list(weights)
-        self._queues = [make_queue() for _ in weights]
+        self._evictable = evictable
+        self._queues = [make_queue(partial(self._may_give, tenant)) for tenant in range(len(weights))]
         self.shares = [0] * len(weights)
         """Blocks that no other tenant takes from each."""
         self._capacity = 0
@@ -142,6 +151,10 @@ class TenantQueues:
 
     def __contains__(self, node: int) -> bool:
         return node in self._queues[self._tenant_of[node]]
+
+    def _may_give(self, tenant: int, node: int) -> bool:
+        """Of a node that came up in the tenant's queue: its row may be another tenant's since it was pushed."""
+        return self._tenant_of[node] == tenant and self._evictable(node)
 
     def _giver(self, held: Sequence[int], tenant: int | None, closed: Sequence[bool]) -> int | None:
         """Who gives a block for this tenant, if anybody may: of those that may, who holds most for its weight."""

@@ -58,10 +58,10 @@ class CacheTier:
         self._refs = self.pool.ref_counts
         self._order = order or Recency(tree)
         self._order.resized(capacity)
-        make_queue = partial(EvictionQueue, tree, tier, self._refs, self._order, self._is_evictable)
-        self.tenants = TenantQueues(tree, weights, make_queue) if weights else None
+        make_queue = partial(EvictionQueue, tree, tier, self._refs, self._order)
+        self.tenants = TenantQueues(tree, weights, make_queue, self._is_evictable) if weights else None
         """Of a tier that several share."""
-        self._queue = self.tenants or make_queue()
+        self._queue = self.tenants or make_queue(self._is_evictable)
         self._queue.resized(capacity)
         self._num_idle = 0  # resident copies without references: what eviction could free at most
 

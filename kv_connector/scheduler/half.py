@@ -277,7 +277,6 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._log_removed()
         self._requests.reset()
         self._saves.reset()
-        self._control.reset()
         is_done = self._companions.reset()
         return is_done and not any(map(self._brings_old, self._requests))
 

@@ -27,7 +27,8 @@ class Operations:
     ) -> None:
         """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host. What was
         computed before is saved with the next request for it. With `ttl_s` that ends by itself, so many seconds from
-        now on. Raises KVConnectorError, and changes nothing, for a tenant that is not configured."""
+        now on. Raises KVConnectorError, and changes nothing, for a tenant that is not configured, and for hashes
+        that are surely no prefix from its first block on."""
         self._control.pins.pin(block_hashes, ttl_s, self._control.tenants.named(tenant))
 
     def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:

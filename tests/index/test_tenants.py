@@ -100,3 +100,34 @@ def evictable(shared: Shared) -> list[int]:
     """Nodes whose copies nobody uses or has pinned."""
     block_ids = [b for b in shared.host.copies() if not shared.host.pool.refs(b)]
     return [node for node in shared.host.nodes_of(block_ids) if not shared.tree.pins[node]]
+
+
+def test_a_row_that_another_tenant_has_now_is_not_what_a_cleared_one_gives() -> None:
+    """What is dropped waits in its tenant's queue until it comes up, and its row may be another's by then."""
+    shared = Shared([1, 1, 1])
+    shared.tree.max_remembered = 0
+    shared.keep(2, 4)
+    shared.host.discard(shared.host.copies())  # as an operator clears it, and as times to live end
+    shared.keep(1, 4)
+    shared.keep(0, 4)
+    shared.keep(2, 4)
+    shared.keep(2, 8)
+    assert shared.held == [4, 4, 4]
+    shared.host.check()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_falls_below_its_share_where_tenants_are_cleared_and_rows_come_again(seed: int) -> None:
+    rng, shared = random.Random(seed), Shared([1, 1, 1])
+    shared.tree.max_remembered = 0
+    for _ in range(40):
+        tenant, before = rng.randrange(3), shared.held
+        if rng.random() < 0.3:
+            copies = shared.host.copies()
+            owners = [shared.tree.terms.tenant[node] for node in shared.host.nodes_of(copies)]
+            shared.host.discard([block for block, owner in zip(copies, owners, strict=True) if owner == tenant])
+        else:
+            shared.keep(tenant, rng.randint(1, CAPACITY))
+            others = [other for other in range(3) if other != tenant]
+            assert all(shared.held[other] >= min(before[other], CAPACITY // 3) for other in others)
+        shared.host.check()

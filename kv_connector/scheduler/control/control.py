@@ -89,10 +89,6 @@ class Control:
         self._returning.step(now)
         self._expiries.expire(now)
 
-    def reset(self) -> None:
-        """Nothing of before is cached. What is pinned stays so, and is saved as it is computed anew."""
-        self._expiries.reset()
-
     def clear_tenant(self, name: str, requests: RequestTable) -> int:
         """See `SchedulerHalf.clear_tenant`."""
         tenant = self.tenants.named(name)

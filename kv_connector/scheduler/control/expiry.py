@@ -16,7 +16,7 @@ before its time."""
 class Expiries:
     """Prefixes in the order in which they are due, O(log n) each. What is in use, pinned, or in front of what stays is
     not dropped, and nor is what has been used since by anybody, or what somebody ever asked for who set no time: it is
-    his."""
+    his. They outlast a reset: what that leaves on the device may come to the host before the device reuses it."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -29,6 +29,9 @@ class Expiries:
         self._num_added += 1
         heapq.heappush(self._due, (used + ttl_s, self._num_added, used, tuple(block_hashes)))
         self._num_hashes += len(block_hashes)
+        for group in self._shared.grouped.windows:  # others who computed them meanwhile have ended before
+            nodes = self._shared.grouped.find_of(group, self._shared.grouped.keys(block_hashes, group))
+            self._shared.grouped.tree.touch(nodes, used)
         while len(self._due) > _MOST or self._num_hashes > _MOST_HASHES:
             self._drop()
 
@@ -36,11 +39,6 @@ class Expiries:
         """Drop what is due."""
         while self._due and self._due[0][0] <= now:
             self._drop()
-
-    def reset(self) -> None:
-        """There is nothing any more to be dropped."""
-        self._due.clear()
-        self._num_hashes = 0
 
     def _drop(self) -> None:
         _, _, used, block_hashes = heapq.heappop(self._due)

@@ -7,8 +7,9 @@ each tenant's share; an operator knows what he does.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...errors import KVConnectorError
 from ...index import CacheTier, Terms, terms_of
@@ -31,6 +32,7 @@ class _Pin:
     terms: Terms
     deadline: float = 0.0
     count: int = 1  # an operator may pin a prefix several times
+    nodes: array[int] = field(default_factory=lambda: array("i"))  # of all groups; by their hashes others may be found
 
 
 class PinnedPrefixes:
@@ -71,16 +73,26 @@ class PinnedPrefixes:
 
     def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None = None, tenant: int = 0) -> None:
         """For an operator: keep the blocks of a prefix, one time more. `ttl_s`: they are all let go of when so many
-        seconds have passed, and as many as were given in other calls. Raises KVConnectorError for what is no time."""
+        seconds have passed, and as many as were given in other calls. Raises KVConnectorError, and
+        changes nothing, for what is no time, and for hashes that are surely no prefix."""
         if ttl_s is not None and not ttl_s > 0:
             raise KVConnectorError(f"ttl_s={ttl_s} is no time to keep a prefix for: give seconds over 0, or None")
+        if not self._grouped.may_be_prefix(block_hashes):
+            raise KVConnectorError(
+                f"these {len(block_hashes)} hashes are no prefix, for one is there twice, or known in another place: "
+                "give those of all blocks from the first one on, in order"
+            )
         name = _name(block_hashes, False)
         pin = self._pins.get(name)
         if pin is not None:
             pin.count += 1
+            self._grouped.tree.pin(pin.nodes)
         else:
-            pin = self._pins[name] = _Pin(tuple(block_hashes), terms_of(tenant))
-        self._add(name, pin, _NEVER if ttl_s is None else ttl_s)
+            known = set(self._known(block_hashes))
+            pin = self._pins[name] = self._made(block_hashes, terms_of(tenant))
+            # No request has shown the others yet, and one that is not to be cached may be the first to compute them.
+            self._grouped.tree.terms.bar([node for node in pin.nodes if node not in known])
+        self._extend(name, pin, _NEVER if ttl_s is None else ttl_s)
 
     def unpin(self, block_hashes: Sequence[BlockHash]) -> None:
         """Undo one `pin` of the same prefix. Raises KVConnectorError, and changes nothing, for others."""
@@ -99,10 +111,8 @@ class PinnedPrefixes:
         if pin is None:
             if len(self._pins) >= _MOST_PINS or not self._has_room(block_hashes, terms.tenant):
                 return False
-            pin = self._pins[name] = _Pin(tuple(block_hashes), terms)
-            self._add(name, pin, ttl_s)
-        else:
-            self._extend(name, pin, ttl_s)
+            pin = self._pins[name] = self._made(block_hashes, terms)
+        self._extend(name, pin, ttl_s)
         return True
 
     def unpin_for_request(self, block_hashes: Sequence[BlockHash]) -> None:
@@ -134,12 +144,19 @@ class PinnedPrefixes:
             if pin is not None and pin.deadline == deadline:
                 self._remove(name, pin.count)
 
-    def _add(self, name: _Name, pin: _Pin, ttl_s: float) -> None:
+    def _made(self, block_hashes: Sequence[BlockHash], terms: Terms) -> _Pin:
+        pin = _Pin(tuple(block_hashes), terms)
         for group in range(len(self._grouped.groups)):
-            nodes = self._grouped.insert(pin.block_hashes, group, self._clock(), terms=pin.terms)
+            nodes = self._grouped.insert(pin.block_hashes, group, self._clock(), terms=terms)
             self._count([node for node in nodes if not self._grouped.tree.pins[node]], 1)
             self._grouped.tree.pin(nodes)
-        self._extend(name, pin, ttl_s)
+            pin.nodes.extend(nodes)
+        return pin
+
+    def _known(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Nodes of all groups."""
+        grouped = self._grouped
+        return [node for g in range(len(grouped.groups)) for node in grouped.find(grouped.keys(block_hashes, g))]
 
     def _remove(self, name: _Name, count: int) -> None:
         pin = self._pins[name]
@@ -147,11 +164,9 @@ class PinnedPrefixes:
         if not pin.count:
             del self._pins[name]
             self.keeper.ended(name)
-        for group in range(len(self._grouped.groups)):
-            nodes = self._grouped.find(self._grouped.keys(pin.block_hashes, group))
-            self._count([node for node in nodes if self._grouped.tree.pins[node] == count], -1)
-            for _ in range(count):
-                self._host.unpin(nodes)
+        self._count([node for node in pin.nodes if self._grouped.tree.pins[node] == count], -1)
+        for _ in range(count):
+            self._host.unpin(pin.nodes)
 
     def _extend(self, name: _Name, pin: _Pin, ttl_s: float) -> None:
         if (deadline := self._clock() + ttl_s) > pin.deadline:

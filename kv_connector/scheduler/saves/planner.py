@@ -397,6 +397,7 @@ class SavePlanner:
             node_of = dict(zip(taken.shown, nodes, strict=True))
             targets = [node_of[index] for index in saved]
             self.asked(nodes, state.terms)
+            self._tree.touch(nodes, now)
             for index, node in node_of.items():
                 self._tree.inside[node] = (index + 1) * taken.size % self._hashes_per_block[taken.group] > 0
         self._host.attach(host_ids, targets, Event.SWAP_OUT)

@@ -308,12 +308,14 @@ def test_what_is_let_go_of_while_there_is_no_room_does_not_come_back(tmp_path: P
         half.update_connector_output([StepReport(half._step, 0, num_host_blocks=100)])
         come_back(half, found=0)
         assert pinned(half) == 12, "the longer one is not of this prompt"
+        assert [len(pin.block_hashes) for pin in half._control.pins._pins.values()] == [12], "and has the shorter in it"
 
 
 def test_pins_of_tenants_come_back_as_theirs_and_one_is_cleared_without_the_others() -> None:
     half, _, _ = make_half(num_host_blocks=0, prefetch="best_effort", tenants={"a": {}, "b": {}})
     requests = [(name, Asked(name, prompt(number))) for number, name in enumerate(("a", "b", "gone"))]
     half.keep_pins(Remembered([KeptPin(tuple(r.block_hashes), name, 60.0, True) for name, r in requests]))
+    assert not half.has_pending_push_work(), "an engine rests until there is host memory"
     half.clear_tenant("a")
     half.update_connector_output([StepReport(half._step, 0, num_host_blocks=300)])
     come_back(half, found=0)

@@ -123,6 +123,16 @@ def test_a_host_is_drained_in_as_many_steps_as_it_takes() -> None:
     half.check()
 
 
+def test_the_end_of_a_prompt_that_fills_no_group_is_drained() -> None:
+    half, _, _ = make_half(backup="on_eviction")
+    half.update_connector_output([StepReport(0, 0, num_host_blocks=100, group_blocks=4)])
+    compute(half, Asked("r", PROMPT[:41]))
+    assert half.drain() > 0
+    drain(half)
+    assert half.drain() == 0
+    assert half.get_kv_connector_stats()["backed_up_blocks"] == 10, "two groups of four, and two blocks behind them"
+
+
 def test_without_storage_nothing_is_drained_or_warmed() -> None:
     half, _ = make_half_alone()
     assert not half.warm(Asked("r", PROMPT).block_hashes)

@@ -16,14 +16,17 @@ _RETURNING = "kv_connector/scheduler/control/returning.py"
 _TENANTS = "kv_connector/index/tenants.py"
 _TERMS = "kv_connector/index/terms.py"
 _TIER = "kv_connector/index/tier.py"
+_TREE = "kv_connector/index/tree.py"
 _EXPIRY = "kv_connector/scheduler/control/expiry.py"
 _FILES = "tests/storage/filesystem/test_pins.py"
 _HINTS = "tests/scheduler/control/test_hints.py"
 _INDEX = "tests/index/test_tenants.py"
 _KEEPING = "tests/scheduler/control/test_keeping.py"
+_ODD = "tests/scheduler/control/test_odd_hashes.py"
 _REFUSALS = "tests/scheduler/saves/test_refusals.py"
 _SHARES = "tests/scheduler/control/test_tenants.py"
 _STORAGE = "tests/scheduler/control/test_storage.py"
+_TIMES = "tests/scheduler/control/test_times_to_live.py"
 
 CONTROL: tuple[Mutant, ...] = (
     Mutant(
@@ -62,8 +65,8 @@ CONTROL: tuple[Mutant, ...] = (
         (
             Patch(
                 _PINS,
-                "            self._extend(name, pin, ttl_s)\n        return True",
-                "            pass\n        return True",
+                "        self._extend(name, pin, ttl_s)\n        return True",
+                "        if not pin.deadline:\n            self._extend(name, pin, ttl_s)\n        return True",
             ),
         ),
         tested(
@@ -196,6 +199,72 @@ CONTROL: tuple[Mutant, ...] = (
         "who pins the same again and again fills the memory",
         (Patch(_PINS, "> 2 * len(self._pins) + _LEAST", "> 1e9 + _LEAST"),),
         tested(f"{_HINTS}::test_what_is_pinned_again_and_again_leaves_nothing_behind"),
+    ),
+    Mutant(
+        "prefix-of-a-mistake",
+        "hashes that an operator gives and that are no prefix stop an engine when a request has them",
+        (Patch(_TREE, "                self._disown(rest)\n", ""),),
+        tested(f"{_ODD}::test_who_pins_the_end_of_a_prompt_that_nobody_has_asked_for_yet_stops_no_engine"),
+    ),
+    Mutant(
+        "prefix-of-a-mistake-pinned",
+        "what an operator pins takes blocks from where requests have shown them",
+        (Patch(_PINS, "if not self._grouped.may_be_prefix(block_hashes):", "if False:"),),
+        tested(f"{_ODD}::test_what_is_surely_no_prefix_is_refused_and_nothing_is_changed"),
+    ),
+    Mutant(
+        "prefix-of-a-mistake-warmed",
+        "what an operator warms takes blocks from where requests have shown them",
+        (Patch(_PREFETCHES, "bool(prefetch.request_ids) or self._grouped.may_be", "True or self._grouped.may_be"),),
+        tested(f"{_ODD}::test_what_is_warmed_takes_no_block_from_where_requests_have_shown_it"),
+    ),
+    Mutant(
+        "pinned-though-private",
+        "what an operator has pinned is saved before its reuse of a request that is not to be cached",
+        (Patch(_PINS, "            self._grouped.tree.terms.bar([", "            list(["),),
+        tested(f"{_TIMES}::test_a_pin_saves_nothing_of_who_is_not_to_be_cached"),
+    ),
+    Mutant(
+        "window-as-old-as-before",
+        "blocks of a window that are saved anew are the first to go",
+        (Patch(_PLANNER, "            self._tree.touch(nodes, now)\n", ""),),
+        tested(f"{_TIMES}::test_a_window_that_is_saved_anew_is_not_the_first_to_go"),
+    ),
+    Mutant(
+        "window-as-the-first-said",
+        "of two requests that compute a window at a time, the first to end says how long it lives",
+        (Patch(_EXPIRY, "            self._shared.grouped.tree.touch(nodes, used)\n", ""),),
+        tested(f"{_TIMES}::test_a_window_that_two_have_computed_at_a_time_lives_as_long_as_the_last_to_end_says"),
+    ),
+    Mutant(
+        "row-of-another-tenant",
+        "what a cleared tenant gives is a block of another's, which goes twice",
+        (Patch(_TENANTS, "self._tenant_of[node] == tenant and self._evictable(node)", "self._evictable(node)"),),
+        tested(f"{_INDEX}::test_a_row_that_another_tenant_has_now_is_not_what_a_cleared_one_gives"),
+    ),
+    Mutant(
+        "pin-undone-that-had-no-room",
+        "what was let go of while there was no room for it is pinned when the host grows",
+        (
+            Patch(
+                _RETURNING,
+                "        self._refused = [item for item in self._refused if item[0].name not in names]\n",
+                "",
+            ),
+        ),
+        tested(f"{_KEEPING}::test_what_is_let_go_of_while_there_is_no_room_does_not_come_back"),
+    ),
+    Mutant(
+        "pins-without-a-host-wait-busily",
+        "an engine whose host has no block is stepped for ever for pins of its last start",
+        (Patch(_RETURNING, "        if not self._shared.host.pool.capacity:\n            return False\n", ""),),
+        tested(f"{_KEEPING}::test_pins_of_tenants_come_back_as_theirs_and_one_is_cleared_without_the_others"),
+    ),
+    Mutant(
+        "drained-but-for-the-end",
+        "a prompt's last blocks, which fill no group, are not drained",
+        (Patch(_BACKUPS, ", *self._host.leaves(host_ids))", ",)"),),
+        tested(f"{_STORAGE}::test_the_end_of_a_prompt_that_fills_no_group_is_drained"),
     ),
     Mutant(
         "expiries-unbounded",
