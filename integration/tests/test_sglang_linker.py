@@ -132,6 +132,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             page_size=PAGE,
             attn_tp_cache_group=None,
             tp_cache_group=group,
+            enable_metrics=False,
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
         )
         given = {"host_memory": "256KiB", "write_policy": "write_through"} | settings
