@@ -61,7 +61,7 @@ _MODULE = re.compile(r"python3?(?: -P)?\s+-m\s+((?:integration|tests|kv_connecto
 _TARGET = re.compile(r"\bmake\s+([a-z][\w-]*)")
 _COMMAND = re.compile(r"(?m)(?:^|[`($|&]) *kv-connector((?: +[a-z][a-z-]*(?![\w.=/]))+)")
 _EXTRA = re.compile(r"'\.\[([\w,-]+)\]'")
-_METRIC = re.compile(r"\bvllm:kv_tiered_([a-z_]+)")
+_METRIC = re.compile(r"\b(?:vllm|sglang):kv_tiered_([a-z_]+)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"(?m)^#+ +(.+?) *$")
 _FENCED = re.compile(r"(?ms)^ *```.*?^ *```")
