@@ -49,7 +49,7 @@ def test_prometheus_has_the_distributions_that_we_have(tmp_path: Path) -> None:
     with running(tmp_path, num_blocks=40, kv_transfer_config=transfer_config(settings)) as engine:
         for _ in range(3):
             engine.alone(prompts(6))
-            reported(engine)
+            engine.drain()
         engine.alone(prompts(1, 40, seed=9))  # what has ended since the last step that was reported
         ours = dict(engine.half.metrics.histograms.series())
         after = buckets(REGISTRY)
@@ -77,7 +77,7 @@ def test_prometheus_has_each_tenants_share_and_hits(tmp_path: Path) -> None:
         for _ in range(2):
             engine.alone(prompts(1, seed=70), cache_salt="calm:alice")
             engine.alone(prompts(3, seed=71), cache_salt="loud")
-            reported(engine)
+            engine.drain()
             assert engine.llm.reset_prefix_cache()
         engine.alone(prompts(1, 40, seed=72), cache_salt="nobody")
         ours = engine.half.tenant_stats()
@@ -86,12 +86,6 @@ def test_prometheus_has_each_tenants_share_and_hits(tmp_path: Path) -> None:
     assert told.keys() == {(name, tenant) for name in TENANT_DOCUMENTATION for tenant in ("default", "calm", "loud")}
     for (name, tenant), value in told.items():
         assert value == ours[tenant][name], (name, tenant)
-
-
-def reported(engine: VllmEngine) -> None:
-    """Step until nothing is under way, as `drain` does, and let vLLM's logger hear of every step."""
-    while engine.scheduler.has_requests():
-        engine.llm.llm_engine.step()
 
 
 def of_tenants(registry: Any) -> dict[tuple[str, str], float]:
