@@ -39,6 +39,10 @@ class WatchedLinker(TieredKVLinker):
         stats = self.answer_stats()
         return {name: stats[name] for name in ("sync_loads", "saves_on_compute_blocks", "known_blocks", "promises")}
 
+    def answer_advance(self) -> None:
+        """A step without requests, as there is one once in a while where nothing happens."""
+        self._replica.advance()
+
     def answer_check(self) -> None:
         """Wait for what is under way, let promises lapse, and look at every invariant. Of one rank only."""
         self._give_up(self._promises.clear())

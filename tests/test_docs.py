@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+import yaml
 
 from integration import docs_site, figures, overview, reference
 from kv_connector import config
@@ -58,7 +60,7 @@ _MODULE = re.compile(r"python3?(?: -P)?\s+-m\s+((?:integration|tests|kv_connecto
 _TARGET = re.compile(r"\bmake\s+([a-z][\w-]*)")
 _COMMAND = re.compile(r"(?m)(?:^|[`($|&]) *kv-connector((?: +[a-z][a-z-]*(?![\w.=/]))+)")
 _EXTRA = re.compile(r"'\.\[([\w,-]+)\]'")
-_METRIC = re.compile(r"\bvllm:kv_tiered_([a-z_]+)")
+_METRIC = re.compile(r"\b(?:vllm|sglang):kv_tiered_([a-z_]+)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _NAME = re.compile(r"(?<![\w/.-])[a-z]+(?:_[a-z0-9]+)+(?![\w/-])")
 _VARIABLE = re.compile(r"(?<![\w/.-])(?!(?:AWS|SSL|VLLM)_)[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+(?!\w)")
@@ -212,6 +214,17 @@ def test_extras_and_metrics_that_are_named_exist() -> None:
     assert named and named <= extras
     metrics = {re.sub("_(total|bucket)$", "", name) for name in _METRIC.findall(text)}
     assert metrics == {*DOCUMENTATION, *HISTOGRAMS, *(f"tenant_{name}" for name in TENANT_DOCUMENTATION)}
+
+
+def test_rules_for_sglang_name_its_series_and_labels() -> None:
+    """The command of the page makes them."""
+    (command,) = re.findall(r"`(sed '[^`]+) alerts.yml`", (ROOT / "docs" / "observability.md").read_text())
+    made = subprocess.run([*shlex.split(command), reference.ALERTS], capture_output=True, text=True, check=True)
+    (group,) = yaml.safe_load(made.stdout)["groups"]
+    rules = [rule["expr"] for rule in group["rules"]]
+    assert len(rules) == len(reference.alerts()) - 2
+    assert all("sglang:kv_tiered_" in rule and "(instance, dp_rank" in rule for rule in rules)
+    assert not any(re.search(r"vllm|\bengine\b", rule) for rule in rules)
 
 
 def test_every_picture_is_shown_by_a_document() -> None:

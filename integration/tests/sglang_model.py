@@ -81,6 +81,7 @@ class Rank:
             page_size=PAGE,
             attn_tp_cache_group=None,
             tp_cache_group=(meeting, index),
+            enable_metrics=False,
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
         )
         self.linker = _Linker(None, params, components=(), extra_config=world.settings)  # type: ignore[arg-type]

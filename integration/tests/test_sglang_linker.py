@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
 from integration.faults import break_loads
 from integration.tests.sglang_parts import Meeting, ThreadRanks
-from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker, pools, ranks
+from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, linker, pools, ranks, replica
 from kv_connector.engines.sglang.pools import DevicePages
 from kv_connector.errors import ConfigError, KVConnectorError
 from kv_connector.index import CacheIdentity
@@ -126,12 +127,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(linker, "read_identity", lambda *_: CacheIdentity("model", "float32", "", PAGE))
     made: list[TieredKVLinker] = []
 
-    def make(pool: Any = None, group: Any = None, **settings: Any) -> Driver:
+    def make(pool: Any = None, group: Any = None, enable_metrics: bool = False, **settings: Any) -> Driver:
         pool = pool if pool is not None else make_pool()
         params: Any = SimpleNamespace(
             page_size=PAGE,
             attn_tp_cache_group=None,
             tp_cache_group=group,
+            enable_metrics=enable_metrics,
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
         )
         given = {"host_memory": "256KiB", "write_policy": "write_through"} | settings
@@ -545,6 +547,31 @@ def test_ranks_decide_alike(make: Make, monkeypatch: pytest.MonkeyPatch, is_late
 
     first, second = run_ranks(make, [work, work], is_latent)
     assert first == second == ([True] * 3, [True] * 3, True, 12, 12)
+
+
+def test_one_rank_shows_what_all_have_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SGLang's metrics are on, else none does."""
+    made = []
+
+    class Shown:
+        def __init__(self) -> None:
+            made.append(self)
+
+        def show(self, sums: Mapping[str, float], histograms: object) -> None:
+            self.sums = sums
+
+    def work(driver: Driver) -> Any:
+        driver.save(keys(4), range(1, 5))
+        driver.linker.reset()
+        return driver.linker.stats()["saved_bytes"]
+
+    monkeypatch.setattr(linker, "Ranks", ThreadRanks)
+    monkeypatch.setattr(replica, "PromMetrics", Shown)
+    run_ranks(make, [work, work], is_latent=False)
+    assert made == []
+    saved_bytes = run_ranks(partial(make, enable_metrics=True), [work, work], is_latent=False)
+    (one,) = made
+    assert saved_bytes == [one.sums["saved_bytes"]] * 2 and one.sums["saved_blocks"] == 4
 
 
 def test_ranks_that_do_not_schedule_alike_say_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

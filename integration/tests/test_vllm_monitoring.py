@@ -21,8 +21,8 @@ OURS = re.compile(r"vllm:kv_tiered_\w+")
 
 
 def queries() -> Iterator[str]:
-    """Of every panel, and of the rules' file."""
-    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    """Of every panel for vLLM, and of the rules' file."""
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text().replace("${prefix}", "vllm"))
     for panel in dashboard["panels"]:
         yield from (target["expr"] for target in panel["targets"])
     yield from (variable.get("definition", "") for variable in dashboard["templating"]["list"])

@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 from vllm.distributed import kv_events
 
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config, vllm_version
+from kv_connector.engines.stats import StatsFeed
 from kv_connector.engines.vllm.groups import TELLS_STATES
 from kv_connector.metrics import TENANT_DOCUMENTATION, CacheMetrics
 
@@ -49,7 +50,7 @@ def test_prometheus_has_the_distributions_that_we_have(tmp_path: Path, stable_ha
     with running(tmp_path, num_blocks=40, kv_transfer_config=transfer_config(settings)) as engine:
         for _ in range(3):
             engine.alone(prompts(6))
-            reported(engine)
+            engine.drain()
         engine.alone(prompts(1, 40, seed=9))  # what has ended since the last step that was reported
         ours = dict(engine.half.metrics.histograms.series())
         after = buckets(REGISTRY)
@@ -77,7 +78,7 @@ def test_prometheus_has_each_tenants_share_and_hits(tmp_path: Path) -> None:
         for _ in range(2):
             engine.alone(prompts(1, seed=70), cache_salt="calm:alice")
             engine.alone(prompts(3, seed=71), cache_salt="loud")
-            reported(engine)
+            engine.drain()
             assert engine.llm.reset_prefix_cache()
         engine.alone(prompts(1, 40, seed=72), cache_salt="nobody")
         ours = engine.half.tenant_stats()
@@ -86,12 +87,6 @@ def test_prometheus_has_each_tenants_share_and_hits(tmp_path: Path) -> None:
     assert told.keys() == {(name, tenant) for name in TENANT_DOCUMENTATION for tenant in ("default", "calm", "loud")}
     for (name, tenant), value in told.items():
         assert value == ours[tenant][name], (name, tenant)
-
-
-def reported(engine: VllmEngine) -> None:
-    """Step until nothing is under way, as `drain` does, and let vLLM's logger hear of every step."""
-    while engine.scheduler.has_requests():
-        engine.llm.llm_engine.step()
 
 
 def of_tenants(registry: Any) -> dict[tuple[str, str], float]:
@@ -120,7 +115,7 @@ def buckets(registry: Any) -> dict[tuple[str, str], tuple[list[float], float]]:
 
 def test_statistics_of_several_intervals_are_added_up() -> None:
     """As the logger of several engines does: counters and buckets are summed, of gauges the latest counts."""
-    from kv_connector.engines.vllm.stats import StatsFeed, TieredStats
+    from kv_connector.engines.vllm.stats import TieredStats
 
     metrics, feed = CacheMetrics(), StatsFeed()
     metrics.histograms.observe("hit_tokens", "host", 20.0)
@@ -128,19 +123,18 @@ def test_statistics_of_several_intervals_are_added_up() -> None:
     metrics.histograms.observe("hit_tokens", "host", 20.0)
     metrics.histograms.observe("hit_tokens", "peer", 17.0)
     second = feed.take({"requests": 3, "known_blocks": 4}, metrics.histograms)
-    assert feed.take({"requests": 3, "known_blocks": 4}, metrics.histograms) is None
-    assert first is not None and second is not None
-    total = TieredStats().aggregate(first).aggregate(second)
+    assert feed.take({"requests": 3, "known_blocks": 4}, metrics.histograms) == {}
+    total = TieredStats().aggregate(TieredStats(first)).aggregate(TieredStats(second))
     assert total.data["requests"] == 3 and total.data["known_blocks"] == 4
     whole = StatsFeed().take({"requests": 3, "known_blocks": 4}, metrics.histograms)
-    assert whole is not None and total.data == whole.data
-    assert second.data["hit_tokens"]["host"][0] == first.data["hit_tokens"]["host"][0], "one more, and not two"
+    assert total.data == whole
+    assert second["hit_tokens"]["host"][0] == first["hit_tokens"]["host"][0], "one more, and not two"
     assert total.reduce() == {"requests": 3, "known_blocks": 4}
 
 
 def test_statistics_of_tenants_are_added_up() -> None:
     """Counters of each tenant are summed, of gauges the latest counts; who has changed in nothing is not told of."""
-    from kv_connector.engines.vllm.stats import StatsFeed, TieredStats
+    from kv_connector.engines.vllm.stats import TieredStats
 
     def sums(requests: int, held: int) -> dict[str, float]:
         return dict.fromkeys(TENANT_DOCUMENTATION, 0.0) | {"requests": requests, "held_blocks": held, "weight": 3}
@@ -148,13 +142,12 @@ def test_statistics_of_tenants_are_added_up() -> None:
     feed, none = StatsFeed(), CacheMetrics().histograms
     first = feed.take({"requests": 2}, none, lambda: {"a": sums(2, 8), "b": sums(0, 0)})
     second = feed.take({"requests": 5}, none, lambda: {"a": sums(5, 6), "b": sums(0, 0)})
-    assert feed.take({"requests": 5}, none, lambda: {"a": sums(6, 6)}) is None, "nothing has changed, so none is asked"
-    assert first is not None and second is not None
-    assert second.data["tenants"] == {"a": {"requests": 3, "held_blocks": 6}}
-    total = TieredStats().aggregate(first).aggregate(second)
+    assert feed.take({"requests": 5}, none, lambda: {"a": sums(6, 6)}) == {}, "nothing has changed, so none is asked"
+    assert second["tenants"] == {"a": {"requests": 3, "held_blocks": 6}}
+    total = TieredStats().aggregate(TieredStats(first)).aggregate(TieredStats(second))
     assert total.data["tenants"]["a"]["requests"] == 5 and total.data["tenants"]["a"]["held_blocks"] == 6
     assert total.data["tenants"]["b"] == dict.fromkeys(TENANT_DOCUMENTATION, 0.0), "so that all read 0"
-    assert first.data["tenants"]["a"]["requests"] == 2, "what was added up is left as it was"
+    assert first["tenants"]["a"]["requests"] == 2, "what was added up is left as it was"
     assert total.reduce() == {"requests": 5}
 
 

@@ -107,9 +107,10 @@ class VllmEngine:
         self.core.abort_requests(list(request_ids))
 
     def drain(self) -> None:
-        """Step until nothing is under way, as an engine in a process of its own does by itself."""
+        """Step until nothing is under way, as an engine in a process of its own does by itself; vLLM's logger hears of
+        every step."""
         while self.scheduler.has_requests():
-            self.core.step_fn()
+            self.llm.llm_engine.step()
 
     def cached_bytes(self) -> dict[bytes, bytes]:
         """What lies in the device blocks that vLLM has cached, by its name of the block (hash and group).

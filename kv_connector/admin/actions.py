@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import KVConnectorError
 from ..types import BlockHash
 from .base import Answer, Owner, Refusal, SteeredEngine
 
@@ -109,11 +108,8 @@ class ClearTenant:
     tenant: str
 
     def run(self, engine: SteeredEngine) -> Answer:
-        try:
-            num_blocks = engine.half.clear_tenant(self.tenant)
-        except KVConnectorError as error:  # the name is none
-            raise Refusal(404, str(error)) from error
-        return {"tenant": self.tenant, "num_blocks": num_blocks}
+        name = Owner(self.tenant, "").name(engine.half)
+        return {"tenant": name, "num_blocks": engine.half.clear_tenant(name)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import KVConnectorError
 from ..types import BlockHash
-from ..values import shown
 
 if TYPE_CHECKING:
     from ..scheduler import SchedulerHalf
@@ -55,10 +54,10 @@ class Owner:
         """The tenant's. Raises Refusal where none of this name is configured."""
         if self.tenant is None:
             return half.tenant_of(self.cache_salt)
-        tenants = list(half.tenant_stats())
-        if self.tenant not in tenants:
-            raise Refusal(404, f"tenant={shown(self.tenant)} is not configured: there are {', '.join(tenants)}")
-        return self.tenant
+        try:
+            return half.tenant_named(self.tenant)
+        except KVConnectorError as error:
+            raise Refusal(404, str(error)) from error
 
 
 class Command(Protocol):

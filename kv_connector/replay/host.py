@@ -22,8 +22,9 @@ class HostTier:
         """`evicts_oldest`: the least recently used goes first, instead of what is learned to be worth least; then
         nothing is learned, nor counted."""
         self.tree = PrefixTree(max(LEAST_REMEMBERED, 2 * capacity))
-        self._reuse = None if evicts_oldest else ReuseModel(self.tree)
-        self.host = CacheTier(self.tree, Tier.HOST, capacity, order=self._reuse or Recency(self.tree))
+        self._reuse, self._learns = ReuseModel(self.tree), not evicts_oldest
+        order = self._reuse if self._learns else Recency(self.tree)
+        self.host = CacheTier(self.tree, Tier.HOST, capacity, order=order)
         self._policy = policy
 
     def request(self, hashes: Sequence[BlockHash], first: int, now: int) -> int:
@@ -31,7 +32,7 @@ class HostTier:
         are found, without a gap, and saves what the policy wants. `now` counts requests from 0."""
         known = self.tree.match(hashes)
         self.tree.touch(known, now)
-        if self._reuse is not None:
+        if self._learns:
             self._reuse.visited(np.array(known, np.intc), np.arange(len(known)) >= first)
             self._reuse.asked(len(hashes))
         num_hits = self.host.resident_prefix(known[first:])
@@ -46,7 +47,7 @@ class HostTier:
         else:
             wanted = [depth for depth in wanted if self._policy.wants(hits[known[depth]], pinned=False)]
         worth = float("inf")  # whatever has to go for it
-        if wanted and self._reuse is not None and self._policy.declines:
+        if wanted and self._policy.declines:
             worth = self._reuse.worth_of(hashes, wanted[0])
         block_ids = self.host.allocate_behind(len(wanted), (hashes,), now, worth)
         nodes = self.tree.insert_path(hashes, now)

@@ -74,6 +74,10 @@ class Operations:
         """The tenant whose requests with this salt are."""
         return self._control.tenants.name_of(self._control.tenants.of_salt(cache_salt))
 
+    def tenant_named(self, name: str) -> str:
+        """The same name. Raises KVConnectorError for a tenant that is not configured."""
+        return self._control.tenants.name_of(self._control.tenants.named(name))
+
     def drain(self) -> int:
         """Write all that the host has to storage, as in front of a restart, and return how many of its blocks are still
         to be looked at or written: call again until none are. Steps of the engine do it, and serving goes on. What is

@@ -52,7 +52,7 @@ def test_a_prefix_is_the_tenants_whose_salt_it_has_unless_another_one_is_named()
     assert half is not None
     owners = Owner(None, "a:1"), Owner(None, "b"), Owner(None, ""), Owner("a", ""), Owner("default", "a:1")
     assert [owner.name(half) for owner in owners] == ["a", "default", "default", "a", "default"]
-    with pytest.raises(Refusal, match="tenant='b' is not configured: there are default, a"):
+    with pytest.raises(Refusal, match="tenant 'b' is not configured: give one of default, a"):
         Owner("b", "a:1").name(half)
     engine = SteeredEngine(half, 1 << 20, PinBook(half, lambda: 0.0))
     Pin(tuple(HASHES), None, owners[0]).run(engine)

@@ -1,4 +1,5 @@
-"""What a user sees of a running engine. That real vLLM writes such text, integration/tests/test_vllm_serve.py shows."""
+"""What a user sees of a running engine. That real engines write such text, integration/tests/test_vllm_serve.py and
+test_sglang_contract.py show."""
 
 from __future__ import annotations
 
@@ -62,6 +63,11 @@ def test_once_says_where_tokens_came_from(capsys: pytest.CaptureFixture[str]) ->
     assert cells(text, "speed of loads") == ["50.0", "GB/s"]
     assert cells(text, "host blocks cached") == ["50", "of", "200", "25.0", "%"]
     assert "open: left alone" in text
+
+
+def test_an_engine_of_sglang_is_read_as_well() -> None:
+    text = TEXT.replace("vllm:", "sglang:").replace('engine="0"', 'engine_type="unified",tp_rank="0"')
+    assert read_values(text, "x") == read_values(TEXT, "x")
 
 
 def test_rates_are_those_since_the_last_look() -> None:

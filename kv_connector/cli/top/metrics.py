@@ -14,8 +14,7 @@ from ...errors import ConfigError
 from ...metrics import DOCUMENTATION
 from ...values import shortened, shown
 
-PREFIX = "vllm:kv_tiered_"
-_SAMPLE = re.compile(rf"^{PREFIX}(\w+?)(?:_total)?(?:\{{.*\}})? (\S+)(?: \d+)?$", re.MULTILINE)
+_SAMPLE = re.compile(r"^(?:vllm|sglang):kv_tiered_(\w+?)(?:_total)?(?:\{.*\})? (\S+)(?: \d+)?$", re.MULTILINE)
 _MOST_BYTES = 64 << 20
 _SECONDS = 10.0
 
@@ -67,8 +66,8 @@ def read_values(text: str, url: str) -> dict[str, float]:
             values[name] = values.get(name, 0.0) + _number(value, name)
     if not values:
         raise ConfigError(
-            f"{shown(url)} has no {PREFIX}*: is it an engine of vLLM with --kv-transfer-config, without "
-            "--disable-log-stats?"
+            f"{shown(url)} has no kv_tiered_*: is it an engine of vLLM with --kv-transfer-config, without "
+            "--disable-log-stats, or one of SGLang with our linker and --enable-metrics?"
         )
     return values
 

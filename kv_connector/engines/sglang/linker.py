@@ -109,7 +109,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         ranks = Ranks(params.attn_tp_cache_group or params.tp_cache_group)
         dtype = next(iter(pages.tensors.values()))[0].dtype
         identity = read_identity(params.page_size, ranks.count, str(dtype)) if needs_identity(config) else None
-        self._replica = Replica(config, pages, ranks, identity, read_backend())
+        self._replica = Replica(config, pages, ranks, identity, read_backend(), params.enable_metrics)
         self._half = self._replica.scheduler
         self._promises = Promises(self._half.tree, self._half.host, self._replica.clock)
         self._order = PageOrder()

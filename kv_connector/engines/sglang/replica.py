@@ -19,6 +19,7 @@ from ...errors import KVConnectorError
 from ...index import CacheIdentity, FragmentTree
 from ...types import StepPlan, StepReport
 from .launch import refuse_groups
+from .metrics import PromMetrics
 from .pools import DevicePages
 from .ranks import Ranks, SharedClock
 
@@ -40,10 +41,17 @@ class Replica:
     """Plans a step, carries it out, and takes in what the ranks report. Called from the scheduler's thread."""
 
     def __init__(
-        self, config: Config, pages: DevicePages, ranks: Ranks, identity: CacheIdentity | None, backend: str
+        self,
+        config: Config,
+        pages: DevicePages,
+        ranks: Ranks,
+        identity: CacheIdentity | None,
+        backend: str,
+        shows_metrics: bool,
     ) -> None:
         """Takes the host's memory. All ranks are made at the same time. Raises ConfigError and LayoutError."""
         self._ranks = ranks
+        self._metrics = PromMetrics() if shows_metrics and ranks.rank == 0 else None
         self.clock = SharedClock(ranks)
         self.scheduler = build_scheduler(
             config,
@@ -122,6 +130,8 @@ class Replica:
         self.clock.told(told[0].seconds)
         for reports in zip(*(rank.reports for rank in told), strict=True):
             self.scheduler.update_connector_output(reports)
+        if self._metrics is not None:
+            self._metrics.show(self.scheduler.get_kv_connector_stats(), self.scheduler.metrics.histograms)
         return min(rank.num_ready for rank in told)
 
     def finish(self, requests: Iterable[Request]) -> None:

@@ -13,11 +13,12 @@ from ...build import build_scheduler
 from ...config import Config
 from ...errors import ConfigError, KVConnectorError
 from ...index import CacheIdentity, may_truncate
+from ..stats import StatsFeed
 from .blocks import PoolBlocks
 from .events import EventFeed
 from .identity import Adapters
 from .specs import EngineShape
-from .stats import StatsFeed, TieredStats
+from .stats import TieredStats
 from .steps import (
     TELLS_FAILED_REQUESTS,
     PlanMetadata,
@@ -199,7 +200,8 @@ class SchedulerRole:
 
     def take_stats(self) -> TieredStats | None:
         half = self.half
-        return self._feed.take(half.get_kv_connector_stats(), half.metrics.histograms, self._tenants)
+        data = self._feed.take(half.get_kv_connector_stats(), half.metrics.histograms, self._tenants)
+        return TieredStats(data=data) if data else None
 
     def reset_cache(self) -> bool:
         done = self.half.reset_cache()
