@@ -219,7 +219,7 @@ FLOORS = {
     "storage_hit_tokens": 600,
     "sync loads": 2200,
     "tenants' blocks cleared": 3500,
-    "truncated behind a failed load": 20,
+    "truncated behind a failed load": 3,
     "unpinned what was not pinned": 50,
     "waited for pinned blocks": 5800,
     "weights updated": 970,
