@@ -121,8 +121,11 @@ def test_a_port_that_is_taken_is_said() -> None:
         ("--decode http://x:1 --client-seconds inf", "'inf' is impossible: give a number above 0"),
         ("--decode http://x:1 --port 70000", "'70000' is no port: give 0 to 65535"),
         ("--decode http://x:1 --ssl-certfile c", "--ssl-certfile and --ssl-keyfile belong together"),
-        ("--decode http://x:1 --upstream-ca /nowhere", "a certificate or key cannot be read: [Errno 2]"),
-        ("--decode http://x:1 --ssl-certfile /n --ssl-keyfile /n", "a certificate or key cannot be read: [Errno 2]"),
+        ("--decode http://x:1 --upstream-ca /nowhere/ca.pem", "a certificate or key cannot be read: [Errno 2]"),
+        (
+            "--decode http://x:1 --ssl-certfile /n/a --ssl-keyfile /n/b",
+            "a certificate or key cannot be read: [Errno 2]",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_at_the_start(arguments: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:

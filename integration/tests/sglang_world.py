@@ -22,6 +22,7 @@ from integration.tests.sglang_parts import Meeting, ThreadRanks
 from kv_connector import build
 from kv_connector.engines.sglang import linker, ranks, replica
 from kv_connector.index import CacheIdentity
+from kv_connector.scheduler.control.keeping import NoKeeper
 from kv_connector.transfer import engine as transfer_engine
 from kv_connector.types import Direction
 from kv_connector.worker import half as worker_half
@@ -156,6 +157,7 @@ def _seams() -> Iterator[None]:
         (worker_half, "make_fallback", make_path),
         (replica, "build_worker", lambda *args, **options: build.build_worker(*args, make_path=make_path, **options)),
         (build, "open_storage", open_storage),
+        (build, "_open_pin_keeper", lambda *_: NoKeeper()),
         (linker, "Ranks", ThreadRanks),
         (linker, "refuse_unserved", lambda *_: None),
         (linker, "read_backend", lambda: ""),

@@ -83,19 +83,23 @@ def test_what_is_pinned_by_its_tokens_is_hit_after_a_flood(tmp_path: Path, salt:
 
 
 def _pin_what_is_no_prefix(steering: SteeredEngine, asked: dict[str, str]) -> None:
-    """What an event tells of, blocks without those in front of them, before anybody asks for all."""
+    """What an event tells of, blocks without those in front of them, before and after anybody asks for all."""
     engine, (prompt,) = steering.engine, prompts(1, seed=9)
     names = RequestPrefixes(engine.llm.llm_engine.vllm_config, BLOCK_SIZE)
     hashes = [block_hash.hex() for block_hash in names.hashes(prompt, asked.get("cache_salt", ""))]
-    pin = steering.call("POST", "/v1/pins", {"hashes": hashes[3:6]})
+    for call in ("/v1/pins", "/v1/warm"):
+        with pytest.raises(Refusal, match="3 hashes are not known as those of a prompt's blocks"):
+            steering.call("POST", call, {"hashes": hashes[3:6]})
     first = engine.generate([prompt], **asked)
     engine.drain()
     engine.llm.reset_prefix_cache()
     before = engine.stats()["host_hit_tokens"]
     assert engine.generate([prompt], **asked) == first
     assert engine.stats()["host_hit_tokens"] - before == len(hashes) * BLOCK_SIZE
-    with pytest.raises(Refusal, match="no prefix"):
+    with pytest.raises(Refusal, match="4 hashes are not known"):
         steering.call("POST", "/v1/pins", {"hashes": hashes[2:6]})
+    pin = steering.call("POST", "/v1/pins", {"hashes": hashes[:6]})
+    assert engine.stats()["pinned_blocks"] == 6
     steering.call("DELETE", f"/v1/pins/{pin['id']}")
     assert engine.stats()["pinned_blocks"] == 0
 

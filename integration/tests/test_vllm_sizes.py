@@ -57,6 +57,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     cleanup_dist_env_and_memory()
 
 
+@pytest.fixture(autouse=True)
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For kernels of some CPUs vLLM keeps states in float32, which no GPU asks for."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
 def vllm_config(folder: Path, block_size: int, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 

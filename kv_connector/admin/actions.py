@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..types import BlockHash
-from .base import Answer, Owner, Refusal, SteeredEngine
+from .base import Answer, Owner, Prefix, Refusal, SteeredEngine
 
 _TIERS: Mapping[str, tuple[str, ...]] = {
     "storage": ("storage_", "fetch", "backup", "backed_up"),
@@ -53,13 +52,14 @@ class ListPins:
 class Pin:
     """Keep a prefix on the host, for `ttl_s` seconds if that is not None, as one of its owner's."""
 
-    block_hashes: tuple[BlockHash, ...]
+    prefix: Prefix
     ttl_s: float | None
     owner: Owner
 
     def run(self, engine: SteeredEngine) -> Answer:
-        name = engine.pins.pin(self.block_hashes, self.ttl_s, self.owner.name(engine.half))
-        return {"id": name, "num_blocks": len(self.block_hashes)}
+        block_hashes = self.prefix.checked(engine.half)
+        name = engine.pins.pin(block_hashes, self.ttl_s, self.owner.name(engine.half))
+        return {"id": name, "num_blocks": len(block_hashes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,13 @@ class ClearTenant:
 class Warm:
     """Bring what storage has of a prefix to the host, as one of its owner's."""
 
-    block_hashes: tuple[BlockHash, ...]
+    prefix: Prefix
     owner: Owner
 
     def run(self, engine: SteeredEngine) -> Answer:
-        has_begun = engine.half.warm(self.block_hashes, self.owner.name(engine.half))
-        return {"started": has_begun, "num_blocks": len(self.block_hashes)}
+        block_hashes = self.prefix.checked(engine.half)
+        has_begun = engine.half.warm(block_hashes, self.owner.name(engine.half))
+        return {"started": has_begun, "num_blocks": len(block_hashes)}
 
 
 @dataclass(frozen=True, slots=True)

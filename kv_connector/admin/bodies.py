@@ -10,7 +10,7 @@ from ..config.mapping import from_mapping
 from ..errors import ConfigError
 from ..types import BlockHash
 from ..values import is_one_line, parse_size, shown
-from .base import Owner, Prefixes
+from .base import Owner, Prefix, Prefixes
 
 _B = TypeVar("_B", "PrefixBody", "PinBody", "ResizeBody", "WaitBody", "NoBody")
 _MOST_TOKEN_ID = 1 << 31
@@ -44,8 +44,8 @@ class PrefixBody:
     cache_salt: str = ""
     tenant: Any = None
 
-    def block_hashes(self, prefixes: Prefixes) -> tuple[BlockHash, ...]:
-        """Those of its full blocks, one at least. Raises ConfigError and Refusal."""
+    def prefix(self, prefixes: Prefixes) -> Prefix:
+        """Its full blocks, one at least. Raises ConfigError and Refusal."""
         given = [name for name in ("token_ids", "text", "hashes") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(f"{' and '.join(given) or 'no prefix'} given: give one of token_ids, text and hashes")
@@ -55,12 +55,12 @@ class PrefixBody:
         if self.hashes is not None:
             if self.cache_salt:
                 raise ConfigError("cache_salt beside hashes: leave it out, the hashes have it in them")
-            return _hashes(self.hashes)
+            return Prefix(_hashes(self.hashes), are_given=True)
         token_ids = _token_ids(self.token_ids) if self.text is None else prefixes.token_ids(_text(self.text))
         found = tuple(prefixes.hashes(token_ids, self.cache_salt))
         if not found:
             raise ConfigError(f"a prefix of {len(token_ids)} tokens fills no block: give at least one block of tokens")
-        return found
+        return Prefix(found, are_given=False)
 
     def owner(self) -> Owner:
         """Whose it is. Raises ConfigError."""

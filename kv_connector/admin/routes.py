@@ -78,7 +78,7 @@ class Routes:
 
     def _pin(self, name: str, body: object) -> Answer:
         given = read(PinBody, body)
-        return self._run(Pin(given.block_hashes(self._prefixes), given.seconds(), given.owner()))
+        return self._run(Pin(given.prefix(self._prefixes), given.seconds(), given.owner()))
 
     def _unpin(self, name: str, body: object) -> Answer:
         read(NoBody, body)
@@ -97,7 +97,7 @@ class Routes:
 
     def _warm(self, name: str, body: object) -> Answer:
         given = read(PrefixBody, body)
-        return self._run(Warm(given.block_hashes(self._prefixes), given.owner()))
+        return self._run(Warm(given.prefix(self._prefixes), given.owner()))
 
     def _drain(self, name: str, body: object) -> Answer:
         """Asked again and again: a command waits for nothing, and each time the engine is told what to write next."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import overload
 
 from ..types import BlockHash
@@ -192,6 +192,16 @@ class GroupedTree:
                 if node is not None and parents[node] != before:
                     return False
                 before = node
+        return True
+
+    def knows_prefix(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether each of these hashes is known behind the one before it, and the first of them as a prompt's first."""
+        parents = self.tree.parent
+        for group in self.full:
+            keys = self.keys(hashes, group)
+            nodes = self.tree.match(keys)
+            if len(nodes) < len(keys) or any(parents[node] != before for before, node in pairwise([ROOT, *nodes])):
+                return False
         return True
 
     def find(self, keys: Sequence[BlockHash]) -> list[int]:

@@ -79,19 +79,21 @@ class NodeTerms:
         if terms is PLAIN and not self.were_given:
             return []
         self.were_given = True
-        kept = []
-        for node in nodes:
-            self.barred[node] = 0
-            self.priority[node] = max(terms.priority, self.priority[node])
-            if self.transient[node] > terms.is_transient:
-                self.transient[node] = 0
-                kept.append(node)
+        rows = np.fromiter(nodes, np.intp)
+        np.frombuffer(self.barred, np.uint8)[rows] = 0
+        priority = np.frombuffer(self.priority, np.int8)
+        priority[rows] = np.maximum(priority[rows], terms.priority)
+        if terms.is_transient:
+            return []
+        transient = np.frombuffer(self.transient, np.uint8)
+        kept: list[int] = rows[transient[rows] > 0].tolist()
+        transient[rows] = 0
         return kept
 
     def bar(self, nodes: Iterable[int]) -> None:
         """What the device has of these nodes is saved no more, until a request asks for them."""
-        self.were_given = True
         for node in nodes:
+            self.were_given = True
             self.barred[node] = 1
 
     def bar_tenant(self, tenant: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..index import CacheTier
+from ..index import CacheTier, GroupedTree
 from ..types import BlockHash, KeptPin
 from .companions import Companions
 from .control.control import Control
@@ -19,6 +19,7 @@ class Operations:
     host: CacheTier
     _companions: Companions
     _control: Control
+    _grouped: GroupedTree
     _ranks: RankStates
     _requests: RequestTable
 
@@ -27,9 +28,14 @@ class Operations:
     ) -> None:
         """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host. What was
         computed before is saved with the next request for it. With `ttl_s` that ends by itself, so many seconds from
-        now on. Raises KVConnectorError, and changes nothing, for a tenant that is not configured, and for hashes
-        that are surely no prefix from its first block on."""
+        now on. The hashes are those of all blocks of a prompt, from its first one on. Raises KVConnectorError, and
+        changes nothing, for a tenant that is not configured, and for hashes that are surely no prefix."""
         self._control.pins.pin(block_hashes, ttl_s, self._control.tenants.named(tenant))
+
+    def knows_prefix(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """Whether these are known as the hashes of a prompt's blocks, from its first one on; what nobody has asked for
+        lately is not. Hashes from elsewhere are to be asked of here before they are pinned or warmed."""
+        return self._grouped.knows_prefix(block_hashes)
 
     def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
         """Undo one `pin_prefix` of the same hashes. Raises KVConnectorError, and changes nothing, for others."""

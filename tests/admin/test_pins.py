@@ -6,7 +6,7 @@ import pytest
 
 from kv_connector.admin import pins as pins_module
 from kv_connector.admin.actions import Pin
-from kv_connector.admin.base import Owner, Refusal, SteeredEngine
+from kv_connector.admin.base import Owner, Prefix, Refusal, SteeredEngine
 from kv_connector.admin.pins import PinBook
 from kv_connector.config import Config, TenantConfig
 from kv_connector.errors import KVConnectorError
@@ -55,5 +55,5 @@ def test_a_prefix_is_the_tenants_whose_salt_it_has_unless_another_one_is_named()
     with pytest.raises(Refusal, match="tenant 'b' is not configured: give one of default, a"):
         Owner("b", "a:1").name(half)
     engine = SteeredEngine(half, 1 << 20, PinBook(half, lambda: 0.0))
-    Pin(tuple(HASHES), None, owners[0]).run(engine)
+    Pin(Prefix(tuple(HASHES), are_given=False), None, owners[0]).run(engine)
     assert half.tenant_stats()["a"]["pinned_blocks"] == 3

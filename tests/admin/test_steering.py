@@ -64,6 +64,27 @@ def test_a_prefix_is_pinned_once_however_often_it_is_asked_for(admin: dict[str, 
         assert client.call("GET", "/v1/stats")["tiers"]["host"]["pinned_blocks"] == 0
 
 
+def test_hashes_are_taken_once_requests_have_shown_them_as_a_prompts_first_blocks(admin: dict[str, str]) -> None:
+    """Those that events tell of lack what is in front of them, and would lie where no request looks for them."""
+    with stepping(admin=admin, write_policy="write_through") as (engine, client):
+        prompt = [*SYSTEM, 1]
+        hashes = [h.hex() for h in engine.prefixes.hashes(prompt, "")]
+        wrong = [hashes, hashes[1:], [hashes[0], hashes[2]], hashes[::-1], [hashes[0], hashes[0]]]
+        refusal = "not known as those of a prompt's blocks from its first one on"
+        for call in ("/v1/pins", "/v1/warm"):
+            for given in wrong:
+                with pytest.raises(Refusal, match=refusal) as refused:
+                    client.call("POST", call, {"hashes": given})
+                assert refused.value.status == 409
+        engine.generate([prompt])
+        for given in wrong[1:]:
+            with pytest.raises(Refusal, match=refusal):
+                client.call("POST", "/v1/pins", {"hashes": given})
+        assert client.call("POST", "/v1/pins", {"hashes": hashes})["num_blocks"] == len(hashes) == 4
+        engine.generate(others(12))
+        assert engine.generate([prompt])[0].host_hit_tokens == 16
+
+
 def test_a_pin_ends_when_its_time_is_over(admin: dict[str, str]) -> None:
     """Time of this engine passes as it is looked at; in the end it is as if the prefix had never been pinned."""
     with stepping(admin=admin) as (engine, client):

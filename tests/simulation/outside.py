@@ -63,6 +63,7 @@ class Outside:
         self._storages: dict[tuple[int, int], SimulatedStorage] = {}
         self.has_peers = any(config.role is not None for config in configs)
         self.has_storage = any(config.prefetch is not None for config in configs)
+        self._is_quiet = False
 
     # What a rank is built with.
 
@@ -136,7 +137,7 @@ class Outside:
         """Begin a fault between two engines, by index, that ends some time later; returns whether there is anybody to
         suffer from it."""
         first, second = self._peers.get((one, rank)), self._peers.get((other, rank))
-        if first is None or second is None or first is second:
+        if self._is_quiet or first is None or second is None or first is second:
             return False
         network = self.network
         if name == "slow":
@@ -156,7 +157,7 @@ class Outside:
 
     def fail_disk(self, name: str, rate: float, count: int, calls: tuple[str, ...], seconds: float) -> bool:
         """Begin a fault of the disk that ends some time later, or do lasting damage."""
-        if not self.has_storage:
+        if self._is_quiet or not self.has_storage:
             return False
         disk = self.disk
         if name == "slow":
@@ -203,7 +204,8 @@ class Outside:
     # At rest.
 
     def quieten(self) -> None:
-        """Faults off."""
+        """Faults off, also those that a trap would begin later."""
+        self._is_quiet = True
         self.disk.heal()
         self.network.slow = self.network.slow_writes = 1.0
         self.network.mend_all()

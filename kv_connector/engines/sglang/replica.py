@@ -51,7 +51,6 @@ class Replica:
     ) -> None:
         """Takes the host's memory. All ranks are made at the same time. Raises ConfigError and LayoutError."""
         self._ranks = ranks
-        self._metrics = PromMetrics() if shows_metrics and ranks.rank == 0 else None
         self.clock = SharedClock(ranks)
         self.scheduler = build_scheduler(
             config,
@@ -81,6 +80,7 @@ class Replica:
         self.is_loading = False
         """Whether a step has begun that has not ended."""
         self._saving: set[int] = set()  # jobs that have not ended on this rank
+        self._metrics = PromMetrics() if shows_metrics and ranks.rank == 0 else None  # last: it is there for good
 
     def begin(self, output: SchedulerOutput = _NOTHING) -> StepPlan:
         """Plan a step and submit its loads, behind what the current stream was given."""

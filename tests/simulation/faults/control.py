@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from .mutant import Mutant, Patch, simulated, tested
 
+_ADMIN = "kv_connector/admin/base.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _CONTROL = "kv_connector/scheduler/control/control.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
+_LOOKUP = "kv_connector/index/lookup.py"
 _PIN_FILE = "kv_connector/storage/filesystem/pin_file.py"
 _PIN_KEEPER = "kv_connector/storage/filesystem/pin_keeper.py"
 _PINS = "kv_connector/scheduler/control/pins.py"
@@ -25,6 +27,7 @@ _KEEPING = "tests/scheduler/control/test_keeping.py"
 _ODD = "tests/scheduler/control/test_odd_hashes.py"
 _REFUSALS = "tests/scheduler/saves/test_refusals.py"
 _SHARES = "tests/scheduler/control/test_tenants.py"
+_STEERING = "tests/admin/test_steering.py"
 _STORAGE = "tests/scheduler/control/test_storage.py"
 _TIMES = "tests/scheduler/control/test_times_to_live.py"
 
@@ -305,13 +308,7 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "barred-for-ever",
         "what was cleared is not saved before reuse either when a request has asked for it again",
-        (
-            Patch(
-                _TERMS,
-                "        for node in nodes:\n            self.barred[node] = 0\n",
-                "        for node in nodes:\n",
-            ),
-        ),
+        (Patch(_TERMS, "        np.frombuffer(self.barred, np.uint8)[rows] = 0\n", ""),),
         tested(f"{_SHARES}::test_what_a_cleared_tenant_has_on_the_device_is_not_saved_before_reuse"),
     ),
     Mutant(
@@ -346,5 +343,17 @@ CONTROL: tuple[Mutant, ...] = (
             ),
         ),
         tested(f"{_FILES}::test_what_changes_while_the_file_is_written_for_the_last_time_is_written_too"),
+    ),
+    Mutant(
+        "given-hashes-taken",
+        "an operator's hashes are pinned though nobody has shown them as the first blocks of a prompt",
+        (Patch(_ADMIN, "if self.are_given and not half.knows_prefix(self.block_hashes):", "if False:"),),
+        tested(f"{_STEERING}::test_hashes_are_taken_once_requests_have_shown_them_as_a_prompts_first_blocks"),
+    ),
+    Mutant(
+        "given-hashes-of-another-place",
+        "an operator's hashes are pinned though the first of them is known as one in the middle of a prompt",
+        (Patch(_LOOKUP, "len(nodes) < len(keys) or any(", "len(nodes) < len(keys) or False and any("),),
+        tested(f"{_STEERING}::test_hashes_are_taken_once_requests_have_shown_them_as_a_prompts_first_blocks"),
     ),
 )
