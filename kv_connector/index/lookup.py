@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import overload
 
 from ..types import BlockHash
@@ -196,13 +196,8 @@ class GroupedTree:
 
     def knows_prefix(self, hashes: Sequence[BlockHash]) -> bool:
         """Whether each of these hashes is known behind the one before it, and the first of them as a prompt's first."""
-        parents = self.tree.parent
-        for group in self.full:
-            keys = self.keys(hashes, group)
-            nodes = self.tree.match(keys)
-            if len(nodes) < len(keys) or any(parents[node] != before for before, node in pairwise([ROOT, *nodes])):
-                return False
-        return True
+        keys = [self.keys(hashes, group) for group in self.full]
+        return self.may_be_prefix(hashes) and all(len(self.tree.match(names)) == len(names) for names in keys)
 
     def find(self, keys: Sequence[BlockHash]) -> list[int]:
         """The nodes of these names, those that are known."""

@@ -353,7 +353,7 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "given-hashes-of-another-place",
         "an operator's hashes are pinned though the first of them is known as one in the middle of a prompt",
-        (Patch(_LOOKUP, "len(nodes) < len(keys) or any(", "len(nodes) < len(keys) or False and any("),),
+        (Patch(_LOOKUP, "return self.may_be_prefix(hashes) and all(", "return all("),),
         tested(f"{_STEERING}::test_hashes_are_taken_once_requests_have_shown_them_as_a_prompts_first_blocks"),
     ),
 )
