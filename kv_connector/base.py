@@ -112,12 +112,14 @@ class SchedulerOutput:
     """What the engine's scheduler decided for one step. A preempted request has lost its device blocks.
 
     `states`: of groups whose block table does not tell (`index.BlockGroup.states_are_told`), those of live requests
-    that later ones may begin with; and ends inside of blocks.
+    that later ones may begin with; and ends inside of blocks. `num_untold_tokens` are computed in the step by requests
+    that are not among `scheduled`.
     """
 
     scheduled: Sequence[ScheduledRequest] = ()
     preempted_req_ids: Collection[str] = ()
     states: Sequence[StateBlock] = ()
+    num_untold_tokens: int = 0
 
 
 class KVConnectorScheduler(ABC):

@@ -198,6 +198,7 @@ class StepPlan:
         that failed behind it was not known: what this step computes may rest on bytes that never came.
     unfit: so much of what was saved did not fit into the form of host blocks that nothing is saved any more.
     computes: without, the step is there for what runs beside it, and may rest for a moment.
+    is_light: the step computes so little beside what it loads that the model waits for most of the load.
     """
 
     step: int
@@ -216,6 +217,7 @@ class StepPlan:
     reported_step: int = -1
     unfit: bool = False
     computes: bool = True
+    is_light: bool = False
 
     @property
     def is_empty(self) -> bool:

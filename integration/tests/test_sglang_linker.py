@@ -20,7 +20,8 @@ from kv_connector.engines.sglang import TieredKVLinker, fragments, identity, lin
 from kv_connector.engines.sglang.pools import DevicePages
 from kv_connector.errors import ConfigError, KVConnectorError
 from kv_connector.index import CacheIdentity
-from kv_connector.types import BlockHash
+from kv_connector.transfer.engine import TransferEngine
+from kv_connector.types import BlockHash, CopyJob
 
 PAGE, PAGES, LAYERS = 4, 32, 3
 
@@ -378,6 +379,30 @@ def test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved(m
     driver.round()
     assert driver.lookup("request", keys(4)) == 0
     assert driver.linker.stats()["failed_save_jobs"] == 0
+    driver.check()
+
+
+@pytest.mark.parametrize("num_missing", [0, 1], ids=["all loaded", "a page computed"])
+def test_a_batch_that_computes_little_waits_for_all_of_its_load(
+    make: Make, monkeypatch: pytest.MonkeyPatch, num_missing: int
+) -> None:
+    """It computes what the host lacks of the prompt, as far as the linker is asked about it."""
+    driver = make()
+    names = keys(8)
+    driver.save(names[: 8 - num_missing], range(1, 9 - num_missing))
+    urgent = []
+    submit = TransferEngine.submit_load
+
+    def watch(engine: TransferEngine, jobs: Sequence[CopyJob], is_urgent: bool = False) -> frozenset[int]:
+        urgent.append(is_urgent)
+        return submit(engine, jobs, is_urgent)
+
+    monkeypatch.setattr(TransferEngine, "submit_load", watch)
+    num_found = driver.lookup("request", names)
+    assert num_found == 8 - num_missing
+    assert driver.linker.load("request", driver.transfer(names[:num_found], range(1, 1 + num_found)))
+    assert driver.forward()
+    assert urgent == [not num_missing]
     driver.check()
 
 

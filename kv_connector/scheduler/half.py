@@ -44,7 +44,7 @@ from .fence import Fence
 from .hits import HitCounter
 from .ledger import JobLedger
 from .loads.answers import Answers
-from .loads.choice import LoadPlanner
+from .loads.choice import LoadPlanner, is_light
 from .loads.leases import LoadLeases
 from .loads.rates import LoadMode
 from .names import no_adapter
@@ -224,6 +224,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
             reported_step=self._ranks.reported_step,
             unfit=self.refusals.are_too_many,
             computes=num_tokens > 0,
+            is_light=is_light(loads, self._shared.block_size, num_tokens + output.num_untold_tokens),
         )
         plan = self._companions.plan(plan)
         is_due = self._fence.take(overwrites=bool(num_tokens or loads or background or plan.peer))

@@ -89,8 +89,9 @@ class TransferEngine:
         self._load: Submission | None = None
         self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
 
-    def submit_load(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
-        """Copy a step's loads, merged; call it before the forward pass.
+    def submit_load(self, jobs: Sequence[CopyJob], is_urgent: bool = False) -> frozenset[int]:
+        """Copy a step's loads, merged; call it before the forward pass. The model waits for the first layer group, and
+        with `is_urgent` for all of them (`BlockCopy.urgent`).
 
         Device blocks are written behind the current stream's position. Host blocks may be read at once: what is to be
         loaded must have been saved by then, which is when `poll` or `drain` has returned the save's job.
@@ -106,7 +107,7 @@ class TransferEngine:
         queue = self._queues[Direction.LOAD]
         groups = self._layer_groups(len(host_ids))
         parts = layer_parts(groups, BlockPairs(device_ids, host_ids), queue.lane.position())
-        self._load = load = self._begin(Direction.LOAD, moving, parts, groups)
+        self._load = load = self._begin(Direction.LOAD, moving, parts, groups, is_urgent)
         queue.put_first(load)
         if load.end is None:
             self._submitters[Direction.LOAD].wake()
@@ -237,14 +238,19 @@ class TransferEngine:
         self._queues[direction].put(self._begin(direction, jobs, parts))
 
     def _begin(
-        self, direction: Direction, jobs: Sequence[CopyJob], parts: Iterable[Part], groups: tuple[range, ...] = ()
+        self,
+        direction: Direction,
+        jobs: Sequence[CopyJob],
+        parts: Iterable[Part],
+        groups: tuple[range, ...] = (),
+        is_urgent: bool = False,
     ) -> Submission:
         """In flight from here on, and the caller queues it: in `groups` of layers, which a step waits for, or else in
         slices of blocks."""
         num_bytes = sum(job.num_blocks for job in jobs) * self._form.moved_bytes
         is_awaited = bool(groups)
         groups = groups or (range(len(self._form.layout.regions)),)
-        submission = Submission(direction, jobs, groups, num_bytes, iter(parts), is_awaited)
+        submission = Submission(direction, jobs, groups, num_bytes, iter(parts), is_awaited, is_urgent)
         self._in_flight.append(submission)
         return submission
 

@@ -164,7 +164,7 @@ class WorkerHalf(KVConnectorWorker):
         loads, background = self._plan.loads, self._plan.background_loads
         self._arrivals.begin((*loads, *background))
         if loads:
-            self._fail_loads(self._transfer.submit_load(loads))
+            self._fail_loads(self._transfer.submit_load(loads, self._plan.is_light))
             if full_graph or not self._hooked >= self._layers:
                 self._fail_loads(self._transfer.wait_all())
         if background and self._mark is not None:

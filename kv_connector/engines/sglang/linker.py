@@ -169,8 +169,10 @@ class TieredKVLinker(UnifiedCacheLinker):
             return -1
         queued, self._queued = list(self._queued.values()), {}
         self._has_lost = sum(self._plan_load(fragment, pages) for fragment, pages in queued) < len(queued)
+        # As far as it is known here: what others of the batch compute, who load nothing, is not.
+        num_computed = sum(fragment.num_tokens - pages.num_tokens for fragment, pages in queued)
         with self._behind_forward():
-            self._replica.begin()
+            self._replica.begin(SchedulerOutput(num_untold_tokens=num_computed))
         self._num_loads += 1
         return self._num_loads
 

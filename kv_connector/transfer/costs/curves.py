@@ -31,6 +31,12 @@ faster one for saves of 64 KiB beside products, and for all copies in pieces of 
 DISTURBING_US = 35.0
 """A kernel over the link slows the model by 15 to 57 % (H200, 2026-11-21) while it runs: longer than this it runs only
 for a copy that the model waits for."""
+_LONGEST_LAUNCHED_BYTES = 256 << 10
+_WORTH_LAUNCHING = 1.1
+"""A copy that the model waits for goes over the link by a kernel, if that takes up to so much longer and its segments
+are no longer than that: it is one launch, and whoever submits many segments or chunks loses more than that. First
+tokens of host hits of 2,048 and 8,192 tokens in segments of 128 KiB: 19.8 and 36.7 ms so, 28.3 and 39.4 by DMA, 27.2
+and 37.9 packed (SGLang, H200, 2026-11-24, `sglang_ttft_paths_h200.json`)."""
 _WORTH_PACKING = {Direction.LOAD: 0.97, Direction.SAVE: 0.9}
 """Packing is chosen where it takes less than this share of DMA's time: it takes multiprocessors and memory bandwidth,
 which DMA does not."""
@@ -130,7 +136,11 @@ class LinkCosts:
             costs.microseconds(path, segment_bytes, row_bytes, num_rows)
             for path in (PathName.RUNS, PathName.STAGED, PathName.DIRECT)
         )
-        if direct < min(runs, staged) and (urgent or direct <= DISTURBING_US):
+        others = min(runs, staged)
+        is_short = segment_bytes <= _LONGEST_LAUNCHED_BYTES
+        if urgent and direct < (_WORTH_LAUNCHING * others if is_short else others):
+            return PathName.DIRECT
+        if direct < others and direct <= DISTURBING_US:
             return PathName.DIRECT
         is_long_save = direction is Direction.SAVE and segment_bytes >= LONG_SAVED_BYTES
         worth = _WORTH_PACKING_LONG_SAVES if is_long_save else _WORTH_PACKING[direction]

@@ -198,7 +198,7 @@ class SubmissionQueue:
             pairs.device_ids,
             pairs.host_ids,
             self.lane.stream,
-            is_first_of_many,
+            submission.is_urgent or is_first_of_many,
             submission.refusals,
         )
         try:

@@ -93,7 +93,7 @@ class Submission:
     Its queue brings it as far as submitted (`SubmissionQueue`, which alone writes to what is marked so), on whichever
     thread; the engine looks at it on the model-runner thread. `events[i]` follows part i, which is group i where there
     are several, and has `part_bytes[i]` bytes; `end` follows everything that was enqueued. Of `num_bytes` in all. A
-    step waits for one that `is_awaited`.
+    step waits for one that `is_awaited`, and for all of it while it has nothing else to do if it `is_urgent`.
     """
 
     direction: Direction
@@ -102,6 +102,7 @@ class Submission:
     num_bytes: int
     parts: Iterator[Part]  # queue: those behind `upcoming`
     is_awaited: bool = False
+    is_urgent: bool = False
     upcoming: Part | None = None  # queue: see `next_part`
     start: Event | None = None  # queue
     events: list[Event] = field(default_factory=list)  # queue

@@ -7,7 +7,7 @@ import pytest
 
 from kv_connector.config import Config
 from kv_connector.metrics import CacheMetrics
-from kv_connector.scheduler.loads.choice import LoadEstimate, LoadMode, LoadPlanner
+from kv_connector.scheduler.loads.choice import LoadEstimate, LoadMode, LoadPlanner, is_light
 from kv_connector.types import CopyJob, Direction
 
 
@@ -200,3 +200,11 @@ def test_who_asks_again_and_again_rides_on_a_load_once() -> None:
         for _ in range(3):
             assert planner.choose(request_id, 10, 160, 1, True, first_blocks=(0,)) is LoadMode.COALESCED
     assert metrics.coalesced_loads == 2
+
+
+@pytest.mark.parametrize(("num_computed_tokens", "expected"), [(0, True), (20, True), (21, False)])
+def test_a_step_is_light_that_computes_a_sixteenth_of_what_it_loads(num_computed_tokens: int, expected: bool) -> None:
+    ids = np.arange(10)
+    loads = [CopyJob(number, Direction.LOAD, ids, ids) for number in range(2)]
+    assert is_light(loads, 16, num_computed_tokens) is expected
+    assert not is_light([], 16, num_computed_tokens), "it loads nothing"

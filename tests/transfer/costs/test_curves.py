@@ -30,7 +30,11 @@ from kv_connector.types import Direction
         (4 << 10, 128 << 10, 4, False, PathName.DIRECT),  # over before the model feels it
         (16 << 10, 128 << 10, 128, False, PathName.STAGED),
         (16 << 10, 128 << 10, 64, True, PathName.DIRECT),  # the model waits for it
-        (16 << 10, 16 << 20, 64, True, PathName.STAGED),
+        (16 << 10, 16 << 20, 64, True, PathName.DIRECT),  # one launch
+        (128 << 10, 1 << 20, 64, True, PathName.DIRECT),
+        (128 << 10, 1 << 20, 64, False, PathName.RUNS),
+        (2 << 20, 2 << 20, 64, True, PathName.RUNS),  # as few copies of the driver's as it takes launches
+        (1 << 10, 1 << 20, 64, True, PathName.STAGED),  # a kernel is slow over the link with short pieces
     ],
 )
 def test_choice_of_a_path(segment: int, row: int, rows: int, urgent: bool, name: PathName) -> None:

@@ -453,6 +453,15 @@ def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None
     assert watched.urgent == [True, False, False]
 
 
+def test_a_load_that_the_model_waits_for_with_nothing_else_to_do_is_urgent_as_a_whole(lanes: list[ManualLane]) -> None:
+    engine, _, _ = make_engine()
+    never_submits(engine)
+    watched = watch(engine)
+    engine.submit_load([job(1, LOAD, list(range(1, 9)), list(range(1, 9)))], is_urgent=True)
+    submit_all(engine)
+    assert watched.urgent == [True, True]
+
+
 class UnfairLock(Turn):
     """A lock that one thread gets only when the other has to wait elsewhere, as the last to come may."""
 
