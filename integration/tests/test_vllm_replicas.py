@@ -1,7 +1,5 @@
-"""Ranks of real vLLM engines that cache the same: one head of keys and values that both have. The host has one copy.
-
-So it is with multi-head latent attention, of which vLLM caches no prefixes on a CPU.
-"""
+"""Ranks of real vLLM engines that cache the same: one head of keys and values that both have, or on GPUs, where vLLM
+caches prefixes of it, multi-head latent attention. The host has one copy."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
@@ -23,6 +22,7 @@ from integration.tests.vllm_engines import (
 
 pytestmark = pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu")
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
+each_model = pytest.mark.parametrize("model", ["one_head", "latent"] if torch.cuda.is_available() else ["one_head"])
 
 
 def test_ranks_hear_of_those_that_have_their_head_and_of_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,35 +70,38 @@ def test_ranks_come_to_one_form_of_host_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("choice", ["sync", "async"])
-def test_each_rank_has_its_cache_back(tmp_path: Path, choice: str) -> None:
+@each_model
+def test_each_rank_has_its_cache_back(tmp_path: Path, model: str, choice: str) -> None:
     """Of every block one of them has saved what both load."""
-    check_loaded_bytes_and_tokens(tmp_path, "one_head", choice, **RANKS)
+    check_loaded_bytes_and_tokens(tmp_path, model, choice, **RANKS)
 
 
-def test_two_ranks_hold_as_many_tokens_as_one(tmp_path: Path) -> None:
+@each_model
+def test_two_ranks_hold_as_many_tokens_as_one(tmp_path: Path, model: str) -> None:
     """In the same memory, of which each would have half without sharing."""
     held = []
     for ranks in (1, 2):
         config = transfer_config({"write_policy": "write_through", "host_memory": "24MiB"})
         options = {"num_blocks": 40, "kv_transfer_config": config, "tensor_parallel_size": ranks}
-        with running(tmp_path, "one_head", **options) as engine:
+        with running(tmp_path, model, **options) as engine:
             engine.alone(prompts(1))
             held.append(engine.stats()["host_capacity_blocks"])
     assert held[0] == held[1] > 10
 
 
-def test_storage_has_one_copy_which_ranks_find_again(tmp_path: Path) -> None:
+@each_model
+def test_storage_has_one_copy_which_ranks_find_again(tmp_path: Path, model: str) -> None:
     storage = {"path": str(tmp_path / "store"), "capacity": "64MiB", "prefetch": "wait_complete"}
     config = transfer_config({"write_policy": "write_through", "storage": storage})
     options = {"num_blocks": 100, "kv_transfer_config": config, **RANKS}
     asked = prompts(2)
-    with running(tmp_path, "one_head", **options) as engine:
+    with running(tmp_path, model, **options) as engine:
         engine.wait_for_storage()
         engine.alone(asked)
         expected = engine.alone(asked)
         engine.check_all_free()
         assert engine.stats()["storage_written_blocks"] == 2 * 13
-    with running(tmp_path, "one_head", **options) as engine:
+    with running(tmp_path, model, **options) as engine:
         engine.wait_for_storage()
         assert engine.alone(asked) == expected
         assert engine.stats()["fetched_blocks"] == 2 * 13
@@ -106,10 +109,11 @@ def test_storage_has_one_copy_which_ranks_find_again(tmp_path: Path) -> None:
         assert engine.stats()["storage_missed_blocks"] == engine.stats()["storage_written_blocks"] == 0
 
 
-def test_what_one_rank_has_not_loaded_none_has(tmp_path: Path) -> None:
+@each_model
+def test_what_one_rank_has_not_loaded_none_has(tmp_path: Path, model: str) -> None:
     config = transfer_config({"write_policy": "write_through"}, kv_load_failure_policy="recompute")
     asked = prompts(2)
-    with running(tmp_path, "one_head", num_blocks=160, kv_transfer_config=config, async_scheduling=False, **RANKS) as e:
+    with running(tmp_path, model, num_blocks=160, kv_transfer_config=config, async_scheduling=False, **RANKS) as e:
         e.alone(asked)
         expected = e.alone(asked)
         e.llm.reset_prefix_cache()
