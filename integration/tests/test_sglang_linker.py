@@ -373,11 +373,32 @@ def test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved(m
     driver.save(keys(4), range(1, 5))
     driver.save(keys(8, "newer"), range(5, 13))
     driver.round()
-    driver.linker.offload(driver.transfer(keys(4, "others"), range(13, 17)))
     assert not driver.linker.offload(driver.transfer(keys(4), range(1, 5)))
+    driver.half.reset_cache()
     driver.round()
     driver.round()
     assert driver.lookup("request", keys(4)) == 0
+    assert driver.linker.stats()["failed_save_jobs"] == 0
+    driver.check()
+
+
+def test_what_is_offered_in_a_round_is_saved_in_one_step(make: Make) -> None:
+    """And what of it the host has is counted as used first: nobody's save makes room there."""
+    driver = make(host_memory="48KiB", write_policy="write_through")  # 12 blocks
+    driver.save(keys(4), range(1, 5))
+    driver.save(keys(8, "newer"), range(5, 13))
+    driver.round()
+    driver.write(keys(3, "others"), range(13, 16))
+    assert driver.linker.offload(driver.transfer(keys(2, "others"), range(13, 15)))
+    assert driver.linker.offload(driver.transfer(keys(1, "others", first=2), [15]))
+    assert not driver.linker.offload(driver.transfer(keys(4), range(1, 5)))
+    num_jobs = driver.linker._replica._last_job
+    assert driver.round() == 2, "both have ended, with their job"
+    assert driver.linker._replica._last_job == num_jobs + 1
+    assert driver.load("request", keys(4), range(20, 24))
+    assert driver.holds(keys(4), range(20, 24))
+    assert driver.load("next", keys(3, "others"), range(24, 27))
+    assert driver.holds(keys(3, "others"), range(24, 27))
     assert driver.linker.stats()["failed_save_jobs"] == 0
     driver.check()
 

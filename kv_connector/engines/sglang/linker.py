@@ -119,7 +119,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._num_loads = 0
         self._num_offers = 0
         self._offers: deque[_Offer] = deque()  # to be taken, in order
-        self._saving: deque[list[int]] = deque()  # jobs of each offer that was taken and is locked, in order
+        self._saving: deque[list[int]] = deque()  # jobs of the step that took each offer that is locked, in order
         self._num_rounds = 0
         self.layer_done_counter = LayerWaits(self._replica, list(pages.tensors))
         self.pools = {PoolName.KV: pages}
@@ -208,8 +208,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._give_up(self._promises.lapse())  # first: what is taken may need their room
         if self._offers or self._half.has_pending_push_work() or not self._num_rounds % _QUIET_ROUNDS:
             num_ready = sum(1 for _ in itertools.takewhile(_Offer.can_be_taken, self._offers))
-            for _ in range(self._replica.advance(len(self._offers), num_ready)):
-                self._take(self._offers.popleft())
+            num_taken = self._replica.advance(len(self._offers), num_ready)
+            self._take([self._offers.popleft() for _ in range(num_taken)])
         return sum(1 for _ in itertools.takewhile(self._has_saved, self._saving))
 
     def pop_completed_offload(self) -> bool:
@@ -255,27 +255,32 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._order.show(hashes)
         return Fragment(rid, hashes, self._pages.page_size)
 
-    def _take(self, offer: _Offer) -> None:
-        """Plan what is saved of it."""
-        fragment = offer.fragment
-        if offer.pages is not None:
-            pages = offer.pages.read()
-            self._saving.append([] if pages is None else self._plan_save(fragment, pages))
-        elif self._has_all(fragment.block_hashes):  # yet: SGLang has not locked them
-            self._plan_save(fragment, [NO_BLOCK] * len(fragment.block_hashes))
+    def _take(self, offers: Sequence[_Offer]) -> None:
+        """In one step, what the write policy wants of them is saved, behind the forward pass under way."""
+        locked = [(fragment, pages) for fragment, pages in offers if pages is not None]
+        # Of the others the use counts, and first: saves may make room where these are.
+        held = [
+            self._hold(fragment, [NO_BLOCK] * len(fragment.block_hashes))
+            for fragment, pages in offers
+            if pages is None and self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
+        ]
+        held += [self._hold(fragment, ids) for fragment, pages in locked if (ids := pages.read()) is not None]
+        job_ids: list[int] = []
+        if held:
+            with self._behind_forward():
+                scheduled = [ScheduledRequest(each.request_id, each.num_tokens - 1, 0) for each in held]
+                job_ids = [job.job_id for job in self._replica.step(SchedulerOutput(scheduled)).saves]
+            self._replica.finish(held)
+        self._saving.extend([job_ids] * len(locked))
 
-    def _plan_save(self, fragment: Fragment, pages: list[int]) -> list[int]:
-        """What the write policy wants is saved, behind the forward pass under way; returns the jobs."""
+    def _hold(self, fragment: Fragment, pages: list[int]) -> Fragment:
+        """These pages hold what the fragment says. Returns it with the page that is in front of it, if that is known."""
         front = self._known_in_front_of(fragment.block_hashes[0])
         if front:  # it is not to be evicted before these
             fragment = replace(fragment, block_hashes=[*front, *fragment.block_hashes])
             pages = [NO_BLOCK, *pages]
         self._half.hold_computed(fragment, [pages], len(front))
-        with self._behind_forward():
-            scheduled = ScheduledRequest(fragment.request_id, len(pages) * fragment.page_size, 0)
-            plan = self._replica.step(SchedulerOutput([scheduled]))
-        self._replica.finish([fragment])
-        return [job.job_id for job in plan.saves]
+        return fragment
 
     def _known_in_front_of(self, page: BlockHash) -> list[BlockHash]:
         """The page that is in front of this one, if the tree knows it; else none."""
