@@ -274,7 +274,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._saving.extend([job_ids] * len(locked))
 
     def _hold(self, fragment: Fragment, pages: list[int]) -> Fragment:
-        """These pages hold what the fragment says. Returns it with the page that is in front of it, if that is known."""
+        """These pages hold what the fragment says. Returns it, with the page in front of it if that is known."""
         front = self._known_in_front_of(fragment.block_hashes[0])
         if front:  # it is not to be evicted before these
             fragment = replace(fragment, block_hashes=[*front, *fragment.block_hashes])
