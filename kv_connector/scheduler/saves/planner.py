@@ -17,8 +17,8 @@ from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
 from ..ledger import EndedJob
 from ..requests import RequestState
 from ..shared import Shared
+from .before_reuse import SavesBeforeReuse
 from .budget import SaveBudget
-from .lookahead import LookAhead
 from .refusals import Refusals
 
 logger = logging.getLogger("kv_connector.scheduler")
@@ -76,13 +76,12 @@ class SavePlanner:
         self._tree = grouped.tree
         self._host = shared.host
         self._policy = policy
-        self._saves_before_reuse = policy.saves_before_reuse
-        self._look_ahead = LookAhead(policy.lookahead)
         self._reuse = reuse
         self._budget = budget
         self._on_saved = on_saved
         self._is_in_storage = is_in_storage
         self._refusals = refusals
+        self.before_reuse = SavesBeforeReuse(shared, policy, refusals)
         self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
@@ -91,20 +90,6 @@ class SavePlanner:
         self._device_ids: list[int] = []  # that the step being planned saves
         self._request_ids: set[str] = set()  # that have computed them, or hit them
         self._host_ids: list[int] = []  # where it saves them
-
-    @property
-    def may_save_before_reuse(self) -> bool:
-        """Whether an idle engine's steps may have something to save."""
-        return self._look_ahead.may_find and not self._refusals.are_too_many
-
-    def note_admitted(self, num_hashes: int, num_hit_hashes: int) -> None:
-        """A request was admitted that will take blocks of so many hashes, and has some that the device holds."""
-        if self._saves_before_reuse:
-            self._look_ahead.admitted(self._num_blocks(num_hashes), self._num_blocks(num_hit_hashes))
-
-    def note_changed(self) -> None:
-        """Device blocks were freed: there may be something to save before reuse."""
-        self._look_ahead.may_find = self._saves_before_reuse
 
     def asked(self, nodes: Iterable[int], terms: Terms) -> None:
         """A request makes use of these nodes on these terms. What was to be dropped some time, and is not any more, may
@@ -122,9 +107,7 @@ class SavePlanner:
         """
         size, hashes, tables = self._shared.block_size, state.request.block_hashes, state.tables
         num_before, num_tokens = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
-        if self._saves_before_reuse:
-            num_begun = self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
-            self._look_ahead.begun(num_begun)
+        self.before_reuse.begun(-(-num_tokens // size), -(-num_before // size))
         if state.is_stale or not state.is_saved or not tables or self._refusals.are_too_many:
             return
         num_hashes, per_block = min(num_tokens // size, len(hashes)), self._hashes_per_block
@@ -145,32 +128,10 @@ class SavePlanner:
             self._save(state, part, now)
 
     def plan_before_reuse(self) -> None:
-        """Under write_back the step saves the device blocks that the engine will reuse first.
-
-        They are within no budget and take nothing from it: a block that waited would be lost, and computed again.
-        """
-        if not self._saves_before_reuse or self._refusals.are_too_many:
-            return
-        num_saved = len(self._host_ids)
-        watched = self._shared.pool.next_reused(self._look_ahead.next_step())
-        nodes = [(device_id, key, self._tree.get(key)) for device_id, key in watched if key not in self._refusals]
-        known = [(device_id, key, node) for device_id, key, node in nodes if node is not None]
-        for index in self._host.absent([node for _, _, node in known]):
-            device_id, key, _ = known[index]
-            node = self._tree.get(key)  # room was made for those in front of it, and one of them may be the same block
-            if node is None or self._tree.terms.barred[node] or self._host.node_state(node) is not BlockState.ABSENT:
-                continue
-            host_ids = self._host.allocate_up_to(1, self._tree.used[node], self._tree.terms.tenant[node])
-            node = self._tree.get(key)
-            if not host_ids or node is None:
-                self._host.release(host_ids)
-                continue
-            self._host.attach(host_ids, [node], Event.SWAP_OUT)
-            self._device_ids.append(device_id)
-            self._host_ids += host_ids
-        num_saved = len(self._host_ids) - num_saved
-        self._metrics.saves_on_reuse_blocks += num_saved
-        self._look_ahead.may_find = num_saved > 0
+        """The step saves what the engine will reuse first, too: see `SavesBeforeReuse`."""
+        device_ids, host_ids = self.before_reuse.plan()
+        self._device_ids += device_ids
+        self._host_ids += host_ids
 
     def open(self) -> tuple[CopyJob, ...]:
         """The job of the step that has been planned, none where it saves nothing. Its host blocks are leased."""
@@ -193,7 +154,7 @@ class SavePlanner:
         if not ended.ok:
             self._metrics.failed_save_jobs += 1
             self._host.discard(host_ids)
-            self._look_ahead.may_find = False  # an idle engine does not try again and again
+            self.before_reuse.failed()
             logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
             return
         refused = self._refuse(host_ids, ended.missing) if ended.missing else []
@@ -216,10 +177,6 @@ class SavePlanner:
         self._host.discard(lost)
         self._metrics.refused_blocks += len(unfit)
         return names
-
-    def _num_blocks(self, num_hashes: int) -> int:
-        """That a prefix of so many hashes takes, of all groups."""
-        return sum(-(-num_hashes // size) for size in self._hashes_per_block)
 
     def _look_for_holes(self, state: RequestState, num_hashes: int) -> None:
         """Nobody can reach what comes behind a block that has gone from the host since it was saved, or did not fit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .mutant import Mutant, Patch, tested
 
+_BEFORE_REUSE = "kv_connector/scheduler/saves/before_reuse.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _ENGINE = "kv_connector/transfer/engine.py"
 _LEDGER = "kv_connector/scheduler/ledger.py"
@@ -44,7 +45,7 @@ REFUSALS: tuple[Mutant, ...] = (
         "an idle engine saves a block that does not fit again and again",
         (
             Patch(
-                _PLANNER,
+                _BEFORE_REUSE,
                 " for device_id, key in watched if key not in self._refusals]",
                 " for device_id, key in watched]",
             ),
@@ -86,9 +87,9 @@ REFUSALS: tuple[Mutant, ...] = (
         "what the engine reuses next is saved though too much does not fit",
         (
             Patch(
-                _PLANNER,
-                "not self._saves_before_reuse or self._refusals.are_too_many:",
-                "not self._saves_before_reuse:",
+                _BEFORE_REUSE,
+                "not self._is_on or self._refusals.are_too_many:",
+                "not self._is_on:",
             ),
         ),
         _WORLDS,
@@ -98,7 +99,9 @@ REFUSALS: tuple[Mutant, ...] = (
         "an engine that saves nothing any more steps for what it would save",
         (
             Patch(
-                _PLANNER, "self._look_ahead.may_find and not self._refusals.are_too_many", "self._look_ahead.may_find"
+                _BEFORE_REUSE,
+                "self._look_ahead.may_find and not self._refusals.are_too_many",
+                "self._look_ahead.may_find",
             ),
         ),
         tested(_TESTS),

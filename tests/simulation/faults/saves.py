@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant, Patch, tested
 from .scheduler import WORLDS
 
+_BEFORE_REUSE = "kv_connector/scheduler/saves/before_reuse.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _LOOK_AHEAD = "kv_connector/scheduler/saves/lookahead.py"
 _TESTS = "tests/index/test_tier.py"
@@ -53,9 +54,9 @@ SAVES: tuple[Mutant, ...] = (
         "under write_back a step of many block groups takes blocks that were not looked at",
         (
             Patch(
-                _PLANNER,
-                "return sum(-(-num_hashes // size) for size in self._hashes_per_block)",
-                "return -(-num_hashes // self._hashes_per_block[0])",
+                _BEFORE_REUSE,
+                "return sum(-(-num_hashes // group.hashes_per_block) for group in self._grouped.groups)",
+                "return -(-num_hashes // self._grouped.groups[0].hashes_per_block)",
             ),
         ),
         tested("tests/scheduler/test_step_cost.py::test_no_step_takes_blocks_that_were_not_looked_at"),
@@ -92,7 +93,7 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/scheduler/half.py",
-                "        self._leases.leave(request_id)\n        self._saves.note_changed()\n        self",
+                "        self._leases.leave(request_id)\n        self._saves.before_reuse.changed()\n        self",
                 "        self._leases.leave(request_id)\n        self",
             ),
         ),
@@ -103,7 +104,7 @@ SAVES: tuple[Mutant, ...] = (
         "under write_back a newer block makes room for an older one",
         (
             Patch(
-                _PLANNER,
+                _BEFORE_REUSE,
                 "self._host.allocate_up_to(1, self._tree.used[node], self._tree.terms.tenant[node])",
                 "self._host.allocate_up_to(1)",
             ),
@@ -182,9 +183,9 @@ SAVES: tuple[Mutant, ...] = (
         "a block that was forgotten as room was made for it is saved under whatever block gets its row",
         (
             Patch(
-                _PLANNER,
-                "            node = self._tree.get(key)\n            if not host_ids or node is None:",
-                "            if not host_ids or node is None:",
+                _BEFORE_REUSE,
+                "            node = self._tree.get(key)\n            if not room or node is None:",
+                "            if not room or node is None:",
             ),
         ),
         tested(
