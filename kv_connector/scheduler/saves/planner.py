@@ -19,6 +19,7 @@ from ..requests import RequestState
 from ..shared import Shared
 from .before_reuse import SavesBeforeReuse
 from .budget import SaveBudget
+from .reachable import Reachable
 from .refusals import Refusals
 
 logger = logging.getLogger("kv_connector.scheduler")
@@ -79,7 +80,9 @@ class SavePlanner:
         self._reuse = reuse
         self._budget = budget
         self._on_saved = on_saved
-        self._is_in_storage = is_in_storage
+        # What is in storage, too, comes back from it; and what a policy does not want at once may not be there yet.
+        absent_is_lost = policy.wants(hits=0, pinned=False) and not is_in_storage
+        self._reachable = Reachable(shared, refusals, absent_is_lost)
         self._refusals = refusals
         self.before_reuse = SavesBeforeReuse(shared, policy, refusals)
         self._declines = policy.declines and not grouped.has_windows
@@ -117,7 +120,7 @@ class SavePlanner:
         paths = [self._grouped.keys(hashes, group) for group in self._grouped.full]
         progress = _Progress(state, paths, num_before, num_hashes, now)
         if has_room := self._host.has_room_behind(paths, now, tenant=state.terms.tenant):
-            self._look_for_holes(state, num_hashes)
+            self._reachable.look_for_holes(state.reach, hashes, tables, num_hashes)
         taken = self._take_told(progress, told)
         for group in groups:
             if group in self._windows:
@@ -178,30 +181,11 @@ class SavePlanner:
         self._metrics.refused_blocks += len(unfit)
         return names
 
-    def _look_for_holes(self, state: RequestState, num_hashes: int) -> None:
-        """Nobody can reach what comes behind a block that has gone from the host since it was saved, or did not fit."""
-        for group in self._grouped.full:
-            table, full = state.tables[group], num_hashes // self._hashes_per_block[group]
-            first = table.unsaved[0] if table.unsaved else min(table.next_block, full)
-            if self._is_cut_off(state, group, first):
-                self._lose_from(state, group, first - 1)
-            if state.num_refusals < self._refusals.num_found:  # perhaps of what this request has shown before
-                shown = self._grouped.keys(state.request.block_hashes, group)[: min(table.next_block, full)]
-                self._lose_unfit(state, group, shown, 0)
-        state.num_refusals = self._refusals.num_found
-
-    def _lose_unfit(self, state: RequestState, group: int, keys: Sequence[BlockHash], first: int) -> None:
-        """Of these, which are the blocks from `first` on, nobody could reach what is behind one that does not fit."""
-        if (num_fit := self._refusals.first_in(keys)) < len(keys):
-            self._lose_from(state, group, first + num_fit)
-
-    def _lose_from(self, state: RequestState, group: int, first: int) -> None:
-        state.first_unreachable = min(state.first_unreachable, first * self._hashes_per_block[group])
-
     def _take_full(self, progress: _Progress, group: int) -> list[_Taken]:
         """Of a group of full attention, what the policy wants, as far as there is room for it."""
-        state, full = progress.state, progress.num_hashes // self._hashes_per_block[group]
+        state, size = progress.state, self._hashes_per_block[group]
         table, keys = state.tables[group], self._grouped.keys(state.request.block_hashes, group)
+        full = progress.num_hashes // size
         most = self._budget.num_blocks
         if not most and full <= table.next_block:
             return []
@@ -210,9 +194,9 @@ class SavePlanner:
         saved, host_ids = self._take_waiting(progress, group, keys, most) if table.unsaved else ([], [])
         shown = keys[first:full]
         new, most = self._wanted(shown, first), most - len(saved)
-        self._lose_unfit(state, group, shown, first)
-        if progress.num_hashes > state.first_unreachable:
-            new = self._reachable(state, self._hashes_per_block[group], keys, new)
+        self._reachable.lose_unfit(state.reach, size, shown, first)
+        if progress.num_hashes > state.reach.first_unreachable:
+            new = self._reachable.of(state.reach, size, keys, new)
             if not saved and not new:
                 return []
         num_deferred = len(new[most:])
@@ -221,20 +205,19 @@ class SavePlanner:
             room = self._room(progress, keys, new[:num_looked_at])
             saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
             if len(room) < num_looked_at and self._has_room(progress):  # but not for these
-                new = self._declined(state, group, keys, new)
+                new = self._reachable.declined(state.reach, size, keys, new)
         self._metrics.deferred_saves_blocks += min(num_deferred, len(new))
         table.unsaved += new
         self._budget.spend(len(host_ids))
-        size = self._hashes_per_block[group]
         return [_Taken(group, keys, size, range(first, full), saved, table.block_ids, host_ids)]
 
     def _take_waiting(
         self, progress: _Progress, group: int, keys: Sequence[BlockHash], most: int
     ) -> tuple[list[int], list[int]]:
         """Up to `most` blocks that waited and are still wanted, as far as there is room, and host blocks for them."""
-        state, full = progress.state, progress.num_hashes // self._hashes_per_block[group]
-        table = state.tables[group]
-        table.unsaved = deque(self._reachable(state, self._hashes_per_block[group], keys, table.unsaved))
+        reach, table, size = progress.state.reach, progress.state.tables[group], self._hashes_per_block[group]
+        full = progress.num_hashes // size
+        table.unsaved = deque(self._reachable.of(reach, size, keys, table.unsaved))
         saved: list[int] = []
         host_ids: list[int] = []
         while num_looked_at := min(most - len(saved), _WAITING_AT_ONCE):
@@ -248,48 +231,10 @@ class SavePlanner:
             host_ids += room
             table.unsaved.extendleft(reversed(wanted[len(room) :]))
             if len(room) < len(wanted) and self._has_room(progress):  # but not for these
-                table.unsaved = deque(self._declined(state, group, keys, table.unsaved))
+                table.unsaved = deque(self._reachable.declined(reach, size, keys, table.unsaved))
             if len(room) < num_looked_at:
                 break
         return saved, host_ids
-
-    def _is_cut_off(self, state: RequestState, group: int, first: int) -> bool:
-        """Whether the block in front of this one has gone from the host since it was saved; what is in storage, too,
-        comes back from it."""
-        if not first or self._is_in_storage or not self._policy.wants(hits=0, pinned=False):
-            return False
-        node = self._tree.get(self._grouped.keys(state.request.block_hashes, group)[first - 1])
-        return node is None or self._host.node_state(node) is BlockState.ABSENT
-
-    def _declined(
-        self, state: RequestState, group: int, keys: Sequence[BlockHash], indices: Sequence[int]
-    ) -> list[int]:
-        """The first of these blocks is worth less than what would go for it, so nobody could reach the others: see
-        `_reachable`."""
-        self._lose_from(state, group, indices[0])
-        return self._reachable(state, self._hashes_per_block[group], keys, indices)
-
-    def _reachable(
-        self, state: RequestState, size: int, keys: Sequence[BlockHash], indices: Sequence[int]
-    ) -> list[int]:
-        """Of these blocks of `size` hashes, which are in order, those that somebody could reach on the host, and what
-        an operator has pinned right behind them; the others are declined, and counted."""
-        indices, stop = list(indices), state.first_unreachable // size
-        if not indices or indices[-1] < stop:
-            return indices
-        num_kept = bisect_left(indices, stop)
-        num_kept += self._num_pinned(keys, indices[num_kept:])
-        self._metrics.declined_saves_blocks += len(indices) - num_kept
-        return indices[:num_kept]
-
-    def _num_pinned(self, keys: Sequence[BlockHash], indices: Sequence[int]) -> int:
-        """How many of these blocks, which are in order, are pinned, up to one that does not fit: prefixes are, so the
-        first ones."""
-        for num_pinned, index in enumerate(indices):
-            node = self._tree.get(keys[index])
-            if node is None or not self._tree.pins[node] or keys[index] in self._refusals:
-                return num_pinned
-        return len(indices)
 
     def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float, terms: Terms) -> int:
         node = self._tree.get(keys[index])
@@ -332,7 +277,7 @@ class SavePlanner:
         """What the policy wants of these blocks, which are in order; of ends `size` is 1."""
         state, terms = progress.state, progress.state.terms
         keys = GroupKeys(state.request.block_hashes, group, size)
-        wanted = self._reachable(state, size, keys, [index for index in held if self._is_wanted(keys[index])])
+        wanted = self._reachable.of(state.reach, size, keys, [index for index in held if self._is_wanted(keys[index])])
         most = min(len(wanted), self._budget.num_blocks)
         host_ids = self._host.allocate_behind(most, progress.paths, progress.now, *terms.claim) if most else []
         self._budget.spend(len(host_ids))
@@ -343,7 +288,7 @@ class SavePlanner:
 
     def _save(self, state: RequestState, taken: _Taken, now: float) -> None:
         """Make host blocks the copies of what they were taken for, but for what another group has declined since."""
-        saved = self._reachable(state, taken.size, taken.keys, taken.saved)
+        saved = self._reachable.of(state.reach, taken.size, taken.keys, taken.saved)
         self._host.release(taken.host_ids[len(saved) :])
         host_ids = taken.host_ids[: len(saved)]
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
@@ -363,7 +308,7 @@ class SavePlanner:
         self._host_ids += host_ids
         if host_ids:
             self._request_ids.add(state.request.request_id)
-        num_pinned = self._num_pinned(taken.keys, saved)
+        num_pinned = self._reachable.num_pinned(taken.keys, saved)
         num_hit = max(0, bisect_left(saved, state.num_hit_hashes // taken.size) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned
         self._metrics.saves_on_hit_blocks += num_hit
@@ -389,7 +334,7 @@ class SavePlanner:
         """Host blocks for as many of these blocks as there is room for. For what an operator has pinned whatever is not
         goes; for the others what is worth no more than they are."""
         paths, now, terms = progress.paths, progress.now, progress.state.terms
-        num_pinned = self._num_pinned(keys, indices)
+        num_pinned = self._reachable.num_pinned(keys, indices)
         room = self._host.allocate_behind(num_pinned, paths, now, tenant=terms.tenant) if num_pinned else []
         if num_pinned < len(indices) and len(room) == num_pinned:
             first = keys, indices[num_pinned], terms.priority

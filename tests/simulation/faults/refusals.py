@@ -6,6 +6,7 @@ from .mutant import Mutant, Patch, tested
 
 _BEFORE_REUSE = "kv_connector/scheduler/saves/before_reuse.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
+_REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _ENGINE = "kv_connector/transfer/engine.py"
 _LEDGER = "kv_connector/scheduler/ledger.py"
 _OPEN_JOBS = "kv_connector/transfer/submission/open_jobs.py"
@@ -55,13 +56,13 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-behind",
         "what is computed behind a block that does not fit is saved, where nobody can reach it",
-        (Patch(_PLANNER, "            self._lose_from(state, group, first + num_fit)\n", "            pass\n"),),
+        (Patch(_REACHABLE, "            self._lose_from(reach, size, first + num_fit)\n", "            pass\n"),),
         tested(f"{_TESTS}::test_what_does_not_fit_is_not_tried_again_nor_what_is_behind_it_until_a_reset"),
     ),
     Mutant(
         "refused-behind-its-own",
         "a request goes on saving behind a block of its own that did not fit, and what could be hit goes for it",
-        (Patch(_PLANNER, "if state.num_refusals < self._refusals.num_found:", "if False:"),),
+        (Patch(_REACHABLE, "if reach.num_refusals < self._refusals.num_found:", "if False:"),),
         tested(f"{_TESTS}::test_a_request_saves_nothing_behind_a_block_of_its_own_that_does_not_fit"),
     ),
     Mutant(
