@@ -210,7 +210,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._budget.fill(now)
         loads, background = self._plan_loads()
         num_tokens = self._plan_scheduled(output, now)
-        saves = self._saves.open()
+        saves = self._saves.jobs.open()
         self._loads.estimate.step_planned(self._step, num_tokens, len(loads), now)
         announced, awaited = self._loads.announce(self._step)
         self._log_removed()

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ...base import ScheduledRequest, StateBlock
-from ...events import BlockStored
 from ...index import BlockState, Event, GroupKeys, ReuseModel, SavePolicy, Terms
-from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
-from ..ledger import EndedJob
+from ...types import NO_BLOCK, BlockHash
 from ..requests import RequestState
 from ..shared import Shared
 from .before_reuse import SavesBeforeReuse
 from .budget import SaveBudget
+from .jobs import SaveJobs
 from .reachable import Reachable
 from .refusals import Refusals
-
-logger = logging.getLogger("kv_connector.scheduler")
 
 _WAITING_AT_ONCE = 64
 """Of a request's blocks that wait so many are looked at before room is made for them: there may be little."""
@@ -55,11 +49,12 @@ class _Taken:
 
 
 class SavePlanner:
-    """Pairs device blocks with host blocks, opens a job for the pairs of a step, and hears how it ended.
+    """Chooses what a step saves, and finds host blocks for it, by the write policy, room, and what can be reached.
 
     What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps. Nothing is
     saved while `refusals` are too many. `on_saved` is told the host blocks that saves have filled. `is_in_storage`:
-    they go on to storage, and come back from there.
+    they go on to storage, and come back from there. Its parts `before_reuse` and `jobs` are told and asked by whoever
+    plans the step.
     """
 
     def __init__(
@@ -72,27 +67,25 @@ class SavePlanner:
         on_saved: Callable[[Sequence[int]], None],
         is_in_storage: bool,
     ) -> None:
-        self._shared = shared
+        self.before_reuse = SavesBeforeReuse(shared, policy, refusals)
+        self.jobs = SaveJobs(shared, refusals, self.before_reuse, on_saved)
+        self._on_saved = on_saved
+        self._block_size = shared.block_size
         self._grouped = grouped = shared.grouped
         self._tree = grouped.tree
         self._host = shared.host
         self._policy = policy
         self._reuse = reuse
         self._budget = budget
-        self._on_saved = on_saved
         # What is in storage, too, comes back from it; and what a policy does not want at once may not be there yet.
         absent_is_lost = policy.wants(hits=0, pinned=False) and not is_in_storage
         self._reachable = Reachable(shared, refusals, absent_is_lost)
         self._refusals = refusals
-        self.before_reuse = SavesBeforeReuse(shared, policy, refusals)
         self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
         self._in_order = *self._windows, *grouped.full  # what windows cannot save in a step is lost, the others' waits
         self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
-        self._device_ids: list[int] = []  # that the step being planned saves
-        self._request_ids: set[str] = set()  # that have computed them, or hit them
-        self._host_ids: list[int] = []  # where it saves them
 
     def asked(self, nodes: Iterable[int], terms: Terms) -> None:
         """A request makes use of these nodes on these terms. What was to be dropped some time, and is not any more, may
@@ -108,7 +101,7 @@ class SavePlanner:
         A hit needs the blocks of every group: room is found for all of them before any is saved, so that what one of
         them declines is given back of the others.
         """
-        size, hashes, tables = self._shared.block_size, state.request.block_hashes, state.tables
+        size, hashes, tables = self._block_size, state.request.block_hashes, state.tables
         num_before, num_tokens = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
         self.before_reuse.begun(-(-num_tokens // size), -(-num_before // size))
         if state.is_stale or not state.is_saved or not tables or self._refusals.are_too_many:
@@ -132,54 +125,11 @@ class SavePlanner:
 
     def plan_before_reuse(self) -> None:
         """The step saves what the engine will reuse first, too: see `SavesBeforeReuse`."""
-        device_ids, host_ids = self.before_reuse.plan()
-        self._device_ids += device_ids
-        self._host_ids += host_ids
-
-    def open(self) -> tuple[CopyJob, ...]:
-        """The job of the step that has been planned, none where it saves nothing. Its host blocks are leased."""
-        device_ids, self._device_ids = self._device_ids, []
-        host_ids, self._host_ids = self._host_ids, []
-        request_ids, self._request_ids = self._request_ids, set()
-        if not host_ids:
-            return ()
-        self._shared.pool.touch(device_ids)
-        job_id = self._shared.ledger.next_id()
-        job = CopyJob(job_id, Direction.SAVE, np.array(device_ids, np.int64), np.array(host_ids, np.int64))
-        self._shared.ledger.open(job, self, request_ids)
-        return (job,)
-
-    def end(self, ended: EndedJob) -> None:
-        """Every rank has reported the save."""
-        job = ended.job
-        assert isinstance(job, CopyJob)
-        host_ids = job.host_ids.tolist()
-        if not ended.ok:
-            self._metrics.failed_save_jobs += 1
-            self._host.discard(host_ids)
-            self.before_reuse.failed()
-            logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
-            return
-        refused = self._refuse(host_ids, ended.missing) if ended.missing else []
-        filled = self._host.fill(host_ids)  # but what was refused
-        self._refusals.judge(len(filled), refused)
-        self._metrics.saved_blocks += len(filled)
-        if filled and self._shared.events.is_read:
-            self._shared.events.add(BlockStored(self._host.hashes_of(filled), Tier.HOST))
-        self._on_saved(filled)
+        self.jobs.add(*self.before_reuse.plan())
 
     def reset(self) -> None:
         """Nothing that was computed until now may be used any more."""
         self._refusals.reset()
-
-    def _refuse(self, host_ids: Sequence[int], unfit: Collection[int]) -> list[BlockHash]:
-        """What did not fit into these of a save's host blocks stays uncached, and is not tried again: its names, but of
-        what a reset has let go of meanwhile."""
-        lost = [b for b in host_ids if b in unfit and self._host.state(b) is BlockState.SWAPPING_TO_HOST]
-        names = self._host.hashes_of(lost)
-        self._host.discard(lost)
-        self._metrics.refused_blocks += len(unfit)
-        return names
 
     def _take_full(self, progress: _Progress, group: int) -> list[_Taken]:
         """Of a group of full attention, what the policy wants, as far as there is room for it."""
@@ -255,7 +205,7 @@ class SavePlanner:
         full = progress.num_hashes // size
         # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
         # them, it may have given to others in this very step.
-        held = self._grouped.groups[group].first_held(progress.num_computed_tokens, size * self._shared.block_size)
+        held = self._grouped.groups[group].first_held(progress.num_computed_tokens, size * self._block_size)
         first = max(table.next_block, held)
         table.next_block = max(table.next_block, full)
         ids = table.block_ids
@@ -267,7 +217,7 @@ class SavePlanner:
         have, or behind tokens that are not hashed yet."""
         held: dict[int, dict[int, int]] = {}
         for block in sorted(told, key=lambda block: block.num_tokens):
-            end, rest = divmod(block.num_tokens, self._shared.block_size)
+            end, rest = divmod(block.num_tokens, self._block_size)
             inside = rest or (not self._grouped.ends_within and end % self._hashes_per_block[block.group])
             if not inside and end <= progress.num_hashes:
                 held.setdefault(block.group, {})[end - 1] = block.block_id
@@ -304,10 +254,7 @@ class SavePlanner:
                 self._tree.inside[node] = (index + 1) * taken.size % self._hashes_per_block[taken.group] > 0
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
-        self._device_ids += [taken.device_ids[index] for index in saved]
-        self._host_ids += host_ids
-        if host_ids:
-            self._request_ids.add(state.request.request_id)
+        self.jobs.add([taken.device_ids[index] for index in saved], host_ids, (state.request.request_id,))
         num_pinned = self._reachable.num_pinned(taken.keys, saved)
         num_hit = max(0, bisect_left(saved, state.num_hit_hashes // taken.size) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned

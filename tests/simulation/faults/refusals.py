@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant, Patch, tested
 
 _BEFORE_REUSE = "kv_connector/scheduler/saves/before_reuse.py"
+_JOBS = "kv_connector/scheduler/saves/jobs.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _ENGINE = "kv_connector/transfer/engine.py"
@@ -26,7 +27,7 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-shown",
         "a block that did not fit is matched, with whatever its host block holds",
-        (Patch(_PLANNER, "self._refuse(host_ids, ended.missing) if ended.missing else []", "[]"),),
+        (Patch(_JOBS, "self._refuse(host_ids, ended.missing) if ended.missing else []", "[]"),),
         _WORLDS,
     ),
     Mutant(
@@ -38,7 +39,7 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-fails-all",
         "one block that does not fit fails all of a step's saves",
-        (Patch(_PLANNER, "        if not ended.ok:\n", "        if ended.missing or not ended.ok:\n"),),
+        (Patch(_JOBS, "        if not ended.ok:\n", "        if ended.missing or not ended.ok:\n"),),
         tested(_TESTS),
     ),
     Mutant(
@@ -74,7 +75,7 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-under-another-name",
         "a block of before a reset is refused under the name that its host block had last",
-        (Patch(_PLANNER, " and self._host.state(b) is BlockState.SWAPPING_TO_HOST]", "]"),),
+        (Patch(_JOBS, " and self._host.state(b) is BlockState.SWAPPING_TO_HOST]", "]"),),
         tested(_TESTS),
     ),
     Mutant(

@@ -6,6 +6,7 @@ from .mutant import Mutant, Patch, tested
 from .scheduler import WORLDS
 
 _BEFORE_REUSE = "kv_connector/scheduler/saves/before_reuse.py"
+_JOBS = "kv_connector/scheduler/saves/jobs.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _LOOK_AHEAD = "kv_connector/scheduler/saves/lookahead.py"
 _TESTS = "tests/index/test_tier.py"
@@ -16,7 +17,7 @@ SAVES: tuple[Mutant, ...] = (
     Mutant(
         "pin-forgotten",
         "blocks of a save are not pinned in the engine's pool",
-        (Patch(_PLANNER, "        self._shared.pool.touch(device_ids)\n", ""),),
+        (Patch(_JOBS, "        self._shared.pool.touch(device_ids)\n", ""),),
         tested("tests/scheduler/test_half.py::test_a_conversation_comes_back_from_the_host"),
     ),
     Mutant(
@@ -24,7 +25,7 @@ SAVES: tuple[Mutant, ...] = (
         "a block is matched while its save is under way",
         (
             Patch(
-                _PLANNER,
+                _JOBS,
                 "        return (job,)\n",
                 "        self._host.fill(host_ids)\n        return (job,)\n",
             ),
@@ -36,7 +37,7 @@ SAVES: tuple[Mutant, ...] = (
         "blocks whose save has failed are matched",
         (
             Patch(
-                _PLANNER,
+                _JOBS,
                 "            self._host.discard(host_ids)\n",
                 "            self._on_saved(self._host.fill(host_ids))\n",
             ),
@@ -138,7 +139,7 @@ SAVES: tuple[Mutant, ...] = (
         "blocks are saved that have left their window by drafts in flight, and may be anybody's",
         (
             Patch(
-                "kv_connector/scheduler/saves/planner.py",
+                _PLANNER,
                 "first = max(table.next_block, held)",
                 "first = table.next_block",
             ),
