@@ -79,8 +79,8 @@ SGLANG: tuple[Mutant, ...] = (
         "loads-beside-forward",
         "loads begin while the pass before them writes to pages that it has given back",
         "linker.py",
-        "        with self._behind_forward():\n            self._replica.begin()",
-        "        with nullcontext():\n            self._replica.begin()",
+        "        with self._behind_forward():\n            self._replica.begin(",
+        "        with nullcontext():\n            self._replica.begin(",
         "integration/tests/test_sglang_world.py",
     ),
     _mutant(
