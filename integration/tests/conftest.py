@@ -63,6 +63,15 @@ def expected_in_bf16(models: Path) -> Iterator[Expected]:
         yield answers
 
 
+@pytest.fixture(scope="session")
+def expected_of_tensorrt_llm() -> Iterator[Expected]:
+    """What the model of TensorRT-LLM's executor answers without us."""
+    from integration.tests.tensorrt_llm_engines import answers_alone
+
+    with answers_alone() as answers:
+        yield answers
+
+
 @pytest.fixture
 def mamba2_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.32 lets Mamba2 keep a state from the middle of a step, which its kernels for the CPU cannot."""

@@ -1,8 +1,8 @@
 """SGLang's scheduler between its own pool and the linker, in virtual time.
 
-A model of what SGLang 0.5.23 does around its slot: a tree of pages, look-ups, admission, passes on a forward stream
-beside the scheduler's own (or, without overlap, on it), offers, aborts, retraction and flushes. Several ranks are
-threads that decide alike, each with a device and a clock of its own.
+A model of what SGLang 0.5.23 does around its slot: look-ups, admission, passes on a forward stream beside the
+scheduler's own (or, without overlap, on it), offers, aborts, retraction and flushes. Several ranks are threads that
+decide alike, each with a tree of pages, a device and a clock of its own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import integration.tests.sglang_engines  # noqa: F401  # what SGLang imports
 from integration.tests.sglang_parts import Meeting, Node, Request, ThreadRanks, Wrong
+from integration.tests.sglang_tree import LAYERS, PAGE, PageTree, make_pool
 from kv_connector.engines.sglang import TieredKVLinker
 from kv_connector.engines.sglang.pools import PageIds
 from kv_connector.types import Direction
@@ -31,7 +30,6 @@ from tests.simulation.device import Device, SimulatedEvent
 if TYPE_CHECKING:
     from integration.tests.sglang_world import World
 
-PAGE, LAYERS = 2, 3
 _SECONDS = {"compute": 1e-4, "forward": 2e-3}
 _here = threading.local()
 
@@ -60,8 +58,6 @@ class Rank:
     """One scheduler process. All ranks draw the same from `chance`, and each its own from `own`."""
 
     def __init__(self, world: World, index: int, meeting: Meeting) -> None:
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-
         _here.rank = self
         self.world = world
         self.chance, self.own = random.Random(world.seed), random.Random(f"{world.seed} {index}")
@@ -70,13 +66,8 @@ class Rank:
         self.loads_fail = False
         self.stored: dict[bytes, dict[bytes, bytes]] = {}
         self.ranks = ThreadRanks((meeting, index))
-        size = PAGE * world.num_pages
-        if world.is_latent:
-            pool: Any = MLATokenToKVPool(size, PAGE, torch.float32, 2, 2, LAYERS, "cpu", False)
-            self._buffers = [[buffer] for buffer in pool.kv_buffer]
-        else:
-            pool = MHATokenToKVPool(size, PAGE, torch.float32, 1, 2, LAYERS, "cpu", False)
-            self._buffers = [list(layer) for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+        pool = make_pool(world.num_pages, world.is_latent)
+        self.tree = PageTree(pool, world.num_pages)
         params: Any = SimpleNamespace(
             page_size=PAGE,
             attn_tp_cache_group=None,
@@ -87,15 +78,12 @@ class Rank:
         self.linker = _Linker(None, params, components=(), extra_config=world.settings)  # type: ignore[arg-type]
         self.linker._pages.ids_of = partial(_LateIds, page_size=PAGE, num_pages=self.linker._pages.num_pages)
         self.forward = self.device.stream("forward") if world.overlaps else self.device.compute
-        self.free = list(range(1, world.num_pages + 1))
-        self.tree: dict[str, Node] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loading: list[Request] = []
         self.offered: list[Node] = []
         self.results: deque[tuple[_Batch, SimulatedEvent]] = deque()
-        self.weights = 0
-        self.num_requests = self.num_uses = 0
+        self.num_requests = 0
         self.counts = dict.fromkeys(("loads", "failed", "flushes", "retracted"), 0)
         self.chats = [[f"{chat} {i}" for i in range(12)] for chat in range(world.num_chats)]
 
@@ -113,7 +101,7 @@ class Rank:
         held = stats["host_leased_blocks"], stats["jobs_in_flight"], len(self.linker._promises), len(self.offered)
         if any(held):
             raise Wrong(f"left: leased host blocks, jobs, promises, locked nodes: {held}")
-        assert len(self.free) + len(self.tree) == self.world.num_pages, "the model has lost pages"
+        self.tree.check()
         self.linker.close()
         return self.counts
 
@@ -166,7 +154,7 @@ class Rank:
         batch: list[Request] = []
         if self.world.orders_by_prefix:
             for request in self.waiting:
-                self.look_up(request, self.matched(request))
+                self.look_up(request, self.tree.matched(request.keys))
         for request in self.waiting[: self.chance.choice([1, 2, 4])]:
             if not self.admit(request):
                 break
@@ -178,14 +166,14 @@ class Rank:
 
     def admit(self, request: Request) -> bool:
         """As `init_next_round_input` and `add_one_req`; False where there is no room."""
-        matched = self.matched(request)
+        matched = self.tree.matched(request.keys)
         rest, found = request.keys[len(matched) :], self.look_up(request, matched)
         if matched:
             matched[-1].lock()
         request.locked = matched[-1] if matched else None
         request.pages = [node.page for node in matched]
         request.num_owned_by_tree = request.num_known = len(matched)
-        pages = self.allocate(len(rest) + 1) if self.chance.random() < 0.9 else None
+        pages = self.tree.allocate(len(rest) + 1) if self.chance.random() < 0.9 else None
         if pages is None:
             self.release(request)
             request.is_over = False  # it is asked about again
@@ -198,10 +186,6 @@ class Rank:
         request.tail = pages[-1]
         return True
 
-    def matched(self, request: Request) -> list[Node]:
-        """What the device has of it, from the first page on."""
-        return [self.use(self.tree[key]) for key in takewhile(self.tree.__contains__, request.keys)]
-
     def look_up(self, request: Request, matched: Sequence[Node]) -> int:
         """How many pages behind those that the device has can be loaded."""
         rest = request.keys[len(matched) :]
@@ -210,24 +194,11 @@ class Rank:
         found = max(self.linker.lookup(request.rid, self.transfer(rest)), default=0)
         return int(self.agree("look-up", request.rid, found))
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Those that were freed last are handed out first, as by SGLang's allocator."""
-        while len(self.free) < count:
-            leaves = [node for node in self.tree.values() if not node.num_children and not node.num_locks]
-            if not leaves:
-                return None
-            oldest = min(leaves, key=lambda node: node.used)
-            del self.tree[oldest.key]
-            self.free.append(oldest.page)
-            if oldest.parent is not None:
-                oldest.parent.num_children -= 1
-        return [self.free.pop() for _ in range(count)]
-
     def release(self, request: Request) -> None:
         """What it has is free at once, whatever is still under way."""
         if request in self.loading and self.linker.cancel_queued_load(request.rid):
             self.loading.remove(request)
-        self.free += request.pages[request.num_owned_by_tree :] + ([request.tail] if request.tail else [])
+        self.tree.free(request.pages[request.num_owned_by_tree :] + ([request.tail] if request.tail else []))
         if request.locked is not None:
             request.locked.lock(-1)
         request.pages, request.tail, request.locked, request.is_over = [], 0, None, True
@@ -263,11 +234,11 @@ class Rank:
         def compute() -> None:
             if prefills:
                 for page, key in zip(pages[: request.num_known], request.keys, strict=False):
-                    if not self.holds(page, key, layer):
+                    if not self.tree.holds(page, key, layer):
                         request.wrong = f"{request.rid}: layer {layer} of {key!r} in page {page}"
                 for page, key in list(zip(pages, request.keys, strict=True))[request.num_known :]:
-                    self.write(page, key, layer)
-            self.write(tail, f"tail of {request.rid}", layer)
+                    self.tree.write(page, key, layer)
+            self.tree.write(tail, f"tail of {request.rid}", layer)
 
         return compute
 
@@ -295,19 +266,7 @@ class Rank:
 
     def insert(self, request: Request) -> None:
         """The tree takes its pages, and offers what is new and some of the rest."""
-        path: list[Node] = []
-        new: set[Node] = set()
-        for i, key in enumerate(request.keys):
-            node = self.tree.get(key)
-            if node is None:
-                node = self.tree[key] = Node(key, request.pages[i], path[-1] if path else None)
-                new.add(node)
-                if path:
-                    path[-1].num_children += 1
-            elif node.page != request.pages[i]:
-                self.free.append(request.pages[i])
-                request.pages[i] = node.page
-            path.append(self.use(node))
+        path, new = self.tree.insert(request.keys, request.pages)
         path[-1].lock()
         if request.locked is not None:
             request.locked.lock(-1)
@@ -351,10 +310,7 @@ class Rank:
         self.linker.reset()
         while self.offered:
             self.offered.pop().lock(-1)
-        assert not any(node.num_locks for node in self.tree.values())
-        self.tree.clear()
-        self.free = list(range(1, self.world.num_pages + 1))
-        self.weights += not self.world.settings["keep_on_flush"]
+        self.tree.clear(weights_changed=not self.world.settings["keep_on_flush"])
 
     def stop_all(self) -> None:
         while self.results:
@@ -390,29 +346,12 @@ class Rank:
             raise Wrong(f"ranks differ: {others}")
         return said[-1]
 
-    def use(self, node: Node) -> Node:
-        self.num_uses += 1
-        node.used = self.num_uses
-        return node
-
     def transfer(self, keys: Sequence[str], pages: Sequence[int] | None = None) -> list[Any]:
         slots = None
         if pages is not None:
             slots = (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
         names = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
         return [SimpleNamespace(name="kv", keys=names, device_indices=slots)]
-
-    def write(self, page: int, key: str, layer: int) -> None:
-        for rows, value in self._rows(page, key, layer):
-            rows.fill_(value)
-
-    def holds(self, page: int, key: str, layer: int) -> bool:
-        return all(bool((rows == value).all()) for rows, value in self._rows(page, key, layer))
-
-    def _rows(self, page: int, key: str, layer: int) -> Iterator[tuple[torch.Tensor, float]]:
-        for i, buffer in enumerate(self._buffers[layer]):
-            digest = hashlib.sha256(f"{key} {layer} {i} {self.weights}".encode()).hexdigest()
-            yield buffer[page * PAGE : (page + 1) * PAGE], float(int(digest[:5], 16) + 1)
 
 
 def current_rank() -> Rank:

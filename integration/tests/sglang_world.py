@@ -17,8 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from integration.tests.sglang_model import PAGE, Rank, current_rank
+from integration.tests.sglang_model import Rank, current_rank
 from integration.tests.sglang_parts import Meeting, ThreadRanks
+from integration.tests.sglang_tree import PAGE
 from kv_connector import build
 from kv_connector.engines.sglang import linker, ranks, replica
 from kv_connector.index import CacheIdentity

@@ -17,7 +17,8 @@ from integration.tensorrt_llm.engine import LLM, Connector
 from integration.tensorrt_llm.executor import Executor, Options, Response
 from kv_connector.engines.tensorrt_llm import TieredKVScheduler, TieredKVWorker
 from kv_connector.engines.tensorrt_llm.launch import VARIABLE
-from kv_connector.testing.engine_contract import Answer
+from kv_connector.testing import engine_contract
+from kv_connector.testing.engine_contract import Answer, Expected
 from kv_connector.types import CopyJob
 
 SETTINGS = {"host_memory": "64MiB", "write_policy": "write_through", "pin_memory": False, "calibration": "off"}
@@ -173,3 +174,17 @@ def running(
             yield engine
         finally:
             engine.shutdown()
+
+
+@contextmanager
+def answers_alone() -> Iterator[Expected]:
+    """What the modelled engine answers without us to each prompt alone."""
+    llm = LLM(Options(num_blocks=256))
+
+    def answer(prompt: Sequence[int], num_tokens: int) -> Sequence[int]:
+        (response,) = llm.generate([prompt], num_tokens)
+        assert response.token_ids is not None, response.error
+        return response.token_ids
+
+    yield engine_contract.answered_once(answer)
+    llm.shutdown()

@@ -162,7 +162,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         assert len(block_ids) == len(self._grouped.groups), "one block table for each block group"
         size, now = self._shared.block_size, self._shared.clock()
         first, count = num_local_tokens // size, num_external_tokens // size
-        self._saves.note_admitted(-(-request.num_tokens // size) - first, first)
+        self._saves.before_reuse.admitted(-(-request.num_tokens // size) - first, first)
         if self._requests.is_silently_preempted(request.request_id, block_ids, num_local_tokens):
             self._preempt(request.request_id)
         state = self._requests.admit(request, block_ids, first + count)
@@ -210,7 +210,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._budget.fill(now)
         loads, background = self._plan_loads()
         num_tokens = self._plan_scheduled(output, now)
-        saves = self._saves.open()
+        saves = self._saves.jobs.open()
         self._loads.estimate.step_planned(self._step, num_tokens, len(loads), now)
         announced, awaited = self._loads.announce(self._step)
         self._log_removed()
@@ -256,7 +256,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         state = self._requests.finish(request.request_id)
         if state is not None:
             self._leases.leave(request.request_id)
-            self._saves.note_changed()
+            self._saves.before_reuse.changed()
             self._grouped.touch_known(request.block_hashes, state.num_hit_hashes, self._shared.clock())
             self._control.finished(state)
         params = self._companions.finished(request)
@@ -282,7 +282,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         return is_done and not any(map(self._brings_old, self._requests))
 
     def has_pending_push_work(self) -> bool:
-        may_save = self._saves.may_save_before_reuse
+        may_save = self._saves.before_reuse.may_find
         return len(self._ledger) > 0 or may_save or self._companions.is_busy or self._control.is_busy
 
     def has_pending_block_frees(self) -> bool:
@@ -333,7 +333,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
     def _preempt(self, request_id: str) -> None:
         self._requests.preempt(request_id)
         self._leases.leave(request_id)
-        self._saves.note_changed()
+        self._saves.before_reuse.changed()
         self._companions.preempted(request_id)
 
     def _plan_loads(self) -> tuple[tuple[CopyJob, ...], tuple[CopyJob, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,6 +12,7 @@ from ..metrics import CacheMetrics
 from ..types import NO_BLOCK
 from .control.hints import NO_HINTS, Hints
 from .loads.leases import LoadLease, LoadLeases
+from .saves.reachable import Reach
 from .steps import InFlightSteps
 from .tables import BlockTable
 
@@ -41,10 +41,7 @@ class RequestState:
     hints: Hints = NO_HINTS
     terms: Terms = PLAIN  # of its blocks
     is_saved: bool = True  # anything of it
-    num_refusals: int = 0  # that were found when its blocks were looked for among them: see `Refusals.num_found`
-    first_unreachable: int = sys.maxsize
-    """The first hash of a block that is not saved in some block group. Nothing behind is in any, but for what an
-    operator has pinned: nobody could reach it."""
+    reach: Reach = field(default_factory=Reach)
 
     def num_missing(self, groups: Sequence[BlockGroup], block_size: int) -> int:
         """Device blocks that it would take over those that it holds, if it began anew; see `num_blocks_of`."""
@@ -124,7 +121,7 @@ class RequestTable:
         state.is_stale &= bool(state.tables) and _go_on(state.tables, block_ids)
         state.tables = [BlockTable(list(ids)) for ids in block_ids]
         state.num_hit_hashes = num_hit_hashes
-        state.first_unreachable, state.num_refusals = sys.maxsize, 0
+        state.reach = Reach()
         state.is_newly_admitted = True
         self._admitted.append(state)
         return state

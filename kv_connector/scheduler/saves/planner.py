@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ...base import ScheduledRequest, StateBlock
-from ...events import BlockStored
 from ...index import BlockState, Event, GroupKeys, ReuseModel, SavePolicy, Terms
-from ...types import NO_BLOCK, BlockHash, CopyJob, Direction, Tier
-from ..ledger import EndedJob
+from ...types import NO_BLOCK, BlockHash
 from ..requests import RequestState
 from ..shared import Shared
+from .before_reuse import SavesBeforeReuse
 from .budget import SaveBudget
-from .lookahead import LookAhead
+from .jobs import SaveJobs
+from .reachable import Reachable
 from .refusals import Refusals
-
-logger = logging.getLogger("kv_connector.scheduler")
 
 _WAITING_AT_ONCE = 64
 """Of a request's blocks that wait so many are looked at before room is made for them: there may be little."""
@@ -54,11 +49,12 @@ class _Taken:
 
 
 class SavePlanner:
-    """Pairs device blocks with host blocks, opens a job for the pairs of a step, and hears how it ended.
+    """Chooses what a step saves, and finds host blocks for it, by the write policy, room, and what can be reached.
 
     What the engine computes and hits is saved within `budget`; what is beyond it waits for later steps. Nothing is
     saved while `refusals` are too many. `on_saved` is told the host blocks that saves have filled. `is_in_storage`:
-    they go on to storage, and come back from there.
+    they go on to storage, and come back from there. Its parts `before_reuse` and `jobs` are told and asked by whoever
+    plans the step.
     """
 
     def __init__(
@@ -71,40 +67,25 @@ class SavePlanner:
         on_saved: Callable[[Sequence[int]], None],
         is_in_storage: bool,
     ) -> None:
-        self._shared = shared
+        self.before_reuse = SavesBeforeReuse(shared, policy, refusals)
+        self.jobs = SaveJobs(shared, refusals, self.before_reuse, on_saved)
+        self._on_saved = on_saved
+        self._block_size = shared.block_size
         self._grouped = grouped = shared.grouped
         self._tree = grouped.tree
         self._host = shared.host
         self._policy = policy
-        self._saves_before_reuse = policy.saves_before_reuse
-        self._look_ahead = LookAhead(policy.lookahead)
         self._reuse = reuse
         self._budget = budget
-        self._on_saved = on_saved
-        self._is_in_storage = is_in_storage
+        # What is in storage, too, comes back from it; and what a policy does not want at once may not be there yet.
+        absent_is_lost = policy.wants(hits=0, pinned=False) and not is_in_storage
+        self._reachable = Reachable(shared, refusals, absent_is_lost)
         self._refusals = refusals
         self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
         self._in_order = *self._windows, *grouped.full  # what windows cannot save in a step is lost, the others' waits
         self._hashes_per_block = [group.hashes_per_block for group in grouped.groups]
-        self._device_ids: list[int] = []  # that the step being planned saves
-        self._request_ids: set[str] = set()  # that have computed them, or hit them
-        self._host_ids: list[int] = []  # where it saves them
-
-    @property
-    def may_save_before_reuse(self) -> bool:
-        """Whether an idle engine's steps may have something to save."""
-        return self._look_ahead.may_find and not self._refusals.are_too_many
-
-    def note_admitted(self, num_hashes: int, num_hit_hashes: int) -> None:
-        """A request was admitted that will take blocks of so many hashes, and has some that the device holds."""
-        if self._saves_before_reuse:
-            self._look_ahead.admitted(self._num_blocks(num_hashes), self._num_blocks(num_hit_hashes))
-
-    def note_changed(self) -> None:
-        """Device blocks were freed: there may be something to save before reuse."""
-        self._look_ahead.may_find = self._saves_before_reuse
 
     def asked(self, nodes: Iterable[int], terms: Terms) -> None:
         """A request makes use of these nodes on these terms. What was to be dropped some time, and is not any more, may
@@ -120,11 +101,9 @@ class SavePlanner:
         A hit needs the blocks of every group: room is found for all of them before any is saved, so that what one of
         them declines is given back of the others.
         """
-        size, hashes, tables = self._shared.block_size, state.request.block_hashes, state.tables
+        size, hashes, tables = self._block_size, state.request.block_hashes, state.tables
         num_before, num_tokens = item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
-        if self._saves_before_reuse:
-            num_begun = self._num_blocks(-(-num_tokens // size)) - self._num_blocks(-(-num_before // size))
-            self._look_ahead.begun(num_begun)
+        self.before_reuse.begun(-(-num_tokens // size), -(-num_before // size))
         if state.is_stale or not state.is_saved or not tables or self._refusals.are_too_many:
             return
         num_hashes, per_block = min(num_tokens // size, len(hashes)), self._hashes_per_block
@@ -134,7 +113,7 @@ class SavePlanner:
         paths = [self._grouped.keys(hashes, group) for group in self._grouped.full]
         progress = _Progress(state, paths, num_before, num_hashes, now)
         if has_room := self._host.has_room_behind(paths, now, tenant=state.terms.tenant):
-            self._look_for_holes(state, num_hashes)
+            self._reachable.look_for_holes(state.reach, hashes, tables, num_hashes)
         taken = self._take_told(progress, told)
         for group in groups:
             if group in self._windows:
@@ -145,106 +124,18 @@ class SavePlanner:
             self._save(state, part, now)
 
     def plan_before_reuse(self) -> None:
-        """Under write_back the step saves the device blocks that the engine will reuse first.
-
-        They are within no budget and take nothing from it: a block that waited would be lost, and computed again.
-        """
-        if not self._saves_before_reuse or self._refusals.are_too_many:
-            return
-        num_saved = len(self._host_ids)
-        watched = self._shared.pool.next_reused(self._look_ahead.next_step())
-        nodes = [(device_id, key, self._tree.get(key)) for device_id, key in watched if key not in self._refusals]
-        known = [(device_id, key, node) for device_id, key, node in nodes if node is not None]
-        for index in self._host.absent([node for _, _, node in known]):
-            device_id, key, _ = known[index]
-            node = self._tree.get(key)  # room was made for those in front of it, and one of them may be the same block
-            if node is None or self._tree.terms.barred[node] or self._host.node_state(node) is not BlockState.ABSENT:
-                continue
-            host_ids = self._host.allocate_up_to(1, self._tree.used[node], self._tree.terms.tenant[node])
-            node = self._tree.get(key)
-            if not host_ids or node is None:
-                self._host.release(host_ids)
-                continue
-            self._host.attach(host_ids, [node], Event.SWAP_OUT)
-            self._device_ids.append(device_id)
-            self._host_ids += host_ids
-        num_saved = len(self._host_ids) - num_saved
-        self._metrics.saves_on_reuse_blocks += num_saved
-        self._look_ahead.may_find = num_saved > 0
-
-    def open(self) -> tuple[CopyJob, ...]:
-        """The job of the step that has been planned, none where it saves nothing. Its host blocks are leased."""
-        device_ids, self._device_ids = self._device_ids, []
-        host_ids, self._host_ids = self._host_ids, []
-        request_ids, self._request_ids = self._request_ids, set()
-        if not host_ids:
-            return ()
-        self._shared.pool.touch(device_ids)
-        job_id = self._shared.ledger.next_id()
-        job = CopyJob(job_id, Direction.SAVE, np.array(device_ids, np.int64), np.array(host_ids, np.int64))
-        self._shared.ledger.open(job, self, request_ids)
-        return (job,)
-
-    def end(self, ended: EndedJob) -> None:
-        """Every rank has reported the save."""
-        job = ended.job
-        assert isinstance(job, CopyJob)
-        host_ids = job.host_ids.tolist()
-        if not ended.ok:
-            self._metrics.failed_save_jobs += 1
-            self._host.discard(host_ids)
-            self._look_ahead.may_find = False  # an idle engine does not try again and again
-            logger.warning("save job %d failed: %d blocks stay uncached on the host", job.job_id, job.num_blocks)
-            return
-        refused = self._refuse(host_ids, ended.missing) if ended.missing else []
-        filled = self._host.fill(host_ids)  # but what was refused
-        self._refusals.judge(len(filled), refused)
-        self._metrics.saved_blocks += len(filled)
-        if filled and self._shared.events.is_read:
-            self._shared.events.add(BlockStored(self._host.hashes_of(filled), Tier.HOST))
-        self._on_saved(filled)
+        """The step saves what the engine will reuse first, too: see `SavesBeforeReuse`."""
+        self.jobs.add(*self.before_reuse.plan())
 
     def reset(self) -> None:
         """Nothing that was computed until now may be used any more."""
         self._refusals.reset()
 
-    def _refuse(self, host_ids: Sequence[int], unfit: Collection[int]) -> list[BlockHash]:
-        """What did not fit into these of a save's host blocks stays uncached, and is not tried again: its names, but of
-        what a reset has let go of meanwhile."""
-        lost = [b for b in host_ids if b in unfit and self._host.state(b) is BlockState.SWAPPING_TO_HOST]
-        names = self._host.hashes_of(lost)
-        self._host.discard(lost)
-        self._metrics.refused_blocks += len(unfit)
-        return names
-
-    def _num_blocks(self, num_hashes: int) -> int:
-        """That a prefix of so many hashes takes, of all groups."""
-        return sum(-(-num_hashes // size) for size in self._hashes_per_block)
-
-    def _look_for_holes(self, state: RequestState, num_hashes: int) -> None:
-        """Nobody can reach what comes behind a block that has gone from the host since it was saved, or did not fit."""
-        for group in self._grouped.full:
-            table, full = state.tables[group], num_hashes // self._hashes_per_block[group]
-            first = table.unsaved[0] if table.unsaved else min(table.next_block, full)
-            if self._is_cut_off(state, group, first):
-                self._lose_from(state, group, first - 1)
-            if state.num_refusals < self._refusals.num_found:  # perhaps of what this request has shown before
-                shown = self._grouped.keys(state.request.block_hashes, group)[: min(table.next_block, full)]
-                self._lose_unfit(state, group, shown, 0)
-        state.num_refusals = self._refusals.num_found
-
-    def _lose_unfit(self, state: RequestState, group: int, keys: Sequence[BlockHash], first: int) -> None:
-        """Of these, which are the blocks from `first` on, nobody could reach what is behind one that does not fit."""
-        if (num_fit := self._refusals.first_in(keys)) < len(keys):
-            self._lose_from(state, group, first + num_fit)
-
-    def _lose_from(self, state: RequestState, group: int, first: int) -> None:
-        state.first_unreachable = min(state.first_unreachable, first * self._hashes_per_block[group])
-
     def _take_full(self, progress: _Progress, group: int) -> list[_Taken]:
         """Of a group of full attention, what the policy wants, as far as there is room for it."""
-        state, full = progress.state, progress.num_hashes // self._hashes_per_block[group]
+        state, size = progress.state, self._hashes_per_block[group]
         table, keys = state.tables[group], self._grouped.keys(state.request.block_hashes, group)
+        full = progress.num_hashes // size
         most = self._budget.num_blocks
         if not most and full <= table.next_block:
             return []
@@ -253,9 +144,9 @@ class SavePlanner:
         saved, host_ids = self._take_waiting(progress, group, keys, most) if table.unsaved else ([], [])
         shown = keys[first:full]
         new, most = self._wanted(shown, first), most - len(saved)
-        self._lose_unfit(state, group, shown, first)
-        if progress.num_hashes > state.first_unreachable:
-            new = self._reachable(state, self._hashes_per_block[group], keys, new)
+        self._reachable.lose_unfit(state.reach, size, shown, first)
+        if progress.num_hashes > state.reach.first_unreachable:
+            new = self._reachable.of(state.reach, size, keys, new)
             if not saved and not new:
                 return []
         num_deferred = len(new[most:])
@@ -264,20 +155,19 @@ class SavePlanner:
             room = self._room(progress, keys, new[:num_looked_at])
             saved, host_ids, new = saved + new[: len(room)], host_ids + room, new[len(room) :]
             if len(room) < num_looked_at and self._has_room(progress):  # but not for these
-                new = self._declined(state, group, keys, new)
+                new = self._reachable.declined(state.reach, size, keys, new)
         self._metrics.deferred_saves_blocks += min(num_deferred, len(new))
         table.unsaved += new
         self._budget.spend(len(host_ids))
-        size = self._hashes_per_block[group]
         return [_Taken(group, keys, size, range(first, full), saved, table.block_ids, host_ids)]
 
     def _take_waiting(
         self, progress: _Progress, group: int, keys: Sequence[BlockHash], most: int
     ) -> tuple[list[int], list[int]]:
         """Up to `most` blocks that waited and are still wanted, as far as there is room, and host blocks for them."""
-        state, full = progress.state, progress.num_hashes // self._hashes_per_block[group]
-        table = state.tables[group]
-        table.unsaved = deque(self._reachable(state, self._hashes_per_block[group], keys, table.unsaved))
+        reach, table, size = progress.state.reach, progress.state.tables[group], self._hashes_per_block[group]
+        full = progress.num_hashes // size
+        table.unsaved = deque(self._reachable.of(reach, size, keys, table.unsaved))
         saved: list[int] = []
         host_ids: list[int] = []
         while num_looked_at := min(most - len(saved), _WAITING_AT_ONCE):
@@ -291,48 +181,10 @@ class SavePlanner:
             host_ids += room
             table.unsaved.extendleft(reversed(wanted[len(room) :]))
             if len(room) < len(wanted) and self._has_room(progress):  # but not for these
-                table.unsaved = deque(self._declined(state, group, keys, table.unsaved))
+                table.unsaved = deque(self._reachable.declined(reach, size, keys, table.unsaved))
             if len(room) < num_looked_at:
                 break
         return saved, host_ids
-
-    def _is_cut_off(self, state: RequestState, group: int, first: int) -> bool:
-        """Whether the block in front of this one has gone from the host since it was saved; what is in storage, too,
-        comes back from it."""
-        if not first or self._is_in_storage or not self._policy.wants(hits=0, pinned=False):
-            return False
-        node = self._tree.get(self._grouped.keys(state.request.block_hashes, group)[first - 1])
-        return node is None or self._host.node_state(node) is BlockState.ABSENT
-
-    def _declined(
-        self, state: RequestState, group: int, keys: Sequence[BlockHash], indices: Sequence[int]
-    ) -> list[int]:
-        """The first of these blocks is worth less than what would go for it, so nobody could reach the others: see
-        `_reachable`."""
-        self._lose_from(state, group, indices[0])
-        return self._reachable(state, self._hashes_per_block[group], keys, indices)
-
-    def _reachable(
-        self, state: RequestState, size: int, keys: Sequence[BlockHash], indices: Sequence[int]
-    ) -> list[int]:
-        """Of these blocks of `size` hashes, which are in order, those that somebody could reach on the host, and what
-        an operator has pinned right behind them; the others are declined, and counted."""
-        indices, stop = list(indices), state.first_unreachable // size
-        if not indices or indices[-1] < stop:
-            return indices
-        num_kept = bisect_left(indices, stop)
-        num_kept += self._num_pinned(keys, indices[num_kept:])
-        self._metrics.declined_saves_blocks += len(indices) - num_kept
-        return indices[:num_kept]
-
-    def _num_pinned(self, keys: Sequence[BlockHash], indices: Sequence[int]) -> int:
-        """How many of these blocks, which are in order, are pinned, up to one that does not fit: prefixes are, so the
-        first ones."""
-        for num_pinned, index in enumerate(indices):
-            node = self._tree.get(keys[index])
-            if node is None or not self._tree.pins[node] or keys[index] in self._refusals:
-                return num_pinned
-        return len(indices)
 
     def _find_or_insert(self, keys: Sequence[BlockHash], index: int, now: float, terms: Terms) -> int:
         node = self._tree.get(keys[index])
@@ -353,7 +205,7 @@ class SavePlanner:
         full = progress.num_hashes // size
         # What has left the window by the tokens that the engine counts as computed, drafts of steps in flight among
         # them, it may have given to others in this very step.
-        held = self._grouped.groups[group].first_held(progress.num_computed_tokens, size * self._shared.block_size)
+        held = self._grouped.groups[group].first_held(progress.num_computed_tokens, size * self._block_size)
         first = max(table.next_block, held)
         table.next_block = max(table.next_block, full)
         ids = table.block_ids
@@ -365,7 +217,7 @@ class SavePlanner:
         have, or behind tokens that are not hashed yet."""
         held: dict[int, dict[int, int]] = {}
         for block in sorted(told, key=lambda block: block.num_tokens):
-            end, rest = divmod(block.num_tokens, self._shared.block_size)
+            end, rest = divmod(block.num_tokens, self._block_size)
             inside = rest or (not self._grouped.ends_within and end % self._hashes_per_block[block.group])
             if not inside and end <= progress.num_hashes:
                 held.setdefault(block.group, {})[end - 1] = block.block_id
@@ -375,7 +227,7 @@ class SavePlanner:
         """What the policy wants of these blocks, which are in order; of ends `size` is 1."""
         state, terms = progress.state, progress.state.terms
         keys = GroupKeys(state.request.block_hashes, group, size)
-        wanted = self._reachable(state, size, keys, [index for index in held if self._is_wanted(keys[index])])
+        wanted = self._reachable.of(state.reach, size, keys, [index for index in held if self._is_wanted(keys[index])])
         most = min(len(wanted), self._budget.num_blocks)
         host_ids = self._host.allocate_behind(most, progress.paths, progress.now, *terms.claim) if most else []
         self._budget.spend(len(host_ids))
@@ -386,7 +238,7 @@ class SavePlanner:
 
     def _save(self, state: RequestState, taken: _Taken, now: float) -> None:
         """Make host blocks the copies of what they were taken for, but for what another group has declined since."""
-        saved = self._reachable(state, taken.size, taken.keys, taken.saved)
+        saved = self._reachable.of(state.reach, taken.size, taken.keys, taken.saved)
         self._host.release(taken.host_ids[len(saved) :])
         host_ids = taken.host_ids[: len(saved)]
         # Rows of the tree may be recycled while room is made, so nodes are looked up only from here on.
@@ -402,11 +254,8 @@ class SavePlanner:
                 self._tree.inside[node] = (index + 1) * taken.size % self._hashes_per_block[taken.group] > 0
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
-        self._device_ids += [taken.device_ids[index] for index in saved]
-        self._host_ids += host_ids
-        if host_ids:
-            self._request_ids.add(state.request.request_id)
-        num_pinned = self._num_pinned(taken.keys, saved)
+        self.jobs.add([taken.device_ids[index] for index in saved], host_ids, (state.request.request_id,))
+        num_pinned = self._reachable.num_pinned(taken.keys, saved)
         num_hit = max(0, bisect_left(saved, state.num_hit_hashes // taken.size) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned
         self._metrics.saves_on_hit_blocks += num_hit
@@ -432,7 +281,7 @@ class SavePlanner:
         """Host blocks for as many of these blocks as there is room for. For what an operator has pinned whatever is not
         goes; for the others what is worth no more than they are."""
         paths, now, terms = progress.paths, progress.now, progress.state.terms
-        num_pinned = self._num_pinned(keys, indices)
+        num_pinned = self._reachable.num_pinned(keys, indices)
         room = self._host.allocate_behind(num_pinned, paths, now, tenant=terms.tenant) if num_pinned else []
         if num_pinned < len(indices) and len(room) == num_pinned:
             first = keys, indices[num_pinned], terms.priority

@@ -27,6 +27,8 @@ from ..control.hints import hints_of
 from ..ledger import EndedJob, JobOwner
 from ..loads.choice import LoadPlanner
 from ..shared import Shared
+from .fetches import Fetches
+from .followers import Followers
 from .grouping import Grouping
 from .prefetching import Prefetching
 from .reading import LOST_SECONDS, Reading
@@ -77,19 +79,16 @@ class PrefetchPlanner:
         self._on_answered = on_answered
         self._prefetches: dict[str, Prefetching] = {}
         self._warming: list[Prefetching] = []  # that no request waits for
-        self._followers: dict[int, list[Prefetching]] = {}  # by job under way
-        self._job_of: dict[int, int] = {}  # fetch under way, by host block
+        self._followers = Followers()
+        self._fetches = Fetches()
         self._opened: list[StorageJob] = []  # to be planned
-        self._cancelled: set[int] = set()  # jobs that nobody follows
-        self._untold: list[int] = []  # those of them that are to be planned
-        self._num_fetching = 0  # host blocks
         self._reading = Reading()
 
     @property
     def is_busy(self) -> bool:
         """Whether something waits for the next plan."""
         waits = any(prefetch.search.questions for prefetch in self._followed())
-        return waits or bool(self._opened or self._untold)
+        return waits or bool(self._opened) or self._followers.has_untold
 
     def arrived(self, request: Request, num_hashes: int) -> None:
         """A request of which `num_hashes` hashes may be hit. What the host does not hold is looked up, once."""
@@ -145,7 +144,7 @@ class PrefetchPlanner:
         if num_fetched:
             self._metrics.histograms.observe("hit_tokens", "storage", num_fetched * self._block_size)
         if self._config.prefetch is not Prefetch.BEST_EFFORT:
-            self._leave(prefetch)
+            self._followers.leave(prefetch)
 
     def withdrawn(self, request_id: str) -> None:
         """The request has ended; if it was not admitted nobody wants what is under way for it alone, unless it was
@@ -156,7 +155,7 @@ class PrefetchPlanner:
         if prefetch.is_thorough and not prefetch.is_done and len(self._warming) < _MOST_WARMING:
             self._warming.append(prefetch)
         else:
-            self._leave(prefetch)
+            self._followers.leave(prefetch)
 
     def plan(self) -> list[StorageJob]:
         """Jobs that begin in this step."""
@@ -169,17 +168,15 @@ class PrefetchPlanner:
 
     def take_cancelled(self) -> tuple[int, ...]:
         """Jobs to be called off in this step, planned in this one or before."""
-        untold, self._untold = self._untold, []
-        return tuple(untold)
+        return self._followers.take_cancelled()
 
     def end(self, ended: EndedJob) -> None:
         """A look-up or a fetch was reported by every rank."""
         job, ok = ended.job, ended.ok
         assert isinstance(job, StorageJob)
-        was_cancelled = job.job_id in self._cancelled and not ok
-        self._cancelled.discard(job.job_id)
+        followers, was_called_off = self._followers.ended(job.job_id)
+        was_cancelled = was_called_off and not ok
         self._reading.ended(job, not was_cancelled, self._clock())
-        followers = self._followers.pop(job.job_id, [])
         if job.action is StorageAction.FETCH:
             self._end_fetch(ended, job, was_cancelled)
         for prefetch in followers:
@@ -201,7 +198,7 @@ class PrefetchPlanner:
     def reset(self) -> None:
         """Nothing of what is under way is wanted any more."""
         for prefetch in self._followed():
-            self._leave(prefetch)
+            self._followers.leave(prefetch)
         self._prefetches.clear()
         self._warming.clear()
 
@@ -225,7 +222,7 @@ class PrefetchPlanner:
 
     def _coalesce_begun(self, prefetch: Prefetching) -> None:
         """What is on its way to the host is waited for."""
-        if not self._job_of:
+        if not self._fetches.bring_any:
             return
         search = prefetch.search
         for group, blocks in enumerate(self._grouped.needed(0, search.host_end)):
@@ -245,7 +242,7 @@ class PrefetchPlanner:
             singly = self._is_single(question.group)
             job = self._open(prefetch, StorageAction.LOOK_UP, self._keys(asked), (), singly=singly)
             prefetch.look_ups[job.job_id] = question
-            self._follow(job.job_id, prefetch, set())
+            self._followers.follow(job.job_id, prefetch, set())
             jobs.append(job)
         return jobs
 
@@ -277,12 +274,8 @@ class PrefetchPlanner:
         saved or fetched anew. Its host blocks stay leased: they may be written to yet."""
         logger.warning("storage has not answered job %d for %.0f s: it is not waited for", job_id, LOST_SECONDS)
         self._reading.forget(job_id)
-        for prefetch in self._followers.pop(job_id, []):
-            del prefetch.jobs[job_id]
-        host_ids = [block_id for block_id, other in self._job_of.items() if other == job_id]
-        for block_id in host_ids:
-            del self._job_of[block_id]
-        self._host.discard(host_ids)
+        self._followers.abandon(job_id)
+        self._host.discard(self._fetches.abandon(job_id))
         self._forget_warmed()
 
     def _forget_warmed(self) -> None:
@@ -304,7 +297,7 @@ class PrefetchPlanner:
             return
         paths = [self._grouped.keys(search.hashes, group)[: search.stop_of(group, end)] for group in search.first]
         capacity = self._host.pool.capacity
-        most = capacity - capacity // _LEFT_SHARE - self._num_fetching
+        most = capacity - capacity // _LEFT_SHARE - self._fetches.num_blocks
         self._tree.touch(search.held_windows(end), now)
         room = self._host.allocate_behind(max(0, min(num_lacking, most)), paths, now, *prefetch.terms.claim)
         end = search.fit(len(room))  # room may have been made of what windows need
@@ -327,7 +320,7 @@ class PrefetchPlanner:
                 job = self._fetch(prefetch, nodes, part, room[: len(part)], singly)
                 room = room[len(part) :]
                 brought = since or (hashes for i in part for hashes in _hashes(blocks[i], size))
-                self._follow(job.job_id, prefetch, set(brought))
+                self._followers.follow(job.job_id, prefetch, set(brought))
         self._tree.settle(inserted)
         return room
 
@@ -346,16 +339,13 @@ class PrefetchPlanner:
         skipped = tuple(key for key, i in enumerate(places) if i not in is_wanted)
         keys = self._keys([self._tree.hash_of(nodes[i]) for i in places])
         job = self._open(prefetch, StorageAction.FETCH, keys, host_ids, skipped, singly)
-        self._num_fetching += job.num_blocks
-        self._job_of |= dict.fromkeys(host_ids, job.job_id)
+        self._fetches.begun(job)
         self._opened.append(job)
         return job
 
     def _end_fetch(self, ended: EndedJob, job: StorageJob, was_cancelled: bool) -> None:
         host_ids = job.host_ids.tolist()
-        self._num_fetching -= job.num_blocks
-        for block_id in host_ids:
-            self._job_of.pop(block_id, None)
+        self._fetches.ended(job)
         if not ended.ok:
             self._metrics.cancelled_fetch_jobs += was_cancelled
             self._metrics.failed_fetch_jobs += not was_cancelled
@@ -379,40 +369,16 @@ class PrefetchPlanner:
     ) -> None:
         """Follow the fetches of these nodes, which are blocks of the prefix, that are under way already. Each brings
         its own tokens, or those that windows are whole for since others are."""
-        if not self._job_of:
+        if not self._fetches.bring_any:
             return
         size = self._grouped.groups[group].hashes_per_block
         for block, host_id in zip(blocks, self._host.blocks_of(nodes), strict=False):
-            job_id = self._job_of.get(host_id)
+            job_id = self._fetches.job_of(host_id)
             if job_id is None:
                 continue
             if job_id not in prefetch.jobs:
-                self._follow(job_id, prefetch, set())
-                prefetch.coalesced.add(job_id)
-                self._want_again(job_id)
+                self._followers.coalesce(job_id, prefetch)
             prefetch.jobs[job_id].update(_hashes(block, size) if since is None else since)
-
-    def _follow(self, job_id: int, prefetch: Prefetching, hashes: set[int]) -> None:
-        prefetch.jobs[job_id] = hashes
-        self._followers.setdefault(job_id, []).append(prefetch)
-
-    def _want_again(self, job_id: int) -> None:
-        """Somebody waits for the job again. Where ranks were told to call it off, whoever waits looks up once more."""
-        if job_id in self._untold:
-            self._untold.remove(job_id)
-            self._cancelled.discard(job_id)
-
-    def _leave(self, prefetch: Prefetching) -> None:
-        """The request waits for its jobs no more; those that nobody else follows are called off."""
-        for job_id in prefetch.jobs:
-            followers = self._followers[job_id]
-            followers.remove(prefetch)
-            if not followers and job_id not in self._cancelled:
-                self._cancelled.add(job_id)
-                self._untold.append(job_id)
-        prefetch.jobs.clear()
-        prefetch.look_ups.clear()
-        prefetch.coalesced.clear()
 
 
 def _hashes(block: int, size: int) -> range:

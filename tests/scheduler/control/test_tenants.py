@@ -183,7 +183,7 @@ def test_what_a_cleared_tenant_has_on_the_device_is_not_saved_before_reuse() -> 
     report(half, run(half))
     assert held(half) == {"default": 0, "a": 0, "b": 2}
     save(half, of("a", 1))
-    half._saves.note_changed()
+    half._saves.before_reuse.changed()
     report(half, run(half))
     assert held(half)["a"] == 2, "somebody asks for it"
     half.check()

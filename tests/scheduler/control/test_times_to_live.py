@@ -80,7 +80,7 @@ def test_what_the_device_keeps_behind_a_reset_has_its_time_yet() -> None:
     save(half, short)
     assert half.reset_cache()
     blocks.order = list(enumerate(short.block_hashes))
-    half._saves.note_changed()
+    half._saves.before_reuse.changed()
     report(half, run(half))
     assert on_host(half, short) == 2, "the device is about to reuse it"
     wait(half, 200.0)
@@ -94,7 +94,7 @@ def test_a_pin_saves_nothing_of_who_is_not_to_be_cached() -> None:
     half.pin_prefix(private.block_hashes)
     save(half, private)
     blocks.order = list(enumerate(private.block_hashes))
-    half._saves.note_changed()
+    half._saves.before_reuse.changed()
     assert run(half).saves == (), "the device is about to reuse it"
     save(half, Asked("shown", prompt(1)))
     assert on_host(half, private) == 2

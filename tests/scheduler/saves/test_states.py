@@ -119,7 +119,7 @@ def test_nothing_is_saved_behind_a_hole_in_a_group_with_other_blocks() -> None:
     assert node is not None
     half.host.discard(half.host.blocks_of([node]))
     assert saved(step(half, request, 16, 16)) == []
-    assert half._requests["a"].first_unreachable == 2, "the hashes of the block that has gone begin there"
+    assert half._requests["a"].reach.first_unreachable == 2, "the hashes of the block that has gone begin there"
 
 
 def test_a_state_of_a_request_that_has_lost_its_blocks_is_not_saved() -> None:

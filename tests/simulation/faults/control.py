@@ -14,6 +14,7 @@ _PIN_KEEPER = "kv_connector/storage/filesystem/pin_keeper.py"
 _PINS = "kv_connector/scheduler/control/pins.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
+_REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _RETURNING = "kv_connector/scheduler/control/returning.py"
 _TENANTS = "kv_connector/index/tenants.py"
 _TERMS = "kv_connector/index/terms.py"
@@ -314,7 +315,7 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "refused-pin-again-and-again",
         "a pinned block that does not fit is saved with each request for it, until nothing is saved any more",
-        (Patch(_PLANNER, "not self._tree.pins[node] or keys[index] in self._refusals", "not self._tree.pins[node]"),),
+        (Patch(_REACHABLE, "not self._tree.pins[node] or keys[index] in self._refusals", "not self._tree.pins[node]"),),
         tested(f"{_REFUSALS}::test_a_pinned_block_that_does_not_fit_is_not_tried_again_and_turns_nothing_off"),
     ),
     Mutant(

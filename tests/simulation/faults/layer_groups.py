@@ -7,6 +7,7 @@ from .mutant import Mutant, Patch, tested
 _LOOKUP = "kv_connector/index/lookup.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
+_REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _HALF = "kv_connector/scheduler/half.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
@@ -110,9 +111,9 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         "what nobody can reach of a group is told by blocks of another",
         (
             Patch(
-                _PLANNER,
-                "min(state.first_unreachable, first * self._hashes_per_block[group])",
-                "min(state.first_unreachable, first)",
+                _REACHABLE,
+                "min(reach.first_unreachable, first * size)",
+                "min(reach.first_unreachable, first)",
             ),
         ),
         tested(_SAVES),

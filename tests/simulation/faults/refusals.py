@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from .mutant import Mutant, Patch, tested
 
+_BEFORE_REUSE = "kv_connector/scheduler/saves/before_reuse.py"
+_JOBS = "kv_connector/scheduler/saves/jobs.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
+_REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _ENGINE = "kv_connector/transfer/engine.py"
 _LEDGER = "kv_connector/scheduler/ledger.py"
 _OPEN_JOBS = "kv_connector/transfer/submission/open_jobs.py"
@@ -24,7 +27,7 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-shown",
         "a block that did not fit is matched, with whatever its host block holds",
-        (Patch(_PLANNER, "self._refuse(host_ids, ended.missing) if ended.missing else []", "[]"),),
+        (Patch(_JOBS, "self._refuse(host_ids, ended.missing) if ended.missing else []", "[]"),),
         _WORLDS,
     ),
     Mutant(
@@ -36,7 +39,7 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-fails-all",
         "one block that does not fit fails all of a step's saves",
-        (Patch(_PLANNER, "        if not ended.ok:\n", "        if ended.missing or not ended.ok:\n"),),
+        (Patch(_JOBS, "        if not ended.ok:\n", "        if ended.missing or not ended.ok:\n"),),
         tested(_TESTS),
     ),
     Mutant(
@@ -44,7 +47,7 @@ REFUSALS: tuple[Mutant, ...] = (
         "an idle engine saves a block that does not fit again and again",
         (
             Patch(
-                _PLANNER,
+                _BEFORE_REUSE,
                 " for device_id, key in watched if key not in self._refusals]",
                 " for device_id, key in watched]",
             ),
@@ -54,13 +57,13 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-behind",
         "what is computed behind a block that does not fit is saved, where nobody can reach it",
-        (Patch(_PLANNER, "            self._lose_from(state, group, first + num_fit)\n", "            pass\n"),),
+        (Patch(_REACHABLE, "            self._lose_from(reach, size, first + num_fit)\n", "            pass\n"),),
         tested(f"{_TESTS}::test_what_does_not_fit_is_not_tried_again_nor_what_is_behind_it_until_a_reset"),
     ),
     Mutant(
         "refused-behind-its-own",
         "a request goes on saving behind a block of its own that did not fit, and what could be hit goes for it",
-        (Patch(_PLANNER, "if state.num_refusals < self._refusals.num_found:", "if False:"),),
+        (Patch(_REACHABLE, "if reach.num_refusals < self._refusals.num_found:", "if False:"),),
         tested(f"{_TESTS}::test_a_request_saves_nothing_behind_a_block_of_its_own_that_does_not_fit"),
     ),
     Mutant(
@@ -72,7 +75,7 @@ REFUSALS: tuple[Mutant, ...] = (
     Mutant(
         "refused-under-another-name",
         "a block of before a reset is refused under the name that its host block had last",
-        (Patch(_PLANNER, " and self._host.state(b) is BlockState.SWAPPING_TO_HOST]", "]"),),
+        (Patch(_JOBS, " and self._host.state(b) is BlockState.SWAPPING_TO_HOST]", "]"),),
         tested(_TESTS),
     ),
     Mutant(
@@ -86,9 +89,9 @@ REFUSALS: tuple[Mutant, ...] = (
         "what the engine reuses next is saved though too much does not fit",
         (
             Patch(
-                _PLANNER,
-                "not self._saves_before_reuse or self._refusals.are_too_many:",
-                "not self._saves_before_reuse:",
+                _BEFORE_REUSE,
+                "not self._is_on or self._refusals.are_too_many:",
+                "not self._is_on:",
             ),
         ),
         _WORLDS,
@@ -98,7 +101,9 @@ REFUSALS: tuple[Mutant, ...] = (
         "an engine that saves nothing any more steps for what it would save",
         (
             Patch(
-                _PLANNER, "self._look_ahead.may_find and not self._refusals.are_too_many", "self._look_ahead.may_find"
+                _BEFORE_REUSE,
+                "self._look_ahead.may_find and not self._refusals.are_too_many",
+                "self._look_ahead.may_find",
             ),
         ),
         tested(_TESTS),

@@ -8,6 +8,7 @@ _EVICTION = "kv_connector/index/eviction.py"
 _REUSE = "kv_connector/index/reuse.py"
 _TIER = "kv_connector/index/tier.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
+_REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _TESTS = "tests/index/test_reuse.py"
 _RUNS = "tests/index/test_eviction.py"
 _DECLINED = "tests/scheduler/saves/test_declined.py"
@@ -173,7 +174,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "                new = self._declined(state, group, keys, new)\n",
+                "                new = self._reachable.declined(state.reach, size, keys, new)\n",
                 "                pass\n",
             ),
         ),
@@ -185,7 +186,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "                table.unsaved = deque(self._declined(state, group, keys, table.unsaved))\n",
+                "                table.unsaved = deque(self._reachable.declined(reach, size, keys, table.unsaved))\n",
                 "                pass\n",
             ),
         ),
@@ -194,13 +195,19 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "saved-behind-a-hole",
         "blocks are saved that nobody can reach on the host, as what was in front of them has gone",
-        (Patch(_PLANNER, "            self._look_for_holes(state, num_hashes)\n", "            pass\n"),),
+        (
+            Patch(
+                _PLANNER,
+                "            self._reachable.look_for_holes(state.reach, hashes, tables, num_hashes)\n",
+                "            pass\n",
+            ),
+        ),
         tested(f"{_DECLINED}::test_nothing_is_saved_behind_what_has_gone_from_the_host"),
     ),
     Mutant(
         "waited-and-saved-behind-a-hole",
         "blocks that waited for bandwidth are saved though what was in front of them has gone",
-        (Patch(_PLANNER, "first = table.unsaved[0] if table.unsaved", "first = 0 if table.unsaved"),),
+        (Patch(_REACHABLE, "first = table.unsaved[0] if table.unsaved", "first = 0 if table.unsaved"),),
         tested(f"{_DECLINED}::test_what_waited_for_bandwidth_is_not_saved_behind_what_has_gone"),
     ),
     Mutant(
@@ -208,7 +215,7 @@ REUSE: tuple[Mutant, ...] = (
         "one group's blocks are saved that no look-up can reach, as another group's in front of them have gone",
         (
             Patch(
-                _PLANNER,
+                _REACHABLE,
                 "        for group in self._grouped.full:\n            table",
                 "        for group in (0,):\n            table",
             ),
@@ -220,7 +227,9 @@ REUSE: tuple[Mutant, ...] = (
         "one group's blocks are saved that no look-up can reach, as another group declines its own in the same step",
         (
             Patch(
-                _PLANNER, "saved = self._reachable(state, taken.size, taken.keys, taken.saved)", "saved = taken.saved"
+                _PLANNER,
+                "saved = self._reachable.of(state.reach, taken.size, taken.keys, taken.saved)",
+                "saved = taken.saved",
             ),
         ),
         tested(f"{_DECLINED}::test_what_one_group_declines_is_given_back_of_the_other"),
@@ -241,9 +250,11 @@ REUSE: tuple[Mutant, ...] = (
         "window-saved-behind-a-hole",
         "blocks of a window are saved that no look-up can reach, as those of full attention in front have gone",
         (
-            Patch(_PLANNER, "wanted = self._reachable(state, size, keys, [i", "wanted = list([i"),
+            Patch(_PLANNER, "wanted = self._reachable.of(state.reach, size, keys, [i", "wanted = list([i"),
             Patch(
-                _PLANNER, "saved = self._reachable(state, taken.size, taken.keys, taken.saved)", "saved = taken.saved"
+                _PLANNER,
+                "saved = self._reachable.of(state.reach, taken.size, taken.keys, taken.saved)",
+                "saved = taken.saved",
             ),
         ),
         tested(f"{_DECLINED}::test_nothing_is_saved_of_one_group_behind_a_hole_of_another"),
@@ -254,8 +265,8 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _PLANNER,
-                "self._reachable(state, self._hashes_per_block[group], keys, new)\n            if not",
-                "new[: self._num_pinned(keys, new)]\n            if not",
+                "self._reachable.of(state.reach, size, keys, new)\n            if not",
+                "new[: self._reachable.num_pinned(keys, new)]\n            if not",
             ),
         ),
         tested(f"{_DECLINED}::test_what_is_computed_behind_a_declined_block_is_declined_and_counted_once"),
@@ -263,7 +274,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "declined-and-pinned",
         "a pin does not reach what a request computes after it was declined, or behind a save that failed",
-        (Patch(_PLANNER, "num_kept += self._num_pinned(keys, indices[num_kept:])", "pass"),),
+        (Patch(_REACHABLE, "num_kept += self.num_pinned(keys, indices[num_kept:])", "pass"),),
         tested(
             f"{_DECLINED}::test_a_pin_reaches_what_a_request_computes_after_it_was_declined",
             f"{_DECLINED}::test_what_is_pinned_is_saved_behind_a_save_that_failed",
@@ -272,19 +283,19 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "nothing-for-storage-behind-a-hole",
         "the rest of a prompt never comes to storage, as its beginning has gone from the host",
-        (Patch(_PLANNER, "not first or self._is_in_storage or", "not first or"),),
+        (Patch(_PLANNER, "pinned=False) and not is_in_storage", "pinned=False)"),),
         tested(f"{_DECLINED}::test_nothing_is_saved_behind_what_has_gone_from_the_host"),
     ),
     Mutant(
         "pinned-and-declined",
         "what an operator has pinned is declined",
-        (Patch(_PLANNER, "if node is None or not self._tree.pins[node] or keys", "if True or keys"),),
+        (Patch(_REACHABLE, "if node is None or not self._tree.pins[node] or keys", "if True or keys"),),
         tested(_DECLINED),
     ),
     Mutant(
         "pinned-in-front",
         "what is behind a pinned block takes the place of whatever there is",
-        (Patch(_PLANNER, "return num_pinned\n", "return len(indices) * (num_pinned > 0)\n"),),
+        (Patch(_REACHABLE, "return num_pinned\n", "return len(indices) * (num_pinned > 0)\n"),),
         tested(f"{_DECLINED}::test_what_is_pinned_lends_its_place_to_nothing_behind_it"),
     ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from .mutant import Mutant, Patch, tested
 from .scheduler import WORLDS
 
+_BEFORE_REUSE = "kv_connector/scheduler/saves/before_reuse.py"
+_JOBS = "kv_connector/scheduler/saves/jobs.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _LOOK_AHEAD = "kv_connector/scheduler/saves/lookahead.py"
 _TESTS = "tests/index/test_tier.py"
@@ -15,7 +17,7 @@ SAVES: tuple[Mutant, ...] = (
     Mutant(
         "pin-forgotten",
         "blocks of a save are not pinned in the engine's pool",
-        (Patch(_PLANNER, "        self._shared.pool.touch(device_ids)\n", ""),),
+        (Patch(_JOBS, "        self._shared.pool.touch(device_ids)\n", ""),),
         tested("tests/scheduler/test_half.py::test_a_conversation_comes_back_from_the_host"),
     ),
     Mutant(
@@ -23,7 +25,7 @@ SAVES: tuple[Mutant, ...] = (
         "a block is matched while its save is under way",
         (
             Patch(
-                _PLANNER,
+                _JOBS,
                 "        return (job,)\n",
                 "        self._host.fill(host_ids)\n        return (job,)\n",
             ),
@@ -35,7 +37,7 @@ SAVES: tuple[Mutant, ...] = (
         "blocks whose save has failed are matched",
         (
             Patch(
-                _PLANNER,
+                _JOBS,
                 "            self._host.discard(host_ids)\n",
                 "            self._on_saved(self._host.fill(host_ids))\n",
             ),
@@ -53,9 +55,9 @@ SAVES: tuple[Mutant, ...] = (
         "under write_back a step of many block groups takes blocks that were not looked at",
         (
             Patch(
-                _PLANNER,
-                "return sum(-(-num_hashes // size) for size in self._hashes_per_block)",
-                "return -(-num_hashes // self._hashes_per_block[0])",
+                _BEFORE_REUSE,
+                "return sum(-(-num_hashes // group.hashes_per_block) for group in self._grouped.groups)",
+                "return -(-num_hashes // self._grouped.groups[0].hashes_per_block)",
             ),
         ),
         tested("tests/scheduler/test_step_cost.py::test_no_step_takes_blocks_that_were_not_looked_at"),
@@ -92,7 +94,7 @@ SAVES: tuple[Mutant, ...] = (
         (
             Patch(
                 "kv_connector/scheduler/half.py",
-                "        self._leases.leave(request_id)\n        self._saves.note_changed()\n        self",
+                "        self._leases.leave(request_id)\n        self._saves.before_reuse.changed()\n        self",
                 "        self._leases.leave(request_id)\n        self",
             ),
         ),
@@ -103,7 +105,7 @@ SAVES: tuple[Mutant, ...] = (
         "under write_back a newer block makes room for an older one",
         (
             Patch(
-                _PLANNER,
+                _BEFORE_REUSE,
                 "self._host.allocate_up_to(1, self._tree.used[node], self._tree.terms.tenant[node])",
                 "self._host.allocate_up_to(1)",
             ),
@@ -137,7 +139,7 @@ SAVES: tuple[Mutant, ...] = (
         "blocks are saved that have left their window by drafts in flight, and may be anybody's",
         (
             Patch(
-                "kv_connector/scheduler/saves/planner.py",
+                _PLANNER,
                 "first = max(table.next_block, held)",
                 "first = table.next_block",
             ),
@@ -182,9 +184,9 @@ SAVES: tuple[Mutant, ...] = (
         "a block that was forgotten as room was made for it is saved under whatever block gets its row",
         (
             Patch(
-                _PLANNER,
-                "            node = self._tree.get(key)\n            if not host_ids or node is None:",
-                "            if not host_ids or node is None:",
+                _BEFORE_REUSE,
+                "            node = self._tree.get(key)\n            if not room or node is None:",
+                "            if not room or node is None:",
             ),
         ),
         tested(

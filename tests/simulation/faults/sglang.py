@@ -7,6 +7,9 @@ from .mutant import Mutant, Patch, tested
 _ENVIRONMENT = ".venv-sglang"
 _FOLDER = "kv_connector/engines/sglang"
 _LINKER = "integration/tests/test_sglang_linker.py"
+_PROMISES = "integration/tests/test_sglang_promises.py"
+_PAGES = "integration/tests/test_sglang_pages.py"
+_RANKS = "integration/tests/test_sglang_ranks.py"
 _HICACHE = "integration/tests/test_sglang_hicache.py"
 _POOLS = "integration/tests/test_sglang_hicache_pools.py"
 
@@ -22,7 +25,7 @@ SGLANG: tuple[Mutant, ...] = (
         "fragments.py",
         "        self._host.acquire(host_ids)\n",
         "        host_ids = []\n",
-        f"{_LINKER}::test_what_is_promised_stays_until_it_is_loaded",
+        f"{_PROMISES}::test_what_is_promised_stays_until_it_is_loaded",
     ),
     _mutant(
         "promises-for-ever",
@@ -30,7 +33,7 @@ SGLANG: tuple[Mutant, ...] = (
         "fragments.py",
         "        oldest = self._clock() - PROMISED_SECONDS\n",
         "        oldest = -1.0\n",
-        f"{_LINKER}::test_a_promise_lapses_and_the_load_is_refused",
+        f"{_PROMISES}::test_a_promise_lapses_and_the_load_is_refused",
     ),
     _mutant(
         "promises-renewed",
@@ -38,7 +41,7 @@ SGLANG: tuple[Mutant, ...] = (
         "fragments.py",
         "        made_at = now if before is None else before.made_at\n",
         "        made_at = now\n",
-        f"{_LINKER}::test_requests_that_are_looked_up_in_each_round_leave_room_to_others",
+        f"{_PROMISES}::test_requests_that_are_looked_up_in_each_round_leave_room_to_others",
     ),
     _mutant(
         "queued-loads-lapse",
@@ -46,7 +49,7 @@ SGLANG: tuple[Mutant, ...] = (
         "linker.py",
         "        self._promises.keep(rid)\n",
         "",
-        f"{_LINKER}::test_requests_that_are_looked_up_in_each_round_leave_room_to_others",
+        f"{_PROMISES}::test_requests_that_are_looked_up_in_each_round_leave_room_to_others",
     ),
     _mutant(
         "chunks-apart",
@@ -62,7 +65,7 @@ SGLANG: tuple[Mutant, ...] = (
         "linker.py",
         " or self._promises.num_kept(rid) < len(hashes):",
         ":",
-        f"{_LINKER}::test_what_failed_for_one_is_refused_to_others_who_were_promised_it",
+        f"{_PROMISES}::test_what_failed_for_one_is_refused_to_others_who_were_promised_it",
     ),
     _mutant(
         "lost-loads-untold",
@@ -70,14 +73,14 @@ SGLANG: tuple[Mutant, ...] = (
         "linker.py",
         "        return has_come and not self._has_lost\n",
         "        return has_come\n",
-        f"{_LINKER}::test_a_load_of_what_was_lost_while_it_was_queued_is_told",
+        f"{_PROMISES}::test_a_load_of_what_was_lost_while_it_was_queued_is_told",
     ),
     _mutant(
         "loads-beside-forward",
         "loads begin while the pass before them writes to pages that it has given back",
         "linker.py",
-        "        with self._behind_forward():\n            self._replica.begin()",
-        "        with nullcontext():\n            self._replica.begin()",
+        "        with self._behind_forward():\n            self._replica.begin(",
+        "        with nullcontext():\n            self._replica.begin(",
         "integration/tests/test_sglang_world.py",
     ),
     _mutant(
@@ -86,7 +89,7 @@ SGLANG: tuple[Mutant, ...] = (
         "linker.py",
         "        self._queued[rid] = fragment, self._pages.ids_of(slots)\n        return True\n",
         "        return self._plan_load(*self._queued.setdefault(rid, (fragment, self._pages.ids_of(slots))))\n",
-        f"{_LINKER}::test_who_waits_for_storage_begins_no_load_of_others",
+        f"{_PROMISES}::test_who_waits_for_storage_begins_no_load_of_others",
     ),
     _mutant(
         "other-pages-loaded",
@@ -94,7 +97,7 @@ SGLANG: tuple[Mutant, ...] = (
         "linker.py",
         "fragment.block_hashes[: len(hashes)] != hashes",
         "len(fragment.block_hashes) < len(hashes)",
-        f"{_LINKER}::test_what_was_never_promised_is_not_loaded",
+        f"{_PROMISES}::test_what_was_never_promised_is_not_loaded",
     ),
     _mutant(
         "slots-across-pages",
@@ -102,7 +105,7 @@ SGLANG: tuple[Mutant, ...] = (
         "pools.py",
         "(firsts % self._page_size == 0) & (lasts == firsts + self._page_size - 1)",
         "lasts == firsts + self._page_size - 1",
-        f"{_LINKER}::test_slots_that_are_no_pages_are_told_and_not_written",
+        f"{_PAGES}::test_slots_that_are_no_pages_are_told_and_not_written",
     ),
     _mutant(
         "cancelled-loads-done",
@@ -110,7 +113,7 @@ SGLANG: tuple[Mutant, ...] = (
         "linker.py",
         "fragment, _ = self._queued.pop(rid, (None, ()))",
         "fragment, _ = self._queued.get(rid, (None, ()))",
-        f"{_LINKER}::test_a_queued_load_that_is_cancelled_writes_nothing",
+        f"{_PROMISES}::test_a_queued_load_that_is_cancelled_writes_nothing",
     ),
     _mutant(
         "failed-loads-untold",
@@ -118,7 +121,7 @@ SGLANG: tuple[Mutant, ...] = (
         "replica.py",
         "        return not lost\n\n    def has_saved",
         "        return True\n\n    def has_saved",
-        f"{_LINKER}::test_a_load_that_fails_is_told_and_not_tried_again",
+        f"{_PROMISES}::test_a_load_that_fails_is_told_and_not_tried_again",
     ),
     _mutant(
         "flushed-and-found",
@@ -142,7 +145,7 @@ SGLANG: tuple[Mutant, ...] = (
         "replica.py",
         "        if len({(len(rank.reports), rank.last_job, rank.num_offers) for rank in told}) > 1:\n",
         "        if False:\n",
-        f"{_LINKER}::test_ranks_that_do_not_schedule_alike_say_so",
+        f"{_RANKS}::test_ranks_that_do_not_schedule_alike_say_so",
     ),
     _mutant(
         "offers-taken-alone",
@@ -166,7 +169,7 @@ SGLANG: tuple[Mutant, ...] = (
         "replica.py",
         "            self.scheduler.update_connector_output(reports)\n",
         "            self.scheduler.update_connector_output(reports[:1])\n",
-        f"{_LINKER}::test_ranks_decide_alike",
+        f"{_RANKS}::test_ranks_decide_alike",
     ),
     _mutant(
         "adapters-by-path",

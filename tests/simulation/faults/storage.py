@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .mutant import Mutant, Patch, tested
 
+_FETCHES = "kv_connector/scheduler/storage/fetches.py"
+_FOLLOWERS = "kv_connector/scheduler/storage/followers.py"
 _PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _READING = "kv_connector/scheduler/storage/reading.py"
@@ -130,8 +132,24 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "fetches-take-all",
         "fetches may take the whole host",
-        (Patch(_PREFETCHES, "most = capacity - capacity // _LEFT_SHARE - self._num_fetching", "most = capacity"),),
+        (
+            Patch(
+                _PREFETCHES, "most = capacity - capacity // _LEFT_SHARE - self._fetches.num_blocks", "most = capacity"
+            ),
+        ),
         tested(f"{_TESTS}::test_fetches_leave_a_share_of_the_host_to_others"),
+    ),
+    Mutant(
+        "abandoned-and-free",
+        "blocks of a fetch that was lost count as free, though storage may write to them yet, and others take the rest",
+        (
+            Patch(
+                _FETCHES,
+                "        return host_ids\n",
+                "        self.num_blocks -= len(host_ids)\n        return host_ids\n",
+            ),
+        ),
+        tested("tests/scheduler/storage/test_fetches.py"),
     ),
     Mutant(
         "lost-answers-awaited",
@@ -148,7 +166,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "called-off-all-the-same",
         "a fetch that is wanted again is called off",
-        (Patch(_PREFETCHES, "                self._want_again(job_id)\n", ""),),
+        (Patch(_FOLLOWERS, "        if job_id in self._untold:\n", "        if False:\n"),),
         tested(f"{_TESTS}::test_a_fetch_that_is_wanted_again_before_ranks_were_told_is_not_called_off"),
     ),
     Mutant(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from .mutant import Mutant, Patch, tested
 
 _FOLDER = "kv_connector/engines/tensorrt_llm"
-_TESTS = "integration/tests/test_tensorrt_llm.py"
+_CONTRACT = "integration/tests/test_tensorrt_llm.py"
+_FAILURES = "integration/tests/test_tensorrt_llm_failures.py"
+_SLOT = "integration/tests/test_tensorrt_llm_slot.py"
 
 
 def _mutant(name: str, title: str, file: str, old: str, new: str, test: str) -> Mutant:
-    return Mutant(name, title, (Patch(f"{_FOLDER}/{file}", old, new),), tested(f"{_TESTS}::{test}"))
+    return Mutant(name, title, (Patch(f"{_FOLDER}/{file}", old, new),), tested(test))
 
 
 TENSORRT_LLM: tuple[Mutant, ...] = (
@@ -19,7 +21,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "scheduler.py",
         "            self._half.host.acquire(live.offered_ids)\n",
         "            live.offered_ids = []\n",
-        "test_what_was_offered_is_leased_until_it_is_loaded",
+        f"{_SLOT}::test_what_was_offered_is_leased_until_it_is_loaded",
     ),
     _mutant(
         "ended-unheld",
@@ -27,7 +29,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "scheduler.py",
         "        if not self._used.any_of(block_ids):\n            return False\n",
         "        if True:\n            return False\n",
-        "test_contract",
+        f"{_CONTRACT}::test_contract",
     ),
     _mutant(
         "held-for-ever",
@@ -35,7 +37,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "scheduler.py",
         "        free = [i for i in request_ids if not self._used.any_of(self._held.get(i, ()))]\n",
         "        free = [i for i in request_ids if i not in self._held]\n",
-        "test_a_request_that_has_ended_is_held_while_its_blocks_are_saved",
+        f"{_FAILURES}::test_a_request_that_has_ended_is_held_while_its_blocks_are_saved",
     ),
     _mutant(
         "replays-unfenced",
@@ -43,7 +45,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "scheduler.py",
         "return replace(plan, fence=True) if lost else plan",
         "return plan",
-        "test_requests_that_are_replayed",
+        f"{_CONTRACT}::test_requests_that_are_replayed",
     ),
     _mutant(
         "given-up-unfenced",
@@ -51,7 +53,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "scheduler.py",
         "        self._has_lost_blocks |= self._used.any_of(block_ids)\n",
         "",
-        "test_blocks_of_a_request_that_was_given_up_are_not_saved_with_the_bytes_of_another",
+        f"{_FAILURES}::test_blocks_of_a_request_that_was_given_up_are_not_saved_with_the_bytes_of_another",
     ),
     _mutant(
         "given-up-kept",
@@ -59,7 +61,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "scheduler.py",
         "            if holder is not None and holder.allocation == allocation:\n",
         "            if False:\n",
-        "test_blocks_of_a_request_that_was_given_up_are_not_saved_with_the_bytes_of_another",
+        f"{_FAILURES}::test_blocks_of_a_request_that_was_given_up_are_not_saved_with_the_bytes_of_another",
     ),
     _mutant(
         "offers-used-up",
@@ -67,7 +69,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "requests.py",
         "if is_first and self.is_whole_prompt else 0",
         "if is_first else 0",
-        "test_a_part_of_an_offer_is_loaded_where_blocks_for_no_more_are_there",
+        f"{_SLOT}::test_a_part_of_an_offer_is_loaded_where_blocks_for_no_more_are_there",
     ),
     _mutant(
         "larger-blocks",
@@ -75,7 +77,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "scheduler.py",
         "if is_whole_prompt and len(block_ids) <",
         "if False and len(block_ids) <",
-        "test_blocks_of_another_size_than_was_asked_for",
+        f"{_SLOT}::test_blocks_of_another_size_than_was_asked_for",
     ),
     _mutant(
         "computes-after-failure",
@@ -83,7 +85,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "worker.py",
         "        if self._is_broken:\n            raise",
         "        if self._is_broken and plan.loads:\n            raise",
-        "test_after_a_load_that_has_failed_nothing_is_computed_any_more",
+        f"{_FAILURES}::test_after_a_load_that_has_failed_nothing_is_computed_any_more",
     ),
     _mutant(
         "fails-alone",
@@ -91,7 +93,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "worker.py",
         "any(rank.has_lost for rank in told)",
         "self._has_lost",
-        "test_one_rank_whose_load_fails_stops_all",
+        f"{_FAILURES}::test_one_rank_whose_load_fails_stops_all",
     ),
     _mutant(
         "told-apart",
@@ -99,7 +101,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "worker.py",
         "if plan.loads or self._is_broken:",
         "if plan.loads or self._has_lost:",
-        "test_a_rank_that_hears_late_of_a_failed_load_keeps_step_with_the_others",
+        f"{_FAILURES}::test_a_rank_that_hears_late_of_a_failed_load_keeps_step_with_the_others",
     ),
     _mutant(
         "uncomputed-saved",
@@ -107,7 +109,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "worker.py",
         "            half.bind_connector_metadata(replace(plan, saves=(), storage=(), cancelled_storage=()))\n",
         "            return self._untold.append((half.wait_for_save(), self._report())[1])\n",
-        "test_what_a_failed_forward_pass_has_not_computed_is_not_saved",
+        f"{_FAILURES}::test_what_a_failed_forward_pass_has_not_computed_is_not_saved",
     ),
     _mutant(
         "adapter-numbers",
@@ -115,7 +117,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "identity.py",
         'f"{adapter} {self._nonce}"',
         'f"{adapter}"',
-        "test_names_cover_salts_adapters_and_images",
+        f"{_SLOT}::test_names_cover_salts_adapters_and_images",
     ),
     _mutant(
         "images-unnamed",
@@ -123,7 +125,7 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "scheduler.py",
         "            if live.is_named:\n",
         "            if True:\n",
-        "test_images_without_a_hash_are_neither_saved_nor_loaded",
+        f"{_SLOT}::test_images_without_a_hash_are_neither_saved_nor_loaded",
     ),
     _mutant(
         "storage-unasked",
@@ -131,6 +133,6 @@ TENSORRT_LLM: tuple[Mutant, ...] = (
         "scheduler.py",
         "        self._half.on_new_request(sought)\n",
         "",
-        "test_what_is_stored_is_there_for_those_that_come_later",
+        f"{_CONTRACT}::test_what_is_stored_is_there_for_those_that_come_later",
     ),
 )

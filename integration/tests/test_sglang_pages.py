@@ -1,0 +1,95 @@
+"""Token slots of SGLang's pools, as the pages that they are: others are told, and neither read nor written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from integration.tests.sglang_driver import PAGE, PAGES, Make, buffers, keys, linkers, make_pool
+from kv_connector.engines.sglang import pools
+from kv_connector.engines.sglang.pools import DevicePages
+from kv_connector.errors import ConfigError
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with linkers() as make:
+        yield make
+
+
+def test_slots_that_are_no_pages_are_told_and_not_written(make: Make) -> None:
+    """SGLang's allocator gives whole pages; where it does not, the request that they are of is aborted."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    assert driver.lookup("request", keys(3)) == 3
+    odd = driver.transfer(keys(3), [4, 5, 6])
+    odd[0].device_indices += 1
+    before = [buffer.clone() for buffer in buffers(driver.pool)]
+    assert driver.linker.load("request", odd)
+    assert not driver.forward()
+    assert all(map(torch.equal, before, buffers(driver.pool)))
+    driver.linker.offload(driver.transfer(keys(3, "others"), [7, 8, 9])[:1])
+    odd = driver.transfer(keys(3, "odd"), [4, 5, 6])
+    odd[0].device_indices += 1
+    driver.linker.offload(odd)
+    driver.round()
+    driver.round()
+    assert driver.lookup("next", keys(3, "others")) == 3
+    assert driver.lookup("next", keys(3, "odd")) == 0
+    driver.check()
+
+
+def test_an_offer_of_other_than_its_pages_is_refused(make: Make) -> None:
+    """SGLang would lock what is not saved."""
+    driver = make()
+    driver.round()
+    for num_slots in (2 * PAGE, 3 * PAGE - 1):
+        odd = driver.transfer(keys(3), [1, 2, 3])
+        odd[0].device_indices = odd[0].device_indices[:num_slots]
+        assert not driver.linker.offload(odd)
+    assert driver.lookup("request", keys(3)) == 0
+
+
+@pytest.mark.parametrize("page", [-1, PAGES + 1])
+def test_slots_that_are_not_of_the_pool_are_no_pages(page: int) -> None:
+    pages = DevicePages(make_pool(), PAGE)
+    assert pages.ids_of(torch.arange(PAGE) + PAGES * PAGE).read() == [PAGES]
+    assert pages.ids_of(torch.arange(PAGE) + page * PAGE).read() is None
+
+
+def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not before: until then others lie where they come to."""
+
+    class Slots(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    class Event:
+        """As CUDA's: one that was never recorded is over."""
+
+        stream: object = None
+        waited = False
+
+        def record(self, stream: object) -> None:
+            self.stream = stream
+
+        def query(self) -> bool:
+            return self.stream is None
+
+        def synchronize(self) -> None:
+            self.waited = self.stream is not None
+
+    event = Event()
+    cuda = SimpleNamespace(Event=lambda: event, current_stream=lambda device: "stream of the scheduler")
+    host = SimpleNamespace(cuda=cuda, empty=lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(pools, "torch", host)
+    ids = DevicePages(make_pool(), PAGE).ids_of(torch.arange(PAGE, 3 * PAGE).as_subclass(Slots))
+    assert event.stream == "stream of the scheduler" and not ids.have_come()
+    assert ids.read() == [1, 2] and event.waited
+
+
+def test_a_cache_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the cache of this model \\(SimpleNamespace\\) is not served yet"):
+        DevicePages(SimpleNamespace(), PAGE)
