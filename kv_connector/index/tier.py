@@ -94,11 +94,13 @@ class CacheTier:
 
     def blocks_of(self, nodes: Iterable[int]) -> list[int]:
         """Block ids of the nodes' copies on this tier."""
-        return list(map(self._block.__getitem__, nodes))
+        block = self._block
+        return [block[node] for node in nodes]
 
     def nodes_of(self, block_ids: Iterable[int]) -> list[int]:
         """The nodes whose copies are in these blocks, which hold some."""
-        return list(map(self._node.__getitem__, block_ids))
+        node = self._node
+        return [node[block_id] for block_id in block_ids]
 
     def first_not_resident(self, block_ids: Iterable[int]) -> int | None:
         """The first of these blocks that does not hold the complete and valid copy of a node."""
@@ -110,7 +112,8 @@ class CacheTier:
 
     def hashes_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
         """Hashes of the copies in these blocks."""
-        return self.tree.hashes_of(self.nodes_of(block_ids))
+        node = self._node
+        return self.tree.hashes_of([node[block_id] for block_id in block_ids])
 
     def allocate(self, num_blocks: int, older_than: float = NEVER, tenant: int = 0) -> list[int] | None:
         """`num_blocks` private blocks for this tenant with one reference each, evicting where too few are free.
