@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,19 +42,17 @@ class EventLog:
 
     def __init__(self, is_read: bool = True) -> None:
         self.is_read = is_read
-        self._events: deque[CacheEvent] = deque()
+        self._events: list[CacheEvent] = []
 
     def add(self, event: CacheEvent) -> None:
         """Append one event."""
         if not self.is_read:
             return
         if len(self._events) >= _MAX_PENDING:
-            self._events.clear()
-            self._events.append(AllBlocksCleared(event.tier))
+            self._events = [AllBlocksCleared(event.tier)]
         self._events.append(event)
 
     def take(self) -> list[CacheEvent]:
         """All events since the last call, oldest first."""
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = self._events, []
         return events

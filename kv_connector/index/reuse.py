@@ -106,7 +106,7 @@ class ReuseModel:
         """How many blocks were asked for since these nodes of a path were, once for each part of the path that was
         asked for at one time. Looked at before `visited` counts them."""
         asked, time = self._tree.asked, self._tree.time
-        return [time - since for since, _ in groupby(map(asked.__getitem__, nodes))]
+        return [time - since for since, _ in groupby([asked[node] for node in nodes])]
 
     def visited(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
         """A request asks for these nodes, each once, which are those it knows of all that it asks for; of use is the

@@ -92,7 +92,8 @@ class PrefixTree:
 
     def hashes_of(self, nodes: Iterable[int]) -> list[BlockHash]:
         """The hashes of nodes that are not the root."""
-        return list(map(self._hash.__getitem__, nodes))  # type: ignore[arg-type]  # None is the root's and of free rows
+        known = self._hash
+        return [known[node] for node in nodes]  # type: ignore[misc]  # None is the root's and of free rows
 
     def hashes_in(self, nodes: NDArray[np.intc]) -> Iterator[BlockHash]:
         """The hashes of these nodes, of which the root is none, in the order of their rows: a fast way to many."""
