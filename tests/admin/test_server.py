@@ -162,6 +162,7 @@ def test_health_needs_no_token_and_asks_the_engine_nothing(server: AdminServer, 
         ("POST", "/v1/resize", b"{}", 400, "host_memory='' is not a size: give"),
         ("POST", "/v1/resize", b'{"host_memory": -1}', 400, "host_memory=-1 is too small: give 0 or more"),
         ("POST", "/v1/reset", b'{"all": true}', 400, "unknown field 'all'"),
+        ("POST", "/v1/drain", b'{"wait_s": false}', 400, "wait_s=False: give a number of seconds over 0"),
         ("POST", "/v1/drain", b'{"wait_s": 61}', 400, "wait_s=61: give a number of seconds over 0 and of at most 60"),
     ],
 )
