@@ -104,7 +104,8 @@ class WaitBody:
 
     def seconds(self) -> float:
         """Raises ConfigError."""
-        return 0.0 if self.wait_s == 0 else _seconds("wait_s", self.wait_s, MOST_WAIT_SECONDS)
+        is_zero = self.wait_s == 0 and self.wait_s is not False
+        return 0.0 if is_zero else _seconds("wait_s", self.wait_s, MOST_WAIT_SECONDS)
 
 
 def _seconds(name: str, value: object, most: float) -> float:

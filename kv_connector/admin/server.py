@@ -61,6 +61,7 @@ class AdminServer:
         self._token = token
         self._silent_until = -math.inf
         self._slots = threading.Semaphore(MOST_CONNECTIONS)
+        self._slots_to_refuse = threading.Semaphore(MOST_CONNECTIONS)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="kv-admin", daemon=True)
         self._thread.start()
@@ -92,14 +93,23 @@ class AdminServer:
                     self._is_closing.wait(_PAUSE_SECONDS)
 
     def _begin(self, connection: socket.socket) -> None:
-        if not self._slots.acquire(blocking=False):
-            _turn_away(connection)
-            return
+        """Where all who may be served are, one is told so; where as many are being told, it ends."""
+        if self._slots.acquire(blocking=False):
+            self._start(self._serve, connection, self._slots)
+        elif self._slots_to_refuse.acquire(blocking=False):
+            self._start(self._refuse, connection, self._slots_to_refuse)
+        else:
+            connection.close()
+
+    def _start(
+        self, call: Callable[[socket.socket], None], connection: socket.socket, slots: threading.Semaphore
+    ) -> None:
+        """On a thread of its own, which closes it and gives its slot back. Raises RuntimeError where there is none."""
         try:
-            threading.Thread(target=self._serve, args=(connection,), name="kv-admin-call", daemon=True).start()
+            threading.Thread(target=call, args=(connection,), name="kv-admin-call", daemon=True).start()
         except RuntimeError:
             connection.close()
-            self._slots.release()
+            slots.release()
             raise
 
     def _serve(self, connection: socket.socket) -> None:
@@ -113,12 +123,25 @@ class AdminServer:
             connection.close()
             self._slots.release()
 
+    def _refuse(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_LINGER_SECONDS)
+            connection.sendall(_BUSY)
+            _end(connection, self.clock)
+        except OSError as error:  # the client is gone
+            logger.debug("admin: a connection ended: %s", error)
+        finally:
+            connection.close()
+            self._slots_to_refuse.release()
 
-def _turn_away(connection: socket.socket) -> None:
-    with connection, suppress(OSError):
-        connection.setblocking(False)  # the answer fits into the buffer of a new connection
-        connection.send(_BUSY)
-        connection.shutdown(socket.SHUT_WR)
+
+def _end(connection: socket.socket, clock: Callable[[], float]) -> None:
+    """The answer is sent: read what is left of the request, or the client's machine may drop the answer."""
+    connection.shutdown(socket.SHUT_WR)
+    rest = _Reader(connection, _LINGER_SECONDS, clock)
+    with suppress(TimeoutError):
+        while rest.read(1 << 16):
+            pass
 
 
 class _Reader(io.RawIOBase):
@@ -156,14 +179,9 @@ class _Call(BaseHTTPRequestHandler):
         self.handle_one_request()
 
     def finish(self) -> None:
-        """Send the answer, then read what is left of the request: else the client's machine may drop the answer."""
         self.connection.settimeout(self.server.client_seconds)
         self.connection.sendall(self.wfile.getvalue())  # type: ignore[attr-defined]
-        self.connection.shutdown(socket.SHUT_WR)
-        rest = _Reader(self.connection, _LINGER_SECONDS, self.server.clock)
-        with suppress(TimeoutError):
-            while rest.read(1 << 16):
-                pass
+        _end(self.connection, self.server.clock)
 
     def version_string(self) -> str:
         return "kv-connector"

@@ -15,6 +15,7 @@ import pytest
 
 from kv_connector.admin import server as server_module
 from kv_connector.admin.base import Answer, Command, Refusal
+from kv_connector.admin.client import AdminClient
 from kv_connector.admin.listeners import listen
 from kv_connector.admin.routes import Routes
 from kv_connector.admin.server import MOST_BODY_BYTES, MOST_CONNECTIONS, AdminServer, _Reader
@@ -162,6 +163,7 @@ def test_health_needs_no_token_and_asks_the_engine_nothing(server: AdminServer, 
         ("POST", "/v1/resize", b"{}", 400, "host_memory='' is not a size: give"),
         ("POST", "/v1/resize", b'{"host_memory": -1}', 400, "host_memory=-1 is too small: give 0 or more"),
         ("POST", "/v1/reset", b'{"all": true}', 400, "unknown field 'all'"),
+        ("POST", "/v1/drain", b'{"wait_s": false}', 400, "wait_s=False: give a number of seconds over 0"),
         ("POST", "/v1/drain", b'{"wait_s": 61}', 400, "wait_s=61: give a number of seconds over 0 and of at most 60"),
     ],
 )
@@ -315,6 +317,31 @@ def test_too_many_connections_are_turned_away(server: AdminServer, path: str, re
         assert status == 503 and "Retry-After: 1" in head
         assert answer == {"error": "too many connections: ask again in a moment"}
     assert until_served(path) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("size", [10, 500_000])
+def test_who_is_turned_away_is_told_so_whatever_he_was_saying(server: AdminServer, path: str, size: int) -> None:
+    """Not that the connection broke, as it does where what he has sent is never read."""
+    with ExitStack() as stack:
+        for _ in range(MOST_CONNECTIONS):
+            stack.enter_context(connect(path))
+        body = {"text": "x" * size}
+        for _ in range(MOST_CONNECTIONS):
+            with pytest.raises(Refusal, match="too many connections: ask again in a moment") as refused:
+                AdminClient("", path, TOKEN.encode()).call("POST", "/v1/pins", body)
+            assert refused.value.status == 503
+
+
+def test_more_of_them_than_can_be_told_cost_no_more(
+    server: AdminServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_LINGER_SECONDS", 60.0)
+    with ExitStack() as stack:
+        for _ in range(MOST_CONNECTIONS):
+            stack.enter_context(connect(path))
+        for _ in range(MOST_CONNECTIONS):
+            assert read_all(stack.enter_context(connect(path))).startswith(b"HTTP/1.1 503 ")
+        assert not read_all(stack.enter_context(connect(path))), "whom there is no thread to tell"
 
 
 def until_served(path: str) -> tuple[int, Any]:

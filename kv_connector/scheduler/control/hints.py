@@ -12,11 +12,14 @@ from typing import Any
 
 from ...base import Request
 from ...index import LEAST_PRIORITY, MOST_PRIORITY, PLAIN, Terms
-from ...values import shortened, shown
+from ...values import is_one_line, shortened, shown
 
 HINTS_KEY = "cache"
 LEAST_TTL, MOST_TTL = 1.0, 7 * 24 * 3600.0
 """Seconds."""
+_MOST_HINTS = 16
+_MOST_TEXT = 1000
+"""Characters of a wrong hint that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +49,31 @@ def hints_of(request: Request, on_ignored: Callable[[str], None] = lambda reason
     given = params.get(HINTS_KEY) if isinstance(params, Mapping) else None
     if given is None:
         return NO_HINTS
-    if not isinstance(given, Mapping):
-        on_ignored(f'cache={shown(given)} is not an object: give one such as {{"pin": true}}')
+    if not isinstance(given, Mapping) or len(given) > _MOST_HINTS:
+        on_ignored(f'cache={_told(given)} is not an object of at most {_MOST_HINTS} hints, such as {{"pin": true}}')
         return NO_HINTS
     valid: dict[str, Any] = {}
     for name, value in given.items():
         if name not in _CHECKS:
-            name = shortened(name) if isinstance(name, str) else shown(name)
-            on_ignored(f"cache.{name} is unknown: known hints are {', '.join(_CHECKS)}")
+            is_name = isinstance(name, str) and is_one_line(name[:_MOST_TEXT])
+            on_ignored(f"cache.{shortened(name) if is_name else _told(name)} is unknown: known hints are {_KNOWN}")
         elif wanted := _CHECKS[name](value):
-            on_ignored(f"cache.{name}={shown(value)} is not {wanted}")
+            on_ignored(f"cache.{name}={_told(value)} is not {wanted}")
         else:
             valid[name] = value
     if valid.get("do_not_cache") and valid.get("pin"):
         del valid["pin"]
         on_ignored("cache.pin is true where cache.do_not_cache is: leave one of them out")
     return Hints(**valid)
+
+
+def _told(value: object) -> str:
+    """In a message, on one line of it, and at once however much it is: who sends requests may send megabytes."""
+    if isinstance(value, Mapping):
+        return "{...}" if value else "{}"
+    if isinstance(value, list | tuple):
+        return "[...]" if value else "[]"
+    return shown(value[:_MOST_TEXT] if isinstance(value, str | bytes) else value)
 
 
 def _not_boolean(value: object) -> str:
@@ -86,3 +98,4 @@ _CHECKS: Mapping[str, Callable[[object], str]] = {
     "do_not_cache": _not_boolean,
     "prefetch": _not_boolean,
 }
+_KNOWN = ", ".join(_CHECKS)

@@ -67,6 +67,8 @@ def run_nothing() -> Any:
         ({"priority": True}, "give an integer from -2 to 2"),
         ({"ttl": 60}, "known hints are pin, ttl_s, priority, do_not_cache, prefetch"),
         ({7: 60}, "is unknown"),
+        ({"a\nERROR: b": 60}, r"cache.'a\nERROR: b' is unknown"),
+        ({str(number): True for number in range(17)}, "cache={...} is not an object of at most 16 hints"),
         ({"do_not_cache": True, "pin": True}, "leave one of them out"),
     ],
 )
@@ -76,6 +78,20 @@ def test_a_hint_that_is_wrong_is_as_if_it_were_not_there(cache: Any, reason: str
     expected = Hints(do_not_cache=True) if isinstance(cache, dict) and "do_not_cache" in cache else NO_HINTS
     assert hints_of(given, reasons.append) == expected
     assert len(reasons) == 1 and reason in reasons[0]
+
+
+class Megabytes(list[int]):
+    """Whoever writes it down holds the engine up."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("it is written down")
+
+
+@pytest.mark.parametrize("cache", [Megabytes([1]), {"pin": Megabytes([1])}, {"ttl_s": {"a": Megabytes([1])}}])
+def test_what_is_wrong_is_not_written_down_whole(cache: Any) -> None:
+    reasons: list[str] = []
+    assert hints_of(Hinted("r", prompt(1), cache=cache), reasons.append) == NO_HINTS
+    assert len(reasons) == 1 and "..." in reasons[0]
 
 
 def test_what_is_right_counts_beside_what_is_wrong() -> None:
