@@ -22,6 +22,11 @@ _rng = random.Random(15)
 _device_ids = itertools.count()
 
 
+def draw_from(name: str) -> None:
+    """What is drawn from now on follows from this name."""
+    _rng.seed(name)
+
+
 def make_hashes(count: int) -> list[BlockHash]:
     """Hashes of a prefix that nobody has seen."""
     return [BlockHash(_rng.randbytes(32)) for _ in range(count)]

@@ -20,17 +20,19 @@ import argparse
 import gc
 import hashlib
 import itertools
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from integration.bench import index
-from integration.bench.stepped_half import BLOCK_SIZE, Device, Prompt, Side, make_hashes
+from integration.bench.stepped_half import BLOCK_SIZE, Device, Prompt, Side, draw_from, make_hashes
 from integration.bench.turns import record, take_turns
 from integration.report import Report, hardware
 from kv_connector.base import ScheduledRequest, SchedulerOutput
@@ -225,7 +227,7 @@ class BusySide(Side):
         if not is_observed:
             self.half.metrics.histograms = Unobserved()
             self.half._ledger._times = Untimed()
-        _rng.seed("prefixes")
+        draw_from("prefixes")
         self.prefixes = [make_hashes(self.half_length) for _ in range(options.requests)]
         for prefix in self.prefixes:
             self.cache(prefix)
@@ -233,7 +235,7 @@ class BusySide(Side):
 
     def prompt(self, request_id: str, number: int) -> Prompt:
         """Its second half is new."""
-        _rng.seed(request_id)
+        draw_from(request_id)
         return Prompt(request_id, self.prefixes[number % len(self.prefixes)] + make_hashes(self.half_length))
 
     def step(self, number: int) -> float:
