@@ -181,23 +181,19 @@ class GroupedTree:
             return self.tree.insert_path(keys, now, blocks.start, blocks.stop, terms)
         return self.tree.insert_apart([keys[block] for block in blocks], now, terms)
 
-    def may_be_prefix(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether what is known of these hashes speaks against it: one that is there twice, or in another place."""
-        if len(set(hashes)) < len(hashes):
-            return False
+    def knows_prefix(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether each of these hashes is known behind the one before it, and the first of them as a prompt's first: so
+        far as blocks of full attention end there, for of windows nothing says what they follow."""
+        if len(set(hashes)) < len(hashes) or any(split_key(block_hash)[1] for block_hash in hashes):
+            return False  # one is there twice, or the name of another group's copy
         parents = self.tree.parent
         for group in self.full:
-            before: int | None = ROOT
+            before = ROOT
             for node in map(self.tree.get, self.keys(hashes, group)):
-                if node is not None and parents[node] != before:
+                if node is None or parents[node] != before:
                     return False
                 before = node
         return True
-
-    def knows_prefix(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether each of these hashes is known behind the one before it, and the first of them as a prompt's first."""
-        keys = [self.keys(hashes, group) for group in self.full]
-        return self.may_be_prefix(hashes) and all(len(self.tree.match(names)) == len(names) for names in keys)
 
     def find(self, keys: Sequence[BlockHash]) -> list[int]:
         """The nodes of these names, those that are known."""

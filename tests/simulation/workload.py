@@ -459,7 +459,7 @@ class Users:
         if self._pinned.get((engine.index, hashes)) != engine.incarnation:
             self._pinned[engine.index, hashes] = engine.incarnation
             self._world.lasting_hashes.update(hashes)
-            engine.half.pin_prefix(hashes)
+            engine.half.pin_prefix(hashes, are_given=False)
             engine.watch.pinned(hashes, 1)
 
     def _unpin(self, engine: Engine, action: Action, document: int, share: float) -> None:
@@ -477,7 +477,9 @@ class Users:
         raise Violation("check", f"{len(hashes)} blocks are unpinned that were never pinned together")
 
     def _warm(self, engine: Engine, action: Action, document: int, share: float) -> None:
-        self._world.met["prefixes warmed"] += engine.half.warm(self._hashes(engine, document, share))
+        self._world.met["prefixes warmed"] += engine.half.warm(
+            self._hashes(engine, document, share), are_given=False
+        )
         engine.wake()
 
     def _drain(self, engine: Engine, action: Action) -> None:

@@ -144,8 +144,8 @@ def test_requests_pins_wait_for_room_and_are_kept_meanwhile(tmp_path: Path) -> N
 def test_an_operator_s_pin_comes_back_at_once_and_can_be_undone(tmp_path: Path) -> None:
     hashes = Asked("r", prompt(1)).block_hashes
     with started(tmp_path) as (half, _):
-        half.pin_prefix(hashes)
-        half.pin_prefix(hashes)
+        half.pin_prefix(hashes, are_given=False)
+        half.pin_prefix(hashes, are_given=False)
     with started(tmp_path, num_host_blocks=0) as (half, _):
         assert half.pinned_prefixes() == [KeptPin(tuple(hashes), "default", None, False)]
         half.unpin_prefix(hashes)
@@ -239,7 +239,7 @@ def test_what_is_read_for_a_tenant_is_charged_to_it() -> None:
     come_back(half, found=10)
     assert set(charged) == {1}
     other = Asked("warmed", prompt(2))
-    assert half.warm(other.block_hashes, "b")
+    assert half.warm(other.block_hashes, "b", are_given=False)
     come_back(half, found=10)
     assert set(charged) == {1, 2}
     assert {name: stats["held_blocks"] for name, stats in half.tenant_stats().items()} == {
@@ -263,7 +263,7 @@ def test_of_more_than_the_host_holds_as_much_is_read_as_fits() -> None:
 def test_only_what_operators_have_pinned_is_listed_as_theirs(tmp_path: Path) -> None:
     with started(tmp_path) as (half, _):
         ask(half, "a", 1, PIN)
-        half.pin_prefix(())
+        half.pin_prefix((), are_given=False)
         assert half.pinned_prefixes() == [], "nothing is pinned of a prefix without blocks, nor kept"
 
 

@@ -91,7 +91,7 @@ def test_what_the_device_keeps_behind_a_reset_has_its_time_yet() -> None:
 def test_a_pin_saves_nothing_of_who_is_not_to_be_cached() -> None:
     half, blocks = make_half(write_policy="write_back")
     private = Hinted("private", prompt(1), cache={"do_not_cache": True})
-    half.pin_prefix(private.block_hashes)
+    half.pin_prefix(private.block_hashes, are_given=False)
     save(half, private)
     blocks.order = list(enumerate(private.block_hashes))
     half._saves.note_changed()

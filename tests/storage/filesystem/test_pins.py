@@ -123,7 +123,7 @@ def test_whoever_knows_no_secret_pins_nothing(tmp_path: Path) -> None:
 
 
 def version(data: bytes) -> bytes:
-    return b"KVCPINS2" + data[8:]
+    return b"KVCPINS1" + data[8:]
 
 
 def cut(data: bytes) -> bytes:
