@@ -48,7 +48,7 @@ def test_so_many_prefixes_are_pinned_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     assert len(pins.listed()) == 2
 
 
-def test_what_is_pinned_stays_so_when_it_is_given_again_and_when_what_is_unknown_is_given() -> None:
+def test_what_is_pinned_stays_so_when_it_is_given_again() -> None:
     half = make_engine(Config(host_memory=1 << 20), block_size=4).connector
     assert half is not None
     pins = PinBook(half, lambda: 0.0)

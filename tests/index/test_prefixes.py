@@ -47,10 +47,20 @@ PROMPTS = [chain(number, branch, 6) for number in range(2) for branch in range(2
 NAMES = st.sampled_from([*{name: None for hashes in PROMPTS for name in hashes}, BlockHash(bytes(4))])
 LISTS = st.one_of(
     st.lists(NAMES, max_size=7),
-    st.builds(lambda hashes, a, b, i, name: [*hashes[a:i], name, *hashes[i + 1 : b]], st.sampled_from(PROMPTS),
-              st.sampled_from([0, 0, 1]), st.integers(0, 6), st.integers(0, 6), NAMES),
-    st.builds(lambda hashes, start, end: hashes[start:end], st.sampled_from(PROMPTS), st.sampled_from([0, 0, 0, 1, 2]),
-              st.integers(0, 6)),
+    st.builds(
+        lambda hashes, a, b, i, name: [*hashes[a:i], name, *hashes[i + 1 : b]],
+        st.sampled_from(PROMPTS),
+        st.sampled_from([0, 0, 1]),
+        st.integers(0, 6),
+        st.integers(0, 6),
+        NAMES,
+    ),
+    st.builds(
+        lambda hashes, start, end: hashes[start:end],
+        st.sampled_from(PROMPTS),
+        st.sampled_from([0, 0, 0, 1, 2]),
+        st.integers(0, 6),
+    ),
 )
 
 

@@ -91,7 +91,9 @@ def test_a_prefix_is_warmed_for_whoever_comes() -> None:
 def test_so_many_prefixes_are_warmed_at_a_time_and_others_behind_them() -> None:
     half, _, _ = make_half()
     for _ in range(3):
-        begun = [half.warm(Asked("r", [1000 * n + i for i in range(9)]).block_hashes, are_given=False) for n in range(70)]
+        begun = [
+            half.warm(Asked("r", [1000 * n + i for i in range(9)]).block_hashes, are_given=False) for n in range(70)
+        ]
         assert begun.count(True) == 64
         report(half, step(half), found=0)
     assert not half.has_pending_push_work()
