@@ -19,7 +19,7 @@ front of it, which serve ends farther in front as well. What the copy holds behi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import overload
@@ -124,6 +124,9 @@ class GroupKeys(Sequence[BlockHash]):
         if isinstance(index, slice):
             return [BlockHash(hashes[end] + suffix) for end in blocks[index]]
         return BlockHash(hashes[blocks[index]] + suffix)
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(self[:])  # at once, which takes a fraction of one by one
 
 
 class GroupedTree:

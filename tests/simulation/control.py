@@ -66,7 +66,7 @@ def draw_given(rng: random.Random, configs: Sequence[EngineConfig], actions: Seq
         what = {
             "document": rng.choice([0, 0, 0, 1, 2]),
             "first": rng.choice([0.0, 0.0, 0.1, 0.3]),
-            "end": rng.choice([0.2, 0.5, 1.0]),
+            "end": rng.choice([0.4, 0.7, 1.0]),
             "mistake": rng.choice(["", "", "gap", "turned", "twice"]),
             "warms": rng.random() < 0.5,
         }

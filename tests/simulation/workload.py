@@ -486,6 +486,8 @@ class Users:
         """Hashes of which somebody says that they are a prefix."""
         prompt = self._hashes(engine, document, 1.0)
         hashes = _given(prompt, first, end, mistake)
+        if not hashes:
+            return
         try:
             if warms:
                 engine.half.warm(hashes)

@@ -32,8 +32,8 @@ class ToldBlocks:
         self._moved: dict[int, dict[int, BlockHash]] = {}  # by job under way, what its host blocks hold
 
     def planned(self, jobs: Iterable[StorageJob]) -> None:
-        """Jobs that begin in this step; their host blocks hold, or are to hold, what they name. What was let go of since
-        a job was made, by a reset or with its tenant, has no name any more."""
+        """Jobs that begin in this step; their host blocks hold, or are to hold, what they name, but for what was let go
+        of since the job was made, by a reset or with its tenant."""
         if self._events.is_read:
             for job in jobs:
                 host_ids = [host_id for host_id in job.host_ids.tolist() if self._host.holds_copy(host_id)]

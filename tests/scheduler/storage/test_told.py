@@ -64,7 +64,7 @@ def test_after_a_reset_nothing_is_in_storage_and_what_was_being_written_is_not_t
     assert in_storage(half, held) == set()
 
 
-def test_a_fetch_that_begins_behind_a_reset_says_nothing_of_what_has_the_rows_of_its_blocks_by_then() -> None:
+def test_a_fetch_that_begins_behind_a_reset_says_nothing_of_who_has_its_rows_by_then() -> None:
     half, _, _ = make_half()
     first, second = Asked("first", PROMPT), Asked("second", [1000 + token for token in PROMPT])
     report(half, [arrive(half, first)], found=10)  # the next step is to fetch them

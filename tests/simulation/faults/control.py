@@ -249,8 +249,21 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "window-as-the-first-said",
         "of two requests that compute a window at a time, the first to end says how long it lives",
-        (Patch(_EXPIRY, "            self._shared.grouped.tree.touch(nodes, used)\n", ""),),
+        (Patch(_EXPIRY, "            self._last |= dict.fromkeys(nodes, self._num_added)\n", ""),),
         tested(f"{_TIMES}::test_a_window_that_two_have_computed_at_a_time_lives_as_long_as_the_last_to_end_says"),
+    ),
+    Mutant(
+        "window-as-young-as-its-request",
+        "blocks of a window outlive others on a host that is full for having a time to live",
+        (
+            Patch(
+                _EXPIRY,
+                "            self._last |= dict.fromkeys(nodes, self._num_added)\n",
+                "            self._last |= dict.fromkeys(nodes, self._num_added)\n"
+                "            grouped.tree.touch(nodes, used)\n",
+            ),
+        ),
+        tested(f"{_TIMES}::test_a_window_with_a_time_makes_room_by_when_it_was_computed"),
     ),
     Mutant(
         "row-of-another-tenant",
