@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from kv_connector.base import SchedulerOutput
-from kv_connector.index import BlockGroup
+from kv_connector.build import build_scheduler
+from kv_connector.config import Config
+from kv_connector.index import BlockGroup, CacheIdentity
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.control.hints import MOST_TTL
 from kv_connector.scheduler.control.keeping import NoKeeper, WarningKeeper
@@ -321,3 +323,17 @@ def test_pins_of_tenants_come_back_as_theirs_and_one_is_cleared_without_the_othe
     come_back(half, found=0)
     stats = half.tenant_stats()
     assert {name: stats[name]["pinned_blocks"] for name in stats} == {"default": 10, "a": 0, "b": 10}
+
+
+def test_pins_come_back_where_blocks_follow_one_another_as_before(tmp_path: Path) -> None:
+    """Of windows nothing says what a block follows, so what was given for a prefix may be none."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": str(tmp_path), "capacity": 8 << 20}})
+    identity = CacheIdentity("model", "float16", "layout", 4)
+    hashes, windows = Asked("r", prompt(1)).block_hashes[3:5], (BlockGroup(window_blocks=2),)
+    half = build_scheduler(config, 4, identity=identity, groups=windows)
+    half.pin_prefix(hashes)
+    half.shutdown()
+    for groups, expected in ((windows, [tuple(hashes)]), ((BlockGroup(),), [])):
+        half = build_scheduler(config, 4, identity=identity, groups=groups)
+        assert [pin.block_hashes for pin in half.pinned_prefixes()] == expected
+        half.shutdown()

@@ -7,6 +7,7 @@ from .mutant import Mutant, Patch, simulated, tested
 _ACTIONS = "kv_connector/admin/actions.py"
 _ADMIN_PINS = "kv_connector/admin/pins.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
+_BUILD = "kv_connector/build.py"
 _CONTROL = "kv_connector/scheduler/control/control.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
 _LOOKUP = "kv_connector/index/lookup.py"
@@ -264,6 +265,12 @@ CONTROL: tuple[Mutant, ...] = (
             ),
         ),
         tested(f"{_TIMES}::test_a_window_with_a_time_makes_room_by_when_it_was_computed"),
+    ),
+    Mutant(
+        "pins-of-other-groups",
+        "what was given for a prefix where blocks follow nothing is pinned as one where they do",
+        (Patch(_BUILD, "hashlib.sha256(kinds.encode()).digest()) if kinds else root", "bytes(32))"),),
+        tested(f"{_KEEPING}::test_pins_come_back_where_blocks_follow_one_another_as_before"),
     ),
     Mutant(
         "row-of-another-tenant",
