@@ -123,6 +123,7 @@ def test_whoever_knows_no_secret_pins_nothing(tmp_path: Path) -> None:
 
 
 def version(data: bytes) -> bytes:
+    """In files of this one lies what operators gave, too, though no prompt had shown it."""
     return b"KVCPINS1" + data[8:]
 
 
