@@ -71,8 +71,8 @@ class PinnedPrefixes:
 
     def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None = None, tenant: int = 0) -> None:
         """For an operator: keep the blocks of a prefix, one time more. `ttl_s`: they are all let go of when so many
-        seconds have passed, and as many as were given in other calls. Raises KVConnectorError, and
-        changes nothing, for what is no time."""
+        seconds have passed, and as many as were given in other calls. Whoever calls knows that it is a prefix. Raises
+        KVConnectorError, and changes nothing, for what is no time."""
         if ttl_s is not None and not ttl_s > 0:
             raise KVConnectorError(f"ttl_s={ttl_s} is no time to keep a prefix for: give seconds over 0, or None")
         name = _name(block_hashes, False)
