@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .config import PeerRoute
 from .config.peer import MOST_PORT
 from .errors import ConfigError, KVConnectorError
-from .index import RankIdentity, describe_groups, root_hash
+from .index import RankIdentity, adopt_hash, describe_groups, root_hash
 from .values import shortened, shown
 
 if TYPE_CHECKING:
@@ -58,19 +59,22 @@ def build_scheduler(config: Config, block_size: int, world_size: int = 1, **opti
     options["observers"] = [GuardedObserver(observer) for observer in observers]
     half = SchedulerHalf(config, block_size, world_size, **options)
     if config.storage is not None and (identity := options.get("identity")) is not None:
-        half.keep_pins(_open_pin_keeper(config.storage, identity))
+        half.keep_pins(_open_pin_keeper(config.storage, identity, options.get("groups", ())))
     return half
 
 
-def _open_pin_keeper(config: StorageConfig, identity: CacheIdentity) -> PinKeeper:
-    """Of engines whose blocks have the names of this one's, in a folder; other storage keeps no pins."""
+def _open_pin_keeper(config: StorageConfig, identity: CacheIdentity, groups: Sequence[BlockGroup]) -> PinKeeper:
+    """Of engines whose blocks have the names of this one's and follow one another as its do, in a folder; other
+    storage keeps no pins."""
     from .scheduler.control.keeping import NoKeeper, WarningKeeper
     from .storage.filesystem.pin_keeper import FolderPinKeeper
     from .storage.macs import choose_check
 
     if config.kind != "filesystem":
         return WarningKeeper(config.kind)
-    check, digest = choose_check(config.secret(), root_hash(identity))
+    root, kinds = root_hash(identity), describe_groups(groups)
+    own = adopt_hash(root, hashlib.sha256(kinds.encode()).digest()) if kinds else root
+    check, digest = choose_check(config.secret(), own)
     try:
         return FolderPinKeeper(Path(config.path).expanduser(), digest, check)
     except (OSError, ValueError, RuntimeError) as error:  # the worker half says so, too, where it can use no storage

@@ -194,7 +194,7 @@ class World:
         assert self.engine.connector is not None
         if len(self.pins) < 2 and self.requests:
             self.pins.append(list(self.requests[which % len(self.requests)].block_hashes[:num_blocks]))
-            self.engine.connector.pin_prefix(self.pins[-1])
+            self.engine.connector.pin_prefix(self.pins[-1], are_given=False)
         elif self.pins:
             self.engine.connector.unpin_prefix(self.pins.pop())
 

@@ -101,7 +101,7 @@ def no_room(report: Report, options: argparse.Namespace) -> None:
     sides = {"room": Side(2 * count * (length + options.steps)), "pinned": Side(small), "leased": Side(small)}
     pinned = make_hashes(small)
     sides["pinned"].cache(pinned)
-    sides["pinned"].half.pin_prefix(pinned)
+    sides["pinned"].half.pin_prefix(pinned, are_given=False)
     assert sides["leased"].half.host.allocate(small - 1)
     for side in sides.values():
         side.start([Prompt(f"{i}", make_hashes(length)) for i in range(count)])

@@ -57,9 +57,8 @@ class Pin:
     owner: Owner
 
     def run(self, engine: SteeredEngine) -> Answer:
-        block_hashes = self.prefix.checked(engine.half)
-        name = engine.pins.pin(block_hashes, self.ttl_s, self.owner.name(engine.half))
-        return {"id": name, "num_blocks": len(block_hashes)}
+        name = engine.pins.pin(self.prefix, self.ttl_s, self.owner.name(engine.half))
+        return {"id": name, "num_blocks": len(self.prefix.block_hashes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,9 @@ class Warm:
     owner: Owner
 
     def run(self, engine: SteeredEngine) -> Answer:
-        block_hashes = self.prefix.checked(engine.half)
-        has_begun = engine.half.warm(block_hashes, self.owner.name(engine.half))
-        return {"started": has_begun, "num_blocks": len(block_hashes)}
+        prefix, owner = self.prefix, self.owner.name(engine.half)
+        has_begun = engine.half.warm(prefix.block_hashes, owner, prefix.are_given)
+        return {"started": has_begun, "num_blocks": len(prefix.block_hashes)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,17 +50,6 @@ class Prefix:
     block_hashes: tuple[BlockHash, ...]
     are_given: bool
 
-    def checked(self, half: SchedulerHalf) -> tuple[BlockHash, ...]:
-        """The hashes. Raises Refusal where nobody but the operator says that they are a prefix's: what lay elsewhere in
-        the index than where requests look for it would be in their way."""
-        if self.are_given and not half.knows_prefix(self.block_hashes):
-            raise Refusal(
-                409,
-                f"these {len(self.block_hashes)} hashes are not known as those of a prompt's blocks from its first one "
-                "on: give all of them in order, behind a request with that prompt, or give its token_ids or text",
-            )
-        return self.block_hashes
-
 
 @dataclass(frozen=True, slots=True)
 class Owner:

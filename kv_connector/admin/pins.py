@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import KVConnectorError
 from ..types import BlockHash
-from .base import Refusal
+from .base import Prefix, Refusal
 
 if TYPE_CHECKING:
     from ..scheduler import SchedulerHalf
@@ -22,7 +22,7 @@ _SHOWN_DIGITS = 16
 class _Pin:
     """A prefix, and when its pin ends by itself, if it does."""
 
-    block_hashes: Sequence[BlockHash]
+    block_hashes: tuple[BlockHash, ...]
     ends: float | None
 
 
@@ -36,17 +36,20 @@ class PinBook:
         for pin in half.pinned_prefixes():  # which the last start has left
             self._note(pin.block_hashes, pin.seconds)
 
-    def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None, tenant: str) -> str:
+    def pin(self, prefix: Prefix, ttl_s: float | None, tenant: str) -> str:
         """Keep the prefix, for `ttl_s` seconds from now or until `unpin`; returns its name. Again is not twice: the
-        later word counts. `tenant` is configured. Raises Refusal, and changes nothing, where there are too many."""
+        later word counts. `tenant` is configured. Raises KVConnectorError, and changes nothing, where there are too
+        many, and for given hashes that the half refuses."""
         self._forget_ended()
-        name = _name(block_hashes)
+        name = _name(prefix.block_hashes)
         if name not in self._pins and len(self._pins) >= _MOST_PINS:
             raise Refusal(409, f"{_MOST_PINS} prefixes are pinned already: unpin some, or give them a ttl_s")
         if name in self._pins:
-            self._undo(self._pins.pop(name))
-        self._half.pin_prefix(block_hashes, ttl_s, tenant)
-        self._note(block_hashes, ttl_s)
+            pinned = self._pins.pop(name)
+            self._undo(pinned)
+            prefix = Prefix(pinned.block_hashes, are_given=False)  # of one name is one prefix, and this was known
+        self._half.pin_prefix(prefix.block_hashes, ttl_s, tenant, prefix.are_given)
+        self._note(prefix.block_hashes, ttl_s)
         return name
 
     def unpin(self, name: str) -> int:
@@ -71,7 +74,7 @@ class PinBook:
             for name, pin in self._pins.items()
         ]
 
-    def _note(self, block_hashes: Sequence[BlockHash], ttl_s: float | None) -> None:
+    def _note(self, block_hashes: tuple[BlockHash, ...], ttl_s: float | None) -> None:
         self._pins[_name(block_hashes)] = _Pin(block_hashes, None if ttl_s is None else self._clock() + ttl_s)
 
     def _undo(self, pin: _Pin) -> None:

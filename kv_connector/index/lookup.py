@@ -19,7 +19,7 @@ front of it, which serve ends farther in front as well. What the copy holds behi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import overload
@@ -125,6 +125,9 @@ class GroupKeys(Sequence[BlockHash]):
             return [BlockHash(hashes[end] + suffix) for end in blocks[index]]
         return BlockHash(hashes[blocks[index]] + suffix)
 
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(self[:])  # at once, which takes a fraction of one by one
+
 
 class GroupedTree:
     """The tree as groups see it. Nodes of windows have no parent: the blocks of a window come and go one by one."""
@@ -181,23 +184,19 @@ class GroupedTree:
             return self.tree.insert_path(keys, now, blocks.start, blocks.stop, terms)
         return self.tree.insert_apart([keys[block] for block in blocks], now, terms)
 
-    def may_be_prefix(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether what is known of these hashes speaks against it: one that is there twice, or in another place."""
-        if len(set(hashes)) < len(hashes):
-            return False
+    def knows_prefix(self, hashes: Sequence[BlockHash]) -> bool:
+        """Whether each of these hashes is known behind the one before it, and the first of them as a prompt's first: so
+        far as blocks of full attention end there, for of windows nothing says what they follow."""
+        if len(set(hashes)) < len(hashes) or any(split_key(block_hash)[1] for block_hash in hashes):
+            return False  # one is there twice, or the name of another group's copy
         parents = self.tree.parent
         for group in self.full:
-            before: int | None = ROOT
+            before = ROOT
             for node in map(self.tree.get, self.keys(hashes, group)):
-                if node is not None and parents[node] != before:
+                if node is None or parents[node] != before:
                     return False
                 before = node
         return True
-
-    def knows_prefix(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether each of these hashes is known behind the one before it, and the first of them as a prompt's first."""
-        keys = [self.keys(hashes, group) for group in self.full]
-        return self.may_be_prefix(hashes) and all(len(self.tree.match(names)) == len(names) for names in keys)
 
     def find(self, keys: Sequence[BlockHash]) -> list[int]:
         """The nodes of these names, those that are known."""

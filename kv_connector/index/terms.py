@@ -19,11 +19,13 @@ block goes before all of a higher priority."""
 class Terms:
     """`tenant`: whose blocks they are, by its index; the one of a prefix's first block counts for all behind it.
     `priority`: the lowest goes first; a block has the highest that a request for it had. `is_transient`: they are to be
-    dropped some time, and go nowhere but to the host; until a request asks for them of which that is not true."""
+    dropped some time, and go nowhere but to the host; until a request asks for them of which that is not true.
+    `is_barred`: no request has asked for them, see `NodeTerms`."""
 
     tenant: int = 0
     priority: int = 0
     is_transient: bool = False
+    is_barred: bool = False
 
     most_worth: float = field(init=False)
     """What may go for such blocks where none is declined for what it is worth: all but those of higher priorities."""
@@ -72,7 +74,7 @@ class NodeTerms:
             self.tenant[node] = tenant
             self.priority[node] = terms.priority
             self.transient[node] = terms.is_transient
-            self.barred[node] = 0
+            self.barred[node] = terms.is_barred
 
     def use(self, nodes: Iterable[int], terms: Terms) -> list[int]:
         """A request asks for these nodes on these terms; returns those that are transient no more."""

@@ -81,6 +81,10 @@ class CacheTier:
         """State of the copy in a block; ABSENT for a free or private one."""
         return BlockState(self._state[block_id]) if block_id < len(self._state) else BlockState.ABSENT
 
+    def holds_copy(self, block_id: int) -> bool:
+        """Whether the block holds a copy, resident or on its way."""
+        return self.state(block_id) not in (BlockState.ABSENT, BlockState.DELETING)
+
     def node_state(self, node: int) -> BlockState:
         """State of a node's copy on this tier."""
         block_id = self._block[node]
@@ -118,9 +122,8 @@ class CacheTier:
         return None
 
     def hashes_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
-        """Hashes of the copies in these blocks."""
-        node = self._node
-        return self.tree.hashes_of([node[block_id] for block_id in block_ids])
+        """Hashes of the copies in these blocks, which hold some."""
+        return self.tree.hashes_of(self.nodes_of(block_ids))
 
     def allocate(self, num_blocks: int, older_than: float = NEVER, tenant: int = 0) -> list[int] | None:
         """`num_blocks` private blocks for this tenant with one reference each, evicting where too few are free.
@@ -207,7 +210,7 @@ class CacheTier:
         A block in use stays with its users and is free when the last one releases it.
         """
         for block_id in block_ids:
-            if self.state(block_id) in (BlockState.ABSENT, BlockState.DELETING):
+            if not self.holds_copy(block_id):
                 continue
             if self.pool.refs(block_id) > 0:
                 self._detach(block_id, Event.DELETE)

@@ -144,23 +144,20 @@ class PrefixTree:
         """Nodes of `hashes[first:stop]`, made on these terms where they are not known; `hashes` is a prefix from its
         first block on.
 
-        A new node has no copy: the caller attaches one, or calls `settle` so that it is remembered. A node that is
-        known elsewhere, where only an operator's mistake can have put it, loses its name to the new one.
+        A new node has no copy: the caller attaches one, or calls `settle` so that it is remembered.
         """
         stop = len(hashes) if stop is None else stop
         if first >= stop:
             return []  # without its prefix, which nobody would settle
-        get, parents, nodes = self._index.get, self.parent, []
+        get = self._index.get
+        nodes: list[int] = []
         parent = get(hashes[first - 1]) if first else ROOT
         if parent is None:  # forgotten meanwhile
             parent = self.insert_path(hashes, now, 0, first, terms)[-1]
         for index in range(first, stop):
             node = get(hashes[index])
-            if node is None or parents[node] != parent:  # and none behind it either: a node keeps its parent
-                rest = hashes[index:stop]
-                self._disown(rest)
-                nodes += self._add(parent, rest, now, terms)
-                break
+            if node is None:  # and none behind it either: a node keeps its parent
+                return nodes + self._add(parent, hashes[index:stop], now, terms)
             nodes.append(node)
             parent = node
         return nodes
@@ -326,16 +323,6 @@ class PrefixTree:
             keeps[node] = _LEAVING
             leaving.appendleft(node)
         self._num_remembered -= len(free) - num_free
-
-    def _disown(self, hashes: Sequence[BlockHash]) -> None:
-        """Whoever knows these by their rows keeps them; by their hashes nobody finds them any more."""
-        if self._index.keys().isdisjoint(hashes):
-            return
-        for block_hash in hashes:
-            if (node := self._index.pop(block_hash, None)) is not None:
-                name = BlockHash(node.to_bytes(8, "big") + block_hash)  # of the same group: see `split_key`
-                self._hash[node] = name
-                self._index[name] = node
 
     def _add(
         self, parent: int, hashes: Sequence[BlockHash], now: float, terms: Terms, is_path: bool = True

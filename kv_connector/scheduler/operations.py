@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..errors import KVConnectorError
 from ..index import CacheTier, GroupedTree
 from ..types import BlockHash, KeptPin
 from .companions import Companions
@@ -24,18 +25,20 @@ class Operations:
     _requests: RequestTable
 
     def pin_prefix(
-        self, block_hashes: Sequence[BlockHash], ttl_s: float | None = None, tenant: str = "default"
+        self,
+        block_hashes: Sequence[BlockHash],
+        ttl_s: float | None = None,
+        tenant: str = "default",
+        are_given: bool = True,
     ) -> None:
         """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host. What was
         computed before is saved with the next request for it. With `ttl_s` that ends by itself, so many seconds from
-        now on. The hashes are those of all blocks of a prompt, from its first one on. Raises KVConnectorError, and
-        changes nothing, for a tenant that is not configured, and for hashes that are surely no prefix."""
-        self._control.pins.pin(block_hashes, ttl_s, self._control.tenants.named(tenant))
-
-    def knows_prefix(self, block_hashes: Sequence[BlockHash]) -> bool:
-        """Whether these are known as the hashes of a prompt's blocks, from its first one on; what nobody has asked for
-        lately is not. Hashes from elsewhere are to be asked of here before they are pinned or warmed."""
-        return self._grouped.knows_prefix(block_hashes)
+        now on. The hashes are those of all blocks of a prompt, from its first one on. `are_given`: somebody says so;
+        not where the engine has just named the blocks of a prompt, which is believed. Raises KVConnectorError, and
+        changes nothing, for a tenant that is not configured, and for given hashes that are not known as a prefix."""
+        owner = self._control.tenants.named(tenant)
+        self._check_known(block_hashes, are_given)
+        self._control.pins.pin(block_hashes, ttl_s, owner)
 
     def unpin_prefix(self, block_hashes: Sequence[BlockHash]) -> None:
         """Undo one `pin_prefix` of the same hashes. Raises KVConnectorError, and changes nothing, for others."""
@@ -71,10 +74,12 @@ class Operations:
         there."""
         return self._control.tenant_stats()
 
-    def warm(self, block_hashes: Sequence[BlockHash], tenant: str = "default") -> bool:
+    def warm(self, block_hashes: Sequence[BlockHash], tenant: str = "default", are_given: bool = True) -> bool:
         """Read what storage has of a prefix to the host, as one of the tenant's; whether that has begun. Not without
-        storage, nor where many are under way. Raises KVConnectorError for a tenant that is not configured."""
-        return self._companions.warm(block_hashes, self._control.tenants.named(tenant))
+        storage, nor where many are under way. `are_given`, and what it raises: as `pin_prefix`."""
+        owner = self._control.tenants.named(tenant)
+        self._check_known(block_hashes, are_given)
+        return self._companions.warm(block_hashes, owner)
 
     def tenant_of(self, cache_salt: str) -> str:
         """The tenant whose requests with this salt are."""
@@ -89,3 +94,12 @@ class Operations:
         to be looked at or written: call again until none are. Steps of the engine do it, and serving goes on. What is
         saved meanwhile goes to storage when `storage.backup` says so. Raises KVConnectorError without storage."""
         return self._companions.drain()
+
+    def _check_known(self, block_hashes: Sequence[BlockHash], are_given: bool) -> None:
+        """What lay elsewhere in the tree than where requests look for it would be in their way. What nobody has asked
+        for lately is not known."""
+        if are_given and not self._grouped.knows_prefix(block_hashes):
+            raise KVConnectorError(
+                f"these {len(block_hashes)} hashes are not known as those of a prompt's blocks from its first one on: "
+                "give all of them in order, behind a request with that prompt, or have the engine name its blocks"
+            )

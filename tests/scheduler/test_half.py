@@ -225,7 +225,7 @@ def test_a_prefix_is_unpinned_as_it_was_pinned_and_no_other_way() -> None:
     half, _ = make_half()
     hashes = Asked("a", list(range(12))).block_hashes
     for _ in range(2):
-        half.pin_prefix(hashes[:2])
+        half.pin_prefix(hashes[:2], are_given=False)
     for others in (hashes, hashes[:1], hashes[1:2]):
         with pytest.raises(KVConnectorError, match=rf"this prefix of {len(others)} blocks is not pinned"):
             half.unpin_prefix(others)
@@ -288,7 +288,7 @@ def test_wanted_blocks_wait_for_host_memory_without_leaving_a_hole() -> None:
 def test_pinned_prefixes_are_saved_under_any_policy_and_kept() -> None:
     half, _ = make_half(num_host_blocks=3, write_policy="write_back")
     system = Asked("system", list(range(8)))
-    half.pin_prefix(system.block_hashes)
+    half.pin_prefix(system.block_hashes, are_given=False)
     save(half, system)
     half._saves._policy = SavePolicy.from_config(Config(write_policy="write_through"))
     for user in range(5):

@@ -105,7 +105,7 @@ def full(length: int) -> Engine:
 def pinned(length: int) -> Engine:
     """No block can be saved: what the host holds is pinned."""
     engine = Engine(length, capacity=4)
-    engine.half.pin_prefix(store(engine.half.host, "pinned", 4))
+    engine.half.pin_prefix(store(engine.half.host, "pinned", 4), are_given=False)
     engine.start()
     return engine
 

@@ -87,7 +87,7 @@ def decoding() -> tuple[SchedulerHalf, Asked]:
     """A request has computed its prompt in blocks 0 to 2; steps are in flight that read all of them for it, and write
     to the last."""
     half, _ = make_half(num_host_blocks=50, load_choice="async", write_policy="write_back")
-    half.pin_prefix(Asked("warm", list(range(8))).block_hashes)
+    half.pin_prefix(Asked("warm", list(range(8))).block_hashes, are_given=False)
     save(half, Asked("warm", list(range(9))), first_block=40)
     request = Asked("again", list(range(100, 109)))
     admit(half, request)

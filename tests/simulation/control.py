@@ -24,7 +24,7 @@ from .workload import Action
 if TYPE_CHECKING:
     from .world import World
 
-FIRST_NUMBER = 20_000
+FIRST_NUMBER, FIRST_GIVEN = 20_000, 30_000
 """Of an action that is added; those of the history before have lower ones."""
 LONG_AFTER = 1e6
 """Seconds behind which no time of a request's is still running."""
@@ -54,6 +54,24 @@ def draw(rng: random.Random, configs: Sequence[EngineConfig], actions: Sequence[
             what = {"tenant": rng.randrange(3)}
         time = rng.choice(actions).time
         drawn.append(Action(FIRST_NUMBER + len(drawn), time, kind, engine, what))
+    return drawn
+
+
+def draw_given(rng: random.Random, configs: Sequence[EngineConfig], actions: Sequence[Action]) -> list[Action]:
+    """Hashes that somebody gives, to pin or to warm: of a prompt's blocks, or by mistake others."""
+    if rng.random() < 0.5:
+        return []
+    drawn: list[Action] = []
+    for number in range(rng.randint(1, 8)):
+        what = {
+            "document": rng.choice([0, 0, 0, 1, 2]),
+            "first": rng.choice([0.0, 0.0, 0.1, 0.3]),
+            "end": rng.choice([0.4, 0.7, 1.0]),
+            "mistake": rng.choice(["", "", "gap", "turned", "twice"]),
+            "warms": rng.random() < 0.5,
+        }
+        time = rng.choice(actions).time
+        drawn.append(Action(FIRST_GIVEN + number, time, "give", rng.randrange(len(configs)), what))
     return drawn
 
 
@@ -131,6 +149,14 @@ class ControlWatch:
         for group, size in enumerate(part.hashes_per_block for part in self._config.layer_groups):
             for block_hash in hashes[size - 1 :: size]:
                 self._pinned[group_key(block_hash, group)] += sign
+
+    def check_taken(self, hashes: Sequence[BlockHash], prompt: Sequence[BlockHash]) -> None:
+        """Somebody has given these as a prefix, of this prompt if of any. Of windows no block follows another."""
+        for group in self._config.layer_groups:
+            is_full = (group.window, group.chunk_blocks, group.is_recurrent) == (None, None, False)
+            ends = slice(group.hashes_per_block - 1, len(hashes), group.hashes_per_block)
+            if is_full and hashes[ends] != prompt[ends]:
+                raise Violation("check", f"{len(hashes)} hashes are taken as a prefix, which they are not")
 
     def _watch_pins(self) -> None:
         host = self._half.host

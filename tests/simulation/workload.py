@@ -459,7 +459,7 @@ class Users:
         if self._pinned.get((engine.index, hashes)) != engine.incarnation:
             self._pinned[engine.index, hashes] = engine.incarnation
             self._world.lasting_hashes.update(hashes)
-            engine.half.pin_prefix(hashes)
+            engine.half.pin_prefix(hashes, are_given=False)
             engine.watch.pinned(hashes, 1)
 
     def _unpin(self, engine: Engine, action: Action, document: int, share: float) -> None:
@@ -477,8 +477,31 @@ class Users:
         raise Violation("check", f"{len(hashes)} blocks are unpinned that were never pinned together")
 
     def _warm(self, engine: Engine, action: Action, document: int, share: float) -> None:
-        self._world.met["prefixes warmed"] += engine.half.warm(self._hashes(engine, document, share))
+        self._world.met["prefixes warmed"] += engine.half.warm(self._hashes(engine, document, share), are_given=False)
         engine.wake()
+
+    def _give(
+        self, engine: Engine, action: Action, document: int, first: float, end: float, mistake: str, warms: bool
+    ) -> None:
+        """Hashes of which somebody says that they are a prefix."""
+        prompt = self._hashes(engine, document, 1.0)
+        hashes = _given(prompt, first, end, mistake)
+        if not hashes:
+            return
+        try:
+            if warms:
+                engine.half.warm(hashes)
+                engine.wake()
+            elif self._pinned.get((engine.index, hashes)) != engine.incarnation:
+                engine.half.pin_prefix(hashes)
+                self._pinned[engine.index, hashes] = engine.incarnation
+                self._world.lasting_hashes.update(hashes)
+                engine.watch.pinned(hashes, 1)
+        except KVConnectorError:
+            self._world.met["given hashes refused"] += 1
+            return
+        self._world.met["given hashes taken"] += 1
+        engine.watch.check_taken(hashes, prompt)
 
     def _drain(self, engine: Engine, action: Action) -> None:
         """Until nothing is left: the engine is asked again and again."""
@@ -509,3 +532,15 @@ class Users:
         text = self._documents[document]
         hasher = BlockHasher(engine.config.block_size, engine.root)
         return tuple(hasher.update(text[: int(share * len(text))]))
+
+
+def _given(prompt: Sequence[BlockHash], first: float, end: float, mistake: str) -> tuple[BlockHash, ...]:
+    """What somebody gives of a prompt's blocks."""
+    hashes = list(prompt[int(first * len(prompt)) : int(end * len(prompt))])
+    if mistake == "gap":
+        del hashes[len(hashes) // 2 : len(hashes) // 2 + 1]
+    elif mistake == "turned":
+        hashes.reverse()
+    elif mistake == "twice":
+        hashes += hashes[-1:]
+    return tuple(hashes)

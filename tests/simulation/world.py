@@ -88,6 +88,7 @@ class World:
         self.actions = workload.draw(rng, self.configs)
         self.actions += streams.draw(random.Random(f"{seed}/sessions"), self.configs, self.actions)
         self.actions += control.draw(random.Random(f"{seed}/operators"), self.configs, self.actions)
+        self.actions += control.draw_given(random.Random(f"{seed}/given"), self.configs, self.actions)
         self.actions.sort(key=lambda action: action.time)
 
     def start(self) -> None:

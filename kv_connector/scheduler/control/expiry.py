@@ -23,15 +23,19 @@ class Expiries:
         self._due: list[tuple[float, int, float, Sequence[BlockHash]]] = []  # a heap; when, a number, used, prefix
         self._num_added = 0
         self._num_hashes = 0
+        # By node of a window, the number of the last of these prefixes that it is in. Where the row is another block's
+        # by now it matters to nobody: that one was used since, or has a number of its own.
+        self._last: dict[int, int] = {}
 
     def add(self, block_hashes: Sequence[BlockHash], used: float, ttl_s: float) -> None:
         """A request with this prefix has ended, and used it last."""
         self._num_added += 1
         heapq.heappush(self._due, (used + ttl_s, self._num_added, used, tuple(block_hashes)))
         self._num_hashes += len(block_hashes)
-        for group in self._shared.grouped.windows:  # others who computed them meanwhile have ended before
-            nodes = self._shared.grouped.find_of(group, self._shared.grouped.keys(block_hashes, group))
-            self._shared.grouped.tree.touch(nodes, used)
+        grouped = self._shared.grouped
+        for group in grouped.windows:  # of two who computed them at a time, the last to end says how long they live
+            nodes = grouped.find_of(group, grouped.keys(block_hashes, group))
+            self._last |= dict.fromkeys(nodes, self._num_added)
         while len(self._due) > _MOST or self._num_hashes > _MOST_HASHES:
             self._drop()
 
@@ -41,12 +45,16 @@ class Expiries:
             self._drop()
 
     def _drop(self) -> None:
-        _, _, used, block_hashes = heapq.heappop(self._due)
+        _, number, used, block_hashes = heapq.heappop(self._due)
         self._num_hashes -= len(block_hashes)
         grouped, host, tree = self._shared.grouped, self._shared.host, self._shared.grouped.tree
         for group in range(len(grouped.groups)):
             known = grouped.find_of(group, grouped.keys(block_hashes, group))
             nodes = [node for node in known if tree.terms.transient[node] and tree.used[node] <= used]
+            if group in grouped.windows:
+                nodes = [node for node in nodes if self._last.get(node, 0) <= number]
             tree.terms.bar(nodes)
             parts = [nodes] if group in grouped.full else [[node] for node in nodes]
             self._shared.metrics.expired_blocks += sum(host.discard_tail(part) for part in parts)
+        if not self._due:
+            self._last.clear()

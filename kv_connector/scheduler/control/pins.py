@@ -7,12 +7,11 @@ each tenant's share; an operator knows what he does.
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...errors import KVConnectorError
-from ...index import CacheTier, Terms, terms_of
+from ...index import CacheTier, Terms
 from ...types import BlockHash, KeptPin
 from ..shared import Shared
 from .keeping import NoKeeper, PinKeeper
@@ -32,7 +31,6 @@ class _Pin:
     terms: Terms
     deadline: float = 0.0
     count: int = 1  # an operator may pin a prefix several times
-    nodes: array[int] = field(default_factory=lambda: array("i"))  # of all groups; by their hashes others may be found
 
 
 class PinnedPrefixes:
@@ -73,25 +71,18 @@ class PinnedPrefixes:
 
     def pin(self, block_hashes: Sequence[BlockHash], ttl_s: float | None = None, tenant: int = 0) -> None:
         """For an operator: keep the blocks of a prefix, one time more. `ttl_s`: they are all let go of when so many
-        seconds have passed, and as many as were given in other calls. Raises KVConnectorError, and
-        changes nothing, for what is no time, and for hashes that are surely no prefix."""
+        seconds have passed, and as many as were given in other calls. Whoever calls knows that it is a prefix. Raises
+        KVConnectorError, and changes nothing, for what is no time."""
         if ttl_s is not None and not ttl_s > 0:
             raise KVConnectorError(f"ttl_s={ttl_s} is no time to keep a prefix for: give seconds over 0, or None")
-        if not self._grouped.may_be_prefix(block_hashes):
-            raise KVConnectorError(
-                f"these {len(block_hashes)} hashes are no prefix, for one is there twice, or known in another place: "
-                "give those of all blocks from the first one on, in order"
-            )
         name = _name(block_hashes, False)
         pin = self._pins.get(name)
         if pin is not None:
             pin.count += 1
-            self._grouped.tree.pin(pin.nodes)
+            self._grouped.tree.pin(self._nodes(pin))
         else:
-            known = set(self._known(block_hashes))
-            pin = self._pins[name] = self._made(block_hashes, terms_of(tenant))
-            # No request has shown the others yet, and one that is not to be cached may be the first to compute them.
-            self._grouped.tree.terms.bar([node for node in pin.nodes if node not in known])
+            # Of what is new no request is known, and one that is not to be cached may be the first to compute it.
+            pin = self._pins[name] = self._made(block_hashes, Terms(tenant, is_barred=True))
         self._extend(name, pin, _NEVER if ttl_s is None else ttl_s)
 
     def unpin(self, block_hashes: Sequence[BlockHash]) -> None:
@@ -150,13 +141,12 @@ class PinnedPrefixes:
             nodes = self._grouped.insert(pin.block_hashes, group, self._clock(), terms=terms)
             self._count([node for node in nodes if not self._grouped.tree.pins[node]], 1)
             self._grouped.tree.pin(nodes)
-            pin.nodes.extend(nodes)
         return pin
 
-    def _known(self, block_hashes: Sequence[BlockHash]) -> list[int]:
-        """Nodes of all groups."""
+    def _nodes(self, pin: _Pin) -> list[int]:
+        """Of all groups; as long as it is pinned the tree forgets none."""
         grouped = self._grouped
-        return [node for g in range(len(grouped.groups)) for node in grouped.find(grouped.keys(block_hashes, g))]
+        return [node for g in range(len(grouped.groups)) for node in grouped.find(grouped.keys(pin.block_hashes, g))]
 
     def _remove(self, name: _Name, count: int) -> None:
         pin = self._pins[name]
@@ -164,9 +154,10 @@ class PinnedPrefixes:
         if not pin.count:
             del self._pins[name]
             self.keeper.ended(name)
-        self._count([node for node in pin.nodes if self._grouped.tree.pins[node] == count], -1)
+        nodes = self._nodes(pin)
+        self._count([node for node in nodes if self._grouped.tree.pins[node] == count], -1)
         for _ in range(count):
-            self._host.unpin(pin.nodes)
+            self._host.unpin(nodes)
 
     def _extend(self, name: _Name, pin: _Pin, ttl_s: float) -> None:
         if (deadline := self._clock() + ttl_s) > pin.deadline:

@@ -6,19 +6,15 @@ on host memory that is ready; and one prefix a step begins to be read from stora
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 
-from ...errors import KVConnectorError
 from ...index import Terms
 from ...types import BlockHash, KeptPin
 from ..companions import Companions
 from ..shared import Shared
 from .hints import MOST_TTL
 from .pins import PinnedPrefixes
-
-logger = logging.getLogger("kv_connector.scheduler")
 
 
 class ReturningPins:
@@ -42,7 +38,8 @@ class ReturningPins:
                 seconds = MOST_TTL if pin.seconds is None else min(pin.seconds, MOST_TTL)
                 self._waiting.append((pin, now + seconds))
             else:
-                self._return_operators(pin)
+                self._pins.pin(pin.block_hashes, pin.seconds, self._shared.tenants.known(pin.tenant))
+                self._to_warm.append(pin)
 
     @property
     def is_busy(self) -> bool:
@@ -82,15 +79,6 @@ class ReturningPins:
         names = {pin.name for pin in pins}
         self._waiting = deque(item for item in self._waiting if item[0].name not in names)
         self._refused = [item for item in self._refused if item[0].name not in names]
-
-    def _return_operators(self, pin: KeptPin) -> None:
-        try:
-            self._pins.pin(pin.block_hashes, pin.seconds, self._shared.tenants.known(pin.tenant))
-        except KVConnectorError as error:
-            logger.warning("a pin of the last start does not come back: %s", error)
-            self._pins.keeper.ended(pin.name)
-        else:
-            self._to_warm.append(pin)
 
     def _return(self, pin: KeptPin, deadline: float, now: float) -> None:
         terms = Terms(self._shared.tenants.known(pin.tenant))

@@ -286,8 +286,7 @@ class PrefetchPlanner:
         """Fetch what storage has of the longest hit, but for what is on its way."""
         search, now = prefetch.search, self._clock()
         end = search.fit()
-        is_asked = bool(prefetch.request_ids) or self._grouped.may_be_prefix(search.hashes[:end])
-        if end <= search.host_end or not is_asked:
+        if end <= search.host_end:
             return
         num_lacking = search.num_lacking(end)
         num_tokens = (end - search.host_end) * self._block_size

@@ -29,25 +29,25 @@ class ToldBlocks:
         self._host = shared.host
         self._most = most
         self._told: OrderedDict[BlockHash, None] = OrderedDict()
-        self._moved: dict[int, list[BlockHash]] = {}  # by job under way, what its host blocks hold
+        self._moved: dict[int, dict[int, BlockHash]] = {}  # by job under way, what its host blocks hold
 
     def planned(self, jobs: Iterable[StorageJob]) -> None:
-        """Jobs that begin in this step; their host blocks hold, or are to hold, what they name."""
+        """Jobs that begin in this step; their host blocks hold, or are to hold, what they name, but for what was let go
+        of since the job was made, by a reset or with its tenant."""
         if self._events.is_read:
             for job in jobs:
-                self._moved[job.job_id] = self._host.hashes_of(job.host_ids.tolist())
+                host_ids = [host_id for host_id in job.host_ids.tolist() if self._host.holds_copy(host_id)]
+                self._moved[job.job_id] = dict(zip(host_ids, self._host.hashes_of(host_ids), strict=True))
 
     def ended(self, ended: EndedJob) -> None:
         """Fetches and backups that every rank has reported."""
         job = ended.job
         assert isinstance(job, StorageJob)
-        keys = self._moved.pop(job.job_id, [])
-        missing = [key for key, host_id in zip(keys, job.host_ids.tolist(), strict=False) if host_id in ended.missing]
+        keys = self._moved.pop(job.job_id, {})
         if job.action is StorageAction.FETCH:
-            self._lose(missing)
+            self._lose([key for host_id, key in keys.items() if host_id in ended.missing])
         elif ended.ok:
-            lacking = set(missing)
-            self._store([key for key in keys if key not in lacking])
+            self._store([key for host_id, key in keys.items() if host_id not in ended.missing])
 
     def answered(self, hashes: Sequence[BlockHash], question: Question, found: int) -> None:
         """A look-up has found those of the blocks whose bits are set: of full attention the leading ones count."""

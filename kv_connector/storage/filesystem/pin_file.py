@@ -1,6 +1,6 @@
 """Pins of one engine in a storage folder, for its next start: `pins/DIGEST-N.pins`, and its lock, `pins/DIGEST-N.lock`.
 
-    0     magic "KVCPINS1" | identity (32) | u64 bytes of the body | checksum of the body, as of a block
+    0     magic "KVCPINS2" | identity (32) | u64 bytes of the body | checksum of the body, as of a block
     body  u32 number of pins, then each: u8 whether a request's | f64 seconds since 1970 at which it ends, infinite
           where it does not | u16 bytes of the tenant's name | u32 number of hashes | u8 bytes of a hash | name | hashes
 
@@ -31,7 +31,8 @@ MOST_BYTES = 16 << 20
 """Of a file: half a million blocks, counted once for each pin that they are in."""
 MOST_ENGINES = 64
 """Of one identity at a time, in a folder."""
-_MAGIC = b"KVCPINS1"
+_MAGIC = b"KVCPINS2"
+"""1 had what operators gave as well though no prompt had shown it."""
 _HEAD = struct.Struct("<8s32sQ")
 _COUNT = struct.Struct("<I")
 _PIN = struct.Struct("<?dHIB")

@@ -45,7 +45,7 @@ class FolderPinKeeper:
         """See `PinKeeper.take`. What cannot be read or believed is no pin, and a line of the log."""
         now = self._clock()
         kept = []
-        for pin in self._desk.read():
+        for pin in self._desk.read(now):
             seconds = pin.ends - now if pin.ends < float("inf") else None
             kept.append(KeptPin(pin.block_hashes, pin.tenant, seconds, pin.is_of_request))
         return kept
@@ -73,14 +73,13 @@ class _Desk:
         self._thread: threading.Thread | None = None
         self._has_failed = self._was_full = False
 
-    def read(self) -> list[TimedPin]:
+    def read(self, now: float) -> list[TimedPin]:
         """Those of before that have not ended."""
         try:
             found = self._file.read()
         except (OSError, ValueError) as error:
             logger.warning("%s: the pins of the last start are lost: %s", self._root / FOLDER, shortened(str(error)))
             return []
-        now = self._clock()
         pins = [pin for pin in found if pin.ends > now]
         self._pins = {(len(pin.block_hashes), pin.block_hashes[-1], pin.is_of_request): pin for pin in pins}
         return pins

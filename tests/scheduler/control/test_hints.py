@@ -164,7 +164,7 @@ def test_a_conversation_is_let_go_of_and_not_what_others_have_pinned() -> None:
 def test_requests_do_not_undo_what_an_operator_pins() -> None:
     half, _ = make_half()
     request = Hinted("r", prompt(1), cache={"pin": False})
-    half.pin_prefix(request.block_hashes)
+    half.pin_prefix(request.block_hashes, are_given=False)
     save(half, request)
     assert half.get_kv_connector_stats()["pinned_blocks"] == 2
     half.unpin_prefix(request.block_hashes)
@@ -173,8 +173,8 @@ def test_requests_do_not_undo_what_an_operator_pins() -> None:
 def test_an_operators_pin_ends_by_itself() -> None:
     half, _ = make_half()
     request = Asked("r", prompt(1))
-    half.pin_prefix(request.block_hashes, ttl_s=100)
-    half.pin_prefix(request.block_hashes, ttl_s=500)
+    half.pin_prefix(request.block_hashes, ttl_s=100, are_given=False)
+    half.pin_prefix(request.block_hashes, ttl_s=500, are_given=False)
     wait(half, 300.0)
     assert half.get_kv_connector_stats()["pinned_blocks"] == 2, "the longer time counts"
     wait(half, 300.0)
@@ -187,12 +187,12 @@ def test_what_is_pinned_again_and_again_leaves_nothing_behind() -> None:
     """Memory is that of the pins there are, not of how often somebody asked; and each ends in its time."""
     half, _ = make_half(num_host_blocks=10, pinned_share=1.0)
     request, forever = Asked("r", prompt(1)), Asked("f", prompt(2))
-    half.pin_prefix(forever.block_hashes)
+    half.pin_prefix(forever.block_hashes, are_given=False)
     for number in range(1000):
         save(half, Hinted("hinted", prompt(3), cache={"pin": True, "ttl_s": 5000 + number}))
-        half.pin_prefix(request.block_hashes, ttl_s=1000 + number)
+        half.pin_prefix(request.block_hashes, ttl_s=1000 + number, are_given=False)
         half.unpin_prefix(request.block_hashes)
-    half.pin_prefix(request.block_hashes, ttl_s=100)
+    half.pin_prefix(request.block_hashes, ttl_s=100, are_given=False)
     assert len(half._control.pins._deadlines) < 100
     pinned = []
     for seconds in (0.0, 200.0, 4000.0, 3000.0):
@@ -406,7 +406,7 @@ def test_a_pin_that_is_asked_for_all_the_time_leaves_nothing_behind() -> None:
 def test_an_operator_who_gives_no_time_is_told(ttl_s: float) -> None:
     half, _ = make_half()
     with pytest.raises(KVConnectorError, match="give seconds over 0, or None"):
-        half.pin_prefix(Asked("r", prompt(1)).block_hashes, ttl_s)
+        half.pin_prefix(Asked("r", prompt(1)).block_hashes, ttl_s, are_given=False)
     assert half.get_kv_connector_stats()["pinned_blocks"] == 0
 
 
@@ -415,7 +415,7 @@ def test_a_conversation_is_let_go_of_where_its_turns_end_in_one_block() -> None:
     half, _ = make_half(num_host_blocks=80, groups=(BlockGroup(hashes_per_block=2), BlockGroup()))
     for request_id, num_hashes in (("first", 4), ("second", 5)):
         told(half, Hinted(request_id, prompt(1, num_hashes), cache={"pin": True}))
-    half.pin_prefix(Asked("operator", prompt(1, 2)).block_hashes)
+    half.pin_prefix(Asked("operator", prompt(1, 2)).block_hashes, are_given=False)
     told(half, Hinted("end", prompt(1, 5), cache={"pin": False}))
     assert half.get_kv_connector_stats()["pinned_blocks"] == 3
 
@@ -439,7 +439,7 @@ def test_letting_go_ends_in_front_of_what_an_operator_has_pinned_of_the_same_con
     turns = [prompt(1), prompt(1) + prompt(2), prompt(1) + prompt(2) + prompt(3)]
     for number, tokens in enumerate(turns):
         save(half, Hinted(str(number), tokens, cache={"pin": True}))
-    half.pin_prefix(Asked("operator", turns[1]).block_hashes)
+    half.pin_prefix(Asked("operator", turns[1]).block_hashes, are_given=False)
     save(half, Hinted("end", turns[2], cache={"pin": False}))
     half.unpin_prefix(Asked("operator", turns[1]).block_hashes)
     assert half.get_kv_connector_stats()["pinned_blocks"] == 4, "the first two turns are pinned yet"

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from kv_connector.base import SchedulerOutput
-from kv_connector.index import BlockGroup
+from kv_connector.build import build_scheduler
+from kv_connector.config import Config
+from kv_connector.index import BlockGroup, CacheIdentity
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.control.hints import MOST_TTL
 from kv_connector.scheduler.control.keeping import NoKeeper, WarningKeeper
@@ -144,8 +146,8 @@ def test_requests_pins_wait_for_room_and_are_kept_meanwhile(tmp_path: Path) -> N
 def test_an_operator_s_pin_comes_back_at_once_and_can_be_undone(tmp_path: Path) -> None:
     hashes = Asked("r", prompt(1)).block_hashes
     with started(tmp_path) as (half, _):
-        half.pin_prefix(hashes)
-        half.pin_prefix(hashes)
+        half.pin_prefix(hashes, are_given=False)
+        half.pin_prefix(hashes, are_given=False)
     with started(tmp_path, num_host_blocks=0) as (half, _):
         assert half.pinned_prefixes() == [KeptPin(tuple(hashes), "default", None, False)]
         half.unpin_prefix(hashes)
@@ -239,7 +241,7 @@ def test_what_is_read_for_a_tenant_is_charged_to_it() -> None:
     come_back(half, found=10)
     assert set(charged) == {1}
     other = Asked("warmed", prompt(2))
-    assert half.warm(other.block_hashes, "b")
+    assert half.warm(other.block_hashes, "b", are_given=False)
     come_back(half, found=10)
     assert set(charged) == {1, 2}
     assert {name: stats["held_blocks"] for name, stats in half.tenant_stats().items()} == {
@@ -263,7 +265,7 @@ def test_of_more_than_the_host_holds_as_much_is_read_as_fits() -> None:
 def test_only_what_operators_have_pinned_is_listed_as_theirs(tmp_path: Path) -> None:
     with started(tmp_path) as (half, _):
         ask(half, "a", 1, PIN)
-        half.pin_prefix(())
+        half.pin_prefix((), are_given=False)
         assert half.pinned_prefixes() == [], "nothing is pinned of a prefix without blocks, nor kept"
 
 
@@ -321,3 +323,17 @@ def test_pins_of_tenants_come_back_as_theirs_and_one_is_cleared_without_the_othe
     come_back(half, found=0)
     stats = half.tenant_stats()
     assert {name: stats[name]["pinned_blocks"] for name in stats} == {"default": 10, "a": 0, "b": 10}
+
+
+def test_pins_come_back_where_blocks_follow_one_another_as_before(tmp_path: Path) -> None:
+    """Of windows nothing says what a block follows, so what was given for a prefix may be none."""
+    config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": str(tmp_path), "capacity": 8 << 20}})
+    identity = CacheIdentity("model", "float16", "layout", 4)
+    hashes, windows = Asked("r", prompt(1)).block_hashes[3:5], (BlockGroup(window_blocks=2),)
+    half = build_scheduler(config, 4, identity=identity, groups=windows)
+    half.pin_prefix(hashes)
+    half.shutdown()
+    for groups, expected in ((windows, [tuple(hashes)]), ((BlockGroup(),), [])):
+        half = build_scheduler(config, 4, identity=identity, groups=groups)
+        assert [pin.block_hashes for pin in half.pinned_prefixes()] == expected
+        half.shutdown()

@@ -75,14 +75,14 @@ def _nothing() -> object:
 def test_a_prefix_is_warmed_for_whoever_comes() -> None:
     half, _, _ = make_half()
     hashes = Asked("r", PROMPT).block_hashes
-    assert half.warm(hashes)
+    assert half.warm(hashes, are_given=False)
     (look_up,) = step(half)
     report(half, [look_up], found=10)
     (job,) = step(half)
     assert (job.action, job.num_blocks) == (StorageAction.FETCH, 10)
     report(half, [job])
     assert not half.has_pending_push_work()
-    assert not half.warm(hashes), "all of it is on the host"
+    assert not half.warm(hashes, are_given=False), "all of it is on the host"
     late = Asked("late", PROMPT)
     assert matched(half, late) == 40
     half.check()
@@ -91,7 +91,9 @@ def test_a_prefix_is_warmed_for_whoever_comes() -> None:
 def test_so_many_prefixes_are_warmed_at_a_time_and_others_behind_them() -> None:
     half, _, _ = make_half()
     for _ in range(3):
-        begun = [half.warm(Asked("r", [1000 * n + i for i in range(9)]).block_hashes) for n in range(70)]
+        begun = [
+            half.warm(Asked("r", [1000 * n + i for i in range(9)]).block_hashes, are_given=False) for n in range(70)
+        ]
         assert begun.count(True) == 64
         report(half, step(half), found=0)
     assert not half.has_pending_push_work()
@@ -99,7 +101,7 @@ def test_so_many_prefixes_are_warmed_at_a_time_and_others_behind_them() -> None:
 
 def test_a_reset_ends_what_is_warmed() -> None:
     half, _, _ = make_half()
-    half.warm(Asked("r", PROMPT).block_hashes)
+    half.warm(Asked("r", PROMPT).block_hashes, are_given=False)
     (look_up,) = step(half)
     half.reset_cache()
     assert half.build_connector_meta(_nothing()).cancelled_storage == (look_up.job_id,)
@@ -135,7 +137,7 @@ def test_the_end_of_a_prompt_that_fills_no_group_is_drained() -> None:
 
 def test_without_storage_nothing_is_drained_or_warmed() -> None:
     half, _ = make_half_alone()
-    assert not half.warm(Asked("r", PROMPT).block_hashes)
+    assert not half.warm(Asked("r", PROMPT).block_hashes, are_given=False)
     with pytest.raises(KVConnectorError, match="there is no storage to write to"):
         half.drain()
 

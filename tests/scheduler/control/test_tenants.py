@@ -193,7 +193,7 @@ def test_who_clears_a_tenant_takes_nothing_of_others_nor_what_operators_have_pin
     half, _ = make_half(num_host_blocks=40, tenants={"a": {"quota": "7KiB"}, "b": {}})
     half.update_connector_output([StepReport(0, 0, num_host_blocks=40, block_bytes=1 << 10)])
     pinned, cleared, running = of("a", 1), of("a", 2), of("b", 2)
-    half.pin_prefix(pinned.block_hashes, tenant="a")
+    half.pin_prefix(pinned.block_hashes, tenant="a", are_given=False)
     admit(half, cleared)
     admit(half, running, 50)
     half.clear_tenant("a")

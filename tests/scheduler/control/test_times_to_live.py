@@ -62,6 +62,21 @@ def test_a_window_that_two_have_computed_at_a_time_lives_as_long_as_the_last_to_
     assert half.host.num_copies == 0
 
 
+def test_a_window_with_a_time_makes_room_by_when_it_was_computed() -> None:
+    half, _ = make_half(num_host_blocks=16, groups=WINDOW)
+    timed, other = asked("timed", ttl_s=5000), Asked("other", prompt(2, 4))
+    admit(half, timed)
+    report(half, run(half, timed))
+    wait(half, 25.0)
+    admit(half, other, 50)
+    report(half, run(half, other))
+    half.request_finished(other)
+    wait(half, 50.0)
+    half.request_finished(timed)
+    compute(half, Asked("third", prompt(3, 3)))
+    assert half.get_num_new_matched_tokens(Asked("late", [*other.tokens, 7]), 0) == (16, False)
+
+
 def test_a_window_that_is_saved_anew_is_not_the_first_to_go() -> None:
     half, _ = make_half(num_host_blocks=16, groups=WINDOW)
     compute(half, asked("r"))
@@ -91,7 +106,7 @@ def test_what_the_device_keeps_behind_a_reset_has_its_time_yet() -> None:
 def test_a_pin_saves_nothing_of_who_is_not_to_be_cached() -> None:
     half, blocks = make_half(write_policy="write_back")
     private = Hinted("private", prompt(1), cache={"do_not_cache": True})
-    half.pin_prefix(private.block_hashes)
+    half.pin_prefix(private.block_hashes, are_given=False)
     save(half, private)
     blocks.order = list(enumerate(private.block_hashes))
     half._saves.before_reuse.changed()

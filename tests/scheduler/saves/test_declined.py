@@ -64,7 +64,7 @@ def test_what_an_operator_has_pinned_is_saved_whatever_has_to_go_for_it() -> Non
     half, _ = make_half(num_host_blocks=12, write_policy="adaptive")
     teach(half)
     pinned = Asked("pinned", [7] * 12)
-    half.pin_prefix(pinned.block_hashes)
+    half.pin_prefix(pinned.block_hashes, are_given=False)
     assert ask(half, "pinned", [7] * 12) == (0, 3)
     half.check()
 
@@ -79,7 +79,7 @@ def test_write_through_saves_the_same_whatever_it_is_worth() -> None:
 def test_what_is_pinned_lends_its_place_to_nothing_behind_it() -> None:
     half = full_of_chats()
     assert ask(half, "begins as the next", [7] * 4 + [8] * 8) == (0, 0)
-    half.pin_prefix(Asked("pinned", [7] * 4).block_hashes)
+    half.pin_prefix(Asked("pinned", [7] * 4).block_hashes, are_given=False)
     assert ask(half, "begins with what is pinned", [7] * 12) == (0, 1)
     half.check()
 
@@ -142,7 +142,7 @@ def test_a_pin_reaches_what_a_request_computes_after_it_was_declined() -> None:
     """What it has computed before is saved with the next request for it, as under any policy."""
     half, request = declined_half_way()
     declined = half.metrics.declined_saves_blocks
-    half.pin_prefix(request.block_hashes[:4])
+    half.pin_prefix(request.block_hashes[:4], are_given=False)
     plan = step(half, request, 8, 16)
     assert [job.device_ids.tolist() for job in plan.saves] == [[2, 3]]
     report(half, plan)
@@ -168,7 +168,7 @@ def test_what_is_pinned_is_saved_behind_a_save_that_failed() -> None:
     """The next request for it brings the rest; without a pin nothing would keep the blocks until then."""
     half = make({"write_policy": "write_through"}, (BlockGroup(),), num_host_blocks=8)
     request = Asked("pinned", list(range(20)))
-    half.pin_prefix(request.block_hashes[:4])
+    half.pin_prefix(request.block_hashes[:4], are_given=False)
     admit(half, request)
     report(half, step(half, request, 0, 8), ok=False)
     plan = step(half, request, 8, 12)
@@ -197,7 +197,7 @@ def test_what_waited_for_bandwidth_is_not_saved_behind_what_has_gone(is_pinned: 
     report(half, step(half, other, 0, 16))
     half.request_finished(other)
     if is_pinned:
-        half.pin_prefix(long.block_hashes)
+        half.pin_prefix(long.block_hashes, are_given=False)
     assert bool(step(half, long, 16, 1).saves) is is_pinned
     assert half.metrics.declined_saves_blocks == (0 if is_pinned else 2)
     half.check()

@@ -276,7 +276,7 @@ def test_a_pinned_block_that_does_not_fit_is_not_tried_again_and_turns_nothing_o
     half.refusals.judged_blocks = 8
     asked = Hinted("first", PROMPT, cache=None if is_operators else {"pin": True})
     if is_operators:
-        half.pin_prefix(asked.block_hashes)
+        half.pin_prefix(asked.block_hashes, are_given=False)
     admit(half, asked)
     plan = run(half, asked)
     refuse(half, plan, 1)

@@ -64,6 +64,25 @@ def test_after_a_reset_nothing_is_in_storage_and_what_was_being_written_is_not_t
     assert in_storage(half, held) == set()
 
 
+def test_a_fetch_that_begins_behind_a_reset_says_nothing_of_who_has_its_rows_by_then() -> None:
+    half, _, _ = make_half()
+    first, second = Asked("first", PROMPT), Asked("second", [1000 + token for token in PROMPT])
+    report(half, [arrive(half, first)], found=10)  # the next step is to fetch them
+    half.request_finished(first)
+    half.tree.max_remembered = 0
+    assert half.reset_cache()
+    half.pin_prefix(second.block_hashes[:1], are_given=False)
+    half.unpin_prefix(second.block_hashes[:1])  # which lets the tree forget
+    half.pin_prefix(second.block_hashes, are_given=False)
+    jobs = step(half)
+    report(half, [arrive(half, second)], found=10)
+    held = in_storage(half)
+    assert held == set(second.block_hashes)
+    for job in jobs:
+        report(half, [job], missing=tuple(range(job.num_blocks)))
+    assert in_storage(half, held) == held
+
+
 def test_what_is_told_is_bounded_and_the_oldest_go_first() -> None:
     half, _, _ = make_half()
     told = ToldBlocks(half._shared, most=4)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from .mutant import Mutant, Patch, simulated, tested
 
-_ADMIN = "kv_connector/admin/base.py"
+_ACTIONS = "kv_connector/admin/actions.py"
+_ADMIN_PINS = "kv_connector/admin/pins.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
+_BUILD = "kv_connector/build.py"
 _CONTROL = "kv_connector/scheduler/control/control.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
 _LOOKUP = "kv_connector/index/lookup.py"
+_OPERATIONS = "kv_connector/scheduler/operations.py"
 _PIN_FILE = "kv_connector/storage/filesystem/pin_file.py"
 _PIN_KEEPER = "kv_connector/storage/filesystem/pin_keeper.py"
 _PINS = "kv_connector/scheduler/control/pins.py"
@@ -19,7 +22,6 @@ _RETURNING = "kv_connector/scheduler/control/returning.py"
 _TENANTS = "kv_connector/index/tenants.py"
 _TERMS = "kv_connector/index/terms.py"
 _TIER = "kv_connector/index/tier.py"
-_TREE = "kv_connector/index/tree.py"
 _EXPIRY = "kv_connector/scheduler/control/expiry.py"
 _FILES = "tests/storage/filesystem/test_pins.py"
 _HINTS = "tests/scheduler/control/test_hints.py"
@@ -206,26 +208,38 @@ CONTROL: tuple[Mutant, ...] = (
     ),
     Mutant(
         "prefix-of-a-mistake",
-        "hashes that an operator gives and that are no prefix stop an engine when a request has them",
-        (Patch(_TREE, "                self._disown(rest)\n", ""),),
-        tested(f"{_ODD}::test_who_pins_the_end_of_a_prompt_that_nobody_has_asked_for_yet_stops_no_engine"),
+        "hashes that somebody gives and that are no prefix stop an engine when a request has them",
+        (Patch(_OPERATIONS, "if are_given and not self._grouped.knows_prefix(block_hashes):", "if False:"),),
+        simulated(60),
     ),
     Mutant(
         "prefix-of-a-mistake-pinned",
-        "what an operator pins takes blocks from where requests have shown them",
-        (Patch(_PINS, "if not self._grouped.may_be_prefix(block_hashes):", "if False:"),),
-        tested(f"{_ODD}::test_what_is_surely_no_prefix_is_refused_and_nothing_is_changed"),
+        "hashes that somebody gives and that are no prefix are pinned",
+        (
+            Patch(
+                _OPERATIONS,
+                "        self._check_known(block_hashes, are_given)\n        self._control.pins.pin",
+                "        self._control.pins.pin",
+            ),
+        ),
+        tested(f"{_ODD}::test_a_hint_to_pin_behind_a_hit_meets_nothing_that_an_operator_gave_by_mistake"),
     ),
     Mutant(
         "prefix-of-a-mistake-warmed",
-        "what an operator warms takes blocks from where requests have shown them",
-        (Patch(_PREFETCHES, "bool(prefetch.request_ids) or self._grouped.may_be", "True or self._grouped.may_be"),),
-        tested(f"{_ODD}::test_what_is_warmed_takes_no_block_from_where_requests_have_shown_it"),
+        "hashes that somebody gives and that are no prefix are read from storage",
+        (
+            Patch(
+                _OPERATIONS,
+                "        self._check_known(block_hashes, are_given)\n        return self._companions.warm",
+                "        return self._companions.warm",
+            ),
+        ),
+        tested(f"{_ODD}::test_what_no_request_has_shown_as_a_prefix_is_refused_and_nothing_is_changed"),
     ),
     Mutant(
         "pinned-though-private",
         "what an operator has pinned is saved before its reuse of a request that is not to be cached",
-        (Patch(_PINS, "            self._grouped.tree.terms.bar([", "            list(["),),
+        (Patch(_PINS, "Terms(tenant, is_barred=True)", "Terms(tenant)"),),
         tested(f"{_TIMES}::test_a_pin_saves_nothing_of_who_is_not_to_be_cached"),
     ),
     Mutant(
@@ -237,8 +251,27 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "window-as-the-first-said",
         "of two requests that compute a window at a time, the first to end says how long it lives",
-        (Patch(_EXPIRY, "            self._shared.grouped.tree.touch(nodes, used)\n", ""),),
+        (Patch(_EXPIRY, "            self._last |= dict.fromkeys(nodes, self._num_added)\n", ""),),
         tested(f"{_TIMES}::test_a_window_that_two_have_computed_at_a_time_lives_as_long_as_the_last_to_end_says"),
+    ),
+    Mutant(
+        "window-as-young-as-its-request",
+        "blocks of a window outlive others on a host that is full for having a time to live",
+        (
+            Patch(
+                _EXPIRY,
+                "            self._last |= dict.fromkeys(nodes, self._num_added)\n",
+                "            self._last |= dict.fromkeys(nodes, self._num_added)\n"
+                "            grouped.tree.touch(nodes, used)\n",
+            ),
+        ),
+        tested(f"{_TIMES}::test_a_window_with_a_time_makes_room_by_when_it_was_computed"),
+    ),
+    Mutant(
+        "pins-of-other-groups",
+        "what was given for a prefix where blocks follow nothing is pinned as one where they do",
+        (Patch(_BUILD, "hashlib.sha256(kinds.encode()).digest()) if kinds else root", "bytes(32))"),),
+        tested(f"{_KEEPING}::test_pins_come_back_where_blocks_follow_one_another_as_before"),
     ),
     Mutant(
         "row-of-another-tenant",
@@ -347,14 +380,35 @@ CONTROL: tuple[Mutant, ...] = (
     ),
     Mutant(
         "given-hashes-taken",
-        "an operator's hashes are pinned though nobody has shown them as the first blocks of a prompt",
-        (Patch(_ADMIN, "if self.are_given and not half.knows_prefix(self.block_hashes):", "if False:"),),
+        "the endpoint says of an operator's hashes that the engine has named them",
+        (
+            Patch(_ADMIN_PINS, "ttl_s, tenant, prefix.are_given)", "ttl_s, tenant, False)"),
+            Patch(_ACTIONS, "owner, prefix.are_given)", "owner, False)"),
+        ),
         tested(f"{_STEERING}::test_hashes_are_taken_once_requests_have_shown_them_as_a_prompts_first_blocks"),
     ),
     Mutant(
         "given-hashes-of-another-place",
         "an operator's hashes are pinned though the first of them is known as one in the middle of a prompt",
-        (Patch(_LOOKUP, "return self.may_be_prefix(hashes) and all(", "return all("),),
+        (Patch(_LOOKUP, "if node is None or parents[node] != before:", "if node is None:"),),
         tested(f"{_STEERING}::test_hashes_are_taken_once_requests_have_shown_them_as_a_prompts_first_blocks"),
+    ),
+    Mutant(
+        "given-hashes-of-a-window",
+        "the name of a window's copy is taken for the hash of a prompt's first block",
+        (Patch(_LOOKUP, " or any(split_key(block_hash)[1] for block_hash in hashes)", ""),),
+        tested("tests/index/test_prefixes.py::test_of_all_lists_those_are_known_that_requests_have_shown"),
+    ),
+    Mutant(
+        "pin-lost-as-it-is-given-again",
+        "what is pinned is let go of when its hashes are given again and the tree has forgotten them by then",
+        (Patch(_ADMIN_PINS, "prefix = Prefix(pinned.block_hashes, are_given=False)", "pass"),),
+        tested("tests/admin/test_pins.py::test_what_is_pinned_stays_so_when_it_is_given_again"),
+    ),
+    Mutant(
+        "pins-of-a-version-without-checks",
+        "a file of pins is believed in which there may be what no prompt has shown",
+        (Patch(_PIN_FILE, "if magic != _MAGIC:", 'if magic not in (_MAGIC, b"KVCPINS1"):'),),
+        tested(f"{_FILES}::test_what_is_not_as_it_was_written_is_no_pin_and_one_line"),
     ),
 )

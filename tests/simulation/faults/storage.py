@@ -21,7 +21,17 @@ _OTHERS = "tests/storage/test_checked.py"
 _S3 = "kv_connector/storage/s3/client.py"
 _S3_FAULTS = "tests/storage/s3/test_faults.py"
 
+_TOLD = "kv_connector/scheduler/storage/told.py"
+
 STORAGE: tuple[Mutant, ...] = (
+    Mutant(
+        "told-of-another-row",
+        "routers are told that a block is gone which has the row of one that a reset let go of",
+        (Patch(_TOLD, " if self._host.holds_copy(host_id)]", "]"),),
+        tested(
+            "tests/scheduler/storage/test_told.py::test_a_fetch_that_begins_behind_a_reset_says_nothing_of_who_has_its_rows_by_then"
+        ),
+    ),
     Mutant(
         "object-not-named",
         "an object that a backend of the user's own has under another key is taken for the right one",
