@@ -34,7 +34,7 @@ OPERATORS: tuple[Mutant, ...] = (
         (
             Patch(
                 _SERVER,
-                "            connection.close()\n            self._slots.release()\n            raise\n",
+                "            connection.close()\n            slots.release()\n            raise\n",
                 "            raise\n",
             ),
         ),
