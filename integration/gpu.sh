@@ -5,7 +5,8 @@
 #   integration/gpu.sh OUT_DIR tests        the tests alone
 #
 # It needs a Python with torch, triton, numpy, pytest and hypothesis, and installs nothing: the package is copied to a
-# temporary folder, kernels in place. The demo runs where transformers and the model's package are there too.
+# temporary folder, kernels in place. The demo runs where transformers and the model's package are there too. A file of
+# tests that imports what is not installed counts as a failure, and the others run all the same.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-build/gpu}
@@ -21,7 +22,7 @@ step() { printf '\n==> %s\n' "$*"; "$@" || { failed=1; echo "FAILED: $*" >&2; };
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 step python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" --import-mode=importlib -m gpu -p no:cacheprovider \
-  --disable-warnings tests integration/tests
+  --disable-warnings --continue-on-collection-errors tests integration/tests
 if command -v compute-sanitizer > /dev/null; then
   step compute-sanitizer --tool memcheck --error-exitcode 1 python3 -P -m pytest -q -c /dev/null --rootdir "$PWD" \
     --import-mode=importlib -m gpu -p no:cacheprovider --disable-warnings tests/triton_kernels/test_copy_pieces.py \

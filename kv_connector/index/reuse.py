@@ -123,6 +123,13 @@ class ReuseModel:
         visited[nodes] = tree.num_visits
         tree.num_visits += len(nodes)
 
+    def used(self, nodes: NDArray[np.intc]) -> None:
+        """These nodes, each once, are used on the device, by whom is not known: a request may use one several times. So
+        their age begins anew, and it is a hit and no visit."""
+        tree = self._tree
+        np.frombuffer(tree.hits, np.uintc)[nodes] += 1
+        np.frombuffer(tree.asked, np.int64)[nodes] = tree.time
+
     def asked(self, num_blocks: int) -> None:
         """A request asks for so many blocks, known or not, and `visited` was told which are: so time passes."""
         tree = self._tree

@@ -69,6 +69,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
     `fails_by_block`: see `LoadPlanner`. `publishes_events`: somebody reads `take_events`. An engine that keeps its own
     device blocks in our index passes its `tree`, so that one tree knows every tier. `clock` gives seconds that never go
     back; it orders evictions and times loads.
+    `learns_at_admission`: False for an engine that tells with `note_asked` of what is asked for.
     `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
     and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
     `adapter_of` tells adapters apart that the engine's hashes do not: see `Roots`. `observers` hear of all.
@@ -87,6 +88,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         fails_by_block: bool = True,
         ends_within: bool = False,
         publishes_events: bool = True,
+        learns_at_admission: bool = True,
         identity: CacheIdentity | None = None,
         engine_id: str = "",
         adapter_of: Callable[[Request], str] = no_adapter,
@@ -125,7 +127,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._saves = SavePlanner(
             shared, policy, self.reuse, self.refusals, self._budget, self._companions.saved, is_in_storage
         )
-        self._hits = HitCounter(shared, self.reuse)
+        self._hits = HitCounter(shared, self.reuse, learns_at_admission)
         self._control = Control(config, shared, self._companions, self._saves.asked)
         self._answers = Answers(shared, lookup, self._loads, self._requests, self._companions)
         self._fence = Fence(self._ledger)
@@ -183,10 +185,16 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         state.awaits_load = count > 0 and mode is LoadMode.ASYNC
         state.awaits_both = state.load is not None and num_brought > 0
 
+    def note_asked(self, request: Request) -> None:
+        """For an engine that tells of blocks and not of whole requests: a request asks for these, none of which the
+        device holds. Called once a request, before it is admitted or gives up: what it misses is learned then, and not
+        when its admission is told of, by when it has computed them. Only engines without windows tell in this way."""
+        self._hits.note_asked(self.tree.match(request.block_hashes), len(request.block_hashes))
+
     def hold_computed(self, request: Request, block_ids: Sequence[Sequence[int]], num_in_front: int = 0) -> None:
         """For an engine that tells of blocks and not of the requests that compute them: these hold what the hashes of
         `request` say, and the engine keeps them until `request_finished`. The next plan, in which it is scheduled
-        without tokens, saves what the write policy wants of them. Counts as one use of the blocks and as no request.
+        without tokens, saves what the write policy wants of them. Counts as a use on the device and as no request.
 
         The first `num_in_front` hashes only say what is in front of the others, and their blocks are NO_BLOCK. Only
         engines without windows tell in this way."""
@@ -195,7 +203,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         state.is_counted = state.is_held = True
         for table in state.tables:
             table.next_block = num_in_front
-        self._hits.count_use(self._grouped.touch_known(hashes[num_in_front:], 0, now))
+        self._hits.note_used(self._grouped.touch_known(hashes[num_in_front:], 0, now))
         for group in self._grouped.full:
             self.tree.settle(self._grouped.insert(hashes, group, now))
 

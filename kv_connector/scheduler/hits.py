@@ -14,10 +14,12 @@ from .shared import Shared
 
 
 class HitCounter:
-    """Counts each request once, and each of its known blocks a hit."""
+    """Counts each request once, and each of its known blocks a hit. `learns`: what is asked for is learned from
+    admissions; else `note_asked` is told of it."""
 
-    def __init__(self, shared: Shared, reuse: ReuseModel) -> None:
+    def __init__(self, shared: Shared, reuse: ReuseModel, learns: bool) -> None:
         self._reuse = reuse
+        self._learns = learns
         self._tenants = shared.tenants
         self._grouped = shared.grouped
         self._host = shared.host
@@ -38,12 +40,8 @@ class HitCounter:
         loaded.
         """
         request, metrics, size = state.request, self._metrics, self._block_size
-        if nodes := list(chain.from_iterable(known)):
-            is_of_use = self._is_of_use(known, num_local_tokens, num_external_tokens)
-            for distance in self._reuse.distances(known[0]):
-                metrics.histograms.observe("reuse_distance_blocks", "all", distance)
-            self._reuse.visited(np.array(nodes, np.intc), is_of_use)
-        self._reuse.asked(len(request.block_hashes))
+        if self._learns:
+            self._learn(known, len(request.block_hashes), num_local_tokens, num_external_tokens)
         metrics.requests += 1
         metrics.queries_tokens += request.num_tokens
         metrics.device_hit_tokens += num_local_tokens
@@ -63,10 +61,24 @@ class HitCounter:
                 break
             metrics.missed_pending_tokens += size
 
-    def count_use(self, known: Sequence[Sequence[int]]) -> None:
+    def note_asked(self, known: Sequence[int], num_blocks: int) -> None:
+        """A request asks for so many blocks that the device does not hold; `known` are the nodes of those that are
+        known."""
+        self._learn([known], num_blocks, 0, 0)
+
+    def note_used(self, known: Sequence[Sequence[int]]) -> None:
         """Blocks are used that the device holds, by a request that is not told of."""
+        self._reuse.used(np.fromiter(chain.from_iterable(known), np.intc))
+
+    def _learn(
+        self, known: Sequence[Sequence[int]], num_blocks: int, num_local_tokens: int, num_external_tokens: int
+    ) -> None:
         if nodes := list(chain.from_iterable(known)):
-            self._reuse.visited(np.array(nodes, np.intc), np.zeros(len(nodes), np.bool_))
+            is_of_use = self._is_of_use(known, num_local_tokens, num_external_tokens)
+            for distance in self._reuse.distances(known[0]):
+                self._metrics.histograms.observe("reuse_distance_blocks", "all", distance)
+            self._reuse.visited(np.array(nodes, np.intc), is_of_use)
+        self._reuse.asked(num_blocks)
 
     def _is_of_use(
         self, known: Sequence[Sequence[int]], num_local_tokens: int, num_external_tokens: int

@@ -4,7 +4,8 @@
     ------------------------------------------------------------------------------------------------------------------
     num_completed_offloads   once a round      a step without requests; ranks exchange reports;
                                                hold_computed, a step that saves what was offered  locked by SGLang
-    lookup(rid, keys)        before admission  get_num_new_matched_tokens                         promised: host leased
+    lookup(rid, keys)        before admission  note_asked the first time,                         promised: host leased
+                                               get_num_new_matched_tokens
     load(rid, keys, slots)   admission         queued                                             promised
     start_layer_wise_loading batch complete    update_state_after_alloc, build_connector_meta,    leased for the load
                                                start_load_kv
@@ -15,7 +16,8 @@
 
 SGLang tells of pages and never of a request's whole prefix: see `index/fragments.py`. What is in front of pages that it
 offers is known from look-ups (`PageOrder`). What it offers is never called stored for good: it offers pages anew
-whenever a request uses them. So each use counts, and what the host has let go of meanwhile is saved again.
+whenever a request uses them. So each use counts, and what the host has let go of meanwhile is saved again. What a
+request misses counts when it is looked up: once it has computed it, its pages are like any others.
 """
 
 from __future__ import annotations
@@ -249,20 +251,25 @@ class TieredKVLinker(UnifiedCacheLinker):
         known = self._promises.fragment(rid)
         if known is not None and known.block_hashes == hashes:
             return known
-        if known is not None:
+        fragment = Fragment(rid, hashes, self._pages.page_size)
+        self._order.show(hashes)
+        if known is not None:  # the device has others of its pages by now
             self._promises.end(rid)
             self._replica.finish([known])
-        self._order.show(hashes)
-        return Fragment(rid, hashes, self._pages.page_size)
+        else:
+            self._half.note_asked(fragment)
+        return fragment
 
     def _take(self, offers: Sequence[_Offer]) -> None:
         """In one step, what the write policy wants of them is saved, behind the forward pass under way."""
         locked = [(fragment, pages) for fragment, pages in offers if pages is not None]
-        # Of the others the use counts, and first: saves may make room where these are.
+        # Of the others the use counts, and first: saves may make room where these are. An insert offers a node again
+        # with each node behind it that it offers.
+        used = {tuple(fragment.block_hashes): fragment for fragment, pages in offers if pages is None}
         held = [
             self._hold(fragment, [NO_BLOCK] * len(fragment.block_hashes))
-            for fragment, pages in offers
-            if pages is None and self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
+            for fragment in used.values()
+            if self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
         ]
         held += [self._hold(fragment, ids) for fragment, pages in locked if (ids := pages.read()) is not None]
         job_ids: list[int] = []

@@ -60,6 +60,7 @@ class Replica:
             clock=self.clock,
             unpins_when_idle=False,
             publishes_events=False,
+            learns_at_admission=False,
             identity=identity,
         )
         self.scheduler.bind_block_pool(pages)

@@ -10,6 +10,7 @@ _LINKER = "integration/tests/test_sglang_linker.py"
 _PROMISES = "integration/tests/test_sglang_promises.py"
 _PAGES = "integration/tests/test_sglang_pages.py"
 _RANKS = "integration/tests/test_sglang_ranks.py"
+_REUSE = "integration/tests/test_sglang_reuse.py"
 _HICACHE = "integration/tests/test_sglang_hicache.py"
 _POOLS = "integration/tests/test_sglang_hicache_pools.py"
 
@@ -159,9 +160,54 @@ SGLANG: tuple[Mutant, ...] = (
         "offers-of-nothing",
         "pages that the host had when they were offered are saved, though nobody has locked them",
         "linker.py",
-        "            if pages is None and self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them\n",
-        "            if pages is None\n",
+        "            if self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them\n",
+        "",
         f"{_LINKER}::test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved",
+    ),
+    _mutant(
+        "misses-unlearned",
+        "what a request misses is never learned, and of chats that come back none stays",
+        "linker.py",
+        "        else:\n            self._half.note_asked(fragment)\n",
+        "",
+        f"{_REUSE}::test_of_chats_that_do_not_all_fit_as_many_stay_as_do",
+    ),
+    _mutant(
+        "look-ups-learned-anew",
+        "a request that is looked up again, as the device has others of its pages, asks twice",
+        "linker.py",
+        "        else:\n            self._half.note_asked(fragment)\n",
+        "        self._half.note_asked(fragment)\n",
+        f"{_REUSE}::test_what_a_request_misses_counts_once_when_it_is_looked_up",
+    ),
+    _mutant(
+        "admissions-learned-too",
+        "what a request asks for counts at its look-up and at its admission",
+        "replica.py",
+        "            learns_at_admission=False,\n",
+        "",
+        f"{_REUSE}::test_a_request_s_own_offers_are_no_visits",
+    ),
+    Mutant(
+        "offers-are-visits",
+        "a prompt that comes once is taken for one that comes back, as SGLang offers its pages several times",
+        (
+            Patch(
+                "kv_connector/index/reuse.py",
+                "[nodes] = tree.time\n\n    def asked",
+                "[nodes] = tree.time; np.frombuffer(tree.visits, np.float32)[nodes] += 1\n\n    def asked",
+            ),
+        ),
+        tested("-W", "ignore", f"{_REUSE}::test_a_request_s_own_offers_are_no_visits"),
+        _ENVIRONMENT,
+    ),
+    _mutant(
+        "chains-used-often",
+        "the beginning of a prompt counts as used once for each node behind it",
+        "linker.py",
+        "            for fragment in used.values()\n",
+        "            for fragment in [fragment for fragment, pages in offers if pages is None]\n",
+        f"{_REUSE}::test_a_node_that_is_offered_with_all_that_is_behind_it_is_used_once",
     ),
     _mutant(
         "reports-of-one-rank",

@@ -1,0 +1,81 @@
+"""What is learned from what SGLang asks for, and what stays on the host because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from integration.tests.sglang_driver import Driver, Make, keys, linkers
+from kv_connector.types import BlockHash
+
+CHAT = 3
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with linkers() as make:
+        yield make
+
+
+def turn(driver: Driver, name: str, number: int) -> int:
+    """A request for a chat's pages, none of which the device has; how many the host had. They are offered when they
+    are computed, and when it ends."""
+    names, pages = keys(CHAT, name), range(1, 1 + CHAT)
+    request_id = f"{name} {number}"
+    if found := driver.lookup(request_id, names):
+        assert driver.linker.load(request_id, driver.transfer(names[:found], pages[:found]))
+        assert driver.forward()
+    for _ in range(2):
+        driver.save(names, pages)
+    return found
+
+
+def test_of_chats_that_do_not_all_fit_as_many_stay_as_do(make: Make) -> None:
+    """By recency each would go before it comes back. Prompts that come once between them take no place."""
+    driver = make(host_memory="48KiB", write_policy="adaptive")  # 12 blocks: 4 chats
+    driver.half.reuse.least_part = 4
+    found = []
+    for number in range(12):
+        turn(driver, f"once {number}", 0)
+        found.append(sum(turn(driver, f"chat {i}", number) for i in range(6)))
+    assert found[-6:] == [12] * 6
+    driver.check()
+
+
+def test_what_a_request_misses_counts_once_when_it_is_looked_up(make: Make) -> None:
+    """However often that is, whatever the device has of it by then, and not again when it gives up."""
+    driver = make(host_memory="48KiB")
+    turn(driver, "chat", 0)
+    driver.half.reset_cache()
+    names, tree = keys(CHAT, "chat"), driver.half.tree
+    time = tree.time
+    for first in (0, 0, 1, 0):
+        assert driver.lookup("again", names[first:]) == 0
+    assert tree.time == time + CHAT
+    driver.linker.reset()
+    assert tree.time == time + CHAT
+
+
+def test_a_request_s_own_offers_are_no_visits(make: Make) -> None:
+    """SGLang offers what a request has computed several times, or a prompt that comes once would be like one that comes
+    back."""
+    driver = make()
+    for number in range(3):
+        turn(driver, "chat", number)
+        tree = driver.half.tree
+        nodes = tree.match([BlockHash(bytes.fromhex(key)) for key in keys(CHAT, "chat")])
+        assert [round(tree.visits[node]) for node in nodes] == [number] * CHAT
+
+
+def test_a_node_that_is_offered_with_all_that_is_behind_it_is_used_once(make: Make) -> None:
+    driver = make(write_policy="write_through")
+    driver.save(keys(4), range(1, 5))
+    driver.round()
+    tree = driver.half.tree
+    (node,) = tree.match([BlockHash(bytes.fromhex(keys(1)[0]))])
+    hits = tree.hits[node]
+    for _ in range(3):
+        assert not driver.linker.offload(driver.transfer(keys(2), [1, 2]))
+    driver.round()
+    assert tree.hits[node] == hits + 1
