@@ -57,6 +57,15 @@ def test_what_a_request_misses_counts_once_when_it_is_looked_up(make: Make) -> N
     assert tree.time == time + CHAT
 
 
+def test_a_request_that_has_the_name_of_one_before_asks_for_itself(make: Make) -> None:
+    """A client may name its requests, and all turns of a chat alike. What turns are longer by tells them apart."""
+    driver = make(host_memory="48KiB")
+    for count in (2, 3, 6):
+        time = driver.half.tree.time
+        driver.lookup("chat", keys(count))
+        assert driver.half.tree.time == time + count
+
+
 def test_a_request_s_own_offers_are_no_visits(make: Make) -> None:
     """SGLang offers what a request has computed several times, or a prompt that comes once would be like one that comes
     back."""

@@ -253,11 +253,12 @@ class TieredKVLinker(UnifiedCacheLinker):
             return known
         fragment = Fragment(rid, hashes, self._pages.page_size)
         self._order.show(hashes)
-        if known is not None:  # the device has others of its pages by now
+        # If it ends as before, it is the same one, and the device has others of its pages by now.
+        if known is None or known.block_hashes[-1] != hashes[-1]:
+            self._half.note_asked(fragment)
+        if known is not None:
             self._promises.end(rid)
             self._replica.finish([known])
-        else:
-            self._half.note_asked(fragment)
         return fragment
 
     def _take(self, offers: Sequence[_Offer]) -> None:
