@@ -43,6 +43,15 @@ def test_of_all_lists_those_are_known_that_requests_have_shown(groups: Sequence[
     grouped.tree.check()
 
 
+def test_a_hash_that_is_there_twice_is_in_no_prefix() -> None:
+    """Of windows alone nothing else says so."""
+    for groups in ((FULL,), (WINDOW,)):
+        grouped = GroupedTree(PrefixTree(), groups)
+        ask(grouped, [A, B, C])
+        assert grouped.knows_prefix([A, B, C])
+        assert not grouped.knows_prefix([A, B, B])
+
+
 PROMPTS = [chain(number, branch, 6) for number in range(2) for branch in range(2)]
 NAMES = st.sampled_from([*{name: None for hashes in PROMPTS for name in hashes}, BlockHash(bytes(4))])
 LISTS = st.one_of(

@@ -127,6 +127,17 @@ def save(half: SchedulerHalf, request: Asked, first_block: int = 0) -> None:
     half.request_finished(request)
 
 
+@pytest.mark.parametrize(("num_scheduled", "num_untold", "expected"), [(3, 1, True), (4, 1, False), (0, 5, False)])
+def test_a_step_that_computes_much_is_not_light(num_scheduled: int, num_untold: int, expected: bool) -> None:
+    """Whoever computes it. It loads 64 tokens, and a sixteenth of them is little."""
+    half, _ = make_half(num_host_blocks=16)
+    save(half, Asked("first", list(range(64))))
+    again = Asked("again", list(range(80)))
+    assert admit(half, again) == 64
+    items = [ScheduledRequest("again", 64, num_scheduled)]
+    assert half.build_connector_meta(SchedulerOutput(items, num_untold_tokens=num_untold)).is_light is expected
+
+
 def test_a_conversation_comes_back_from_the_host() -> None:
     half, blocks = make_half()
     first = Asked("first", list(range(10)))

@@ -75,6 +75,26 @@ def test_a_block_is_saved_and_loaded_elsewhere(device: torch.device, full_graph:
     worker.shutdown()
 
 
+@pytest.mark.parametrize("is_light", [False, True])
+def test_of_a_light_step_the_whole_load_is_urgent(monkeypatch: pytest.MonkeyPatch, is_light: bool) -> None:
+    """Of another one the first layer group alone is."""
+    worker, _ = make_worker(torch.device("cpu"))
+    step(worker, StepPlan(1, saves=(job(1, Direction.SAVE, 0, 5),)))
+    finish(worker)
+    (path,) = worker._transfer._queues[Direction.LOAD].paths
+    copy_now, urgent = path.copy, []
+
+    def watch(copy: BlockCopy) -> None:
+        urgent.append(copy.urgent)
+        copy_now(copy)
+
+    monkeypatch.setattr(path, "copy", watch)
+    step(worker, StepPlan(2, loads=(job(2, Direction.LOAD, 3, 5),), is_light=is_light))
+    assert urgent == [True, is_light]
+    assert finish(worker) == ((2,), (), set())
+    worker.shutdown()
+
+
 def busy(stream: Any = None) -> None:
     """Some 100 ms of work on a stream, the current one by default."""
     with torch.cuda.stream(stream):

@@ -25,6 +25,12 @@ _TOLD = "kv_connector/scheduler/storage/told.py"
 
 STORAGE: tuple[Mutant, ...] = (
     Mutant(
+        "called-off-once",
+        "a job of storage that was wanted again after all goes on when the last has left it for good",
+        (Patch(_FOLLOWERS, "            self._cancelled.discard(job_id)\n\n    def leave", "\n    def leave"),),
+        tested("tests/scheduler/storage/test_followers.py"),
+    ),
+    Mutant(
         "told-of-another-row",
         "routers are told that a block is gone which has the row of one that a reset let go of",
         (Patch(_TOLD, " if self._host.holds_copy(host_id)]", "]"),),
