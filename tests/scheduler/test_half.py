@@ -273,6 +273,20 @@ def test_write_back_saves_what_is_next_in_line_and_nothing_else() -> None:
     assert half.metrics.saves_on_reuse_blocks == 3
 
 
+@pytest.mark.parametrize(("num_computed", "num_untold", "expected"), [(4, 0, True), (5, 0, False), (4, 1, False)])
+def test_a_step_that_computes_little_beside_what_it_loads_is_light(
+    num_computed: int, num_untold: int, expected: bool
+) -> None:
+    """Its layers wait for the link. What others compute counts, too, of whom the engine does not tell."""
+    half, _ = make_half(num_host_blocks=40)
+    cached = list(range(64))
+    save(half, Asked("first", [*cached, 0]))
+    request = Asked("again", [*cached, *range(100, 100 + num_computed)])
+    assert admit(half, request, 50) == 64
+    items = [ScheduledRequest("again", 64, num_computed)]
+    assert half.build_connector_meta(SchedulerOutput(items, num_untold_tokens=num_untold)).is_light is expected
+
+
 def test_wanted_blocks_wait_for_host_memory_without_leaving_a_hole() -> None:
     """vLLM's connector moves its cursor over blocks that it had no room for (vllm #54415)."""
     half, _ = make_half(num_host_blocks=1)
