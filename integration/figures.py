@@ -110,6 +110,11 @@ def steps(result: Result) -> list[str]:
         value = value if claim["holds"] else f"**{value}**"
         compared = f"{_AGAINST[other]}: {_taken(rows[case, other])}" if other else ""
         lines.append(f"| {what} | {_taken(rows[case, side])} | {compared} | {value} | {claim['goal']:g} |")
+        if noise := rows.get((case, f"{other}, again: more")):
+            again = _taken(rows[case, f"{other}, again"])
+            lines.append(
+                f"| what of that is noise: two equal sides | {again} | {compared} | {1 + noise['median'] / 100:.2f} | |"
+            )
     return lines
 
 

@@ -299,7 +299,7 @@ WRONG_STORAGE = [
     ({"capacity": 1}, "storage.path='': give the folder to keep blocks in"),
     (FOLDER | {"path": "  "}, "storage.path='  ': give the folder to keep blocks in"),
     ({"path": 1, "capacity": 1}, "storage.path=1 is not text: give it in quotes"),
-    ({"path": "/data/kv"}, "storage.capacity=0 is too small: give at least 8388608"),
+    ({"path": "/data/kv"}, "storage.capacity=0: give how much may lie in the folder, such as '500GiB'"),
     (FOLDER | {"capacity": "1MiB"}, "storage.capacity=1048576 is too small: give at least 8388608"),
     (FOLDER | {"capacity": 10**309}, f"... is too large: give at most {1 << 62}"),
     (MOONCAKE | {"segment_memory": 10**309}, f"... is too large: give at most {1 << 62}"),

@@ -254,6 +254,14 @@ def test_lines_of_the_log_are_as_the_documents_have_them() -> None:
     assert [text for text in texts if text.strip(". ") not in source] == []
 
 
+def test_results_that_the_code_goes_by_are_there() -> None:
+    """A limit that follows from a measurement names it, and whoever doubts the limit finds it."""
+    sources = [path for folder in ("kv_connector", "triton_kernels") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for path in sources for name in re.findall(r"`(\w+_h\d+\.json)`", path.read_text())}
+    assert len(named) > 1
+    assert named <= {path.name for path in figures.RESULTS.iterdir()}
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

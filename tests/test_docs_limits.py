@@ -26,6 +26,7 @@ from kv_connector.peer.shards import MOST_PARTNERS
 from kv_connector.peer.wire import channel, frames, messages, sockets
 from kv_connector.replay import recorder
 from kv_connector.scheduler.control import expiry, hints, pins
+from kv_connector.scheduler.loads import choice
 from kv_connector.scheduler.saves import budget, refusals
 from kv_connector.storage.breaker import Breaker
 from kv_connector.storage.filesystem import pin_file
@@ -35,19 +36,25 @@ from kv_connector.storage.objects import backend as objects
 from kv_connector.storage.objects import groups
 from kv_connector.storage.s3 import backend as s3
 from kv_connector.transfer import form_choice
+from kv_connector.transfer.costs import curves
 from kv_connector.transfer.paths import base as paths
+from kv_connector.types import Direction
 
 ROOT = Path(__file__).parents[1]
 LONGEST = CudaIpcTransport.longest_transfer_seconds, LONGEST_TRANSFER_SECONDS
 FENCES = tuple(leases.LEASE_SECONDS + seconds for seconds in LONGEST)
 LATEST = tuple(leases.LEASE_SECONDS + leases.STILL_SECONDS + 2 * seconds for seconds in LONGEST)
 OBJECTS_MIB = groups.GROUP_BYTES >> 20, s3.GROUP_BYTES >> 20
+LAUNCHED_GIB = curves.MOST_LAUNCHED_BYTES >> 30
 S3 = config.S3Config("bucket")
 BREAKER = inspect.signature(Breaker).parameters
 LIMITS = {
     "ARCHITECTURE.md": (
         f"Parts are slices of {paths.SLICE_BYTES >> 20} MiB",
         f"one kernel is a copy, {paths.LONG_SLICE_BYTES >> 20} MiB",
+        f"copies what takes {curves.DISTURBING_US:.0f} us at most",
+        f"at most {curves._WORTH_PACKING[Direction.LOAD]} of what DMA takes alone for loads and "
+        f"{curves._WORTH_PACKING[Direction.SAVE]} for saves",
     ),
     "SECURITY.md": (f"A shared secret of at least {config_secrets.LEAST_CHARACTERS} characters",),
     "docs/admin.md": (
@@ -62,10 +69,13 @@ LIMITS = {
     ),
     "docs/cli.md": (
         f"of at most {recorder.MOST_BYTES >> 30} GiB",
+        f"need {copies._GPU_BLOCKS * copies.LAYERS * copies.PIECE_BYTES >> 30} GiB of its free memory",
         f"less than {100 * copies._LEAST_OF_LINK:.0f} % of what its generation and width carry",
         f"a warning below {100 * copies._LEAST_OF_PLAIN:.0f} % of plain ones",
     ),
+    "docs/benchmarks.md": (f"{LAUNCHED_GIB} GiB, in pieces of up to {curves._LONGEST_LAUNCHED_BYTES >> 10} KiB",),
     "docs/control.md": (
+        f"An object of more than {hints._MOST_HINTS} hints has no effect",
         f"beyond {pins._MOST_PINS:,} pins at a time",
         f"{expiry._MOST:,} prompts, and {expiry._MOST_HASHES:,} blocks of theirs, may wait",
         f"`ttl_s` | {hints.LEAST_TTL:.0f} to {hints.MOST_TTL:.0f}",
@@ -95,7 +105,11 @@ LIMITS = {
         f"after {leases.GONE_SECONDS:.0f} s; at the latest after {2 * leases.GONE_SECONDS + leases.STILL_SECONDS} s",
         f"{FENCES[0]:.0f} s (CUDA IPC), {FENCES[1]:.0f} s (NIXL); at the latest after {LATEST[0]} s and {LATEST[1]} s",
     ),
-    "docs/sglang.md": (f'{OBJECTS_MIB[0]} MiB or more for `"mooncake"` and {OBJECTS_MIB[1]} MiB for `"s3"`',),
+    "docs/sglang.md": (
+        f'{OBJECTS_MIB[0]} MiB or more for `"mooncake"` and {OBJECTS_MIB[1]} MiB for `"s3"`',
+        f"a load of up to {LAUNCHED_GIB} GiB ({(LAUNCHED_GIB << 30) // (128 << 10):,} tokens here), in front of a step "
+        f"that computes a {'sixteenth' if choice._LIGHT == 16 else choice._LIGHT} of its tokens",
+    ),
     "docs/storage.md": (f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",),
     "docs/storage_s3.md": (
         f"`PREFIX/{groups.Groups(b'', 1).name(b'').rpartition('.')[0]}.HASH`",

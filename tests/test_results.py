@@ -27,6 +27,10 @@ def test_a_result_says_what_was_run_on_what(tmp_path: Path) -> None:
         assert [name for name in row if name in ("p10", "p90", "min", "max")] == list(names)
         assert row[names[0]] <= row["median"] <= row[names[1]]
     assert set(result["claims"]) == set(figures.STEPS), "each claim has a line in docs/benchmarks.md"
-    assert len(figures.steps(result)) > len(figures.STEPS)
+    lines = figures.steps(result)
+    assert len(lines) > len(figures.STEPS)
+    (noise,) = [row for row in result["rows"] if row["side"] == "nothing on, again: more"]
+    (line,) = [line for line in lines if "two equal sides" in line]
+    assert line.endswith(f" | {1 + noise['median'] / 100:.2f} | |"), "beside what is told from it"
     for claim in result["claims"].values():
         assert set(claim) == {"value", "goal", "unit", "better", "holds"}

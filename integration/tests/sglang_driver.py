@@ -103,9 +103,10 @@ class Driver:
         return index < 0 or self.linker.finish_layer_wise_loading(index)
 
     def check(self) -> None:
-        """Once SGLang has heard of all that ended: nothing is leased, and all invariants hold."""
+        """Once SGLang has heard of all that ended: nothing is leased, no request is kept, all invariants hold."""
         self.round()
         self.half.check()
+        assert len(self.half._requests) == 0
         assert self.linker.stats()["host_leased_blocks"] == 0
 
 

@@ -122,6 +122,23 @@ def test_what_is_offered_in_a_round_is_saved_in_one_step(make: Make) -> None:
     driver.check()
 
 
+def test_pages_are_locked_until_the_save_of_their_step_has_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that were offered in the round: SGLang would compute others into them, under the copy."""
+    driver = make(write_policy="write_through")
+    driver.write(keys(3), range(1, 4))
+    for number, page in enumerate(range(1, 4)):
+        assert driver.linker.offload(driver.transfer(keys(1, first=number), [page]))
+    under_way: set[int] = set()
+    has_saved = driver.linker._replica.has_saved
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.linker._replica, "has_saved", lambda job_id: under_way.add(job_id))
+        assert [driver.round() for _ in range(3)] == [0, 0, 0]
+    assert len(under_way) == 1 and has_saved(*under_way)
+    assert driver.round() == 3
+    assert driver.load("request", keys(3), range(20, 23))
+    driver.check()
+
+
 @pytest.mark.parametrize("num_missing", [0, 1], ids=["all loaded", "a page computed"])
 def test_a_batch_that_computes_little_waits_for_all_of_its_load(
     make: Make, monkeypatch: pytest.MonkeyPatch, num_missing: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -181,3 +182,17 @@ def test_a_load_of_what_was_lost_while_it_was_queued_is_told(make: Make) -> None
     assert driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
     driver.linker._replica.advance()  # as a look-up does that waits for storage
     assert not driver.forward()
+
+
+def test_a_request_that_waits_hears_of_storage_what_it_lacks_by_now(make: Make, tmp_path: Path) -> None:
+    """The device has let go of pages since the request was looked up first: storage is asked for those, too."""
+    storage = {"path": str(tmp_path), "capacity": "64MiB", "prefetch": "timeout", "timeout_ms": 10000}
+    before = make(storage=storage)
+    before.save(keys(6), range(1, 7))
+    while before.linker.stats()["backed_up_blocks"] < 6:
+        before.round()
+    driver = make(storage=storage)
+    assert driver.lookup("request", keys(4, first=2)) == 4
+    assert driver.load("request", keys(6), range(10, 16))
+    assert driver.holds(keys(6), range(10, 16))
+    driver.check()

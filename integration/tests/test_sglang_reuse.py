@@ -88,3 +88,19 @@ def test_a_node_that_is_offered_with_all_that_is_behind_it_is_used_once(make: Ma
         assert not driver.linker.offload(driver.transfer(keys(2), [1, 2]))
     driver.round()
     assert tree.hits[node] == hits + 1
+
+
+def test_how_far_apart_uses_are_is_told_in_pages_that_requests_miss_on_the_device(make: Make) -> None:
+    """By which an operator sees how large a host would have to be. A use on the device is one from which it counts."""
+    driver = make()
+    distances = driver.half.metrics.histograms["reuse_distance_blocks", "all"]
+    turn(driver, "chat", 0)
+    driver.lookup("nobody knows these", keys(5, "other"))
+    assert distances.count == 0
+    driver.lookup("comes back", keys(CHAT, "chat"))
+    assert (distances.count, sum(distances.sums)) == (1, 5)
+    driver.lookup("nobody knows these either", keys(4, "another"))
+    driver.save(keys(CHAT, "chat"), range(1, 1 + CHAT))
+    driver.lookup("nor this", keys(1, "one more"))
+    driver.lookup("comes back again", keys(CHAT, "chat"))
+    assert (distances.count, sum(distances.sums)) == (2, 5 + 1)

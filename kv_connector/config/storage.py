@@ -120,6 +120,8 @@ class StorageConfig:
         elif kind == "filesystem":
             if not self.path.strip():
                 raise ConfigError(f"storage.path={shown(self.path)}: give the folder to keep blocks in")
+            if not self.capacity:
+                raise ConfigError("storage.capacity=0: give how much may lie in the folder, such as '500GiB'")
             check_integer("storage.capacity", self.capacity, _LEAST_CAPACITY)
         elif not isinstance(self.options, Mapping) or not all(isinstance(key, str) for key in self.options):
             raise ConfigError(f'storage.options={shown(self.options)} is not an object: give one such as {{"a": 1}}')

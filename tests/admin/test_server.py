@@ -330,6 +330,9 @@ def test_who_is_turned_away_is_told_so_whatever_he_was_saying(server: AdminServe
             with pytest.raises(Refusal, match="too many connections: ask again in a moment") as refused:
                 AdminClient("", path, TOKEN.encode()).call("POST", "/v1/pins", body)
             assert refused.value.status == 503
+        # And so is who comes after as many, as soon as the server has heard that these have gone.
+        answers = (read_all(stack.enter_context(connect(path))) for _ in range(1000))
+        assert any(answer.startswith(b"HTTP/1.1 503 ") for answer in answers)
 
 
 def test_more_of_them_than_can_be_told_cost_no_more(

@@ -284,6 +284,41 @@ def test_write_back_saves_what_is_next_in_line_and_nothing_else() -> None:
     assert half.metrics.saves_on_reuse_blocks == 3
 
 
+def test_of_two_device_blocks_that_hold_the_same_one_is_saved_before_reuse() -> None:
+    """Two requests have computed it in one step."""
+    half, blocks = make_half(write_policy="write_back")
+    twins = [Asked(name, list(range(5))) for name in "ab"]
+    for number, request in enumerate(twins):
+        admit(half, request, 10 * number)
+    run(half, *twins)
+    blocks.order = [(10 * number, twins[0].block_hashes[0]) for number in range(2)]
+    plan = run(half)
+    assert [job.device_ids.tolist() for job in plan.saves] == [[0]]
+    report(half, plan)
+    half.check()
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "write_through", "write_through_selective"])
+def test_an_engine_that_has_nothing_to_save_before_reuse_rests_when_its_requests_have_ended(policy: str) -> None:
+    half, _ = make_half(write_policy=policy)
+    save(half, Asked("a", list(range(12))))
+    assert not half.has_pending_push_work()
+
+
+@pytest.mark.parametrize(("num_computed", "num_untold", "expected"), [(4, 0, True), (5, 0, False), (4, 1, False)])
+def test_a_step_that_computes_little_beside_what_it_loads_is_light(
+    num_computed: int, num_untold: int, expected: bool
+) -> None:
+    """Its layers wait for the link. What others compute counts, too, of whom the engine does not tell."""
+    half, _ = make_half(num_host_blocks=40)
+    cached = list(range(64))
+    save(half, Asked("first", [*cached, 0]))
+    request = Asked("again", [*cached, *range(100, 100 + num_computed)])
+    assert admit(half, request, 50) == 64
+    items = [ScheduledRequest("again", 64, num_computed)]
+    assert half.build_connector_meta(SchedulerOutput(items, num_untold_tokens=num_untold)).is_light is expected
+
+
 def test_wanted_blocks_wait_for_host_memory_without_leaving_a_hole() -> None:
     """vLLM's connector moves its cursor over blocks that it had no room for (vllm #54415)."""
     half, _ = make_half(num_host_blocks=1)

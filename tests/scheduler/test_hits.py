@@ -42,3 +42,19 @@ def test_what_comes_too_early_for_blocks_that_are_being_saved_is_counted_in_toke
     report(half, replace(plan, loads=()))
     assert admit(half, Asked("whole", first.tokens[:12]), 30) == 8, "a token is left to compute"
     assert half.get_kv_connector_stats()["missed_pending_tokens"] == 8
+
+
+def test_how_far_apart_the_uses_of_a_prefix_are_is_counted_in_blocks_once_for_each_part_of_it() -> None:
+    """In blocks that requests have asked for, by which an operator sees how large a host would have to be."""
+    half, _ = make_half(num_host_blocks=50)
+    distances = half.metrics.histograms["reuse_distance_blocks", "all"]
+    save(half, Asked("chat", [*PROMPT, 0]), first_block=10)
+    save(half, Asked("of 5 blocks", [5] * 21), first_block=20)
+    assert distances.count == 0, "nobody has asked again"
+    save(half, Asked("of 3 blocks, 2 of them known", [*PROMPT, *range(50, 57)]), first_block=30)
+    assert (distances.count, sum(distances.sums)) == (1, 5)
+    save(half, Asked("of 4 blocks", [6] * 17), first_block=40)
+    save(half, Asked("the first block", [*PROMPT[:4], 0]), first_block=50)
+    assert (distances.count, sum(distances.sums)) == (2, 5 + 7)
+    save(half, Asked("chat again", [*PROMPT, 0]), first_block=60)
+    assert (distances.count, sum(distances.sums)) == (4, 5 + 7 + 1 + 8), "its two blocks were not asked for at one time"

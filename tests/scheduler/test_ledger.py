@@ -36,4 +36,7 @@ def test_a_save_that_fails_spoils_no_other() -> None:
     assert half.get_num_new_matched_tokens(Asked("saved", [1] * 9), 0) == (8, False)
     assert half.metrics.failed_save_jobs == 1
     assert blocks.pins() == {}
+    assert half.host.num_copies == 2, "of what did not come there is no copy"
+    save(half, Asked("asks again", [0] * 9), first_block=20)
+    assert half.get_num_new_matched_tokens(Asked("failed", [0] * 9), 0) == (8, False), "it is saved like any other"
     half.check()

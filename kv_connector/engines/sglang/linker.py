@@ -264,7 +264,7 @@ class TieredKVLinker(UnifiedCacheLinker):
     def _take(self, offers: Sequence[_Offer]) -> None:
         """In one step, what the write policy wants of them is saved, behind the forward pass under way."""
         locked = [(fragment, pages) for fragment, pages in offers if pages is not None]
-        # Of the others the use counts, and first: saves may make room where these are. An insert offers a node again
+        # Of the others the use counts, before the step's saves make room where these are. An insert offers a node again
         # with each node behind it that it offers.
         used = {tuple(fragment.block_hashes): fragment for fragment, pages in offers if pages is None}
         held = [

@@ -87,7 +87,22 @@ class Megabytes(list[int]):
         raise AssertionError("it is written down")
 
 
-@pytest.mark.parametrize("cache", [Megabytes([1]), {"pin": Megabytes([1])}, {"ttl_s": {"a": Megabytes([1])}}])
+class Text(str):
+    """Of which no more than a part may be looked at."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        raise AssertionError("it is written down")
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        *(Megabytes([1]), {"pin": Megabytes([1])}, {"ttl_s": {"a": Megabytes([1])}}),
+        *(Text("x" * 2000), {"pin": Text("x" * 2000)}),
+    ],
+)
 def test_what_is_wrong_is_not_written_down_whole(cache: Any) -> None:
     reasons: list[str] = []
     assert hints_of(Hinted("r", prompt(1), cache=cache), reasons.append) == NO_HINTS

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.scheduler.saves.lookahead import LookAhead
+from tests.scheduler.test_half import Asked, admit, make_half, run
 
 
 @pytest.fixture
@@ -49,3 +51,21 @@ def test_a_step_that_took_many_is_forgotten(ahead: LookAhead) -> None:
 def test_all_are_looked_at_after_something_was_freed(ahead: LookAhead) -> None:
     ahead.may_find = True
     assert ahead.next_step() == 18, "twice as many as steps take by now"
+
+
+def test_what_runs_counts_for_what_it_begins_and_what_is_hit_as_taken() -> None:
+    """Requests whose blocks the device has take them out of the line; one that decodes takes a block now and then."""
+    half, blocks = make_half(write_policy="write_back", write_back_lookahead=2)
+    prompt = Asked("prompt", list(range(40)))
+    admit(half, prompt)
+    run(half, prompt)
+    assert blocks.looked_ahead == 20
+    for num_tokens in range(40, 48):
+        new = [[num_tokens // 4]] if num_tokens % 4 == 0 else ()
+        half.build_connector_meta(SchedulerOutput([ScheduledRequest("prompt", num_tokens, 1, new)]))
+        assert blocks.looked_ahead == 2, "it has begun a block, and 20 are kept saved"
+    again = [Asked(f"{number}", prompt.tokens) for number in range(2)]
+    for number, request in enumerate(again):
+        admit(half, request, 20 + 10 * number, num_local=36)
+    run(half, *again, computed=36)
+    assert blocks.looked_ahead > 2, "18 of them are in use"

@@ -270,6 +270,20 @@ def test_an_idle_engine_that_saves_nothing_any_more_takes_no_steps_for_it() -> N
     half.check()
 
 
+def test_what_was_computed_before_saves_were_turned_off_is_not_saved_before_it_is_reused() -> None:
+    half, blocks = make_half(write_policy="write_back")
+    half.refusals.judged_blocks = 4
+    for number, name in enumerate(("known", "unfit")):
+        computed(half, name, [number] * 17, first_block=20 * number)
+        half.request_finished(Asked(name, [number] * 17))
+    orders = [[(20 * n + i, Asked("", [n] * 17).block_hashes[i]) for i in ALL] for n in range(2)]
+    blocks.order = orders[1]
+    refuse(half, run(half), *ALL)
+    blocks.order = orders[0]
+    assert run(half).saves == ()
+    half.check()
+
+
 @pytest.mark.parametrize("is_operators", [True, False])
 def test_a_pinned_block_that_does_not_fit_is_not_tried_again_and_turns_nothing_off(is_operators: bool) -> None:
     half, _ = make_half(num_host_blocks=40)

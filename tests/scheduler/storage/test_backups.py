@@ -199,3 +199,18 @@ def test_a_save_under_way_at_a_reset_is_not_written_under_its_blocks_next_name()
     assert [job.num_blocks for job in plan.saves] == [10], "every host block"
     report(half, plan.saves)  # type: ignore[arg-type]
     assert step(half) == ()
+
+
+def test_what_did_not_fit_on_the_host_is_not_written_to_storage() -> None:
+    """Its host block is free, or another's by then."""
+    half, _, _ = make_half(backup="on_save")
+    plan = run_new(half, Asked("a", PROMPT[:17]))
+    (job,) = plan.saves
+    missing = ((job.job_id, (int(job.host_ids[1]),)),)
+    half.update_connector_output([StepReport(plan.step, 0, (job.job_id,), num_host_blocks=100, missing=missing)])
+    (backup,) = step(half)
+    assert backup.action is StorageAction.BACK_UP
+    assert backup.host_ids.tolist() == job.host_ids[[0, 2, 3]].tolist()
+    report(half, [backup])
+    assert half.get_kv_connector_stats()["host_leased_blocks"] == 0
+    half.check()

@@ -386,7 +386,7 @@ def test_a_preempted_request_may_look_again() -> None:
     ("storage", "words"),
     [
         ({"capacity": "1GiB"}, r"storage.path='': give the folder"),
-        ({"path": "x"}, r"storage.capacity=0 is too small"),
+        ({"path": "x"}, r"storage.capacity=0: give how much"),
         ({"path": "x", "capacity": "1GiB", "kind": "floppy"}, r"storage.kind='floppy' is unknown"),
         ({"path": "x", "capcity": "1GiB"}, r"unknown setting 'storage.capcity' \(did you mean 'capacity'\?\)"),
         ({"path": "x", "capacity": "1GiB", "prefetch": "now"}, r"storage.prefetch='now' is unknown"),

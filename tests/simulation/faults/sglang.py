@@ -165,6 +165,14 @@ SGLANG: tuple[Mutant, ...] = (
         f"{_LINKER}::test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved",
     ),
     _mutant(
+        "offers-unlocked-early",
+        "SGLang is told that pages are saved while their copies are under way, and computes others into them",
+        "linker.py",
+        "        self._saving.extend([job_ids] * len(locked))\n",
+        "        self._saving.extend([[]] * len(locked))\n",
+        f"{_LINKER}::test_pages_are_locked_until_the_save_of_their_step_has_ended",
+    ),
+    _mutant(
         "misses-unlearned",
         "what a request misses is never learned, and of chats that come back none stays",
         "linker.py",
