@@ -189,6 +189,14 @@ SGLANG: tuple[Mutant, ...] = (
         f"{_REUSE}::test_what_a_request_misses_counts_once_when_it_is_looked_up",
     ),
     _mutant(
+        "storage-asked-once",
+        "of a request that waits storage is not asked for what the device has let go of meanwhile",
+        "linker.py",
+        "            self._promises.end(rid)\n            self._replica.finish([known])\n",
+        "            self._promises.end(rid)\n",
+        f"{_PROMISES}::test_a_request_that_waits_hears_of_storage_what_it_lacks_by_now",
+    ),
+    _mutant(
         "names-learned-once",
         "of requests that a client gives one name only the first counts as one that asks",
         "linker.py",
