@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from integration.tests.sglang_driver import Driver, Make, keys, linkers
+from kv_connector.engines.sglang import fragments
 from kv_connector.types import BlockHash
 
 CHAT = 3
@@ -104,3 +105,51 @@ def test_how_far_apart_uses_are_is_told_in_pages_that_requests_miss_on_the_devic
     driver.lookup("nor this", keys(1, "one more"))
     driver.lookup("comes back again", keys(CHAT, "chat"))
     assert (distances.count, sum(distances.sums)) == (2, 5 + 1)
+
+
+def test_what_the_device_serves_of_a_request_counts_once_too(make: Make) -> None:
+    """SGLang looks up what the device lacks alone. That a chat goes on shows when the rest of its prompt is offered
+    behind the nodes that the device had; and the request's end, which offers all of them again, is no other turn."""
+    driver = make()
+    nodes = [keys(2, "one"), keys(1, "two"), keys(3, "three"), keys(2, "four")]
+    tree = driver.half.tree
+
+    def visits() -> list[list[int]]:
+        rows = [tree.match([BlockHash(bytes.fromhex(key)) for key in node]) for node in nodes]
+        return [[round(tree.visits[row]) for row in each] for each in rows]
+
+    def insert(count: int) -> None:
+        """Each node is offered behind all in front of it."""
+        for end in range(1, count + 1):
+            for node in nodes[:end]:
+                page = 1 + sum(map(len, nodes[: nodes.index(node)]))
+                driver.linker.offload(driver.transfer(node, range(page, page + len(node))))
+        driver.round()
+        driver.round()
+
+    driver.lookup("first", nodes[0])
+    insert(1)
+    insert(2)
+    assert visits()[:2] == [[0, 0], [0]]
+    driver.lookup("second", nodes[2])
+    insert(3)
+    assert visits()[:3] == [[1, 1], [1], [0, 0, 0]]
+    insert(4)
+    assert visits()[:3] == [[1, 1], [1], [0, 0, 0]]
+    driver.check()
+
+
+def test_what_others_offer_is_not_taken_for_what_is_in_front() -> None:
+    """Two requests of one round are inserted one behind the other, and of one the node in front is locked."""
+    inserts = fragments.Inserts()
+    a, b, c, d, e = ([BlockHash(name * 32)] for name in (b"a", b"b", b"c", b"d", b"e"))
+    inserts.show(c)
+    inserts.show(d)
+    inserts.show(e)
+    assert [inserts.offer(node) for node in (a, a, b, a, b, c)] == [[], [], [], [], [], [a, b]]
+    assert [inserts.offer(node) for node in (a, a, d)] == [[], [], [a]]
+    assert inserts.offer(e) == [], "the node in front of it is being saved"
+    assert [inserts.offer(node) for node in (a, b, c, d, e)] == [[]] * 5, "each counts once"
+    inserts.begin_round()
+    inserts.show(c)
+    assert inserts.offer(c) == []

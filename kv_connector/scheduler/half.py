@@ -185,11 +185,13 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         state.awaits_load = count > 0 and mode is LoadMode.ASYNC
         state.awaits_both = state.load is not None and num_brought > 0
 
-    def note_asked(self, request: Request) -> None:
-        """For an engine that tells of blocks and not of whole requests: a request asks for these, none of which the
-        device holds. Called once a request, before it is admitted or gives up: what it misses is learned then, and not
-        when its admission is told of, by when it has computed them. Only engines without windows tell in this way."""
-        self._hits.note_asked(self.tree.match(request.block_hashes), len(request.block_hashes))
+    def note_asked(self, request: Request, on_device: bool = False) -> None:
+        """For an engine that tells of blocks and not of whole requests: a request asks for these, all of which the
+        device holds, or none. Called once for each, and of what it does not hold before the request is admitted or
+        gives up: what that misses is learned then, and not when its admission is told of, by when it has computed them.
+        Only engines without windows tell in this way."""
+        hashes = request.block_hashes
+        self._hits.note_asked(self.tree.match(hashes), len(hashes), len(hashes) if on_device else 0)
 
     def hold_computed(self, request: Request, block_ids: Sequence[Sequence[int]], num_in_front: int = 0) -> None:
         """For an engine that tells of blocks and not of the requests that compute them: these hold what the hashes of

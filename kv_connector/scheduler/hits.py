@@ -61,10 +61,10 @@ class HitCounter:
                 break
             metrics.missed_pending_tokens += size
 
-    def note_asked(self, known: Sequence[int], num_blocks: int) -> None:
-        """A request asks for so many blocks that the device does not hold; `known` are the nodes of those that are
-        known."""
-        self._learn([known], num_blocks, 0, 0)
+    def note_asked(self, known: Sequence[int], num_blocks: int, num_on_device: int) -> None:
+        """A request asks for so many blocks, of which the device holds the first; `known` are the nodes of those that
+        are known."""
+        self._learn([known], num_blocks, num_on_device * self._block_size, 0)
 
     def note_used(self, known: Sequence[Sequence[int]]) -> None:
         """Blocks are used that the device holds, by a request that is not told of."""

@@ -58,3 +58,16 @@ def test_how_far_apart_the_uses_of_a_prefix_are_is_counted_in_blocks_once_for_ea
     assert (distances.count, sum(distances.sums)) == (2, 5 + 7)
     save(half, Asked("chat again", [*PROMPT, 0]), first_block=60)
     assert (distances.count, sum(distances.sums)) == (4, 5 + 7 + 1 + 8), "its two blocks were not asked for at one time"
+
+
+def test_what_the_device_serves_makes_no_use_of_the_host() -> None:
+    """Of an engine that tells of blocks: the host would have been of use for what the device lacks alone."""
+    half, _ = make_half(num_host_blocks=50)
+    asked = Asked("chat", [*PROMPT, 0])
+    save(half, asked, first_block=40)
+    half.reuse.least_part = 1
+    (node, _) = half.tree.match(asked.block_hashes)
+    for on_device, is_worth in ((True, False), (False, True)):
+        for _ in range(20):
+            half.note_asked(asked, on_device)
+        assert (half.reuse.worth(node) > 0) is is_worth

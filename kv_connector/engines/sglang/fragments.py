@@ -19,6 +19,8 @@ from ...index import CacheTier, PrefixTree
 from ...types import BlockHash
 
 PROMISED_SECONDS = 60.0
+_MOST_LOOKED_UP = 1 << 14
+"""Requests that were looked up and have not been inserted: others than these have given up."""
 _LEAST_REMEMBERED = 1 << 17
 """Pages of which it is known what is in front of them; 15 to 30 MB."""
 
@@ -56,6 +58,39 @@ class PageOrder:
     def in_front_of(self, page: BlockHash) -> BlockHash | None:
         """None where that was not shown, or long ago."""
         return self._newer.get(page) or self._older.get(page)
+
+
+class Inserts:
+    """What the device had of a prompt. SGLang looks up the rest alone, and inserts the whole when it is computed: each
+    node of the path is offered with those in front of it, as in a, a b, a b c. So when the first page that was looked
+    up is offered, what is in front of it has just been, back to where a node comes again. A node that is locked for a
+    save is left out, and what is in front of it then."""
+
+    def __init__(self) -> None:
+        self._looked_up: dict[BlockHash, None] = {}  # first pages, of which none was offered since
+        self._offered: list[list[BlockHash]] = []  # nodes, since the last of those was, or the round began
+
+    def begin_round(self) -> None:
+        """What is offered from now on belongs to other inserts."""
+        self._offered = []
+
+    def show(self, hashes: Sequence[BlockHash]) -> None:
+        """These pages are looked up for a request."""
+        self._looked_up[hashes[0]] = None
+        if len(self._looked_up) > _MOST_LOOKED_UP:
+            del self._looked_up[next(iter(self._looked_up))]
+
+    def offer(self, node: list[BlockHash]) -> list[list[BlockHash]]:
+        """A node is offered. Returns the nodes that the device had in front of it, where it was looked up."""
+        if node[0] not in self._looked_up:
+            self._offered.append(node)
+            return []
+        del self._looked_up[node[0]]
+        path, self._offered = self._offered, []
+        for number, each in enumerate(reversed(path)):
+            if each in path[len(path) - number :]:
+                return path[len(path) - number :]
+        return path
 
 
 @dataclass(slots=True)

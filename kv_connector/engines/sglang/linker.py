@@ -39,7 +39,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from ...base import ScheduledRequest, SchedulerOutput
 from ...types import NO_BLOCK, BlockHash
 from ..settings import needs_identity
-from .fragments import Fragment, PageOrder, Promises
+from .fragments import Fragment, Inserts, PageOrder, Promises
 from .identity import read_backend, read_identity
 from .launch import read_settings, refuse_unserved
 from .pools import DevicePages, PageIds
@@ -115,6 +115,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._half = self._replica.scheduler
         self._promises = Promises(self._half.tree, self._half.host, self._replica.clock)
         self._order = PageOrder()
+        self._inserts = Inserts()
         self._queued: dict[str, tuple[Fragment, PageIds]] = {}  # promised, and the pages that it goes to, by request
         self._loading: list[Fragment] = []  # of the step that has begun
         self._has_lost = False  # one of them, before it began
@@ -195,6 +196,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         slots, hashes = transfers[0].device_indices, _hashes(transfers[0])
         offer = Fragment(f"offer {self._num_offers}", hashes, self._pages.page_size)
         self._num_offers += 1
+        for node in self._inserts.offer(hashes):
+            self._half.note_asked(Fragment("", node, self._pages.page_size), on_device=True)
         if self._has_all(hashes):
             self._offers.append(_Offer(offer, None))
             return False
@@ -207,6 +210,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         """Once a round of SGLang's scheduler: take note of what has ended, on this rank and on the others, and take
         what was offered."""
         self._num_rounds += 1
+        self._inserts.begin_round()
         self._give_up(self._promises.lapse())  # first: what is taken may need their room
         if self._offers or self._half.has_pending_push_work() or not self._num_rounds % _QUIET_ROUNDS:
             num_ready = sum(1 for _ in itertools.takewhile(_Offer.can_be_taken, self._offers))
@@ -256,6 +260,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         # If it ends as before, it is the same one, and the device has others of its pages by now.
         if known is None or known.block_hashes[-1] != hashes[-1]:
             self._half.note_asked(fragment)
+            self._inserts.show(hashes)
         if known is not None:
             self._promises.end(rid)
             self._replica.finish([known])

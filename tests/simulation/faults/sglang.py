@@ -205,6 +205,28 @@ SGLANG: tuple[Mutant, ...] = (
         f"{_REUSE}::test_a_request_that_has_the_name_of_one_before_asks_for_itself",
     ),
     _mutant(
+        "turns-on-the-device",
+        "a chat that the device serves is taken for one that never comes back",
+        "linker.py",
+        '            self._half.note_asked(Fragment("", node, self._pages.page_size), on_device=True)\n',
+        "            pass\n",
+        f"{_REUSE}::test_what_the_device_serves_of_a_request_counts_once_too",
+    ),
+    _mutant(
+        "rounds-run-together",
+        "what was offered rounds ago is taken for what is in front of pages that were looked up",
+        "fragments.py",
+        "        self._offered = []\n\n    def show",
+        "        pass\n\n    def show",
+        f"{_REUSE}::test_what_others_offer_is_not_taken_for_what_is_in_front",
+    ),
+    Mutant(
+        "misses-on-the-device",
+        "what the device serves counts as what the host would have been of use for",
+        (Patch("kv_connector/scheduler/half.py", "len(hashes) if on_device else 0", "0"),),
+        tested("tests/scheduler/test_hits.py::test_what_the_device_serves_makes_no_use_of_the_host"),
+    ),
+    _mutant(
         "admissions-learned-too",
         "what a request asks for counts at its look-up and at its admission",
         "replica.py",
