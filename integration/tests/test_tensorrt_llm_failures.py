@@ -50,7 +50,7 @@ def test_one_rank_whose_load_fails_stops_all() -> None:
         evict(engine, "one rank")
         engine.llm.call(lambda e: faults.break_loads(worker_of(e)._half, e.rank == 1))
         assert "restart the engine" in engine.generate(asked)[0].error
-        assert [worker_of(executor)._is_broken for executor in engine.llm.ranks] == [True, True]
+        assert engine.llm.call(lambda executor: worker_of(executor)._is_broken) == [True, True]
 
 
 def test_a_rank_that_hears_late_of_a_failed_load_keeps_step_with_the_others() -> None:
@@ -60,7 +60,7 @@ def test_a_rank_that_hears_late_of_a_failed_load_keeps_step_with_the_others() ->
         (said,) = engine.generate(prompts(engine, 1, seed="late"))
         assert "restart the engine" in said.error
         assert not engine.llm.error
-        assert [worker_of(executor)._is_broken for executor in engine.llm.ranks] == [True, True]
+        assert engine.llm.call(lambda executor: worker_of(executor)._is_broken) == [True, True]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
