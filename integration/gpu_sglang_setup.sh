@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make an importable copy of the package and its integration tests beside SGLang, for a GPU host without pip.
 #
-#   source integration/gpu_sglang_setup.sh SITE                      SITE: where SGLang was unpacked, or "" where it is installed
+#   source integration/gpu_sglang_setup.sh SITE          SITE: where SGLang was unpacked, or "" where it is installed
 #
 # As gpu_vllm_setup.sh. The tree core is Python's: the one in Rust needs the very torch that SGLang pins.
 site=$1

@@ -22,8 +22,11 @@ one() {
     else
         printf 'FAILED   %s\n' "$1"
         # Of an engine that does not start the reason is in its own log, and pytest's lines say only that it did not.
-        { grep -E '(Error|Exception): ' "$log" | sort -u | tail -n 8; grep -A 3 -E '^(E |>)' "$log" | tail -n 30; tail -n 3 "$log"; } |
-            cut -c1-300
+        {
+            grep -E '(Error|Exception): ' "$log" | sort -u | tail -n 8
+            grep -A 3 -E '^(E |>)' "$log" | tail -n 30
+            tail -n 3 "$log"
+        } | cut -c1-300
     fi
 }
 export -f one

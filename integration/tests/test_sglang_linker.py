@@ -11,7 +11,7 @@ import pytest
 from integration.tests.sglang_driver import Driver, Make, keys, linkers, make_pool
 from kv_connector.engines.sglang import fragments, identity
 from kv_connector.transfer.engine import TransferEngine
-from kv_connector.types import BlockHash, CopyJob
+from kv_connector.types import CopyJob
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_what_was_looked_up_lately_is_known_by_its_order(monkeypatch: pytest.Mon
     """However much is looked up."""
     monkeypatch.setattr(fragments, "_LEAST_REMEMBERED", 10)
     order = fragments.PageOrder()
-    chats = [[BlockHash(bytes.fromhex(key)) for key in keys(6, f"chat {i}")] for i in range(6)]
+    chats = [fragments.page_hashes(keys(6, f"chat {i}")) for i in range(6)]
     for i, chat in enumerate(chats):
         order.show(chat)
         assert order.in_front_of(chat[0]) is None

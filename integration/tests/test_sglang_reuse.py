@@ -74,7 +74,7 @@ def test_a_request_s_own_offers_are_no_visits(make: Make) -> None:
     for number in range(3):
         turn(driver, "chat", number)
         tree = driver.half.tree
-        nodes = tree.match([BlockHash(bytes.fromhex(key)) for key in keys(CHAT, "chat")])
+        nodes = tree.match(fragments.page_hashes(keys(CHAT, "chat")))
         assert [round(tree.visits[node]) for node in nodes] == [number] * CHAT
 
 
@@ -83,7 +83,7 @@ def test_a_node_that_is_offered_with_all_that_is_behind_it_is_used_once(make: Ma
     driver.save(keys(4), range(1, 5))
     driver.round()
     tree = driver.half.tree
-    (node,) = tree.match([BlockHash(bytes.fromhex(keys(1)[0]))])
+    (node,) = tree.match(fragments.page_hashes(keys(1)))
     hits = tree.hits[node]
     for _ in range(3):
         assert not driver.linker.offload(driver.transfer(keys(2), [1, 2]))
@@ -91,7 +91,7 @@ def test_a_node_that_is_offered_with_all_that_is_behind_it_is_used_once(make: Ma
     assert tree.hits[node] == hits + 1
 
 
-def test_how_far_apart_uses_are_is_told_in_pages_that_requests_miss_on_the_device(make: Make) -> None:
+def test_how_far_apart_uses_are_is_told_in_pages_that_requests_ask_for(make: Make) -> None:
     """By which an operator sees how large a host would have to be. A use on the device is one from which it counts."""
     driver = make()
     distances = driver.half.metrics.histograms["reuse_distance_blocks", "all"]
@@ -115,7 +115,7 @@ def test_what_the_device_serves_of_a_request_counts_once_too(make: Make) -> None
     tree = driver.half.tree
 
     def visits() -> list[list[int]]:
-        rows = [tree.match([BlockHash(bytes.fromhex(key)) for key in node]) for node in nodes]
+        rows = [tree.match(fragments.page_hashes(node)) for node in nodes]
         return [[round(tree.visits[row]) for row in each] for each in rows]
 
     def insert(count: int) -> None:

@@ -117,8 +117,7 @@ class ReuseModel:
         faded, since = visits[nodes], tree.num_visits - visited[nodes]
         cells = _cells(faded, tree.time - asked[nodes])
         self._new += np.bincount(cells[is_of_use], minlength=len(self._new))
-        asked[nodes] = tree.time
-        np.frombuffer(tree.hits, np.uintc)[nodes] += 1
+        self.used(nodes)
         visits[nodes] = faded * np.exp2(-since / (_HALF_LIFE * max(1, self._capacity))) + 1
         visited[nodes] = tree.num_visits
         tree.num_visits += len(nodes)

@@ -35,7 +35,7 @@ from ..index import (
     SavePolicy,
 )
 from ..metrics import CacheMetrics
-from ..types import CopyJob, StepPlan, StepReport, Tier
+from ..types import BlockHash, CopyJob, StepPlan, StepReport, Tier
 from .companion import Admission
 from .companions import Companions
 from .control.control import Control
@@ -68,8 +68,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
     `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
     `fails_by_block`: see `LoadPlanner`. `publishes_events`: somebody reads `take_events`. An engine that keeps its own
     device blocks in our index passes its `tree`, so that one tree knows every tier. `clock` gives seconds that never go
-    back; it orders evictions and times loads.
-    `learns_at_admission`: False for an engine that tells with `note_asked` of what is asked for.
+    back; it orders evictions and times loads. `learns_at_admission`: not for an engine that calls `note_asked`.
     `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
     and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
     `adapter_of` tells adapters apart that the engine's hashes do not: see `Roots`. `observers` hear of all.
@@ -185,12 +184,10 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         state.awaits_load = count > 0 and mode is LoadMode.ASYNC
         state.awaits_both = state.load is not None and num_brought > 0
 
-    def note_asked(self, request: Request, on_device: bool = False) -> None:
+    def note_asked(self, hashes: Sequence[BlockHash], on_device: bool = False) -> None:
         """For an engine that tells of blocks and not of whole requests: a request asks for these, all of which the
-        device holds, or none. Called once for each, and of what it does not hold before the request is admitted or
-        gives up: what that misses is learned then, and not when its admission is told of, by when it has computed them.
-        Only engines without windows tell in this way."""
-        hashes = request.block_hashes
+        device holds, or none. Called once for each, and of what it lacks before the request computes it: from then on
+        it is missed no more. Only engines without windows tell in this way."""
         self._hits.note_asked(self.tree.match(hashes), len(hashes), len(hashes) if on_device else 0)
 
     def hold_computed(self, request: Request, block_ids: Sequence[Sequence[int]], num_in_front: int = 0) -> None:

@@ -69,5 +69,5 @@ def test_what_the_device_serves_makes_no_use_of_the_host() -> None:
     (node, _) = half.tree.match(asked.block_hashes)
     for on_device, is_worth in ((True, False), (False, True)):
         for _ in range(20):
-            half.note_asked(asked, on_device)
+            half.note_asked(asked.block_hashes, on_device)
         assert (half.reuse.worth(node) > 0) is is_worth

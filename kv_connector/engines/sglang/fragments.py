@@ -11,7 +11,7 @@ promised what is left, until the next round begins, in which it is loaded or loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,11 @@ class Fragment:
     def num_tokens(self) -> int:
         """Those of the pages, and one."""
         return len(self.block_hashes) * self.page_size + 1
+
+
+def page_hashes(keys: Iterable[str]) -> list[BlockHash]:
+    """The hashes that SGLang's keys of pages are, in hexadecimal digits."""
+    return [BlockHash(bytes.fromhex(key)) for key in keys]
 
 
 class PageOrder:
@@ -86,11 +91,13 @@ class Inserts:
             self._offered.append(node)
             return []
         del self._looked_up[node[0]]
-        path, self._offered = self._offered, []
-        for number, each in enumerate(reversed(path)):
-            if each in path[len(path) - number :]:
-                return path[len(path) - number :]
-        return path
+        offered, self._offered = self._offered, []
+        front: list[list[BlockHash]] = []
+        for each in reversed(offered):
+            if each in front:
+                break
+            front.append(each)
+        return front[::-1]
 
 
 @dataclass(slots=True)

@@ -43,6 +43,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_parallel
 
 from ...types import BlockHash
+from .fragments import page_hashes
 from .host_pages import Patience
 from .host_storage import HostStorage, identity_of, read_storage_settings
 from .identity import read_backend, read_identity
@@ -98,7 +99,7 @@ class TieredKVStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading pages are stored."""
-        return self._answer("look-up", lambda: self._pools[PoolName.KV].count_leading(_hashes(keys)), 0)
+        return self._answer("look-up", lambda: self._pools[PoolName.KV].count_leading(page_hashes(keys)), 0)
 
     def batch_exists_v2(
         self,
@@ -108,7 +109,7 @@ class TieredKVStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         """The same of several pools: how many leading pages each has, and the prefixes that all of them can restore."""
         nothing = PoolTransferResult(0, {})
-        return self._answer("look-up", lambda: self._find(_hashes(keys), pool_transfers or ()), nothing)
+        return self._answer("look-up", lambda: self._find(page_hashes(keys), pool_transfers or ()), nothing)
 
     def _find(self, hashes: list[BlockHash], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
         num_pages = self._pools[PoolName.KV].count_leading(hashes)
@@ -153,13 +154,13 @@ class TieredKVStorage(HiCacheStorage):
 
     def _read(self, name: str, keys: list[str], slots: torch.Tensor) -> list[bool]:
         begun = time.perf_counter()
-        there = self._answer("read", lambda: self._pools[name].read(_hashes(keys), slots), [False] * len(keys))
+        there = self._answer("read", lambda: self._pools[name].read(page_hashes(keys), slots), [False] * len(keys))
         self._note("prefetch", name, sum(there), begun)
         return there
 
     def _write(self, name: str, keys: list[str], slots: torch.Tensor) -> list[bool]:
         begun = time.perf_counter()
-        there = self._answer("write", lambda: self._pools[name].write(_hashes(keys), slots), [False] * len(keys))
+        there = self._answer("write", lambda: self._pools[name].write(page_hashes(keys), slots), [False] * len(keys))
         self._note("backup", name, sum(there), begun)
         return there
 
@@ -253,7 +254,3 @@ def _ends(there: Sequence[bool], window: int) -> set[int]:
         if run >= min(window, end):
             ends.add(end)
     return ends
-
-
-def _hashes(keys: Sequence[str]) -> list[BlockHash]:
-    return [BlockHash(bytes.fromhex(key)) for key in keys]

@@ -39,7 +39,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from ...base import ScheduledRequest, SchedulerOutput
 from ...types import NO_BLOCK, BlockHash
 from ..settings import needs_identity
-from .fragments import Fragment, Inserts, PageOrder, Promises
+from .fragments import Fragment, Inserts, PageOrder, Promises, page_hashes
 from .identity import read_backend, read_identity
 from .launch import read_settings, refuse_unserved
 from .pools import DevicePages, PageIds
@@ -134,7 +134,7 @@ class TieredKVLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """How many leading pages can be loaded; they are promised to the request. Fewer would do as well, but SGLang
         wants numbers that all ranks say, and all say the same."""
-        fragment = self._fragment(rid, _hashes(transfers[0]))
+        fragment = self._fragment(rid, page_hashes(transfers[0].keys))
         while (found := self._half.get_num_new_matched_tokens(fragment, 0)[0]) is None:
             time.sleep(_NAP_SECONDS)
             self._replica.advance()
@@ -144,7 +144,7 @@ class TieredKVLinker(UnifiedCacheLinker):
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue what was promised into these slots. False, on all ranks alike, where that is not there any more."""
-        slots, hashes = transfers[0].device_indices, _hashes(transfers[0])
+        slots, hashes = transfers[0].device_indices, page_hashes(transfers[0].keys)
         fragment = self._promises.fragment(rid)
         if fragment is None or slots is None or fragment.block_hashes[: len(hashes)] != hashes or rid in self._queued:
             return False
@@ -193,11 +193,11 @@ class TieredKVLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Save what the write policy will want of these pages; whether they are to be locked until then, as the host
         lacks some. Alike on all ranks."""
-        slots, hashes = transfers[0].device_indices, _hashes(transfers[0])
+        slots, hashes = transfers[0].device_indices, page_hashes(transfers[0].keys)
         offer = Fragment(f"offer {self._num_offers}", hashes, self._pages.page_size)
         self._num_offers += 1
-        for node in self._inserts.offer(hashes):
-            self._half.note_asked(Fragment("", node, self._pages.page_size), on_device=True)
+        if front := self._inserts.offer(hashes):
+            self._half.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)
         if self._has_all(hashes):
             self._offers.append(_Offer(offer, None))
             return False
@@ -259,7 +259,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._order.show(hashes)
         # If it ends as before, it is the same one, and the device has others of its pages by now.
         if known is None or known.block_hashes[-1] != hashes[-1]:
-            self._half.note_asked(fragment)
+            self._half.note_asked(hashes)
             self._inserts.show(hashes)
         if known is not None:
             self._promises.end(rid)
@@ -336,7 +336,3 @@ class TieredKVLinker(UnifiedCacheLinker):
     def _end_loading(self) -> None:
         self._replica.finish(self._loading)
         self._loading = []
-
-
-def _hashes(transfer: PoolTransfer) -> list[BlockHash]:
-    return [BlockHash(bytes.fromhex(key)) for key in transfer.keys]
