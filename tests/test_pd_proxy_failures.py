@@ -6,8 +6,11 @@ import http.client
 import json
 from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 
+import anyio
 import pytest
+from anyio.abc import SocketStream
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -54,6 +57,33 @@ def read_all(proxy: Proxy) -> bytes:
         return connection.getresponse().read()
     finally:
         connection.close()
+
+
+def engine_that_closes_what_rests() -> AbstractContextManager[str]:
+    """A server that has just come to the end of a connection's time when the next request arrives on it: it closes the
+    connection with the request unread. Its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        is_used = False
+
+        def do_GET(self) -> None:
+            self._answer(b"")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(TEXT)
+
+        def _answer(self, body: bytes) -> None:
+            self.close_connection = self.is_used
+            if not self.is_used:
+                self.is_used = True
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+    return serving(Handler)
 
 
 def nobody() -> str:
@@ -132,6 +162,30 @@ def test_without_a_prefill_engine_the_decode_engine_computes() -> None:
     with proxy_of([nobody(), nobody()], [decode]) as proxy:
         assert proxy.complete().json()["choices"] == [{"text": "answer"}]
         assert proxy.metric("pd_proxy_requests_total", outcome="computed_by_decode") == 1
+
+
+def test_an_engine_may_close_connections_that_rest() -> None:
+    with engine_that_closes_what_rests() as engine, proxy_of([], [engine]) as proxy:
+        for _ in range(3):
+            assert read_all(proxy) == TEXT
+        assert proxy.metric("pd_proxy_engine_failures_total", engine=engine, role="decode") == 0
+
+
+def test_a_connection_that_was_late_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which says nothing of the engine where it was the proxy that stood still."""
+    late, connect_tcp = iter([True]), anyio.connect_tcp
+
+    async def connect(remote_host: str, remote_port: int, **more: Any) -> SocketStream:
+        if url.endswith(f":{remote_port}") and next(late, False):
+            raise TimeoutError
+        return await connect_tcp(remote_host, remote_port, **more)
+
+    with served(Scripted("answer").app) as url, proxy_of([], [url]) as proxy:
+        assert proxy.complete().status_code == 200
+        monkeypatch.setattr(anyio, "connect_tcp", connect)
+        assert proxy.complete().status_code == 200
+        assert next(late, None) is None
+        assert proxy.metric("pd_proxy_engine_failures_total", engine=url, role="decode") == 0
 
 
 def test_a_decode_engine_that_does_not_answer_is_replaced() -> None:

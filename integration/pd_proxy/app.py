@@ -20,8 +20,8 @@ from .messages import passed_on, refusal
 from .metrics import ProxyMetrics
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
-_IDLE_SECONDS = 2.0
-"""A connection that rests for longer is not used again: servers close theirs after five."""
+_CONNECT_SECONDS = 3.0
+"""Within which an engine has to take a connection, of the two tries that it gets."""
 
 
 def make_app(
@@ -38,9 +38,15 @@ def make_app(
     client = httpx.AsyncClient(
         # Without these, httpx would offer to take what the client cannot read.
         headers={"accept-encoding": "identity"},
-        timeout=httpx.Timeout(engine_seconds, connect=min(5.0, engine_seconds), pool=None),
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_SECONDS),
-        verify=verify,
+        timeout=httpx.Timeout(engine_seconds, connect=min(_CONNECT_SECONDS, engine_seconds), pool=None),
+        transport=httpx.AsyncHTTPTransport(
+            verify=verify,
+            trust_env=False,
+            # No connection is used twice: a server may close one that rests while the next request is on its way, and
+            # httpcore 1.0 closes what has rested for too long even where it has just begun to be used again.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            retries=1,  # of connecting only: a proxy that stood still for a while finds its own deadline over
+        ),
         trust_env=False,
     )
 
