@@ -42,6 +42,7 @@ def test_a_promise_lapses_and_the_load_is_refused(make: Make, monkeypatch: pytes
     driver.save(keys(3), [1, 2, 3])
     assert driver.lookup("request", keys(3)) == 3
     driver.check()
+    assert driver.linker.stats()["requests"] == 1, "it is computed by now, as far as anybody knows"
     assert not driver.linker.load("request", driver.transfer(keys(3), [4, 5, 6]))
     assert driver.linker.start_layer_wise_loading() == -1
 

@@ -196,9 +196,10 @@ class TieredKVLinker(UnifiedCacheLinker):
         slots, hashes = transfers[0].device_indices, page_hashes(transfers[0].keys)
         offer = Fragment(f"offer {self._num_offers}", hashes, self._pages.page_size)
         self._num_offers += 1
-        if front := self._inserts.offer(hashes):
+        is_new, has_all = self._half.tree.get(hashes[-1]) is None, self._has_all(hashes)
+        if front := self._inserts.offer(hashes, is_new, not has_all):
             self._half.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)
-        if self._has_all(hashes):
+        if has_all:
             self._offers.append(_Offer(offer, None))
             return False
         if slots is None or slots.numel() != len(hashes) * offer.page_size:
