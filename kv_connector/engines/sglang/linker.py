@@ -258,13 +258,14 @@ class TieredKVLinker(UnifiedCacheLinker):
             return known
         fragment = Fragment(rid, hashes, self._pages.page_size)
         self._order.show(hashes)
-        # If it ends as before, it is the same one, and the device has others of its pages by now.
+        if known is not None:
+            self._replica.finish([known])
+        # If it ends as before, it is the same one, and the device has others of its pages by now: it has waited as long
+        # as it has.
         if known is None or known.block_hashes[-1] != hashes[-1]:
+            self._promises.end(rid)
             self._half.note_asked(hashes)
             self._inserts.show(hashes)
-        if known is not None:
-            self._promises.end(rid)
-            self._replica.finish([known])
         return fragment
 
     def _take(self, offers: Sequence[_Offer]) -> None:

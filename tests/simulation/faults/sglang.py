@@ -192,8 +192,8 @@ SGLANG: tuple[Mutant, ...] = (
         "storage-asked-once",
         "of a request that waits storage is not asked for what the device has let go of meanwhile",
         "linker.py",
-        "            self._promises.end(rid)\n            self._replica.finish([known])\n",
-        "            self._promises.end(rid)\n",
+        "        if known is not None:\n            self._replica.finish([known])\n",
+        "",
         f"{_PROMISES}::test_a_request_that_waits_hears_of_storage_what_it_lacks_by_now",
     ),
     _mutant(
@@ -259,6 +259,14 @@ SGLANG: tuple[Mutant, ...] = (
         "        if known is not None and known.block_hashes == hashes:\n",
         "        if known is not None and len(known.block_hashes) == len(hashes):\n",
         f"{_REUSE}::test_a_request_that_has_the_name_of_one_before_finds_its_own_pages",
+    ),
+    _mutant(
+        "waits-begun-anew",
+        "a request that waits is promised host blocks for another minute whenever the device has others of its pages",
+        "linker.py",
+        "            self._replica.finish([known])\n        # If",
+        "            self._replica.finish([known])\n            self._promises.end(rid)\n        # If",
+        f"{_PROMISES}::test_who_waits_and_lacks_other_pages_by_now_has_waited_as_long",
     ),
     _mutant(
         "fronts-saved",
