@@ -111,6 +111,7 @@ def test_what_is_in_front_of_pages_is_not_saved_with_them(make: Make) -> None:
     driver.save(keys(2, first=2), [3, 4])
     assert driver.lookup("in front", keys(1, first=1)) == 0
     driver.check()
+    assert driver.linker.stats()["failed_save_jobs"] == 0
 
 
 def test_pages_whose_slots_are_not_theirs_are_not_saved(make: Make) -> None:
