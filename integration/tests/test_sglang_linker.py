@@ -45,10 +45,11 @@ def test_a_prefix_that_was_offered_in_parts_is_one_hit(make: Make) -> None:
 
 
 def found_again(driver: Driver, num_pages: int, chunk: int) -> list[int]:
-    """Two prompts are computed, in chunks, one behind the other; how many pages of each are found then."""
+    """Two prompts are computed, in chunks, one behind the other, under one name that a client gives; how many pages of
+    each are found then."""
     for name in ("first", "second"):
         names = keys(num_pages, name)
-        driver.lookup(name, names)
+        driver.lookup("request", names)
         for start in range(0, num_pages, chunk):
             end = min(start + chunk, num_pages)
             driver.save(names[start:end], range(1 + start, 1 + end))
@@ -98,6 +99,29 @@ def test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved(m
     driver.round()
     assert driver.lookup("request", keys(4)) == 0
     assert driver.linker.stats()["failed_save_jobs"] == 0
+    driver.check()
+
+
+def test_what_is_in_front_of_pages_is_not_saved_with_them(make: Make) -> None:
+    """The host has let go of it, and nobody says which page of the device it is in."""
+    driver = make()
+    driver.lookup("request", keys(4))
+    driver.save(keys(2), [1, 2])
+    driver.half.reset_cache()
+    driver.save(keys(2, first=2), [3, 4])
+    assert driver.lookup("in front", keys(1, first=1)) == 0
+    driver.check()
+    assert driver.linker.stats()["failed_save_jobs"] == 0
+
+
+def test_pages_whose_slots_are_not_theirs_are_not_saved(make: Make) -> None:
+    """Fewer, or none."""
+    driver = make()
+    odd = driver.transfer(keys(3), [1, 2])
+    assert not driver.linker.offload(odd)
+    assert not driver.linker.offload(driver.transfer(keys(3)))
+    driver.round()
+    assert driver.lookup("request", keys(1)) == 0
     driver.check()
 
 
@@ -173,6 +197,18 @@ def test_offers_from_before_a_flush_are_not_told_after_it(make: Make) -> None:
     assert driver.linker.offload(driver.transfer(keys(4, "new"), range(5, 9)))
     assert [driver.round() for _ in range(3)] == [1, 0, 0]
     assert driver.lookup("request", keys(4, "new")) == 4
+
+
+def test_what_was_offered_before_a_flush_is_not_saved_after_it(make: Make) -> None:
+    """Its pages are others' by then."""
+    driver = make()
+    driver.round()
+    assert driver.linker.offload(driver.transfer(keys(3), [1, 2, 3]))
+    driver.linker.reset()
+    driver.write(keys(3, "others"), [1, 2, 3])
+    driver.round()
+    assert driver.lookup("request", keys(3)) == 0
+    driver.check()
 
 
 def test_a_flush_forgets_all(make: Make) -> None:

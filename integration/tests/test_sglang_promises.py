@@ -42,6 +42,7 @@ def test_a_promise_lapses_and_the_load_is_refused(make: Make, monkeypatch: pytes
     driver.save(keys(3), [1, 2, 3])
     assert driver.lookup("request", keys(3)) == 3
     driver.check()
+    assert driver.linker.stats()["requests"] == 1, "it is computed by now, as far as anybody knows"
     assert not driver.linker.load("request", driver.transfer(keys(3), [4, 5, 6]))
     assert driver.linker.start_layer_wise_loading() == -1
 
@@ -79,6 +80,21 @@ def test_requests_that_are_looked_up_in_each_round_leave_room_to_others(make: Ma
     assert driver.holds(waiting["request 2"], range(10, 14))
     clock[0] += 100
     driver.check()
+
+
+def test_who_waits_and_lacks_other_pages_by_now_has_waited_as_long(make: Make, clock: list[float]) -> None:
+    """Or what the device gains and loses would keep the host for it; another request of that name begins anew."""
+    driver = make()
+    driver.save(keys(4), range(1, 5))
+    for first in (0, 1) * 10:
+        clock[0] += 5
+        driver.lookup("request", keys(4 - first, first=first))
+    driver.save(keys(2, "other"), [5, 6])
+    driver.round()
+    assert driver.linker.stats()["host_leased_blocks"] == 0, "what is left is promised for a round"
+    assert driver.lookup("request", keys(2, "other")) == 2
+    driver.round()
+    assert driver.linker.stats()["host_leased_blocks"] == 2
 
 
 def test_a_promise_that_lapses_while_its_load_is_queued_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,16 @@ def test_a_request_that_has_the_name_of_one_before_asks_for_itself(make: Make) -
         assert driver.half.tree.time == time + count
 
 
+def test_a_request_that_has_the_name_of_one_before_finds_its_own_pages(make: Make) -> None:
+    """Its prompt is as long."""
+    driver = make()
+    driver.save(keys(CHAT), range(1, 1 + CHAT))
+    assert driver.lookup("chat", keys(CHAT)) == CHAT
+    assert driver.lookup("chat", keys(CHAT, "other")) == 0
+    assert driver.load("chat", keys(CHAT), range(10, 10 + CHAT))
+    driver.check()
+
+
 def test_a_request_s_own_offers_are_no_visits(make: Make) -> None:
     """SGLang offers what a request has computed several times, or a prompt that comes once would be like one that comes
     back."""
@@ -139,17 +149,135 @@ def test_what_the_device_serves_of_a_request_counts_once_too(make: Make) -> None
     driver.check()
 
 
+def insert(driver: Driver, *nodes: list[str]) -> None:
+    """As SGLang does: each node is offered behind all in front of it that are not locked."""
+    page, pages, locked = 1, [], -1
+    for end, node in enumerate(nodes):
+        pages.append(range(page, page := page + len(node)))
+        for i in range(locked + 1, end + 1):
+            if driver.linker.offload(driver.transfer(nodes[i], pages[i])):
+                locked = i
+
+
+def test_the_host_is_of_no_use_for_what_the_device_serves(make: Make) -> None:
+    """However often a chat comes back to it."""
+    driver, front = make(write_policy="write_through"), keys(2, "front")
+    tree, reuse = driver.half.tree, driver.half.reuse
+    reuse.least_part = 1
+    driver.save(front, [1, 2])
+    for number in range(10):
+        driver.lookup(f"request {number}", keys(1, f"tail {number}"))
+        insert(driver, front, keys(1, f"tail {number}"))
+        driver.round()
+    for node in tree.match(fragments.page_hashes(front)):
+        assert tree.visits[node] > 1
+        assert reuse.worth(node) == 0
+    driver.check()
+
+
+def test_however_often_a_request_is_looked_up_what_is_in_front_has_one_visit(make: Make) -> None:
+    """As the device gets some of its pages, and loses them."""
+    driver, front, rest = make(write_policy="write_through"), keys(2, "front"), keys(4, "rest")
+    driver.save(front, [1, 2])
+    for first in (0, 1, 0):
+        driver.lookup("waits", rest[first:])
+    for _ in range(3):  # itself, and others that the device serves
+        insert(driver, front, rest)
+        driver.round()
+        driver.round()
+    tree = driver.half.tree
+    assert [round(tree.visits[node]) for node in tree.match(fragments.page_hashes(front))] == [1, 1]
+    driver.check()
+
+
+def test_what_a_prompt_s_last_chunk_computes_is_not_in_front_of_another_prompt(make: Make) -> None:
+    """Both are inserted in one round."""
+    driver, chunks = make(write_policy="write_through"), [keys(2, "long"), keys(2, "long", first=2)]
+    driver.lookup("long", [*chunks[0], *chunks[1]])
+    insert(driver, chunks[0])
+    driver.round()
+    driver.round()
+    driver.lookup("other", keys(1, "other"))
+    for chunk, pages in zip(chunks, ([1, 2], [3, 4]), strict=True):
+        driver.linker.offload(driver.transfer(chunk, pages))
+    time = driver.half.tree.time
+    insert(driver, keys(1, "other"))
+    driver.round()
+    tree = driver.half.tree
+    assert tree.time == time
+    assert [round(tree.visits[node]) for node in tree.match(fragments.page_hashes([*chunks[0], *chunks[1]]))] == [0] * 4
+
+
+def nodes_named(names: str) -> list[list[BlockHash]]:
+    """A node of one page for each letter."""
+    return [[BlockHash(name.encode() * 32)] for name in names]
+
+
+def offered(inserts: fragments.Inserts, *nodes: list[BlockHash], locked: str = "", new: str = "") -> list[str]:
+    """What the device is taken to have had in front of each of them."""
+    front = []
+    for node in nodes:
+        name = chr(node[0][0])
+        front.append("".join(chr(each[0][0]) for each in inserts.offer(node, name in new, name in locked)))
+    return front
+
+
 def test_what_others_offer_is_not_taken_for_what_is_in_front() -> None:
     """Two requests of one round are inserted one behind the other, and of one the node in front is locked."""
     inserts = fragments.Inserts()
-    a, b, c, d, e = ([BlockHash(name * 32)] for name in (b"a", b"b", b"c", b"d", b"e"))
+    a, b, c, d, e = nodes_named("abcde")
     inserts.show(c)
     inserts.show(d)
     inserts.show(e)
-    assert [inserts.offer(node) for node in (a, a, b, a, b, c)] == [[], [], [], [], [], [a, b]]
-    assert [inserts.offer(node) for node in (a, a, d)] == [[], [], [a]]
-    assert inserts.offer(e) == [], "the node in front of it is being saved"
-    assert [inserts.offer(node) for node in (a, b, c, d, e)] == [[]] * 5, "each counts once"
+    assert offered(inserts, a, a, b, a, b, c) == ["", "", "", "", "", "ab"]
+    assert offered(inserts, a, a, d) == ["", "", "a"]
+    assert offered(inserts, e) == [""], "the node in front of it is being saved"
+    assert offered(inserts, a, b, c, d, e) == [""] * 5, "each counts once"
+    assert offered(inserts, a, a) == [""] * 2
     inserts.begin_round()
     inserts.show(c)
-    assert inserts.offer(c) == []
+    assert offered(inserts, c) == [""]
+
+
+def test_who_has_nothing_in_front_is_not_taken_to_have_what_another_request_has() -> None:
+    """Before it in the round another one computed the last chunk of its prompt, or found all of it on the device."""
+    inserts = fragments.Inserts()
+    a, b, c, d = nodes_named("abcd")
+    inserts.show(d)
+    assert offered(inserts, a, b, c, d, new="c", locked="c") == [""] * 4
+    inserts.show(d)
+    assert offered(inserts, c, d, new="c", locked="c") == [""] * 2, "the chunks in front of it are being saved"
+    inserts.show(d)
+    assert offered(inserts, a, a, b, d) == [""] * 4
+    inserts.show(d)
+    assert offered(inserts, a, a, b, a, b, d) == [""] * 5 + ["ab"], "it is offered again with what is behind it"
+
+
+def test_what_is_locked_as_it_is_offered_is_in_front_too() -> None:
+    """The host lacks some of what the device has: each node is offered once then."""
+    inserts = fragments.Inserts()
+    a, b, c = nodes_named("abc")
+    inserts.show(c)
+    assert offered(inserts, a, b, c, locked="ab") == ["", "", "ab"]
+    inserts.show(c)
+    assert offered(inserts, a, a, b, c, locked="b") == ["", "", "", "ab"]
+
+
+def test_each_of_two_requests_for_the_same_counts() -> None:
+    """They are looked up in one round, and inserted one behind the other."""
+    inserts = fragments.Inserts()
+    a, b = nodes_named("ab")
+    inserts.show(b)
+    inserts.show(b)
+    assert [offered(inserts, a, a, b) for _ in range(3)] == [["", "", "a"], ["", "", "a"], ["", "", ""]]
+
+
+def test_requests_that_give_up_are_forgotten_some_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were looked up the longest ago: nobody says that they have."""
+    monkeypatch.setattr(fragments, "_MOST_LOOKED_UP", 2)
+    inserts = fragments.Inserts()
+    a, b, c, d = nodes_named("abcd")
+    for node in (b, c, b, d):
+        inserts.show(node)
+    assert len(inserts._looked_up) == 2
+    assert [offered(inserts, a, a, node)[-1] for node in (c, d, b)] == ["", "a", "a"]

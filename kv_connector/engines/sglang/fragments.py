@@ -11,6 +11,7 @@ promised what is left, until the next round begins, in which it is loaded or loo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +70,14 @@ class Inserts:
     """What the device had of a prompt. SGLang looks up the rest alone, and inserts the whole when it is computed: each
     node of the path is offered with those in front of it, as in a, a b, a b c. So when the first page that was looked
     up is offered, what is in front of it has just been, back to where a node comes again. A node that is locked for a
-    save is left out, and what is in front of it then."""
+    save is left out from then on, and what is in front of it.
+
+    Inserts of other requests come in between. What is in front of pages that were looked up was there before them, so
+    it is not what has just been computed; and what is not locked has been offered twice by then."""
 
     def __init__(self) -> None:
-        self._looked_up: dict[BlockHash, None] = {}  # first pages, of which none was offered since
-        self._offered: list[list[BlockHash]] = []  # nodes, since the last of those was, or the round began
+        self._looked_up: dict[BlockHash, int] = {}  # first pages, and how often they are yet to be offered
+        self._offered: list[tuple[list[BlockHash], bool]] = []  # nodes, of this round, that may be in front of others
 
     def begin_round(self) -> None:
         """What is offered from now on belongs to other inserts."""
@@ -81,23 +85,35 @@ class Inserts:
 
     def show(self, hashes: Sequence[BlockHash]) -> None:
         """These pages are looked up for a request."""
-        self._looked_up[hashes[0]] = None
+        self._looked_up[hashes[0]] = self._looked_up.pop(hashes[0], 0) + 1
         if len(self._looked_up) > _MOST_LOOKED_UP:
             del self._looked_up[next(iter(self._looked_up))]
 
-    def offer(self, node: list[BlockHash]) -> list[list[BlockHash]]:
-        """A node is offered. Returns the nodes that the device had in front of it, where it was looked up."""
-        if node[0] not in self._looked_up:
-            self._offered.append(node)
+    def offer(self, node: list[BlockHash], is_new: bool, is_locked: bool) -> list[list[BlockHash]]:
+        """A node is offered; whether nobody has known it before, and whether SGLang locks it. Returns the nodes that
+        the device had in front of it, where it was looked up."""
+        num_looked_up = self._looked_up.pop(node[0], 0)
+        if num_looked_up > 1:
+            self._looked_up[node[0]] = num_looked_up - 1
+        if not num_looked_up and not is_new:
+            self._offered.append((node, is_locked))
             return []
-        del self._looked_up[node[0]]
         offered, self._offered = self._offered, []
-        front: list[list[BlockHash]] = []
-        for each in reversed(offered):
-            if each in front:
-                break
-            front.append(each)
-        return front[::-1]
+        return _end_of(offered) if num_looked_up else []
+
+
+def _end_of(offered: Sequence[tuple[list[BlockHash], bool]]) -> list[list[BlockHash]]:
+    """The nodes of the path that was offered last, and is being offered with what is behind it; none where that is
+    another path."""
+    times = Counter(node[0] for node, _ in offered)
+    path: dict[BlockHash, list[BlockHash]] = {}
+    for node, is_locked in reversed(offered):
+        if node[0] in path:
+            break
+        if not is_locked and times[node[0]] == 1:
+            return []
+        path[node[0]] = node
+    return list(path.values())[::-1]
 
 
 @dataclass(slots=True)

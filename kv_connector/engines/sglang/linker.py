@@ -196,9 +196,10 @@ class TieredKVLinker(UnifiedCacheLinker):
         slots, hashes = transfers[0].device_indices, page_hashes(transfers[0].keys)
         offer = Fragment(f"offer {self._num_offers}", hashes, self._pages.page_size)
         self._num_offers += 1
-        if front := self._inserts.offer(hashes):
+        is_new, has_all = self._half.tree.get(hashes[-1]) is None, self._has_all(hashes)
+        if front := self._inserts.offer(hashes, is_new, not has_all):
             self._half.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)
-        if self._has_all(hashes):
+        if has_all:
             self._offers.append(_Offer(offer, None))
             return False
         if slots is None or slots.numel() != len(hashes) * offer.page_size:
@@ -257,13 +258,14 @@ class TieredKVLinker(UnifiedCacheLinker):
             return known
         fragment = Fragment(rid, hashes, self._pages.page_size)
         self._order.show(hashes)
-        # If it ends as before, it is the same one, and the device has others of its pages by now.
+        if known is not None:
+            self._replica.finish([known])
+        # If it ends as before, it is the same one, and the device has others of its pages by now: it has waited as long
+        # as it has.
         if known is None or known.block_hashes[-1] != hashes[-1]:
+            self._promises.end(rid)
             self._half.note_asked(hashes)
             self._inserts.show(hashes)
-        if known is not None:
-            self._promises.end(rid)
-            self._replica.finish([known])
         return fragment
 
     def _take(self, offers: Sequence[_Offer]) -> None:
