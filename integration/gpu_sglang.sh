@@ -6,29 +6,42 @@
 #
 # SITE: folder with SGLang, or "" where it is installed; OUT: for results; parts, all of them unless some are named: ttft
 # misses serving_0.5x serving_1x serving_2x, and the like for other sizes of the host. GPU=N takes another GPU than the
-# first, so that two parts can run beside each other. A part that fails or takes too long does not stop the others; each
-# leaves a log in OUT.
+# first, so that two parts can run beside each other. A part that fails or takes longer than PART_SECONDS (590, less what
+# came before the first) does not stop the others; each leaves a log and those of its engines in OUT, and the exit status
+# says whether one failed.
 set -uo pipefail
-out=$(mkdir -p "$2" && cd "$2" && pwd)
+site=${1:+$(cd "$1" && pwd)} || exit 2
+out=$(mkdir -p "$2" && cd "$2" && pwd) || exit 2
 parts=("${@:3}")
 [ ${#parts[@]} -gt 0 ] || parts=(ttft misses serving_{0.5,1,2}x)
-source integration/gpu_sglang_setup.sh "$1"
+for part in "${parts[@]}"; do
+    [[ $part =~ ^(ttft|misses|serving_[0-9.]+x)$ ]] || { printf 'there is no part %s\n' "$part" >&2; exit 2; }
+done
+cd "$(dirname "$0")/.." || exit 2
+source integration/gpu_sglang_setup.sh "$site"
+limit=$((${PART_SECONDS:-590} - SECONDS))
+failed=0
 
 bench() { # MODULE PART OPTIONS
-    timeout 595 python3 -m "integration.bench.$1" --device "${GPU:-0}" --logs "$out/$2_logs" \
-        --json "$out/sglang_$2.json" "${@:3}" >"$out/$2.log" 2>&1
-    printf '%s: exit status %s\n' "$2" "$?"
+    local status=0 logs
+    logs=$(mktemp -d)
+    timeout -k 5 "$limit" python3 -m "integration.bench.$1" --device "${GPU:-0}" --logs "$logs" \
+        --json "$out/sglang_$2.json" "${@:3}" >"$out/$2.log" 2>&1 || status=$? failed=1
+    printf '%s: exit status %s\n' "$2" "$status"
     tail -n 25 "$out/$2.log"
+    tar -C "$logs" -czf "$out/$2_logs.tar.gz" .
 }
 
 for part in "${parts[@]}"; do
     case $part in
         ttft) bench sglang_ttft "$part" ;;
-        misses) bench sglang_serving "$part" --answers '' --rounds 15 --connectors none,hicache,ours ;;
+        misses)
+            bench sglang_serving "$part" --limit "$((limit - 25))" --answers '' --rounds 15 --connectors none,hicache,ours
+            ;;
         serving_*x)
-            bench sglang_serving "$part" --host-memory "${part#serving_}" --limit 570 --answers 8,32 \
+            bench sglang_serving "$part" --host-memory "${part#serving_}" --limit "$((limit - 25))" --answers 8,32 \
                 --connectors hicache,ours
             ;;
-        *) printf 'there is no part %s\n' "$part" >&2 ;;
     esac
 done
+exit "$failed"

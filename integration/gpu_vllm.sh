@@ -7,45 +7,59 @@
 # installed or left out; parts, all of them unless some are named: tests ttft_graphs ttft_eager misses, serving_0.5x and
 # the like for other sizes of the host, and regimes, which makes one table of all the serving_ results in OUT. GPU=N
 # takes another GPU than the first, so that two parts can run beside each other; CONNECTORS are those of the serving_
-# parts. A part that fails or takes too long does not stop the others; each leaves a log in OUT.
+# parts. A part that fails or takes longer than PART_SECONDS (590, less what came before the first) does not stop the
+# others; each leaves a log and those of its engines in OUT, and the exit status says whether one failed.
 set -uo pipefail
 shopt -s nullglob
-out=$(mkdir -p "$2" && cd "$2" && pwd)
-site=$1
-peers=$3
-root=$PWD
+site=${1:+$(cd "$1" && pwd)} || exit 2
+out=$(mkdir -p "$2" && cd "$2" && pwd) || exit 2
+peers=${3:+$(cd "$3" && pwd)} || exit 2
 parts=("${@:4}")
 [ ${#parts[@]} -gt 0 ] || parts=(tests ttft_graphs ttft_eager misses serving_{0.5,0.75,1,2}x regimes)
+for part in "${parts[@]}"; do
+    [[ $part =~ ^(tests|ttft_graphs|ttft_eager|misses|serving_[0-9.]+x|regimes)$ ]] || {
+        printf 'there is no part %s\n' "$part" >&2
+        exit 2
+    }
+done
+cd "$(dirname "$0")/.." || exit 2
+root=$PWD
 source integration/gpu_vllm_setup.sh "$site" "$peers"
+limit=$((${PART_SECONDS:-590} - SECONDS))
+failed=0
 
-run() {
-    local name=$1 limit=$2
+run() { # NAME SECONDS COMMAND
+    local name=$1 seconds=$2 status=0
     shift 2
-    timeout "$limit" "$@" >"$out/$name.log" 2>&1
-    printf '%s: exit status %s\n' "$name" "$?"
+    timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1 || status=$? failed=1
+    printf '%s: exit status %s\n' "$name" "$status"
     tail -n 25 "$out/$name.log"
 }
 bench() { # MODULE PART OPTIONS
-    run "$2" 595 python3 -m "integration.bench.$1" --device "${GPU:-0}" --json "$out/vllm_$2.json" "${@:3}"
+    local logs
+    logs=$(mktemp -d)
+    run "$2" "$limit" python3 -m "integration.bench.$1" --device "${GPU:-0}" --logs "$logs" \
+        --json "$out/vllm_$2.json" "${@:3}"
+    tar -C "$logs" -czf "$out/$2_logs.tar.gz" .
 }
 
 for part in "${parts[@]}"; do
     case $part in
-        tests) (cd "$root" && run tests 595 bash integration/gpu_vllm_tests.sh "$site" 580) ;;
+        tests) run tests "$limit" bash "$root/integration/gpu_vllm_tests.sh" "$site" "$((limit - 15))" ;;
         ttft_graphs) bench vllm_ttft "$part" --host-memory 14GiB ;;
         ttft_eager) bench vllm_ttft "$part" --host-memory 14GiB --eager ;;
         misses)
-            bench vllm_serving "$part" --host-memory 12GiB --answers '' --rounds 15 \
+            bench vllm_serving "$part" --host-memory 12GiB --limit "$((limit - 25))" --answers '' --rounds 15 \
                 --connectors none,offloading,simple,lmcache,ours
             ;;
         serving_*x)
-            bench vllm_serving "$part" --host-memory "${part#serving_}" --limit 570 \
+            bench vllm_serving "$part" --host-memory "${part#serving_}" --limit "$((limit - 25))" \
                 --connectors "${CONNECTORS:-offloading,simple,lmcache,ours,ours:write_through}"
             ;;
         regimes)
             run regimes 60 python3 -m integration.bench.regimes "$out"/vllm_{serving,misses}*.json \
                 --json "$out/vllm_regimes.json" --png "$out/vllm_regimes.png"
             ;;
-        *) printf 'there is no part %s\n' "$part" >&2 ;;
     esac
 done
+exit "$failed"

@@ -5,11 +5,14 @@
 #
 #   [TESTS="FILE ..."] bash integration/gpu_vllm_tests.sh SITE [SECONDS]
 #
-# SITE: folder with vLLM, or "" where it is installed.
+# SITE: folder with vLLM, or "" where it is installed; SECONDS: for all of it, what is not begun by then is left out.
 set -uo pipefail
-seconds=${2:-700}
-source integration/gpu_vllm_setup.sh "$1"
-export logs=$(mktemp -d)
+end=$((SECONDS + ${2:-700}))
+site=${1:+$(cd "$1" && pwd)} || exit 2
+cd "$(dirname "$0")/.." || exit 2
+source integration/gpu_vllm_setup.sh "$site"
+logs=$(mktemp -d) || exit 2
+export logs
 test_options='-q -c /dev/null --import-mode=importlib -p no:cacheprovider --disable-warnings -W ignore'
 export test_options
 
@@ -36,7 +39,9 @@ tests=${TESTS:-integration/tests/test_vllm_gpu.py integration/tests/test_vllm_fa
 python3 -P -m pytest $test_options --rootdir "$PWD" --collect-only $tests >"$logs/collected"
 grep '::' "$logs/collected" >"$logs/all" || { echo 'no test was found:' >&2; tail -n 20 "$logs/collected" >&2; exit 2; }
 in_turn() { # HOW MANY AT ONCE
-    timeout "$seconds" xargs -r -d '\n' -P "$1" -I{} bash -c 'one "$1"' _ {}
+    local seconds=$((end - SECONDS))
+    [ "$seconds" -gt 0 ] || return
+    timeout -k 5 "$seconds" xargs -r -d '\n' -P "$1" -I{} bash -c 'one "$1"' _ {}
 }
 {
     grep -v sleep "$logs/all" | in_turn 6

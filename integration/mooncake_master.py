@@ -22,7 +22,7 @@ from integration.servers import HOST, free_ports, wait_for_interrupt
 from kv_connector.config import StorageConfig
 from kv_connector.values import parse_size
 
-_START_SECONDS = 20.0
+_START_SECONDS = 60.0
 _CANNOT_LOAD = 127  # the exit status of a program whose libraries are not there
 _OWN = (
     "import sys; from kv_connector.config import StorageConfig as C;"
@@ -48,7 +48,9 @@ def why_not() -> str | None:
 class MooncakeMaster:
     """A `mooncake_master` on a free port of loopback, which can be killed and started again there."""
 
-    def __init__(self) -> None:
+    def __init__(self, forgets_after: int = 60) -> None:
+        """`forgets_after`: seconds in which nothing is heard of an owner, until it and what it has are forgotten."""
+        self._forgets_after = forgets_after
         self.port, self._metrics_port = free_ports(2)
         self.address = f"{HOST}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,7 +66,7 @@ class MooncakeMaster:
                 f"--rpc_port={self.port}",
                 f"--metrics_host={HOST}",
                 f"--metrics_port={self._metrics_port}",
-                "--client_ttl=2",  # seconds until an owner that died is forgotten
+                f"--client_ttl={self._forgets_after}",
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

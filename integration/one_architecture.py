@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 def fat_binaries(file: mmap.mmap) -> Iterator[list[Entry]]:
     """The entries of each of a file's fat binaries. Raises ValueError where one is not as expected."""
     position = 0
-    while (position := file.find(_MAGIC, position)) >= 0:
+    while 0 <= (position := file.find(_MAGIC, position)) <= len(file) - _BINARY.size:
         _, version, header, size = _BINARY.unpack_from(file, position)
         start, position = position, position + len(_MAGIC)
         if start % 8 or (version, header) != (1, _BINARY.size) or start + header + size > len(file):
@@ -47,7 +47,8 @@ def fat_binaries(file: mmap.mmap) -> Iterator[list[Entry]]:
 
 def _entries(file: mmap.mmap, position: int, end: int) -> Iterator[Entry]:
     while position < end:
-        kind, _, header, size, architecture = _ENTRY.unpack_from(file, position)
+        whole = position + _ENTRY.size <= end
+        kind, _, header, size, architecture = _ENTRY.unpack_from(file, position) if whole else (0,) * 5
         if header < _ENTRY.size or position + header + size > end:
             raise ValueError(f"at byte {position}: no entry of a fat binary")
         yield Entry(kind, architecture, position + header, position + header + size)

@@ -68,7 +68,7 @@ class Report:
         return self.software.get(package, self.software.get(f"{package}-cpu"))
 
     def write(self, path: Path | None) -> None:
-        """Write the object, if a path is given."""
+        """Write the object, if a path is given. Who is killed meanwhile leaves the file as it was."""
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,9 @@ class Report:
             "rows": self.rows,
             "claims": self.claims,
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        unfinished = path.with_name(f".{path.name}")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        unfinished.replace(path)
         print(f"wrote {path}")
 
 
@@ -94,10 +96,12 @@ def without_folders(arguments: Iterable[str]) -> list[str]:
 def commit() -> str | None:
     """The commit that is measured, with `+` behind it where files differ from it.
 
-    By the variable `BENCH_COMMIT`, or this checkout; None where neither says it.
+    By the variable `BENCH_COMMIT`, or this checkout; None where neither says it. A copy inside of another repository is
+    no checkout.
     """
-    describe = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
-    return os.environ.get(COMMIT) or _output("git", "-C", str(Path(__file__).parents[1]), *describe) or None
+    root = Path(__file__).parents[1]
+    describe = ("git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+    return os.environ.get(COMMIT) or (_output(*describe) if (root / ".git").exists() else None) or None
 
 
 def hardware() -> dict[str, Any]:

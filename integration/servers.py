@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import socket
+import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 HOST = "127.0.0.1"
 SHARED = ExitStack()
@@ -12,14 +15,36 @@ SHARED = ExitStack()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens at now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind((HOST, 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports of this machine that nobody listens at, and that are this process's until it ends.
+
+    They are none that the system gives to whoever asks for any: it would give them away again before a server is up, or
+    while one is restarted.
+    """
+    return [_free_port() for _ in range(count)]
+
+
+def _free_port() -> int:
+    for port in random.SystemRandom().sample(_ports_nobody_is_given(), 1000):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind((HOST, port))
+            _hold(port)
+            return port
+    raise RuntimeError("all ports that were tried are taken")
+
+
+def _ports_nobody_is_given() -> range:
+    """Below those that Linux gives to whoever asks for any, or the usual ones where it does not say."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    least = int(given.read_text().split()[0]) if given.exists() else 32768
+    return range(10000, least) if least > 12000 else range(61000, 65536)
+
+
+def _hold(port: int) -> None:
+    """Raises OSError where another process holds the port so. Linux forgets it with this process."""
+    if sys.platform == "linux":
+        held = socket.socket(socket.AF_UNIX)
+        SHARED.callback(held.close)
+        held.bind(f"\0kv-connector-port-{port}")
 
 
 def wait_for_interrupt() -> None:

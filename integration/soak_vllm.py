@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 STEP_SECONDS = 60  # a step that takes longer hangs
 IDLE_STEPS = 500  # in a row without any progress
+LEAST_ROUNDS = 3
 NEEDED = ("answers", "loaded_blocks", "saved_blocks", "host_evicted_blocks", "preemptions", "aborts")
 
 
@@ -85,9 +86,10 @@ class Soak:
         return self.scheduler.has_requests() or bool(self.core.batch_queue)
 
     def run(self, seconds: float) -> None:
-        """Live for so long, rest, and check."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.problems:
+        """Live for so long, rest, and check; a few times at least, also on a machine that stands still meanwhile."""
+        end, num_rounds = time.monotonic() + seconds, 0
+        while (time.monotonic() < end or num_rounds < LEAST_ROUNDS) and not self.problems:
+            num_rounds += 1
             for _ in range(self.rng.choice((20, 200, 600))):
                 self.arrive()
                 self.disturb()

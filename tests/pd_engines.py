@@ -23,7 +23,7 @@ from integration.pd_proxy.app import make_app
 from integration.pd_proxy.completions import Limits
 from integration.pd_proxy.engines import Engine, Turns
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds that a test waits for what has to come."""
 
 

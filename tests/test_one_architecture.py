@@ -57,3 +57,19 @@ def test_a_file_of_another_format_is_told(tmp_path: Path) -> None:
     path.write_bytes(binary(entry(CODE, 90, b"code")[:-1] + b"\x00").replace(struct.pack("<I", 64), bytes(4)))
     with pytest.raises(ValueError, match="no entry of a fat binary"):
         main(["90", str(path)])
+
+
+@pytest.mark.parametrize("length", [1, 8, 15])
+def test_what_only_looks_like_a_binary_at_the_end_of_a_file_is_left(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "lib.so"
+    content = library(CODES).ljust(800, b"-") + binary()[: 3 + length]
+    path.write_bytes(content)
+    assert main(["90", str(path)]) == 0
+    assert path.read_bytes()[-3 - length :] == content[-3 - length :]
+
+
+def test_a_binary_that_ends_in_a_header_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "lib.so"
+    path.write_bytes(struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 24) + bytes(24))
+    with pytest.raises(ValueError, match="no entry of a fat binary"):
+        main(["90", str(path)])

@@ -189,9 +189,9 @@ def test_the_name_of_the_kernel_folder_is_left_to_its_owner(python: Path, tmp_pa
 
 TIMED_IMPORT = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()  # others may have the core
 import kv_connector
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 import importlib.util, json
 config = kv_connector.Config(host_memory="16GiB")  # the surface works without what moves bytes
 heavy = {"torch", "numpy", "triton", "vllm"}

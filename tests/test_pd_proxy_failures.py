@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from integration.pd_proxy.completions import Limits
 from integration.servers import free_ports
 from tests.http_servers import serving
-from tests.pd_engines import Proxy, Scripted, Silent, proxy_of, served, wait_until
+from tests.pd_engines import PATIENCE, Proxy, Scripted, Silent, proxy_of, served, wait_until
 
 TOLD = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 7}
 TEXT = b'{"choices": []}'
@@ -51,7 +51,7 @@ def engine_that_sends(headers: dict[str, str], body: bytes) -> AbstractContextMa
 
 def read_all(proxy: Proxy) -> bytes:
     """What a client reads that knows nothing but HTTP; HTTPException where the answer breaks off."""
-    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=PATIENCE)
     try:
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "x"}))
         return connection.getresponse().read()

@@ -62,6 +62,7 @@ def main() -> int:
     report = Report("pd")
     for name, piece, regions, goal in CASES if options.only != "first_token" else ():
         measure_transfer(report, options, name, piece, regions, num_bytes, goal)
+        report.write(options.json)
     if options.only != "transfer":
         measure_first_token(report, options, lengths)
     report.write(options.json)

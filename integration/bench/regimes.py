@@ -192,7 +192,7 @@ def misses_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def milliseconds(row: Mapping[str, Any]) -> str:
     """Of the connector's calls in a step, where they are in sight."""
-    return "?" if row["calls_ms"] is None else f"{row['calls_ms']:.3f} ms"
+    return "?" if row.get("calls_ms") is None else f"{row['calls_ms']:.3f} ms"
 
 
 def merged(results: Sequence[Mapping[str, Any]]) -> Report:

@@ -139,13 +139,16 @@ def serve(kind: type[EngineOptions], parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def check_host(wanted: int) -> None:
-    """Exits where the engines' host memory, all together, is more than this machine or container has left."""
+def check_host(wanted: int, limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> None:
+    """Exits where the engines' host memory, all together, is more than this machine or container has left.
+
+    A container's limit that is above what the machine has is of one whose memory grows as it is used.
+    """
     import psutil  # which engines bring
 
-    limit = Path("/sys/fs/cgroup/memory.max")
-    limits = [int(limit.read_text())] if limit.exists() and limit.read_text().strip().isdigit() else []
-    available = min([psutil.virtual_memory().available, *limits])
+    memory, text = psutil.virtual_memory(), limit_file.read_text().strip() if limit_file.exists() else ""
+    limit = int(text) if text.isdigit() else memory.total
+    available = min(memory.available + max(0, limit - memory.total), limit)
     if wanted > 0.9 * available:
         raise SystemExit(
             f"the engines ask for {wanted / 2**30:.1f} GiB of host memory in all, {available / 2**30:.1f} GiB are "
@@ -161,7 +164,7 @@ def measure(
     try:
         engines.at_once(EngineServer.wait_for_host)
         if options.rounds:
-            measure_misses(options, report, engines)
+            measure_misses(options, report, engines, begin)
             add_failed(report, engines)
             report.write(options.json)
         if options.answers:
@@ -179,20 +182,27 @@ def add_failed(report: Report, engines: Engines) -> None:
         report.rows.append({"part": "failed", "connector": name, "reason": engines.failed[name], **common})
 
 
-def measure_misses(options: argparse.Namespace, report: Report, engines: Engines) -> None:
-    """All engines in each round, in rotating order; the first round is to get warm, and one behind the last is timed
-    call by call."""
+def measure_misses(options: argparse.Namespace, report: Report, engines: Engines, begin: float) -> None:
+    """All engines in each round, in rotating order, until the limit is near; what there is then is in the result. The
+    first round is to get warm, and one behind the last is timed call by call."""
     lengths = (options.miss_prompts, options.miss_length, options.miss_answer)
-    rounds: list[dict[str, float]] = []
+    before, rounds, longest = report.rows, list[dict[str, float]](), 0.0
     for turn in range(options.rounds + 1):
+        since = time.monotonic()
+        if since - begin + 2 * longest > options.limit - _CLOSING_SECONDS:
+            print(f"no time for more than {max(0, turn - 1)} of {options.rounds} rounds")
+            break
         rates = dict(engines.each(rotated(list(engines), turn), run_misses, turn, *lengths))
         rounds.append(rates)
+        longest = max(longest, time.monotonic() - since)
         print(f"misses, round {turn}: " + ", ".join(f"{n} {rates[n]:.0f} tokens/s" for n in rates), flush=True)
+        report.rows = before + [miss_row(name, rounds[1:]) | before[0]["versions"] for name in engines if turn]
+        report.write(options.json)
     calls = engines.everywhere(follow_misses, len(rounds), *lengths)
-    for name in engines:
-        row = miss_row(name, rounds[1:]) | report.rows[0]["versions"] | {"phases": calls[name]}
-        report.rows.append(row)
-        spent = [value for key, value in calls[name].items() if key.startswith("call_")]
+    for row in report.rows[len(before) :]:
+        name = row["connector"]
+        row["phases"] = calls.get(name, {})
+        spent = [value for key, value in row["phases"].items() if key.startswith("call_")]
         row["calls_ms"] = sum(spent) if spent else None  # not seen of an engine in another process
         if "over_none" in row:
             spread = f"{row['over_none']:.4f} ({row['over_none_p10']:.4f} to {row['over_none_p90']:.4f})"

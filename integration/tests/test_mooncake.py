@@ -40,8 +40,9 @@ storage.close()
 
 
 @pytest.fixture
-def master() -> Iterator[MooncakeMaster]:
-    master = MooncakeMaster()
+def master(request: pytest.FixtureRequest) -> Iterator[MooncakeMaster]:
+    """That forgets who stands still only where a test asks for it."""
+    master = MooncakeMaster(getattr(request, "param", 60))
     master.start()
     yield master
     master.kill()
@@ -126,6 +127,7 @@ def test_a_killed_master_costs_misses_and_is_found_again(
     storage.close()
 
 
+@pytest.mark.parametrize("master", [15], indirect=True)
 def test_a_killed_owner_costs_its_blocks_and_others_are_found(master: MooncakeMaster, owner: MemoryOwner) -> None:
     block_bytes = SIZES[1]
     keys = [key(i) for i in range(4)]

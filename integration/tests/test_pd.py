@@ -94,7 +94,7 @@ def test_a_killed_engine_costs_its_requests_only(victim: str, kind: str) -> None
     engine = build({}, {}, "alone", "cuda" in kind)
     expected = [request.output_token_ids for request in engine.generate(prompts(), 6)]
     engine.shutdown()
-    pair = Pair(start({}, kind, "producer", 5_000), start({}, kind, "consumer"))
+    pair = Pair(start({}, kind, "producer", 15_000), start({}, kind, "consumer"))
     try:
         told = [pair.prefill.ask(Ask(tuple(p), 1, {"do_remote_decode": True})) for p in prompts()]
         transfers = [pair.prefill.answer(number).transfer for number in told]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import msgspec
 import zmq
 from vllm.distributed import kv_events
 
+from integration.servers import HOST, free_ports
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
 
 NUM_BLOCKS = 420 // BLOCK_SIZE  # of a prompt
@@ -85,9 +85,7 @@ class Router:
 
 
 def free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://{HOST}:{free_ports(1)[0]}"
 
 
 @contextmanager

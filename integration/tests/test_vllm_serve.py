@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from integration.models.smollm2 import default_folder, is_converted
+from integration.servers import free_ports
 from kv_connector.cli import main
 
 pytest.importorskip("vllm")
@@ -53,9 +54,7 @@ class Server:
     """A server process of its own group; `log` is what it has printed. It starts at once, `settle` waits for it."""
 
     def __init__(self, transfer_config: str, folder: Path, port: int = 0, num_blocks: int = NUM_BLOCKS) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = port or probe.getsockname()[1]
+        self.port = port or free_ports(1)[0]
         self.folder = folder
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_folder())]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "smollm2"]

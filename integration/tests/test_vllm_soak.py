@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 vllm = pytest.importorskip("vllm")
-pytestmark = pytest.mark.skipif(
-    vllm.__version__.startswith("0.20."), reason="its workers on the CPU are always processes of their own"
-)
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(
+        vllm.__version__.startswith("0.20."), reason="its workers on the CPU are always processes of their own"
+    ),
+]
 
 ROOT = Path(__file__).parents[2]
 Outcome = tuple[int, dict[str, Any], str]
@@ -24,7 +27,7 @@ Outcome = tuple[int, dict[str, Any], str]
 def soak(report: Path, *options: str) -> Outcome:
     """Exit status, results by engine, and what was printed."""
     command = [sys.executable, "-m", "integration.soak_vllm", "--json", str(report), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100, check=False)
     results = json.loads(report.read_text())["results"] if report.exists() else {}
     return done.returncode, results, done.stdout + done.stderr[-5000:]
 

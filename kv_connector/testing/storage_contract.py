@@ -22,7 +22,7 @@ from ..storage.base import Storage
 
 OBJECT_BYTES = 16384
 NUM_OBJECTS = 64
-SECONDS = 30.0
+SECONDS = 120.0
 """A future that takes longer hangs."""
 
 Open = Callable[[], Storage]

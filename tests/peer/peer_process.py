@@ -56,7 +56,7 @@ def open_on(backend: str, num_blocks: int, seed: int, engine_id: str, device: in
         route=PeerRoute(route or "auto"),
         secret=SECRET.decode(),
         staging_memory=STAGING,
-        timeout_ms=5000,
+        timeout_ms=60_000,
     )
     identity = replace(IDENTITY, arrangement=there.pool.arrangement)
     return Side(open_transport(config, identity, engine_id, there.pool)), there

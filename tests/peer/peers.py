@@ -32,7 +32,7 @@ from kv_connector.peer.wire.peer_info import PeerInfo
 from kv_connector.testing.loopback import LoopbackNet, LoopbackTransport
 
 SECRET = b"a secret that both sides know"
-SECONDS = 30.0
+SECONDS = 120.0
 PIECES = (512, 512, 768)  # bytes of a block in each region
 NO_HEADS = (0,) * len(PIECES)
 IDENTITY = PeerIdentity("model", "float32", "NHD", 16, 1, 1, 0, PIECES, heads=NO_HEADS, head_bytes=NO_HEADS)
@@ -75,7 +75,7 @@ class Backend:
         self.name = name
         self.net = LoopbackNet()
 
-    def open(self, pool: Pool, secret: bytes = SECRET, seconds: float = 5.0, **changes: Any) -> PeerTransport:
+    def open(self, pool: Pool, secret: bytes = SECRET, seconds: float = 60.0, **changes: Any) -> PeerTransport:
         """A transport for this pool."""
         info = info_of(pool, **changes)
         if self.name == "loopback":

@@ -85,7 +85,7 @@ def test_who_wants_blocks_outside_of_its_pool_is_dropped(blocks: tuple[int, ...]
     net, pool = LoopbackNet(), Pool(40)
     transport = LoopbackTransport(net, Pool(60).pool, info_of(pool, "producer"))
     hostile = LoopbackTransport(net, pool.pool, info_of(pool, "hostile"))
-    jobs = PeerJobs(transport, "producer", IDENTITY, 10.0, 5.0)
+    jobs = PeerJobs(transport, "producer", IDENTITY, 120.0, 60.0)
     jobs.begin(send(), Done())
     jobs.ready([1], len(PIECES), Done())
     link = hostile.connect("here", transport.port)

@@ -25,7 +25,7 @@ from kv_connector.types import PeerAction, PeerJob
 from kv_connector.worker.peers import pool_of
 
 NUM_BLOCKS, TOKENS, DIM = 24, 4, 8
-SECONDS = 20.0
+SECONDS = 120.0
 SECRET = b"known to all ranks of these tests"
 JOBS = itertools.count(1)
 
@@ -96,8 +96,8 @@ class Rank:
         if net is not None:
             self.transport = LoopbackTransport(net, pool, info)
         else:
-            self.transport = SharedMemoryTransport(pool, info, "127.0.0.1", 0, SECRET, 5.0, 8 * 8192)
-        self.jobs = PeerJobs(self.transport, info.engine_id, self.identity, 10.0, 5.0)
+            self.transport = SharedMemoryTransport(pool, info, "127.0.0.1", 0, SECRET, SECONDS, 8 * 8192)
+        self.jobs = PeerJobs(self.transport, info.engine_id, self.identity, SECONDS, SECONDS)
         self.ended: dict[int, bool] = {}
 
     def block(self, layer: int, block: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Producer:
 
         def open_peers(pool: PeerPool) -> PeerJobs:
             self.transport = LoopbackTransport(net, pool, replace(info, engine_id="producer", num_blocks=4))
-            self.jobs = PeerJobs(self.transport, "producer", info.identity, 10.0, 5.0)
+            self.jobs = PeerJobs(self.transport, "producer", info.identity, 120.0, 60.0)
             return self.jobs
 
         self.worker = WorkerHalf(Config(host_memory="1MiB", layer_group_bytes=1), open_peers=open_peers)

@@ -15,6 +15,9 @@ logger = logging.getLogger("kv_connector.scheduler")
 
 STALL_SECONDS = 2.0
 """Without any answer to what is asked of storage: the slowest disk reads a job's blocks in less."""
+_LONGEST_LOOK = STALL_SECONDS / 4
+"""What counts of the time between two looks: an answer that came while this engine stood still, or was in a long step,
+could not be heard."""
 LOST_SECONDS = 30.0
 """Without an answer to one job, whatever else is answered: it is not waited for any more."""
 
@@ -28,7 +31,8 @@ class Reading:
         self._num_fetches = 0
         self._num_blocks = 0  # of fetches under way, and of those that ended since the first of them was begun
         self._since = 0.0
-        self._last = 0.0  # when a job ended, or the first was begun
+        self._silence = 0.0  # seconds in which no job ended that was under way
+        self._looked = 0.0  # when that was looked at last
         self._is_told = False  # of the silence that goes on
         self._num_skipped = 0  # prefixes, one behind the other, that were sooner computed than fetched
 
@@ -36,7 +40,7 @@ class Reading:
         """These jobs are planned."""
         fetches = [job for job in jobs if job.action is StorageAction.FETCH]
         if jobs and not self._asked:
-            self._last = now
+            self._silence, self._looked = 0.0, now
         if fetches and not self._num_fetches:
             self._since, self._num_blocks = now, 0
         self._asked |= {job.job_id: now for job in jobs}
@@ -46,7 +50,7 @@ class Reading:
     def ended(self, job: StorageJob, was_read: bool, now: float) -> None:
         """One of them has ended; `was_read`: its blocks were read."""
         self._asked.pop(job.job_id, None)
-        self._last = now
+        self._silence, self._looked = 0.0, now
         self._is_told = False
         if job.action is StorageAction.FETCH:
             self._num_fetches -= 1
@@ -56,7 +60,9 @@ class Reading:
 
     def hangs(self, now: float) -> bool:
         """Whether nothing has been heard for so long that nothing is to be waited for."""
-        if not self._asked or now - self._last < STALL_SECONDS:
+        self._silence += min(now - self._looked, _LONGEST_LOOK)
+        self._looked = now
+        if not self._asked or self._silence < STALL_SECONDS:
             return False
         if not self._is_told:
             self._is_told = True

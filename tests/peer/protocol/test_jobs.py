@@ -306,7 +306,7 @@ def test_the_thread_opts_out_of_captures_before_it_calls_anything() -> None:
 
     transport = Watched(LoopbackNet(), pool.pool, info_of(pool))
     prepare = lambda: called.append(("prepare", threading.current_thread().name))  # noqa: E731 - a word to the thread
-    jobs = PeerJobs(transport, ENGINE, IDENTITY, DEADLINE, 1.0, prepare_thread=prepare)
+    jobs = PeerJobs(transport, ENGINE, IDENTITY, 120.0, 60.0, prepare_thread=prepare)
     jobs.start()
     jobs.close()
     assert called[0] == ("prepare", "kv-peer")
@@ -327,7 +327,7 @@ class Served:
         net = LoopbackNet()
         self.transport = LoopbackTransport(net, Pool(seed=1).pool, info_of(Pool(), ENGINE))
         self.consumer = LoopbackTransport(net, Pool(seed=2).pool, info_of(Pool(), "consumer"))
-        self.jobs = PeerJobs(self.transport, ENGINE, IDENTITY, DEADLINE, 1.0)
+        self.jobs = PeerJobs(self.transport, ENGINE, IDENTITY, 120.0, 60.0)
         self.link = self.consumer.connect("here", self.transport.port)
         self.consumer.grant(self.link, 7, [0, 1])
         self.jobs.begin(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2, 3]), names=bytes(64)), Here())
@@ -404,7 +404,7 @@ def test_a_thread_that_breaks_fails_its_jobs_once_and_says_so() -> None:
         is_to_break = threading.Event()
 
     transport = Breaking(LoopbackNet(), Pool().pool, info_of(Pool(), ENGINE))
-    jobs = PeerJobs(transport, ENGINE, IDENTITY, DEADLINE, 1.0)
+    jobs = PeerJobs(transport, ENGINE, IDENTITY, 120.0, 60.0)
     jobs.start()
     jobs.begin(PeerJob(1, PeerAction.SEND, "t", 0, np.array([2, 3]), names=bytes(64)), Here())
     assert not jobs.is_broken

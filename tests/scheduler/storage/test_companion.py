@@ -148,8 +148,9 @@ def test_storage_that_hangs_holds_up_one_request_and_no_other(prefetch: str, cap
     half, _, ticks = make_half(prefetch=prefetch, timeout_ms=10_000)
     first = Asked("first", PROMPT)
     job = arrive(half, first)
-    assert matched(half, first) is None
-    ticks.now += 2.5
+    for _ in range(4):
+        assert matched(half, first) is None
+        ticks.now += 0.5
     assert matched(half, first) == 0, "computed"
     for number in range(3):
         other = Asked(f"other {number}", prompt(number + 1))
@@ -159,6 +160,20 @@ def test_storage_that_hangs_holds_up_one_request_and_no_other(prefetch: str, cap
     assert len(caplog.records) == 1 and "has not answered for 2 s" in caplog.text
     report(half, [job], found=0)
     assert arrive(half, Asked("later", prompt(5))), "it answers again"
+    half.check()
+
+
+@pytest.mark.parametrize("prefetch", ["timeout", "wait_complete"])
+def test_an_engine_that_stood_still_itself_goes_on_waiting_for_storage(prefetch: str) -> None:
+    half, _, ticks = make_half(prefetch=prefetch, timeout_ms=60_000)
+    request = Asked("a", PROMPT)
+    fetch(half, request)
+    assert matched(half, request) is None
+    ticks.now += 20.0
+    assert matched(half, request) is None, "what was answered meanwhile is yet to be told"
+    other = Asked("other", prompt(1))
+    half.on_new_request(other)
+    assert step(half) and matched(half, other) is None, "it is asked as well"
     half.check()
 
 

@@ -176,8 +176,14 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "silence-awaited",
         "every request waits for storage that does not answer",
-        (Patch(_READING, "if not self._asked or now - self._last < STALL_SECONDS:", "if True:"),),
+        (Patch(_READING, "if not self._asked or self._silence < STALL_SECONDS:", "if True:"),),
         tested(f"{_TESTS}::test_storage_that_hangs_holds_up_one_request_and_no_other"),
+    ),
+    Mutant(
+        "standing-still-is-silence",
+        "storage is given up where the engine itself stood still",
+        (Patch(_READING, "min(now - self._looked, _LONGEST_LOOK)", "now - self._looked"),),
+        tested(f"{_TESTS}::test_an_engine_that_stood_still_itself_goes_on_waiting_for_storage"),
     ),
     Mutant(
         "called-off-all-the-same",

@@ -17,7 +17,7 @@ from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from kv_connector.storage.objects.backend import ObjectStorage
 from kv_connector.storage.objects.client import Answer, StoreUnreachable, Transfer
 
-SECONDS = 30.0
+SECONDS = 120.0
 
 
 class ImitatedStore:

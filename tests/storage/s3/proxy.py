@@ -10,7 +10,7 @@ from typing import Any
 
 from integration.servers import HOST
 
-SECONDS = 30.0
+SECONDS = 120.0
 
 Fault = Callable[[str, str], str | int | None]
 """Of a method and an object's name, what becomes of the request: it passes (None), is answered with a status, or

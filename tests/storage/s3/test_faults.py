@@ -74,8 +74,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def is_found_again(storage: ObjectStorage, keys: list[bytes] = KEYS) -> None:
     """Once the probe has found the store."""
     until(lambda: not storage.stats()["breaker_is_open"])
-    assert exists(storage, keys) == len(keys)
-    assert all(get(storage, keys, LARGE))
+    until(lambda: exists(storage, keys) == len(keys) and all(get(storage, keys, LARGE)))
 
 
 @pytest.mark.parametrize("fault", [503, 500, "close"])
