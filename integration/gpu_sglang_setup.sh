@@ -8,8 +8,9 @@ site=$1
 copy=$(mktemp -d) || exit 2
 python3 -m integration.vendor "$copy/kv_connector" >/dev/null || exit 2
 cp -r integration tests conftest.py "$copy/" || exit 2
-[ ! -e .git ] || BENCH_COMMIT=$(git describe --always --abbrev=40 --exclude='*' --dirty=+)
-export BENCH_COMMIT=${BENCH_COMMIT:-}
+described() { [ -e .git ] && git describe --always --abbrev=40 --exclude='*' --dirty=+ 2>/dev/null; }
+BENCH_COMMIT=$(described || echo "${BENCH_COMMIT:-}")
+export BENCH_COMMIT
 [ -n "$BENCH_COMMIT" ] || echo 'results will name no commit: set BENCH_COMMIT' >&2
 export PYTHONPATH="${site:+$site:}$copy" PYTHONUNBUFFERED=1
 export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1

@@ -11,8 +11,9 @@ peers=${2:-}
 copy=$(mktemp -d) || exit 2
 python3 -m integration.vendor "$copy/kv_connector" >/dev/null || exit 2
 cp -r integration tests conftest.py "$copy/" || exit 2
-[ ! -e .git ] || BENCH_COMMIT=$(git describe --always --abbrev=40 --exclude='*' --dirty=+)
-export BENCH_COMMIT=${BENCH_COMMIT:-}
+described() { [ -e .git ] && git describe --always --abbrev=40 --exclude='*' --dirty=+ 2>/dev/null; }
+BENCH_COMMIT=$(described || echo "${BENCH_COMMIT:-}")
+export BENCH_COMMIT
 [ -n "$BENCH_COMMIT" ] || echo 'results will name no commit: set BENCH_COMMIT' >&2
 export PYTHONPATH="${peers:+$peers:}${site:+$site:}$copy" PYTHONUNBUFFERED=1
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1
