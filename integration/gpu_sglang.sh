@@ -19,18 +19,7 @@ for part in "${parts[@]}"; do
 done
 cd "$(dirname "$0")/.." || exit 2
 source integration/gpu_sglang_setup.sh "$site"
-limit=$((${PART_SECONDS:-590} - SECONDS))
-failed=0
-
-bench() { # MODULE PART OPTIONS
-    local status=0 logs
-    logs=$(mktemp -d)
-    timeout -k 5 "$limit" python3 -m "integration.bench.$1" --device "${GPU:-0}" --logs "$logs" \
-        --json "$out/sglang_$2.json" "${@:3}" >"$out/$2.log" 2>&1 || status=$? failed=1
-    printf '%s: exit status %s\n' "$2" "$status"
-    tail -n 25 "$out/$2.log"
-    tar -C "$logs" -czf "$out/$2_logs.tar.gz" .
-}
+source integration/gpu_parts.sh sglang
 
 for part in "${parts[@]}"; do
     case $part in

@@ -25,23 +25,7 @@ done
 cd "$(dirname "$0")/.." || exit 2
 root=$PWD
 source integration/gpu_vllm_setup.sh "$site" "$peers"
-limit=$((${PART_SECONDS:-590} - SECONDS))
-failed=0
-
-run() { # NAME SECONDS COMMAND
-    local name=$1 seconds=$2 status=0
-    shift 2
-    timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1 || status=$? failed=1
-    printf '%s: exit status %s\n' "$name" "$status"
-    tail -n 25 "$out/$name.log"
-}
-bench() { # MODULE PART OPTIONS
-    local logs
-    logs=$(mktemp -d)
-    run "$2" "$limit" python3 -m "integration.bench.$1" --device "${GPU:-0}" --logs "$logs" \
-        --json "$out/vllm_$2.json" "${@:3}"
-    tar -C "$logs" -czf "$out/$2_logs.tar.gz" .
-}
+source integration/gpu_parts.sh vllm
 
 for part in "${parts[@]}"; do
     case $part in

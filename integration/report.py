@@ -32,7 +32,7 @@ _PACKAGES = (
     "moto",
 )
 COMMIT = "BENCH_COMMIT"
-"""The variable that names the commit where the tree was copied without its repository; `integration/gpu_vllm_setup.sh`
+"""The variable that names the commit where the tree was copied without its repository; `integration/gpu_setup.sh`
 sets it."""
 
 

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Parts of a measurement, each within a time limit and with a log in a folder: what gpu_vllm.sh and gpu_sglang.sh have in
+# common.
+#
+#   source integration/gpu_parts.sh ENGINE          ENGINE: vllm or sglang; `out` is the folder
+#
+# `limit`: seconds of a part, PART_SECONDS (590) less what came before this; `failed`: whether one failed, 0 or 1.
+engine=$1
+limit=$((${PART_SECONDS:-590} - SECONDS))
+failed=0
+
+run() { # NAME SECONDS COMMAND
+    local name=$1 seconds=$2 status=0
+    shift 2
+    timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1 || status=$? failed=1
+    printf '%s: exit status %s\n' "$name" "$status"
+    tail -n 25 "$out/$name.log"
+}
+bench() { # MODULE PART OPTIONS
+    local logs
+    logs=$(mktemp -d)
+    run "$2" "$limit" python3 -m "integration.bench.$1" --device "${GPU:-0}" --logs "$logs" \
+        --json "$out/${engine}_$2.json" "${@:3}"
+    tar -C "$logs" -czf "$out/$2_logs.tar.gz" .
+}
