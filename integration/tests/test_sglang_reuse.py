@@ -117,6 +117,16 @@ def test_how_far_apart_uses_are_is_told_in_pages_that_requests_ask_for(make: Mak
     assert (distances.count, sum(distances.sums)) == (2, 5 + 1)
 
 
+def insert(driver: Driver, *nodes: list[str]) -> None:
+    """As SGLang does: each node is offered behind all in front of it that are not locked."""
+    page, pages, locked = 1, [], -1
+    for end, node in enumerate(nodes):
+        pages.append(range(page, page := page + len(node)))
+        for i in range(locked + 1, end + 1):
+            if driver.linker.offload(driver.transfer(nodes[i], pages[i])):
+                locked = i
+
+
 def test_what_the_device_serves_of_a_request_counts_once_too(make: Make) -> None:
     """SGLang looks up what the device lacks alone. That a chat goes on shows when the rest of its prompt is offered
     behind the nodes that the device had; and the request's end, which offers all of them again, is no other turn."""
@@ -128,35 +138,21 @@ def test_what_the_device_serves_of_a_request_counts_once_too(make: Make) -> None
         rows = [tree.match(fragments.page_hashes(node)) for node in nodes]
         return [[round(tree.visits[row]) for row in each] for each in rows]
 
-    def insert(count: int) -> None:
-        """Each node is offered behind all in front of it."""
-        for end in range(1, count + 1):
-            for node in nodes[:end]:
-                page = 1 + sum(map(len, nodes[: nodes.index(node)]))
-                driver.linker.offload(driver.transfer(node, range(page, page + len(node))))
+    def compute(count: int) -> None:
+        insert(driver, *nodes[:count])
         driver.round()
         driver.round()
 
     driver.lookup("first", nodes[0])
-    insert(1)
-    insert(2)
+    compute(1)
+    compute(2)
     assert visits()[:2] == [[0, 0], [0]]
     driver.lookup("second", nodes[2])
-    insert(3)
+    compute(3)
     assert visits()[:3] == [[1, 1], [1], [0, 0, 0]]
-    insert(4)
+    compute(4)
     assert visits()[:3] == [[1, 1], [1], [0, 0, 0]]
     driver.check()
-
-
-def insert(driver: Driver, *nodes: list[str]) -> None:
-    """As SGLang does: each node is offered behind all in front of it that are not locked."""
-    page, pages, locked = 1, [], -1
-    for end, node in enumerate(nodes):
-        pages.append(range(page, page := page + len(node)))
-        for i in range(locked + 1, end + 1):
-            if driver.linker.offload(driver.transfer(nodes[i], pages[i])):
-                locked = i
 
 
 def test_the_host_is_of_no_use_for_what_the_device_serves(make: Make) -> None:
