@@ -1,5 +1,5 @@
-"""Requests that `integration/bench/policies.py` makes up: chats with one-off scans among them, and prompts that come
-again for as long as a trace is."""
+"""Requests that `integration/bench/policies.py` makes up: chats with one-off scans among them, prompts that come again
+for as long as a trace is, and a load that becomes another one."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ NUM_PROMPT_REQUESTS = 40_000
 NUM_PROMPTS = 300
 PROMPT_BLOCKS = 8
 PROMPTS_DEVICE_BLOCKS = 100
+NUM_PHASE_REQUESTS = 10_000
+"""In each of four phases."""
+PHASES_ONE_OFFS = 0.6
+"""Of the requests of the first and the third phase."""
+BURST_CHATS = 1000
+"""At a time, in the second and the fourth phase."""
+BURST_TURNS = 4
+BURST_TURN_BLOCKS = 3
+PHASES_DEVICE_BLOCKS = 400
 
 
 def synthetic_traces(share: float = 1.0) -> list[Trace]:
@@ -38,9 +47,10 @@ def synthetic_traces(share: float = 1.0) -> list[Trace]:
         Trace.of(name, chats(_share_of(NUM_REQUESTS, share), scans), device_blocks) for name, scans in SYNTHETIC.items()
     ]
     num_requests = _share_of(NUM_PROMPT_REQUESTS, share)
-    return traces + [
+    traces += [
         Trace.of(name, prompts(num_requests, lasting), PROMPTS_DEVICE_BLOCKS) for name, lasting in PROMPTS.items()
     ]
+    return [*traces, Trace.of("phases", phases(_share_of(NUM_PHASE_REQUESTS, share)), PHASES_DEVICE_BLOCKS)]
 
 
 def chats(num_requests: int, scans: float, seed: int = 3) -> list[list[Hashable]]:
@@ -78,6 +88,38 @@ def prompts(num_requests: int, lasting: int, seed: int = 3) -> list[list[Hashabl
             rng.shuffle(by_rank)
         prompt = rng.choices(by_rank, cum_weights=popularity)[0]
         requests.append([(prompt, index) for index in range(PROMPT_BLOCKS)])
+    return requests
+
+
+def phases(num_requests: int) -> list[list[Hashable]]:
+    """Prompts whose popularity is Zipf's among one-offs, then short chats that end, and both again with others: each
+    phase of so many requests, and nothing of one comes back in another."""
+    requests: list[list[Hashable]] = []
+    for seed in (1, 3):
+        rng = random.Random(seed)
+        popular = iter(prompts(num_requests, 0, seed))
+        for number in range(num_requests):
+            is_one_off = rng.random() < PHASES_ONE_OFFS
+            prompt = [("one-off", number, index) for index in range(PROMPT_BLOCKS)] if is_one_off else next(popular)
+            requests.append([("phase", seed, block) for block in prompt])
+        requests += _bursts(num_requests, seed + 1)
+    return requests
+
+
+def _bursts(num_requests: int, seed: int) -> list[list[Hashable]]:
+    """Turns of so many chats at a time, in any order, each with the whole conversation before it; one that ends gives
+    way to a new one."""
+    rng = random.Random(seed)
+    live: list[list[Hashable]] = []
+    requests: list[list[Hashable]] = []
+    for number in range(num_requests):
+        if len(live) < BURST_CHATS:
+            live.append([])
+        chat = rng.randrange(len(live)) if live[-1] else len(live) - 1
+        live[chat] += [("burst", seed, number, index) for index in range(BURST_TURN_BLOCKS)]
+        requests.append(list(live[chat]))
+        if len(live[chat]) == BURST_TURNS * BURST_TURN_BLOCKS:
+            del live[chat]
     return requests
 
 

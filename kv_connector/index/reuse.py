@@ -6,12 +6,12 @@
                   and prompts that come once make nothing less popular
     age           time since it was asked for last, in buckets of half an octave
 
-For each class and age two sums are kept, of which older parts fade: `events`, blocks that were asked for at that age
-and were not on the device, so that the host was of use or would have been; and `exposure`, how many known blocks spent
-how much time there. A block's worth is the best rate of events over exposure that it meets from its age on, up to any
-later one (the index of Gittins 1979, which orders what is to be kept for how likely and how soon it pays off). Blocks
-that are known without a copy count like all others, so that what was evicted too early shows; a tree remembers twice
-as many as the host holds.
+For each class and age two sums are kept (`Rates`): `events`, blocks that were asked for at that age and were not on the
+device, so that the host was of use or would have been; and `exposure`, how many known blocks spent how much time there.
+Older parts fade, the sooner the less they foretold of the latest ones. A block's worth is the best rate of events over
+exposure that it meets from its age on, up to any later one (the index of Gittins 1979, which orders what is to be kept
+for how likely and how soon it pays off). Blocks that are known without a copy count like all others, so that what was
+evicted too early shows; a tree remembers twice as many as the host holds.
 
 What is asked for again and again while it is on the device pays off never, a one-off prompt neither, and a chat whose
 user reads for a minute does so in a minute: nothing of that is a setting.
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import BlockHash
+from .rates import Rates, Table
 from .terms import NUM_PRIORITIES, PRIORITY_STEP
 from .tree import ROOT, PrefixTree
 
@@ -35,10 +36,6 @@ _MOST_VISITS = len(_CLASS_OF) - 1
 _PER_OCTAVE = 2
 _OCTAVES = 48
 _BUCKETS = _PER_OCTAVE * _OCTAVES
-_FADING = 0.998
-"""What is left of a sum when the next part is added. A best rate is the best of many, so that what few parts happened
-to show is overrated: of 5 to 500 parts, and of all there were, 500 were seldom behind, by 2.6 points at most, where a
-loop of prompts gives way to popular ones for good."""
 _PARTS = 4
 """In the time in which as many blocks are asked for as the tier holds."""
 _LEAST_PART = 256  # blocks
@@ -47,12 +44,6 @@ _HALF_LIFE = 8
 is popular stays so for ever or changes soon, 8 were nowhere far behind."""
 _SAMPLE = 1 << 15
 """Rows of the tree that are looked at for the exposure, where there are more."""
-_PRIOR_EVENTS = 1.0
-"""A class is taken to be like the others of its age until it has seen more than so many: the others weigh as much as
-one observation (a unit information prior, Kass and Wasserman 1995), as classes are there to differ."""
-
-Table = NDArray[np.float64]
-
 _HALF_WIDTHS: Table = np.maximum(0.5, 0.25 / _PER_OCTAVE * 2.0 ** (np.arange(_BUCKETS) // _PER_OCTAVE))
 """Of each bucket of ages."""
 
@@ -67,8 +58,7 @@ class ReuseModel:
         self._visits = tree.visits
         self._priority = tree.terms.priority
         self._new = np.zeros(_CLASSES * _BUCKETS)
-        self._events = np.zeros((_CLASSES, _BUCKETS))
-        self._exposure = np.zeros((_CLASSES, _BUCKETS))
+        self._rates = Rates(_CLASSES, _HALF_WIDTHS)
         self._worth = [[0.0] * _BUCKETS for _ in range(_CLASSES)]
         self._learned_at = 0
         self._capacity = 0
@@ -139,12 +129,10 @@ class ReuseModel:
     def _learn(self) -> None:
         passed, self._learned_at = self._tree.time - self._learned_at, self._tree.time
         shape = _CLASSES, _BUCKETS
-        self._events = _FADING * self._events + self._new.reshape(shape)
-        self._exposure = _FADING * self._exposure + self._open().reshape(shape) * passed
+        self._rates.add(self._new.reshape(shape), self._open().reshape(shape) * passed)
         self._new[:] = 0.0
-        reached = _bucket(self._tree.time) + 1  # no age is above the time, and nothing is known of later ones
-        best = _best_rates(*_smoothed(self._events[:, :reached], self._exposure[:, :reached]))
-        self._worth = np.pad(best, ((0, 0), (0, _BUCKETS - reached))).tolist()
+        # No age is above the time, and nothing is known of later ones.
+        self._worth = self._rates.best(_bucket(self._tree.time) + 1).tolist()
 
     def _open(self) -> Table:
         """How many known blocks are of each class and age now."""
@@ -170,26 +158,3 @@ def _cells(visits: NDArray[np.float32], ages: NDArray[np.int64]) -> NDArray[np.i
     fraction, octave = np.frexp(ages.astype(np.float64))  # age = fraction * 2 ** octave, and fraction from 0.5 to 1
     buckets = _PER_OCTAVE * octave + (2 * _PER_OCTAVE * fraction).astype(np.int64) - _PER_OCTAVE
     return classes * _BUCKETS + np.where(ages > 0, buckets, 0)
-
-
-def _smoothed(events: Table, exposure: Table) -> tuple[Table, Table]:
-    """Where a class has seen little, its events are those of all classes at that age."""
-    # What was asked for at some age was half as long of that age as one can be, whether or not it was met there.
-    exposure = np.maximum(exposure, events * _HALF_WIDTHS[: events.shape[1]])
-    all_events, all_exposure = events.sum(axis=0), exposure.sum(axis=0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        prior = np.where(all_events > 0, _PRIOR_EVENTS * all_exposure / all_events, 0.0)
-        rate = np.where(all_events > 0, (events + _PRIOR_EVENTS) / (exposure + prior), 0.0)
-    seen = np.maximum(exposure, 1e-6 * all_exposure)  # a class without any exposure has the rate of all
-    return rate * seen, seen
-
-
-def _best_rates(events: Table, exposure: Table) -> Table:
-    """Of each class and age the best rate of events from there to any later age."""
-    zeros = np.zeros((len(events), 1))
-    sums, spans = np.hstack((zeros, events.cumsum(axis=1))), np.hstack((zeros, exposure.cumsum(axis=1)))
-    # By class, age, and age up to which; up to an earlier one nothing is spent.
-    gained, spent = sums[:, None, 1:] - sums[:, :-1, None], spans[:, None, 1:] - spans[:, :-1, None]
-    rates: Table = np.divide(gained, spent, out=np.zeros_like(spent), where=spent > 0)
-    best: Table = rates.max(axis=2)
-    return best

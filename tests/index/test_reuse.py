@@ -7,7 +7,7 @@ import pytest
 
 from kv_connector.index import BlockPool, CacheTier, Event, PrefixTree, Recency, ReuseModel
 from kv_connector.index.eviction import EvictionQueue
-from kv_connector.index.reuse import _BUCKETS, _best_rates, _bucket, _cells, _smoothed
+from kv_connector.index.reuse import _BUCKETS, _bucket, _cells
 from kv_connector.types import BlockHash, Tier
 
 
@@ -200,14 +200,6 @@ def test_what_goes_on_where_nobody_did_is_as_popular_as_the_chat_it_belongs_to()
     assert tree.visits[longer[-1]] == at_first + 1 > 3
 
 
-def test_a_class_that_nobody_asks_for_is_soon_not_taken_for_the_others() -> None:
-    """Where the others would have been asked for ten times, a tenth of their rate is left."""
-    events, exposure = np.zeros((2, 8)), np.zeros((2, 8))
-    events[1], exposure[1], exposure[0] = 1000.0, 10_000.0, 100.0
-    smoothed, seen = _smoothed(events, exposure)
-    assert (smoothed[0] / seen[0] < smoothed[1] / seen[1] / 10).all()
-
-
 class Classes(Recency):
     """Of nodes by hand, the higher ones worth more."""
 
@@ -247,14 +239,6 @@ def test_what_comes_back_at_the_same_age_each_time_is_kept() -> None:
         else:
             host.ask(f"one-off {number}", *map(str, range(39)))
     assert found[-100:] == [64] * 100
-
-
-def test_what_comes_back_at_an_age_that_was_never_looked_at_is_worth_most() -> None:
-    """The second class is asked for at the last age each time, and was looked at only at ages before that one."""
-    exposure = np.array([[1000.0] * 20, [1000.0] * 19 + [0.0]])
-    events = np.array([[1.0] * 20, [0.0] * 19 + [2000.0]])
-    one_off, periodic = _best_rates(*_smoothed(events, exposure))
-    assert (periodic > one_off).all()
 
 
 def test_what_is_forgotten_is_exposed_to_nothing() -> None:

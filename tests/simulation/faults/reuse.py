@@ -6,10 +6,12 @@ from .mutant import Mutant, Patch, tested
 
 _EVICTION = "kv_connector/index/eviction.py"
 _REUSE = "kv_connector/index/reuse.py"
+_RATES = "kv_connector/index/rates.py"
 _TIER = "kv_connector/index/tier.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _TESTS = "tests/index/test_reuse.py"
+_LEARNED = "tests/index/test_rates.py"
 _RUNS = "tests/index/test_eviction.py"
 _DECLINED = "tests/scheduler/saves/test_declined.py"
 
@@ -74,14 +76,38 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "like-the-others-for-long",
         "what has not come back for long is taken for what comes back, as others do",
-        (Patch(_REUSE, "_PRIOR_EVENTS = 1.0", "_PRIOR_EVENTS = 16.0"),),
-        tested(f"{_TESTS}::test_a_class_that_nobody_asks_for_is_soon_not_taken_for_the_others"),
+        (Patch(_RATES, "_PRIOR_EVENTS = 1.0", "_PRIOR_EVENTS = 16.0"),),
+        tested(f"{_LEARNED}::test_a_class_that_nobody_asks_for_is_soon_not_taken_for_the_others"),
     ),
     Mutant(
         "ages-that-nobody-met",
         "what is asked for at an age at which nothing was looked at counts for nothing",
-        (Patch(_REUSE, "    exposure = np.maximum(exposure, events * _HALF_WIDTHS[: events.shape[1]])\n", ""),),
-        tested(f"{_TESTS}::test_what_comes_back_at_an_age_that_was_never_looked_at_is_worth_most"),
+        (Patch(_RATES, "    exposure = np.maximum(exposure, events * half_widths)\n", ""),),
+        tested(f"{_LEARNED}::test_what_comes_back_at_an_age_that_was_never_looked_at_is_worth_most"),
+    ),
+    Mutant(
+        "the-longest-memory-alone",
+        "what is asked for goes by a load that has long gone",
+        (Patch(_RATES, "[0.998, 0.99, 0.95, 0.8]", "[0.998]"),),
+        tested(f"{_LEARNED}::test_a_load_that_becomes_another_for_good_is_learned_in_a_few_parts"),
+    ),
+    Mutant(
+        "foretold-once-and-for-all",
+        "a memory that was right for long is believed for long after it was wrong",
+        (Patch(_RATES, "_FORGETTING = 0.9", "_FORGETTING = 1.0"),),
+        tested(f"{_LEARNED}::test_a_load_that_becomes_another_for_good_is_learned_in_a_few_parts"),
+    ),
+    Mutant(
+        "the-shortest-memory-alone",
+        "what the latest few parts happened to show is taken for what is to be",
+        (Patch(_RATES, "[0.998, 0.99, 0.95, 0.8]", "[0.8]"),),
+        tested(f"{_LEARNED}::test_a_load_that_stays_what_it_is_is_known_by_all_that_was_seen"),
+    ),
+    Mutant(
+        "what-never-was-never-comes",
+        "where nothing was asked for at some age, memories are not told apart any more",
+        (Patch(_RATES, "1 / np.maximum(1.0, self._exposure.sum(axis=(1, 2), keepdims=True))", "0.0"),),
+        tested(f"{_LEARNED}::test_what_nobody_has_seen_before_leaves_the_memories_to_be_compared"),
     ),
     Mutant(
         "classes-for-ever",

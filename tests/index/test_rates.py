@@ -1,0 +1,75 @@
+"""Rates of reuse: a long memory where a load stays what it is, a short one where it becomes another."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kv_connector.index.rates import Rates, Table, _best_rates, _smoothed
+
+
+def part(events: Table, of_class: int) -> tuple[Table, Table]:
+    """So many events of one class at each age, and as much exposure of both classes."""
+    both = np.zeros((2, len(events)))
+    both[of_class] = events
+    return both, np.full(both.shape, 100.0)
+
+
+def settled() -> Rates:
+    """Of two classes and four ages. For long blocks of the first class were asked for, about two a part."""
+    rates, rng = Rates(2, np.full(4, 0.5)), np.random.default_rng(3)
+    for _ in range(2000):
+        rates.add(*part(rng.poisson(2.0, 4).astype(float), 0))
+    return rates
+
+
+def test_a_load_that_becomes_another_for_good_is_learned_in_a_few_parts() -> None:
+    rates = settled()
+    for _ in range(6):
+        rates.add(*part(np.full(4, 2.0), 1))
+    before, now = rates.best(4)
+    assert (now > before).all()
+
+
+def test_what_nobody_has_seen_before_leaves_the_memories_to_be_compared() -> None:
+    """The same where the second class is asked for at ages at which nothing ever was."""
+    rates = Rates(2, np.full(4, 0.5))
+    for _ in range(2000):
+        rates.add(*part(np.array([2.0, 2.0, 0.0, 0.0]), 0))
+    for _ in range(6):
+        rates.add(*part(np.array([0.0, 0.0, 2.0, 2.0]), 1))
+    _, now = rates.best(4)
+    assert (now[2:] > 0.002).all(), "of 0.02; of all that was seen it is 0.0002"
+
+
+def test_a_quiet_part_makes_nobody_forget() -> None:
+    rates = settled()
+    rates.add(*part(np.zeros(4), 0))
+    asked_for, never = rates.best(4)
+    assert (asked_for > 3 * never).all() and (asked_for > 0.015).all()
+
+
+def test_a_load_that_stays_what_it_is_is_known_by_all_that_was_seen() -> None:
+    """One part has 2 events in the mean and 1.4 around that; a long memory knows the rate of 2 of 100 better."""
+    asked_for, _ = settled().best(4)
+    assert np.allclose(asked_for, 0.02, rtol=0.1)
+
+
+def test_nothing_is_said_of_ages_that_nothing_has_reached() -> None:
+    found = settled().best(3)
+    assert found.shape == (2, 4) and (found[:, :3] > 0).all() and not found[:, 3].any()
+
+
+def test_a_class_that_nobody_asks_for_is_soon_not_taken_for_the_others() -> None:
+    """Where the others would have been asked for ten times, a tenth of their rate is left."""
+    events, exposure = np.zeros((2, 8)), np.zeros((2, 8))
+    events[1], exposure[1], exposure[0] = 1000.0, 10_000.0, 100.0
+    smoothed, seen = _smoothed(events, exposure, np.full(8, 0.5))
+    assert (smoothed[0] / seen[0] < smoothed[1] / seen[1] / 10).all()
+
+
+def test_what_comes_back_at_an_age_that_was_never_looked_at_is_worth_most() -> None:
+    """The second class is asked for at the last age each time, and was looked at only at ages before that one."""
+    exposure = np.array([[1000.0] * 20, [1000.0] * 19 + [0.0]])
+    events = np.array([[1.0] * 20, [0.0] * 19 + [2000.0]])
+    one_off, periodic = _best_rates(*_smoothed(events, exposure, np.full(20, 0.5)))
+    assert (periodic > one_off).all()
