@@ -195,7 +195,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         """Save what the write policy will want of these pages; whether they are to be locked until then, as the host
         lacks some. Alike on all ranks."""
         slots, keys = transfers[0].device_indices, transfers[0].keys
-        # An insert offers a node again with each node behind it; a page's key says what is in front of it.
+        # An insert offers a node again with each node behind it: one use. A page's key says what is in front of it.
         node = keys[-1], len(keys)
         again = self._used.get(node)
         hashes = page_hashes(keys) if again is None else again
@@ -282,13 +282,11 @@ class TieredKVLinker(UnifiedCacheLinker):
     def _take(self, offers: Sequence[_Offer]) -> None:
         """In one step, what the write policy wants of them is saved, behind the forward pass under way."""
         locked = [(fragment, pages) for fragment, pages in offers if pages is not None]
-        # Of the others the use counts, once where several rounds have offered them, before the step's saves make room
-        # where these are.
-        used = {tuple(fragment.block_hashes): fragment for fragment, pages in offers if pages is None}
+        # Of the others the use counts, before the step's saves make room where these are.
         held = [
             self._hold(fragment, [NO_BLOCK] * len(fragment.block_hashes))
-            for fragment in used.values()
-            if self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
+            for fragment, pages in offers
+            if pages is None and self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
         ]
         held += [self._hold(fragment, ids) for fragment, pages in locked if (ids := pages.read()) is not None]
         job_ids: list[int] = []
