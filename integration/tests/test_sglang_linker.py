@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from integration.tests.sglang_driver import Driver, Make, keys, linkers, make_pool
-from kv_connector.engines.sglang import fragments, identity
+from kv_connector.engines.sglang import fragments, identity, linker
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.types import CopyJob
 
@@ -245,3 +245,26 @@ def test_a_setting_that_is_new_is_named() -> None:
     fields = {"quantization": None, "new": 3, "download_dir": "/models"}
     bag = SimpleNamespace(_fields=fields, _subs={"kernels": kernels})
     assert identity._leaves(bag) == {"quantization": None, "new": 3, "kernels.attention_backend": "triton"}
+
+
+def test_an_insert_of_many_nodes_is_looked_at_node_by_node(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang offers the path to each node; a chat has as many nodes as turns. In the next round they are used anew."""
+    driver = make()
+    names = keys(12)
+    nodes = [driver.transfer(names[i : i + 2], range(1 + i, 3 + i)) for i in range(0, 12, 2)]
+    driver.save(names, range(1, 13))
+    read: list[int] = []
+    monkeypatch.setattr(linker, "page_hashes", lambda keys: read.append(len(keys)) or fragments.page_hashes(keys))
+    for _ in range(2):
+        driver.round()
+        read.clear()
+        for last in range(len(nodes)):
+            assert not any(driver.linker.offload(node) for node in nodes[: last + 1])
+        assert read == [2] * len(nodes)
+        assert len(driver.linker._offers) == len(nodes)
+    driver.linker.reset()
+    driver.write(names, range(1, 13))
+    assert driver.linker.offload(nodes[0]), "it was forgotten in this round"
+    driver.round()
+    driver.round()
+    driver.check()

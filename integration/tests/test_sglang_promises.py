@@ -82,6 +82,21 @@ def test_requests_that_are_looked_up_in_each_round_leave_room_to_others(make: Ma
     driver.check()
 
 
+def test_each_promise_lapses_in_its_own_time(make: Make, clock: list[float]) -> None:
+    """However many rounds there are before."""
+    driver = make()
+    for name in ("first", "second"):
+        driver.save(keys(3, name), [1, 2, 3])
+        assert driver.lookup(name, keys(3, name)) == 3
+        clock[0] += 40
+    leased = []
+    for _ in range(4):
+        driver.round()
+        leased.append(driver.linker.stats()["host_leased_blocks"])
+        clock[0] += 15
+    assert leased == [3, 3, 0, 0]
+
+
 def test_who_waits_and_lacks_other_pages_by_now_has_waited_as_long(make: Make, clock: list[float]) -> None:
     """Or what the device gains and loses would keep the host for it; another request of that name begins anew."""
     driver = make()

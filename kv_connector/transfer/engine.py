@@ -9,10 +9,10 @@ Loads run in groups of layers, one event each: the compute stream waits for a la
 load in the background moves whole blocks, the longest pieces there are, as a save does; a long one is cut into slices
 of blocks, whose events say how far it is.
 Threading model: the model-runner thread, the one that launches the model, makes every call; progress is `poll`. It
-hands the driver no more than the first group of a load that a step waits for. All else is queued and submitted by
-a thread for each direction, no faster than the device gets on (`submission/queue.py`), or by this one, and at once,
-where it must be on the device's streams before it goes on: a layer or a step waits for it, a fence, `drain` or `close`
-does. On the CPU everything is copied on submission, by the caller.
+hands the driver no more than the first group of a load that a step waits for, or all of one that is urgent. All else is
+queued and submitted by a thread for each direction, no faster than the device gets on (`submission/queue.py`), or by
+this one, and at once, where it must be on the device's streams before it goes on: a layer or a step waits for it, a
+fence, `drain` or `close` does. On the CPU everything is copied on submission, by the caller.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ class TransferEngine:
         parts = layer_parts(groups, BlockPairs(device_ids, host_ids), queue.lane.position())
         self._load = load = self._begin(Direction.LOAD, moving, parts, groups, is_urgent)
         queue.put_first(load)
+        if load.is_urgent:
+            queue.finish(load)  # else the link rests until the thread gets Python's lock, or the model asks for a layer
         if load.end is None:
             self._submitters[Direction.LOAD].wake()
         if self._traces is not None and load.start is not None and not load.is_lost:

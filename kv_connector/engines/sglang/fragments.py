@@ -135,6 +135,7 @@ class Promises:
         self._host = host
         self._clock = clock
         self._made: dict[str, Promise] = {}
+        self._since = 0.0  # no promise was made before
 
     def __len__(self) -> int:
         return len(self._made)
@@ -180,6 +181,8 @@ class Promises:
     def lapse(self) -> list[Fragment]:
         """End the leases of promises that are too old. Returns those that nobody has asked about since."""
         oldest = self._clock() - PROMISED_SECONDS
+        if self._since > oldest:  # in nearly all rounds
+            return []
         for promise in self._made.values():
             if promise.made_at <= oldest:
                 self._host.release(promise.host_ids)
@@ -187,6 +190,7 @@ class Promises:
         lapsed = [promise.fragment for promise in self._made.values() if promise.asked_at <= oldest]
         for fragment in lapsed:
             self.end(fragment.request_id)
+        self._since = min((promise.made_at for promise in self._made.values()), default=self._clock())
         return lapsed
 
     def clear(self) -> list[Fragment]:

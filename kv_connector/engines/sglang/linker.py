@@ -122,6 +122,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._num_loads = 0
         self._num_offers = 0
         self._offers: deque[_Offer] = deque()  # to be taken, in order
+        self._used: dict[tuple[str, int], list[BlockHash]] = {}  # of this round, which the host has
         self._saving: deque[list[int]] = deque()  # jobs of the step that took each offer that is locked, in order
         self._num_rounds = 0
         self.layer_done_counter = LayerWaits(self._replica, list(pages.tensors))
@@ -193,13 +194,21 @@ class TieredKVLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Save what the write policy will want of these pages; whether they are to be locked until then, as the host
         lacks some. Alike on all ranks."""
-        slots, hashes = transfers[0].device_indices, page_hashes(transfers[0].keys)
-        offer = Fragment(f"offer {self._num_offers}", hashes, self._pages.page_size)
-        self._num_offers += 1
-        is_new, has_all = self._half.tree.get(hashes[-1]) is None, self._has_all(hashes)
+        slots, keys = transfers[0].device_indices, transfers[0].keys
+        # An insert offers a node again with each node behind it: one use. A page's key says what is in front of it.
+        node = keys[-1], len(keys)
+        again = self._used.get(node)
+        hashes = page_hashes(keys) if again is None else again
+        is_new = again is None and self._half.tree.get(hashes[-1]) is None
+        has_all = again is not None or self._has_all(hashes)
         if front := self._inserts.offer(hashes, is_new, not has_all):
             self._half.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)
+        if again is not None:
+            return False
+        offer = Fragment(f"offer {self._num_offers}", hashes, self._pages.page_size)
+        self._num_offers += 1
         if has_all:
+            self._used[node] = hashes
             self._offers.append(_Offer(offer, None))
             return False
         if slots is None or slots.numel() != len(hashes) * offer.page_size:
@@ -212,6 +221,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         what was offered."""
         self._num_rounds += 1
         self._inserts.begin_round()
+        self._used.clear()
         self._give_up(self._promises.lapse())  # first: what is taken may need their room
         if self._offers or self._half.has_pending_push_work() or not self._num_rounds % _QUIET_ROUNDS:
             num_ready = sum(1 for _ in itertools.takewhile(_Offer.can_be_taken, self._offers))
@@ -233,6 +243,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._end_loading()
         self._queued.clear()
         self._offers.clear()
+        self._used.clear()
         self._replica.finish(self._promises.clear())
         self._replica.worker.drain()
         self._replica.advance()
@@ -271,13 +282,11 @@ class TieredKVLinker(UnifiedCacheLinker):
     def _take(self, offers: Sequence[_Offer]) -> None:
         """In one step, what the write policy wants of them is saved, behind the forward pass under way."""
         locked = [(fragment, pages) for fragment, pages in offers if pages is not None]
-        # Of the others the use counts, before the step's saves make room where these are. An insert offers a node again
-        # with each node behind it that it offers.
-        used = {tuple(fragment.block_hashes): fragment for fragment, pages in offers if pages is None}
+        # Of the others the use counts, before the step's saves make room where these are.
         held = [
             self._hold(fragment, [NO_BLOCK] * len(fragment.block_hashes))
-            for fragment in used.values()
-            if self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
+            for fragment, pages in offers
+            if pages is None and self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
         ]
         held += [self._hold(fragment, ids) for fragment, pages in locked if (ids := pages.read()) is not None]
         job_ids: list[int] = []

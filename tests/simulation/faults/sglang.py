@@ -323,8 +323,8 @@ SGLANG: tuple[Mutant, ...] = (
         "chains-used-often",
         "the beginning of a prompt counts as used once for each node behind it",
         "linker.py",
-        "            for fragment in used.values()\n",
-        "            for fragment in [fragment for fragment, pages in offers if pages is None]\n",
+        "            self._used[node] = hashes\n",
+        "",
         f"{_REUSE}::test_a_node_that_is_offered_with_all_that_is_behind_it_is_used_once",
     ),
     _mutant(

@@ -457,13 +457,15 @@ def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None
 def test_a_load_that_the_model_waits_for_with_nothing_else_to_do_is_urgent_as_a_whole(
     lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch, is_long: bool
 ) -> None:
-    """Of a very long one only the first group."""
+    """And submitted as a whole, for the link would have nothing to do until the thread gets on, or the model asks for
+    a layer. Of a very long one only the first group."""
     engine, layout, _ = make_engine()
     num_bytes = 8 * raw_form(layout).moved_bytes
     monkeypatch.setattr(engine_module, "MOST_LAUNCHED_BYTES", num_bytes - is_long)
     never_submits(engine)
     watched = watch(engine)
     engine.submit_load([job(1, LOAD, list(range(1, 9)), list(range(1, 9)))], is_urgent=True)
+    assert watched.urgent == ([True] if is_long else [True, True])
     submit_all(engine)
     assert watched.urgent == [True, not is_long]
 
