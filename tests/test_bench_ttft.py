@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from integration.bench.engines import Sample
+from integration.bench import vllm_ttft
+from integration.bench.engines import Engines, Ready, Sample
 from integration.bench.first_tokens import OVER_PEERS, TAIL, claim_length, no_hit, same_tokens
 from integration.bench.vllm_engine import VllmOptions
 from integration.report import Report
@@ -67,3 +69,17 @@ def test_a_void_hit_is_compared_with_nothing(capsys: pytest.CaptureFixture[str])
     assert set(claims(void, row("ours", "host_hit", 28))) == set()
     assert "no host hit of lmcache" in capsys.readouterr().out
     assert claims(row("offloading", "host_hit", 40), row("ours", "host_hit", 28, void="not all")) == {}
+
+
+def test_a_start_tells_how_much_of_the_host_memory_its_first_token_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SimpleNamespace(wait_for_host=lambda: {"host_capacity_blocks": 400.0})
+    engine: Any = SimpleNamespace(call=lambda function: function(server), close=lambda: None)
+    engines = Engines()
+    engines["ours"] = engine
+    ready = {"ours": Ready(20.0, 21.0, {"host_capacity_blocks": 100.0})}
+    monkeypatch.setattr(vllm_ttft, "start_engines", lambda wanted, timeout: (engines, ready))
+    report = Report("vllm_ttft")
+    vllm_ttft.measure_startup(report, VllmOptions("ours", 48 << 30, 0, 0), 1.0)
+    assert report.claims["ours_host_memory_ready_at_first_token"]["value"] == 0.25
+    (found,) = report.rows
+    assert (found["first_capacity_blocks"], found["last_capacity_blocks"]) == (100.0, 400.0)

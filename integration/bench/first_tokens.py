@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from integration.bench.engines import Engine, EngineError, Engines, EngineServer, Sample, start_engines
+from integration.bench.engines import Engine, EngineError, Engines, EngineServer, Sample, start_engines, wait_for_host
 from integration.bench.options import EngineOptions, engine_options
 from integration.bench.peers import parse_connector
 from integration.bench.regimes import rotated
@@ -126,7 +126,7 @@ def measure_hits(
     """Parts one and two, on engines that run beside each other."""
     engines, _ = start_engines(wanted, options.start_timeout)
     try:
-        engines.everywhere(EngineServer.wait_for_host)
+        engines.everywhere(wait_for_host)
         for length in lengths:  # compiles what a first use compiles
             engines.everywhere(probe, prompt(length + TAIL))
         print(f"{'tokens':>7}  {'engine':20} {'computed':>22} {'device hit':>22} {'host hit':>22} ms, median (spread)")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from integration.bench.chats import ChatShape, Window, begin_chats, chat_row, run_window
-from integration.bench.engines import Engines, EngineServer, start_engines
+from integration.bench.engines import Engines, EngineServer, start_engines, wait_for_host
 from integration.bench.options import (
     EngineOptions,
     add_arguments,
@@ -162,7 +162,7 @@ def measure(
     """Start the engines, measure all that was asked for, and stop them."""
     engines, _ = start_engines(wanted, options.start_timeout)
     try:
-        engines.at_once(EngineServer.wait_for_host)
+        engines.at_once(wait_for_host)
         if options.rounds:
             measure_misses(options, report, engines, begin)
             add_failed(report, engines)
