@@ -24,6 +24,7 @@ from integration.bench.options import (
     EngineOptions,
     add_arguments,
     bytes_per_token,
+    check_device,
     engine_options,
     unavailable,
     usual_dtype,
@@ -123,6 +124,7 @@ def serve(kind: type[EngineOptions], parser: argparse.ArgumentParser) -> int:
         raise SystemExit(f"{error}, or a multiple of what the chats hold, such as 0.5x") from None
     check_host(size * sum(name != "none" for name in options.connectors))
     wanted = [engine_options(kind, options, name, options.max_length, size) for name in options.connectors]
+    check_device(wanted)
     report = Report(f"{kind.package}_serving")
     kept = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     sizes = {"chats_bytes": round(chats_bytes), "host_bytes": size, "host_share": round(size / chats_bytes, 2)}
