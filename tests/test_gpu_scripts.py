@@ -117,8 +117,9 @@ def test_every_part_takes_the_connectors_and_the_gpu_that_it_is_given(stubs: Pat
         assert asked.endswith(f" --connectors {chosen}") and " --device 2 " in asked
 
 
-def test_tests_see_no_gpu_but_the_one_that_is_named(stubs: Path) -> None:
-    done, _ = run(stubs, "gpu_vllm.sh", "", "out", "", "tests", GPU="3", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("command", [("gpu_vllm.sh", "", "out", "", "tests"), ("gpu.sh", "out", "tests")])
+def test_tests_see_no_gpu_but_the_one_that_is_named(stubs: Path, command: tuple[str, ...]) -> None:
+    done, _ = run(stubs, *command, GPU="3", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0 and (stubs.parent / "asked.gpus").read_text() == "3\n", done.stderr
 
 
