@@ -8,8 +8,10 @@
 # PART_SECONDS (590), does not stop the others; the exit status says whether one did.
 #
 # It needs a Python with torch, triton, numpy, pytest and hypothesis, and installs nothing: the package is copied to a
-# temporary folder, kernels in place. The demo runs where transformers and the model's package are there too. A file of
-# tests that imports what is not installed counts as a failure, and the others run all the same.
+# temporary folder, kernels in place. The demo runs where transformers and the model's package are there too, and lossless
+# needs build/smollm2_caches.npz, which `python -m integration.models.smollm2_caches` has written there. A file of tests
+# that imports what is not installed counts as a failure, and the others run all the same. With GPU=N all of it sees that
+# GPU alone; otherwise copies_many takes all that there are, and pd and some tests two.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 known=(tests sanitizer copies submitting host_pool copies_many interference lossless pd overlap demo)
@@ -26,6 +28,7 @@ trap 'rm -rf "$site"' EXIT
 python3 -m integration.vendor "$site/kv_connector" > /dev/null
 # The copy comes first, so that kv_connector is the one with its kernels.
 export PYTHONPATH="$site:${PYTHONPATH:-}:$PWD" PYTHONUNBUFFERED=1
+[ -z "${GPU:-}" ] || export CUDA_VISIBLE_DEVICES=$GPU
 failed=0
 step() {
   printf '\n==> %s\n' "$*"

@@ -5,10 +5,10 @@
 #   bash integration/gpu_sglang.sh SITE OUT [PART ...]
 #
 # SITE: folder with SGLang, or "" where it is installed; OUT: for results; parts, all of them unless some are named: ttft
-# misses serving_0.5x serving_1x serving_2x, and the like for other sizes of the host. GPU=N takes another GPU than the
-# first, so that two parts can run beside each other. A part that fails or takes longer than PART_SECONDS (590, less what
-# came before the first) does not stop the others; each leaves a log and those of its engines in OUT, and the exit status
-# says whether one failed.
+# misses serving_0.5x serving_1x serving_2x, and the like for other sizes of the host. GPU=N takes that GPU, so that two
+# parts can run beside each other; CONNECTORS, such as none,ours, takes these instead of all. A part that fails or takes
+# longer than PART_SECONDS (590, less what came before the first) does not stop the others; each leaves a log and those
+# of its engines in OUT, and the exit status says whether one failed.
 set -uo pipefail
 site=${1:+$(cd "$1" && pwd)} || exit 2
 out=$(mkdir -p "$2" && cd "$2" && pwd) || exit 2

@@ -6,9 +6,10 @@
 # SITE: folder with vLLM, or "" where it is installed; OUT: for results; PEERS: folder with LMCache, or "" where it is
 # installed or left out; parts, all of them unless some are named: tests ttft_graphs ttft_eager misses, serving_0.5x and
 # the like for other sizes of the host, and regimes, which makes one table of all the serving_ results in OUT. GPU=N
-# takes another GPU than the first, so that two parts can run beside each other; CONNECTORS are those of the serving_
-# parts. A part that fails or takes longer than PART_SECONDS (590, less what came before the first) does not stop the
-# others; each leaves a log and those of its engines in OUT, and the exit status says whether one failed.
+# takes that GPU, so that two parts can run beside each other; CONNECTORS, such as none,offloading,ours, takes these
+# instead of all, of which a GPU of 80 GB has no room for more than three. A part that fails or takes longer than
+# PART_SECONDS (590, less what came before the first) does not stop the others; each leaves a log and those of its
+# engines in OUT, and the exit status says whether one failed.
 set -uo pipefail
 shopt -s nullglob
 site=${1:+$(cd "$1" && pwd)} || exit 2
@@ -38,7 +39,7 @@ for part in "${parts[@]}"; do
             ;;
         serving_*x)
             bench vllm_serving "$part" --host-memory "${part#serving_}" --limit "$((limit - 25))" \
-                --connectors "${CONNECTORS:-offloading,simple,lmcache,ours,ours:write_through}"
+                --connectors offloading,simple,lmcache,ours,ours:write_through
             ;;
         regimes)
             run regimes 60 python3 -m integration.bench.regimes "$out"/vllm_{serving,misses}*.json \

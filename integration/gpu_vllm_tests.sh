@@ -3,13 +3,15 @@
 # its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a line for
 # each test and, of those that failed, what they said was wrong.
 #
-#   [TESTS="FILE ..."] bash integration/gpu_vllm_tests.sh SITE [SECONDS]
+#   [TESTS="FILE ..."] [GPU=N] bash integration/gpu_vllm_tests.sh SITE [SECONDS]
 #
-# SITE: folder with vLLM, or "" where it is installed; SECONDS: for all of it, what is not begun by then is left out.
+# SITE: folder with vLLM, or "" where it is installed; SECONDS: for all of it, what is not begun by then is left out. With
+# GPU=N they see that GPU alone, and those that need two are skipped.
 set -uo pipefail
 end=$((SECONDS + ${2:-700}))
 site=${1:+$(cd "$1" && pwd)} || exit 2
 cd "$(dirname "$0")/.." || exit 2
+[ -z "${GPU:-}" ] || export CUDA_VISIBLE_DEVICES=$GPU
 source integration/gpu_vllm_setup.sh "$site"
 logs=$(mktemp -d) || exit 2
 export logs

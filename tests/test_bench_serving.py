@@ -15,6 +15,7 @@ import pytest
 
 from integration import report
 from integration.bench import serving
+from integration.bench.chats import ChatShape
 from integration.bench.engines import EngineError, Engines
 from integration.bench.regimes import misses_table
 from integration.report import Report
@@ -87,6 +88,23 @@ def test_an_engine_that_fails_when_its_calls_are_timed_keeps_its_rounds(tmp_path
 def test_rounds_end_when_the_limit_is_near(tmp_path: Path) -> None:
     found, _ = measure(tmp_path, lambda name, function: 1.0 if function is serving.run_misses else {}, limit=0.0)
     assert misses(found.rows) == {}, "the result tells of none rather than that nothing is written at all"
+
+
+def test_host_memory_is_ready_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    server = SimpleNamespace(wait_for_host=lambda: done.append("host"))
+
+    def begin(function: Any, *args: Any) -> None:
+        function(server, *args)
+
+    engines = Engines()
+    engines["ours"] = SimpleNamespace(begin=begin, finish=lambda: None, close=lambda: None)  # type: ignore[assignment]
+    monkeypatch.setattr(serving, "start_engines", lambda wanted, timeout: (engines, {}))
+    monkeypatch.setattr(serving, "measure_misses", lambda *args: done.append("misses"))
+    options = argparse.Namespace(rounds=1, answers="", start_timeout=1.0, json=None)
+    found = Report("vllm_serving", rows=[{"part": "options", "host_bytes": 1, "host_share": 1.0, "versions": {}}])
+    serving.measure(options, found, [], ChatShape(1, 1, 1, 1, 1), time.monotonic())
+    assert done == ["host", "misses"]
 
 
 @pytest.mark.parametrize(

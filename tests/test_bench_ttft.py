@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from integration.bench.engines import Sample
-from integration.bench.first_tokens import OVER_PEERS, TAIL, claim_length, no_hit, same_tokens
+from integration.bench import vllm_ttft
+from integration.bench.engines import Engines, Ready, Sample
+from integration.bench.first_tokens import OVER_PEERS, TAIL, claim_length, measure_part, no_hit, same_tokens
+from integration.bench.options import check_device
 from integration.bench.vllm_engine import VllmOptions
 from integration.report import Report
 
@@ -67,3 +70,45 @@ def test_a_void_hit_is_compared_with_nothing(capsys: pytest.CaptureFixture[str])
     assert set(claims(void, row("ours", "host_hit", 28))) == set()
     assert "no host hit of lmcache" in capsys.readouterr().out
     assert claims(row("offloading", "host_hit", 40), row("ours", "host_hit", 28, void="not all")) == {}
+
+
+def test_a_start_tells_how_much_of_the_host_memory_its_first_token_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SimpleNamespace(wait_for_host=lambda: {"host_capacity_blocks": 400.0})
+    engine: Any = SimpleNamespace(call=lambda function: function(server), close=lambda: None)
+    engines = Engines()
+    engines["ours"] = engine
+    ready = {"ours": Ready(20.0, 21.0, {"host_capacity_blocks": 100.0})}
+    monkeypatch.setattr(vllm_ttft, "start_engines", lambda wanted, timeout: (engines, ready))
+    report = Report("vllm_ttft")
+    vllm_ttft.measure_startup(report, VllmOptions("ours", 48 << 30, 0, 0), 1.0)
+    assert report.claims["ours_host_memory_ready_at_first_token"]["value"] == 0.25
+    (found,) = report.rows
+    assert (found["first_capacity_blocks"], found["last_capacity_blocks"]) == (100.0, 400.0)
+
+
+def test_prompts_of_which_a_part_is_on_the_host_come_to_each_engine_first_equally_often() -> None:
+    asked: list[str] = []
+    engines = Engines()
+
+    def engine(name: str) -> Any:
+        def call(*args: Any) -> Any:
+            asked.append(name)
+            return Sample(1.0, 6144, 0), {}
+
+        return SimpleNamespace(name=name, call=call)
+
+    engines.update({name: engine(name) for name in ("none", "offloading", "ours")})
+    measure_part(Report("vllm_ttft"), engines, 8192, 5)
+    assert asked[::2] == ["offloading", "ours"] * 3 and sorted(asked) == ["offloading"] * 6 + ["ours"] * 6
+
+
+@pytest.mark.parametrize(("gib", "tokens", "most"), [(79, 24576, 3), (79, 49152, 3), (140, 24576, 6), (140, 49152, 6)])
+def test_engines_that_a_gpu_has_no_room_for_are_not_begun(
+    monkeypatch: pytest.MonkeyPatch, gib: int, tokens: int, most: int
+) -> None:
+    properties = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    wanted = [VllmOptions(f"ours:{number}", 0, tokens, 0) for number in range(most + 1)]
+    check_device(wanted[:most])
+    with pytest.raises(SystemExit, match="give fewer"):
+        check_device(wanted)

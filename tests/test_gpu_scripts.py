@@ -15,6 +15,7 @@ PYTHON = f"""#!/bin/bash
 [ "$2" != integration.vendor ] || exec {sys.executable} "$@"
 [ "$1" != -c ] || exit 0
 printf '%s %s %s\\n' "$BENCH_COMMIT" "$PYTHONPATH" "$*" >>"$ASKED"
+echo "$CUDA_VISIBLE_DEVICES" >"$ASKED.gpus"
 for word; do
     if [ "$before" = --json ]; then echo '{{}}' >"$word"; fi
     if [ "$before" = --logs ]; then echo 'of an engine' >"$word/ours.log"; fi
@@ -26,7 +27,7 @@ case "$*" in
 esac
 """
 TIMEOUT = """#!/bin/bash
-[ "$1 $2" = "-k 5" ] && [ "$3" -gt 0 ] || exit 125
+[ "$1 $2" = "-k 5" ] || [ "$1 $2" = "-s KILL" ] && [ "$3" -gt 0 ] || exit 125
 "${@:4}"
 status=$?
 case "$*" in
@@ -77,10 +78,10 @@ def test_a_part_that_fails_leaves_its_logs_and_hides_no_other(
     done, asked = run(stubs, *command, FAILS=failing)
     out, parts = stubs.parent / "out", command[-3:]
     assert done.returncode == 1 and len(asked) == 3, done.stderr
-    files = {f"{part}{ending}" for part in parts for ending in (".log", "_logs.tar.gz")}
-    assert {file.name for file in out.iterdir()} == files | {f"{results}_{part}.json" for part in parts}
+    endings = (".json", ".log", "_logs.tar.gz")
+    assert {file.name for file in out.iterdir()} == {f"{results}_{part}{end}" for part in parts for end in endings}
     for part in parts:
-        with tarfile.open(out / f"{part}_logs.tar.gz") as logs:
+        with tarfile.open(out / f"{results}_{part}_logs.tar.gz") as logs:
             assert "./ours.log" in logs.getnames()
     assert run(stubs, *command)[0].returncode == 0
 
@@ -104,6 +105,22 @@ def test_a_site_may_be_named_from_here_and_the_repository_names_the_commit(stubs
     assert path.startswith(f"{stubs.parent / 'site'}:")
     told = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     assert commit == subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("script", ["gpu_vllm.sh", "gpu_sglang.sh"])
+def test_every_part_takes_the_connectors_and_the_gpu_that_it_is_given(stubs: Path, script: str) -> None:
+    no_peers = [""] if script == "gpu_vllm.sh" else []
+    chosen = 'none,ours:host_form="lossless"'
+    for part in ("ttft_graphs" if no_peers else "ttft", "misses", "serving_2x"):
+        done, (asked,) = run(stubs, script, "", "out", *no_peers, part, CONNECTORS=chosen, GPU="2")
+        assert done.returncode == 0, done.stderr
+        assert asked.endswith(f" --connectors {chosen}") and " --device 2 " in asked
+
+
+@pytest.mark.parametrize("command", [("gpu_vllm.sh", "", "out", "", "tests"), ("gpu.sh", "out", "tests")])
+def test_tests_see_no_gpu_but_the_one_that_is_named(stubs: Path, command: tuple[str, ...]) -> None:
+    done, _ = run(stubs, *command, GPU="3", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0 and (stubs.parent / "asked.gpus").read_text() == "3\n", done.stderr
 
 
 def test_behind_a_benchmark_that_hangs_the_next_one_runs(stubs: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from integration.pd_proxy import engines
 from integration.pd_proxy.engines import Engine
 from integration.pd_proxy.metrics import ProxyMetrics
+from tests.pd_engines import PATIENCE
 
 
 def watched(answers: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], list[float]]:
@@ -51,3 +52,19 @@ def test_one_missed_check_is_none_and_two_in_a_row_are(monkeypatch: pytest.Monke
 def test_who_is_ill_is_asked_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     _, pauses = watched([503] * 7 + [200, 503], monkeypatch)
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 0.5]
+
+
+def test_a_check_that_never_ends_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an engine that sends a byte now and then, or lets one try after the other to connect run out."""
+    monkeypatch.setattr(engines, "CHECK_SECONDS", 0.0)
+
+    async def check() -> str | None:
+        async def answer(request: httpx.Request) -> httpx.Response:
+            await anyio.sleep_forever()
+            raise AssertionError
+
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            with anyio.fail_after(PATIENCE):
+                return await Engine("decode", "http://engine").check(client)
+
+    assert anyio.run(check) == "/health does not answer within 0 s"

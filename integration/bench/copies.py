@@ -19,6 +19,7 @@ from statistics import median
 import torch
 
 from integration.bench.copy_cases import Case, Way, large_copy_ms, make_case, on_streams, ways_of
+from integration.bench.regimes import rotated
 from integration.report import Report, hardware
 from kv_connector.types import Direction
 
@@ -78,15 +79,18 @@ def parse_options() -> argparse.Namespace:
 
 
 def measure_case(report: Report, case: Case, options: argparse.Namespace) -> None:
-    """All ways in turn in every run, then what only ours has."""
+    """All ways in turn in every run, in an order that rotates, then what only ours has."""
     ways = ways_of(case, options.ways.split(","))
-    timings: dict[tuple[str, Direction], Timing] = {}
-    for _ in range(options.repeats + 1):
+    sides = ["link", *ways]
+    timings = {(name, direction): Timing([], []) for name in sides for direction in Direction}
+    for turn in range(options.repeats + 1):
         for direction in Direction:
-            link = timings.setdefault(("link", direction), Timing([], []))
-            link.ms.append(large_copy_ms(case, direction))
-            for name, way in ways.items():
-                run_once(case, way, direction, timings.setdefault((name, direction), Timing([], [])))
+            for name in rotated(sides, turn):
+                timing = timings[name, direction]
+                if name == "link":
+                    timing.ms.append(large_copy_ms(case, direction))
+                else:
+                    run_once(case, ways[name], direction, timing)
     duplex = measure_duplex(case, ways["ours"], options.repeats)
     for timing in (*timings.values(), *duplex):
         del timing.ms[0], timing.cpu_ms[:1]  # the first run compiles and touches memory
@@ -110,8 +114,9 @@ def run_once(case: Case, way: Way, direction: Direction, timing: Timing) -> None
 def measure_duplex(case: Case, way: Way, repeats: int) -> tuple[Timing, Timing]:
     """Both directions at once: ours, and two large copies; some of each, one behind the other, as in service."""
     ours, link = Timing([], []), Timing([], [])
-    for _ in range(repeats + 1):
-        for timing, copy in ((link, case.large_copy), (ours, way.copy)):
+    sides = {"link": (link, case.large_copy), "ours": (ours, way.copy)}
+    for turn in range(repeats + 1):
+        for timing, copy in (sides[name] for name in rotated(list(sides), turn)):
             both = [partial(copy, direction) for direction in Direction]
             timing.ms.append(on_streams(case, both * DUPLEX_COPIES, num_streams=len(both)))
     return ours, link

@@ -136,6 +136,11 @@ def fill_device(server: EngineServer, random: np.random.Generator) -> str:
     return "fillers"
 
 
+def wait_for_host(server: EngineServer) -> dict[str, float]:
+    """Runs in the engine's process; a function of `EngineServer` itself, sent there, would do nothing."""
+    return server.wait_for_host()
+
+
 class Engine:
     """The parent's side of one engine. `name` is its connector."""
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from integration.bench.engines import Engine, EngineError, Engines, EngineServer, Sample, start_engines
-from integration.bench.options import EngineOptions, engine_options
+from integration.bench.engines import Engine, EngineError, Engines, EngineServer, Sample, start_engines, wait_for_host
+from integration.bench.options import EngineOptions, check_device, engine_options
 from integration.bench.peers import parse_connector
 from integration.bench.regimes import rotated
 from integration.report import Report, hardware
@@ -111,6 +111,7 @@ def first_tokens(
     ]
     print(f"logs of the engines: {wanted[0].logs}", flush=True)
     if lengths:
+        check_device(wanted)
         measure_hits(options, report, wanted, lengths, link, last)
     return report, wanted
 
@@ -126,7 +127,7 @@ def measure_hits(
     """Parts one and two, on engines that run beside each other."""
     engines, _ = start_engines(wanted, options.start_timeout)
     try:
-        engines.everywhere(EngineServer.wait_for_host)
+        engines.everywhere(wait_for_host)
         for length in lengths:  # compiles what a first use compiles
             engines.everywhere(probe, prompt(length + TAIL))
         print(f"{'tokens':>7}  {'engine':20} {'computed':>22} {'device hit':>22} {'host hit':>22} ms, median (spread)")
@@ -149,11 +150,13 @@ def prompt(length: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(next(_seeds)).integers(3, 500, length)]
 
 
-def in_turn(engines: Engines, num_prompts: int, length: int) -> Iterator[tuple[Engine, list[int]]]:
-    """Every prompt for every engine, in an order that rotates from prompt to prompt."""
+def in_turn(
+    engines: Engines, num_prompts: int, length: int, but: Sequence[str] = ()
+) -> Iterator[tuple[Engine, list[int]]]:
+    """Every prompt for every engine but some, in an order that rotates from prompt to prompt."""
     for turn in range(num_prompts):
         token_ids = prompt(length)
-        for name in rotated(list(engines), turn):
+        for name in rotated([name for name in engines if name not in but], turn):
             yield engines[name], token_ids
 
 
@@ -241,9 +244,7 @@ def measure_part(report: Report, engines: Engines, length: int, num_prompts: int
     """Part two: 75 % on the host, the rest new."""
     num_hit = length * 3 // 4
     results: dict[str, list[tuple[Sample, dict[str, float]]]] = {}
-    for engine, token_ids in in_turn(engines, num_prompts + 1, length):
-        if engine.name == "none":
-            continue
+    for engine, token_ids in in_turn(engines, num_prompts + 1, length, but=["none"]):
         try:
             results.setdefault(engine.name, []).append(engine.call(probe_part, token_ids, num_hit))
         except EngineError as error:
@@ -275,4 +276,6 @@ def link_rate(device: torch.device) -> float:
         if has_gpu:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
+    del target
+    torch.cuda.empty_cache()  # the engines need it
     return source.numel() / median(seconds[1:])

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from integration.bench.copy_cases import Case, Way, large_copy_ms, make_case, ways_of
+from integration.bench.regimes import rotated
 from integration.report import Report, hardware
 from kv_connector.config import Config
 from kv_connector.transfer.engine import TransferEngine
@@ -150,9 +151,9 @@ def measure_model(report: Report, case: Case, name: str, work: Callable[[], None
     engine = TransferEngine(raw_form(case.layout), case.host, Config(staging_memory="256MiB"))
     found: dict[str, list[float]] = {"alone": [], "loads": [], "saves": [], "loads and saves": []}
     for repeat in range(repeats + 1):
-        for number, (beside, times) in enumerate(found.items()):
+        for number, beside in enumerate(rotated(list(found), repeat)):
             with copying(engine, case, beside, 4 * repeat + number):
-                times.append(device_ms(work))
+                found[beside].append(device_ms(work))
     engine.close()
     label = f"{case.piece_bytes >> 10}KiB"
     ms = {beside: median(times[1:]) for beside, times in found.items()}

@@ -68,6 +68,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no GPU: nothing to measure")
         return 0
+    if not options.caches.exists():
+        parser.error(f"no {options.caches}: python -m integration.models.smollm2_caches writes it where the model is")
     report = Report("lossless")
     print(f"{hardware()['gpu']}: medians of {options.repeats}")
     begin, failed = time.perf_counter(), 0

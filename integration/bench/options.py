@@ -7,7 +7,7 @@ import importlib.util
 import json
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,10 @@ TINY |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
 def usual_dtype(tiny: bool) -> str:
     """Of the model and of its KV cache."""
     return "float32" if tiny else "bfloat16"
+
+
+_ENGINE_BYTES = 2_500_000_000
+"""Of the GPU that an engine takes beside weights and KV cache, at least: its context, and what a large step needs."""
 
 
 def bytes_per_token(tiny: bool, dtype: str) -> int:
@@ -134,6 +138,27 @@ def add_arguments(
     parser.add_argument("--tiny", action="store_true", help="a tiny model and small sizes, for a machine without a GPU")
     parser.add_argument("--start-timeout", type=float, default=240.0, help="seconds")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs and the model's shape")
+
+
+def weights_bytes() -> int:
+    """Of the model that is no tiny one."""
+    hidden, keys = LLAMA_8B["hidden_size"], LLAMA_8B["num_key_value_heads"] * LLAMA_8B["head_dim"]
+    layer = hidden * (2 * hidden + 2 * keys + 3 * LLAMA_8B["intermediate_size"])
+    values = LLAMA_8B["num_hidden_layers"] * layer + 2 * LLAMA_8B["vocab_size"] * hidden
+    return int(values * getattr(torch, usual_dtype(tiny=False)).itemsize)
+
+
+def check_device(wanted: Sequence[EngineOptions]) -> None:
+    """Exits where the engines, all on one GPU, need more memory than that has: which of them fail would be chance."""
+    if wanted[0].tiny:
+        return
+    total = torch.cuda.get_device_properties(wanted[0].device).total_memory
+    needed = sum(weights_bytes() + one.device_tokens * one.bytes_per_token + _ENGINE_BYTES for one in wanted)
+    if needed > total:
+        raise SystemExit(
+            f"{len(wanted)} engines need {needed / 2**30:.0f} GiB of the GPU's memory at least, it has "
+            f"{total / 2**30:.0f} GiB: give fewer --connectors"
+        )
 
 
 def connectors(kinds: Collection[str], text: str) -> list[str]:

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from integration.bench.chats import ChatShape, Window, begin_chats, chat_row, run_window
-from integration.bench.engines import Engines, EngineServer, start_engines
+from integration.bench.engines import Engines, EngineServer, start_engines, wait_for_host
 from integration.bench.options import (
     EngineOptions,
     add_arguments,
     bytes_per_token,
+    check_device,
     engine_options,
     unavailable,
     usual_dtype,
@@ -123,6 +124,7 @@ def serve(kind: type[EngineOptions], parser: argparse.ArgumentParser) -> int:
         raise SystemExit(f"{error}, or a multiple of what the chats hold, such as 0.5x") from None
     check_host(size * sum(name != "none" for name in options.connectors))
     wanted = [engine_options(kind, options, name, options.max_length, size) for name in options.connectors]
+    check_device(wanted)
     report = Report(f"{kind.package}_serving")
     kept = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
     sizes = {"chats_bytes": round(chats_bytes), "host_bytes": size, "host_share": round(size / chats_bytes, 2)}
@@ -162,7 +164,7 @@ def measure(
     """Start the engines, measure all that was asked for, and stop them."""
     engines, _ = start_engines(wanted, options.start_timeout)
     try:
-        engines.at_once(EngineServer.wait_for_host)
+        engines.at_once(wait_for_host)
         if options.rounds:
             measure_misses(options, report, engines, begin)
             add_failed(report, engines)

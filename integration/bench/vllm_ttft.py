@@ -10,7 +10,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from integration.bench.engines import EngineError, EngineServer, start_engines
+from integration.bench.engines import EngineError, start_engines, wait_for_host
 from integration.bench.first_tokens import add_ttft_arguments, first_tokens, made_tiny
 from integration.bench.options import EngineOptions, add_arguments, unavailable
 from integration.bench.vllm_engine import VllmOptions
@@ -45,7 +45,7 @@ def measure_startup(report: Report, wanted: EngineOptions, timeout: float) -> No
         row = {"part": "startup", "connector": name, "host_bytes": wanted.host_bytes}
         row |= {"engine_seconds": begin.engine_seconds, "first_token_seconds": begin.first_token_seconds}
         try:
-            last = engine.call(EngineServer.wait_for_host).get("host_capacity_blocks", 0)
+            last = engine.call(wait_for_host).get("host_capacity_blocks", 0)
         except EngineError as error:
             engines.drop(name, error)
             continue

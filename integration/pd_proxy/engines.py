@@ -21,7 +21,7 @@ LONGEST_PAUSE = 10.0
 MISSED_CHECKS = 2
 """In a row, after which an engine gets no more requests: one may be slow when it is busy."""
 CHECK_SECONDS = 10.0
-"""Within which an engine has to answer a check."""
+"""Within which an engine has to answer a check, all of it, connecting included."""
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
         metrics.healthy.labels(self.url, self.role).set(1)
         while True:
             self._doubt = anyio.Event()
-            if (fault := await self._check(client)) is None:
+            if (fault := await self.check(client)) is None:
                 missed = 0
                 self._set_healthy(True, "", metrics)
                 with anyio.move_on_after(seconds):
@@ -58,10 +58,13 @@ class Engine:
                     self._set_healthy(False, fault, metrics)
                 await anyio.sleep(min(FIRST_PAUSE * 2 ** min(missed - 1, 10), LONGEST_PAUSE))
 
-    async def _check(self, client: httpx.AsyncClient) -> str | None:
+    async def check(self, client: httpx.AsyncClient) -> str | None:
         """What is wrong with it, if anything is."""
         try:
-            response = await client.get(f"{self.url}/health", timeout=CHECK_SECONDS)
+            with anyio.fail_after(CHECK_SECONDS):
+                response = await client.get(f"{self.url}/health")
+        except TimeoutError:
+            return f"/health does not answer within {CHECK_SECONDS:g} s"
         except httpx.RequestError as error:
             return describe(error)
         return None if response.status_code < 400 else f"/health answers {response.status_code}"

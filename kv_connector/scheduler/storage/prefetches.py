@@ -159,11 +159,12 @@ class PrefetchPlanner:
 
     def plan(self) -> list[StorageJob]:
         """Jobs that begin in this step."""
-        for job_id in self._reading.lost(self._clock()):
-            self._abandon(job_id)
+        now = self._clock()
+        for job_id in self._reading.lost(now):
+            self._abandon(job_id, now)
         jobs = [job for prefetch in self._followed() for job in self._look_up(prefetch)] + self._opened
         self._opened = []
-        self._reading.begun(jobs, self._clock())
+        self._reading.begun(jobs, now)
         return jobs
 
     def take_cancelled(self) -> tuple[int, ...]:
@@ -269,11 +270,11 @@ class PrefetchPlanner:
         self._shared.ledger.open(job, self._owner, prefetch.request_ids)
         return job
 
-    def _abandon(self, job_id: int) -> None:
+    def _abandon(self, job_id: int, now: float) -> None:
         """Storage has lost the job, by all appearances: its requests are computed, and what it was to bring may be
         saved or fetched anew. Its host blocks stay leased: they may be written to yet."""
         logger.warning("storage has not answered job %d for %.0f s: it is not waited for", job_id, LOST_SECONDS)
-        self._reading.forget(job_id)
+        self._reading.forget(job_id, now)
         self._followers.abandon(job_id)
         self._host.discard(self._fetches.abandon(job_id))
         self._forget_warmed()

@@ -28,7 +28,7 @@ class Reading:
     def __init__(self) -> None:
         self.rate = Rate()  # of fetching, in blocks a second
         self._asked: dict[int, float] = {}  # jobs under way, the oldest first, and when they were begun
-        self._num_fetches = 0
+        self._fetches: set[int] = set()  # those of them
         self._num_blocks = 0  # of fetches under way, and of those that ended since the first of them was begun
         self._since = 0.0
         self._silence = 0.0  # seconds in which no job ended that was under way
@@ -41,21 +41,23 @@ class Reading:
         fetches = [job for job in jobs if job.action is StorageAction.FETCH]
         if jobs and not self._asked:
             self._silence, self._looked = 0.0, now
-        if fetches and not self._num_fetches:
+        if fetches and not self._fetches:
             self._since, self._num_blocks = now, 0
         self._asked |= {job.job_id: now for job in jobs}
-        self._num_fetches += len(fetches)
+        self._fetches |= {job.job_id for job in fetches}
         self._num_blocks += sum(job.num_blocks for job in fetches)
 
-    def ended(self, job: StorageJob, was_read: bool, now: float) -> None:
-        """One of them has ended; `was_read`: its blocks were read."""
+    def ended(self, job: StorageJob, was_answered: bool, now: float) -> None:
+        """One of them has ended; `was_answered`: it was not called off before storage began it, which says nothing of
+        storage."""
         self._asked.pop(job.job_id, None)
-        self._silence, self._looked = 0.0, now
-        self._is_told = False
-        if job.action is StorageAction.FETCH:
-            self._num_fetches -= 1
-            self._num_blocks -= 0 if was_read else job.num_blocks
-            if not self._num_fetches and self._num_blocks:
+        if was_answered:
+            self._silence, self._looked = 0.0, now
+            self._is_told = False
+        if job.job_id in self._fetches:
+            self._fetches.remove(job.job_id)
+            self._num_blocks -= 0 if was_answered else job.num_blocks
+            if not self._fetches and self._num_blocks > 0:
                 self.rate.observe(self._num_blocks, now - self._since)
 
     def hangs(self, now: float) -> bool:
@@ -77,9 +79,12 @@ class Reading:
         self._num_skipped = self._num_skipped + 1 if is_slower else 0
         return is_slower
 
-    def forget(self, job_id: int) -> None:
-        """The job is lost: its answer, if it ever comes, is one like any other."""
+    def forget(self, job_id: int, now: float) -> None:
+        """The job is lost: its answer, if it ever comes, is no measurement, nor is what is fetched beside it now."""
         self._asked.pop(job_id, None)
+        if job_id in self._fetches:
+            self._fetches.remove(job_id)
+            self._since, self._num_blocks = now, 0
 
     def lost(self, now: float) -> list[int]:
         """Jobs that nobody should wait for: they were begun too long ago."""

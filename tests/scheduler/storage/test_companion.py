@@ -177,6 +177,23 @@ def test_an_engine_that_stood_still_itself_goes_on_waiting_for_storage(prefetch:
     half.check()
 
 
+def test_what_was_called_off_is_no_answer_of_storage() -> None:
+    """Clients hang up faster than storage would be found to hang, and none of their look-ups reaches it."""
+    half, _, ticks = make_half(prefetch="wait_complete")
+    first = Asked("first", PROMPT)
+    arrive(half, first)
+    for number in range(4):
+        assert matched(half, first) is None
+        other = Asked(f"other {number}", prompt(number + 1))
+        job = arrive(half, other)
+        half.request_finished(other)
+        assert run(half).cancelled_storage == (job.job_id,)
+        ticks.now += 0.5
+        report(half, failed=[job])
+    assert matched(half, first) == 0, "computed"
+    half.check()
+
+
 def test_the_first_request_of_an_engine_finds_what_storage_has() -> None:
     """The step that answers its look-up is also the one that says how much host memory there is."""
     config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "unused", "capacity": "8MiB"}})

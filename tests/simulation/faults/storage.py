@@ -170,7 +170,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "lost-answers-awaited",
         "a request waits for ever for an answer that was lost",
-        (Patch(_PREFETCHES, "for job_id in self._reading.lost(self._clock()):", "for job_id in ():"),),
+        (Patch(_PREFETCHES, "for job_id in self._reading.lost(now):", "for job_id in ():"),),
         tested(f"{_TESTS}::test_one_answer_that_is_lost_hangs_neither_its_request_nor_those_with_its_prefix"),
     ),
     Mutant(
@@ -184,6 +184,18 @@ STORAGE: tuple[Mutant, ...] = (
         "storage is given up where the engine itself stood still",
         (Patch(_READING, "min(now - self._looked, _LONGEST_LOOK)", "now - self._looked"),),
         tested(f"{_TESTS}::test_an_engine_that_stood_still_itself_goes_on_waiting_for_storage"),
+    ),
+    Mutant(
+        "called-off-is-an-answer",
+        "storage that does not answer is waited for as long as others are called off",
+        (
+            Patch(
+                _READING,
+                "        if was_answered:\n            self._silence",
+                "        if True:\n            self._silence",
+            ),
+        ),
+        tested(f"{_TESTS}::test_what_was_called_off_is_no_answer_of_storage"),
     ),
     Mutant(
         "called-off-all-the-same",

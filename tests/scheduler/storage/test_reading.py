@@ -1,0 +1,36 @@
+"""What is learned of storage's speed where some of what it is asked is never answered."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kv_connector.scheduler.storage.reading import LOST_SECONDS, Reading
+from kv_connector.types import StorageAction, StorageJob
+
+
+def fetch(job_id: int, num_blocks: int) -> StorageJob:
+    return StorageJob(job_id, StorageAction.FETCH, b"", np.arange(num_blocks, dtype=np.int64))
+
+
+def test_a_fetch_that_is_lost_does_not_end_what_is_learned() -> None:
+    reading, lost = Reading(), fetch(1, 8)
+    reading.begun([lost], 0.0)
+    (job_id,) = reading.lost(LOST_SECONDS)
+    reading.forget(job_id, LOST_SECONDS)
+    reading.begun([fetch(2, 10)], 100.0)
+    reading.ended(fetch(2, 10), True, 102.0)
+    assert reading.rate.value == 5.0
+    reading.ended(lost, True, 200.0)
+    assert reading.rate.value == 5.0, "it took as long as it was not waited for"
+
+
+@pytest.mark.parametrize("was_read", [True, False])
+def test_what_is_under_way_beside_one_that_is_lost_says_nothing(was_read: bool) -> None:
+    """How long it took would be counted from the middle of it."""
+    reading = Reading()
+    reading.begun([fetch(1, 8)], 0.0)
+    reading.begun([fetch(2, 1000)], LOST_SECONDS - 1.0)
+    reading.forget(1, LOST_SECONDS)
+    reading.ended(fetch(2, 1000), was_read, LOST_SECONDS + 0.001)
+    assert reading.rate.value == 0.0
