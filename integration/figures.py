@@ -251,9 +251,9 @@ def chats_by_regime(result: Result) -> list[str]:
     versions = f"vLLM {result['software']['vllm']}, LMCache {result['software']['lmcache']}"
     head = (
         f"`{result['file']}`, {_origin(result)}, {result['hardware']['gpu']}, {versions}: {len(found)} regimes, the "
-        f"worst first, one window of {seconds[0]:.1f} to {seconds[-1]:.1f} s for each engine. Turns a second of the default "
-        f"policy over the best peer's (goal 1.05), p50 of the time to first token over the soonest peer's (goal 1); of "
-        f"each engine turns a second, p50, and the share of the prompts' tokens that is cached."
+        f"worst first, one window of {seconds[0]:.1f} to {seconds[-1]:.1f} s for each engine. Turns a second of the "
+        f"default policy over the best peer's (goal 1.05), p50 of the time to first token over the soonest peer's "
+        f"(goal 1); of each engine turns a second, p50, and the share of the prompts' tokens that is cached."
     )
     middle = marked(claims[f"turns_over_best_peer_median_of_{len(found)}_regimes"])
     num_held = sum(claim["holds"] for claim in claims.values())
