@@ -270,7 +270,7 @@ def older_chats(result: Result) -> list[str]:
     return [
         *older_table(missed),
         "",
-        *_wrapped(f"{len(missed)} of {len(rows)} rows, the highest of which is {most:.2f}."),
+        *_wrapped(f"These are {len(missed)} of {len(rows)} rows; the highest ratio of all is {most:.2f}."),
     ]
 
 

@@ -202,6 +202,9 @@ def chats() -> Iterator[str]:
     turns = [engine["arrived"] for row in found.values() for engine in row["engines"].values()]
     yield f"A window has {min(turns)} to {max(turns)} turns"
     yield f"in the last run that is {over_none(name)['ours']:.3f}"
+    older = "vllm_serving_0251_h200"
+    turns, missed = claim(older, "ours_chat_throughput_over_offloading"), claim(older, "ours_miss_path_throughput")
+    yield f"`{older}.json`: {turns:.2f}, and {missed:.3f} where nothing is hit"
 
 
 def transfers() -> Iterator[str]:
