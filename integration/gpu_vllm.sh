@@ -33,7 +33,8 @@ for part in "${parts[@]}"; do
     case $part in
         tests) run tests "$limit" bash "$root/integration/gpu_vllm_tests.sh" "$site" "$((limit - 15))" ;;
         ranks)
-            TESTS=$(printf 'integration/tests/test_vllm_%s.py ' replicas tp_sizes parallel pipeline context) \
+            TESTS='integration/tests/test_vllm_replicas.py integration/tests/test_vllm_tp_sizes.py
+                integration/tests/test_vllm_parallel.py integration/tests/test_vllm_pipeline.py' \
                 run ranks "$limit" bash "$root/integration/gpu_vllm_tests.sh" "$site" "$((limit - 15))"
             ;;
         ttft_graphs) bench vllm_ttft "$part" --host-memory 14GiB ;;
