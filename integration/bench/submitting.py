@@ -188,7 +188,8 @@ def measure_first_group(report: Report, case: Case, engine: TransferEngine, repe
         first, group = engine._load.events[0], engine._load.groups[0]
         engine.wait_all()
         synchronize()
-        group_bytes = len(case.device_ids) * case.layout.bytes_of(group)
+        regions = case.layout.regions[group.start : group.stop]
+        group_bytes = len(case.device_ids) * sum(region.piece_bytes for region in regions)
         late.append(1e3 * (start.elapsed_time(first) - link * group_bytes / case.num_bytes))
         engine.drain()
     print(

@@ -111,14 +111,16 @@ def test_storage_has_one_copy_which_ranks_find_again(tmp_path: Path, model: str)
 
 @each_model
 def test_what_one_rank_has_not_loaded_none_has(tmp_path: Path, model: str) -> None:
+    """What is computed again has the tokens of what was computed first, and a hit those of a hit: a GPU adds up in
+    another order in a step of another shape."""
     config = transfer_config({"write_policy": "write_through"}, kv_load_failure_policy="recompute")
     asked = prompts(2)
     with running(tmp_path, model, num_blocks=160, kv_transfer_config=config, async_scheduling=False, **RANKS) as e:
-        e.alone(asked)
+        computed = e.alone(asked)
         expected = e.alone(asked)
         e.llm.reset_prefix_cache()
         e.break_loads(True, rank=1)
-        assert e.alone(asked) == expected
+        assert e.alone(asked) == computed
         e.break_loads(False, rank=1)
         assert e.alone(asked) == expected
         assert e.stats()["failed_load_jobs"] == 2

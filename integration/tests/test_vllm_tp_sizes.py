@@ -65,8 +65,10 @@ def _continue(
 @pytest.mark.parametrize("model", ["dense", "windows"])
 @pytest.mark.parametrize(("producer", "consumer"), [(1, 2), (2, 1)])
 def test_a_prompt_computed_by_another_number_of_ranks_is_continued(
-    folder: Path, model: str, producer: int, consumer: int
+    folder: Path, model: str, producer: int, consumer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if torch.cuda.is_available():
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has used CUDA, and a fork could not
     asked = [prompt[:161] for prompt in prompts(3, 200)]
     context = multiprocessing.get_context("spawn")
     pipe, there = context.Pipe()

@@ -20,6 +20,7 @@ from kv_connector.cli.doctor import copies, folders, memory, software
 from kv_connector.cli.doctor.finding import Finding, Status
 from kv_connector.cli.doctor.gpu import FoundGpu, Link
 from kv_connector.storage.filesystem.backend import FilesystemStorage
+from kv_connector.transfer.memory.host_pool import HostPool
 from tests.storage.storages import BLOCK, IDENTITY
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,31 @@ def test_a_machine_without_a_gpu_is_no_problem(tmp_path: Path, capsys: pytest.Ca
     assert rates and float(rates[1]) > 0
     assert found["torch"]["status"] == "ok" and torch.__version__ in found["torch"]["value"]
     assert found["storage folder"]["status"] == "ok" and not (tmp_path / "store").exists()
+
+
+def test_no_plain_copy_crosses_what_cuda_has_locked_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses those: a gigabyte of host memory is locked in pieces."""
+    host = HostPool(10, 8, pin_piece_bytes=4 * 8)
+    host.tensor.copy_(torch.arange(80, dtype=torch.uint8).view(10, 8))
+    copied: list[tuple[int, int]] = []
+    copy = torch.Tensor.copy_
+
+    def noted(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        ours = next(
+            side for side in (to, source) if host.tensor.data_ptr() <= side.data_ptr() < host.tensor.data_ptr() + 80
+        )
+        copied.append((ours.data_ptr() - host.tensor.data_ptr(), ours.numel()))
+        return copy(to, source)
+
+    def rate(move: Callable[[], Any], num_bytes: int, device: torch.device) -> float:
+        move()
+        return float(num_bytes)
+
+    monkeypatch.setattr(copies, "_rate", rate)
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    assert copies._plain(host, torch.device("cpu")) == (80.0, 80.0)
+    assert copied == [(0, 32), (32, 32), (64, 16)] * 2
+    host.close()
 
 
 def test_copies_are_measured_with_one_thread_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

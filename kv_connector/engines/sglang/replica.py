@@ -76,7 +76,7 @@ class Replica:
             exchange=ranks.exchange,
             exchange_all=ranks.exchange,
             # It launches a prompt's kernels one by one, and waits for the driver where that takes in copies.
-            make_path=partial(make_path, packs_saves=True),
+            make_path=partial(make_path, packs_pieces=True),
             retries_loads=True,
         )
         self.worker.register_kv_caches(pages.tensors, pages.num_pages, dict.fromkeys(pages.tensors, 0))

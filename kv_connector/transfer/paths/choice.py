@@ -18,12 +18,12 @@ class AutoPath:
     """Chooses a path for each copy: the one that `costs` says takes least, of those that this pool and form have."""
 
     def __init__(
-        self, form: HostForm, host: HostPool, staging_memory: int, costs: LinkCosts, packs_saves: bool = False
+        self, form: HostForm, host: HostPool, staging_memory: int, costs: LinkCosts, packs_pieces: bool = False
     ) -> None:
         """`staging_memory` is what `StagedPath` may take; where a piece does not fit into it, DMA takes its place.
 
-        `packs_saves`: a block that is saved in several pieces is packed, whatever DMA costs, for an engine that loses
-        more by the many copies than by the kernels.
+        `packs_pieces`: where a copy engine has to take a block in several pieces it is packed, whatever that costs, for
+        an engine that loses more by the many copies; a load that the model waits for may be a kernel's all the same.
         """
         from .direct import DirectPath
         from .staged import StagedPath, min_staging_memory
@@ -31,7 +31,7 @@ class AutoPath:
         self._form = form
         self._host = host
         self._costs = costs
-        self._packs_saves = packs_saves
+        self._packs_pieces = packs_pieces
         self._runs = RunsPath(form, host)
         self._paths: dict[PathName, CopyPath] = {PathName.RUNS: self._runs}
         if host.is_pinned:
@@ -72,7 +72,7 @@ class AutoPath:
             return PathName.RUNS  # only DMA reaches memory that is not page-locked
         pieces = self._runs.piece_bytes(regions)
         row_bytes, is_pitched = sum(pieces), self._runs.is_pitched(regions)
-        if self._packs_saves and direction is Direction.SAVE and len(pieces) > 1 and not is_pitched:
+        if self._packs_pieces and len(pieces) > 1 and not is_pitched and not urgent:
             return PathName.STAGED
         # A pitched row moves like a segment of its length.
         segment_bytes = row_bytes if is_pitched else row_bytes // len(pieces)
@@ -87,10 +87,10 @@ def make_fallback(form: HostForm, host: HostPool) -> CopyPath:
 
 
 def make_path(
-    form: HostForm, host: HostPool, config: Config, costs: LinkCosts = BUILT_IN, packs_saves: bool = False
+    form: HostForm, host: HostPool, config: Config, costs: LinkCosts = BUILT_IN, packs_pieces: bool = False
 ) -> CopyPath:
     """The path that `config.copy_path` names, by `costs` where it is `auto`, see `AutoPath`, and there alone
-    `packs_saves` counts; a cache on the CPU is copied with torch.
+    `packs_pieces` counts; a cache on the CPU is copied with torch.
 
     Raises ConfigError where the path cannot serve this pool and form.
     """
@@ -101,7 +101,7 @@ def make_path(
             f"copy_path={config.copy_path.value!r} cannot copy what host_form='lossless' codes: give 'auto' or 'staged'"
         )
     if config.copy_path is PathName.AUTO and not form.name:
-        return AutoPath(form, host, config.staging_memory, costs, packs_saves)
+        return AutoPath(form, host, config.staging_memory, costs, packs_pieces)
     if config.copy_path is PathName.RUNS:
         return RunsPath(form, host)
     # Only these need Triton.

@@ -209,25 +209,27 @@ def test_copies_that_are_packed_are_cut_into_longer_slices(monkeypatch: pytest.M
     assert path.slice_bytes(SAVE) == SLICE_BYTES
 
 
-def test_saves_in_pieces_are_packed_for_an_engine_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast DMA is; not what DMA takes in one copy, and no loads."""
+def test_pieces_are_packed_for_an_engine_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast DMA is; not what DMA takes in one copy, and what the model waits for goes by its costs."""
     for module in (runs_module, staging):
         monkeypatch.setattr(module, "driver_copier", lambda: copy_now)
     fast, slow = Curve((1 << 7,), (1e5,), 0.0), Curve((1 << 7,), (1e-3,), 0.0)
     load, save = (replace(BUILT_IN.of(direction), dma=fast, direct=slow) for direction in (LOAD, SAVE))
     costs = replace(BUILT_IN, load=load, save=save)
+
+    def choices(layout: CacheLayout, packs_pieces: bool) -> list[PathName]:
+        form, pool = raw_form(layout), make_pool(layout)
+        path = AutoPath(form, pool, min_staging_memory(form), costs, packs_pieces)
+        regions = range(len(layout.regions))
+        return [path._choose(*copy) for copy in ((SAVE, regions, 4), (LOAD, regions, 4), (LOAD, regions, 4, True))]
+
+    runs, staged = PathName.RUNS, PathName.STAGED
     apart, evenly = (
         filled(bf16_apart, torch.device("cpu")),
         evenly_apart(torch.device("cpu"), piece=LEAST_PITCHED_BYTES),
     )
-    found = []
-    for layout in (apart, evenly):
-        form, pool = raw_form(layout), make_pool(layout)
-        for packs_saves in (False, True):
-            path = AutoPath(form, pool, min_staging_memory(form), costs, packs_saves)
-            found.append([path._choose(direction, range(len(layout.regions)), 4) for direction in (LOAD, SAVE)])
-    runs = PathName.RUNS
-    assert found == [[runs, runs], [runs, PathName.STAGED], [runs, runs], [runs, runs]]
+    assert choices(apart, False) == choices(evenly, False) == [runs] * 3
+    assert (choices(apart, True), choices(evenly, True)) == ([staged, staged, runs], [runs] * 3)
 
 
 def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
