@@ -218,6 +218,19 @@ def sglang() -> Iterator[str]:
     assert min(over[size, packed] for size in (2048, 8192)) > 1
     long, short = sglang_packed(32), sglang_packed(8)
     yield f"**{long:.2f}** times the turns of HiCache there, with answers of 32, and {short:.2f} with"
+    counted = [
+        (row["connector"], row["counted"])
+        for name in ("1x", "2x")
+        for row in result(f"sglang_serving_{name}_h200")["rows"]
+        if row.get("counted")
+    ]
+    rates = {name: [] for name, _ in counted}
+    for name, of in counted:
+        rates[name].append(round(of["loaded_bytes"] / of["load_milliseconds"] / 1e6))
+    (rate,) = set(rates[packed])
+    yield f"loads moved at {rate} GB/s, those of ours at {min(rates['ours'])} to {max(rates['ours'])} there"
+    tokens = [of["loaded_bytes"] / of["sync_loads"] / (128 << 10) for name, of in counted if name == "ours"]
+    yield f"a load had {min(tokens):,.0f} to {max(tokens):,.0f} tokens on average"
 
 
 def policies() -> Iterator[str]:
@@ -238,6 +251,10 @@ def changes() -> Iterator[str]:
     missed, over = over_none("sglang_serving_1x_h200"), sglang_over_hicache()
     ours, peer = (f"{missed[name]:.4f}" for name in ("ours", "hicache"))
     yield f"it has {ours} of the throughput without a host cache (goal 0.99), HiCache {peer}"
+    chats = [row for row in result("sglang_serving_05x_h200")["rows"] if row["part"] == "chats"]
+    cached = {(row["connector"], row["answer"]): f"{100 * row['cached_share']:.0f}" for row in chats}
+    (half,) = {cached["ours", answer] for answer in (8, 32)}
+    yield f"have {half} % cached, with HiCache {cached['hicache', 8]} and {cached['hicache', 32]}"
     yield f"after {over[2048, 'ours']:.3f} and {over[8192, 'ours']:.3f} times what it takes with HiCache"
 
 
