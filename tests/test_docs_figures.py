@@ -210,6 +210,8 @@ def sglang_packed(answer: int) -> float:
 def sglang() -> Iterator[str]:
     over, ms = sglang_over_hicache(), sglang_host_hits()
     yield "**{:.3f}, {:.3f} and {:.3f}** times what it takes".format(*(over[n, "ours"] for n in (2048, 8192, 32768)))
+    longer = [100 * (ms[n, "computed", "ours"] / ms[n, "computed", "none"] - 1) for n in (2048, 8192, 32768)]
+    yield "takes {:.1f}, {:.1f} and {:.1f} % longer than without the linker".format(*longer)
     packed = 'ours:copy_path="staged"'
     yield (
         f"takes {ms[32768, 'host_hit', packed]:.1f} ms at 32,768, {over[32768, packed]:.3f} times HiCache's "
