@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from integration.tables_of_chats import marked
+
 Row = Mapping[str, Any]
 Claims = Mapping[str, Row]
 
@@ -32,7 +34,7 @@ def regimes(results: Iterable[Mapping[str, Any]], peer: str) -> list[str]:
     for host, answer in dict.fromkeys((row["host_share"], row["answer"]) for row in rows):
         cells = [_window(found.get((host, answer, name))) for name in names]
         which = f"host_{host:g}x_answers_{answer}_"
-        over = [_marked(claim, 3) for name, claim in claims.items() if which in name]
+        over = [marked(claim, 3) for name, claim in claims.items() if which in name]
         lines.append(_line(f"{host:.2g}x, {answer} tokens", *cells, *over))
     return lines
 
@@ -60,12 +62,12 @@ def copies(rows: Sequence[Row], claims: Claims) -> list[str]:
         thread = []
         for way in ("load", "save"):
             claim = claims.get(f"submitting_thread_share_{way}_{label}")  # the shortest pieces have no goal
-            thread.append(_marked(claim, 3) if claim else f"{found[piece, 'ours', way]['cpu_share']:.3f}")
+            thread.append(marked(claim, 3) if claim else f"{found[piece, 'ours', way]['cpu_share']:.3f}")
         ways = [
             ", ".join(f"{found[piece, name, way]['share_of_link']:.3f}" for way in ("load", "save")) for name in _WAYS
         ]
-        both = _marked(claims[f"share_of_duplex_{label}"], 3)
-        cells = [", ".join(_marked(claim, 3) for claim in ours), f"{ours[0]['goal']:g}", ", ".join(thread), both]
+        both = marked(claims[f"share_of_duplex_{label}"], 3)
+        cells = [", ".join(marked(claim, 3) for claim in ours), f"{ours[0]['goal']:g}", ", ".join(thread), both]
         lines.append(_line(size, *cells, *ways))
     return lines
 
@@ -78,7 +80,7 @@ def interference(rows: Sequence[Row], claims: Claims) -> list[str]:
 
     def line(title: str, names: Sequence[str], is_share: bool) -> None:
         told = [[claims[name.format(size=size)] for name in names] for size in sizes]
-        cells = [", ".join(_marked(claim, 3) if is_share else _percent(claim) for claim in of) for of in told]
+        cells = [", ".join(marked(claim, 3) if is_share else _percent(claim) for claim in of) for of in told]
         goal = told[0][0]["goal"]
         lines.append(_line(title, *cells, f"{goal:g}" if is_share else f"{100 * goal:g} %"))
 
@@ -108,11 +110,6 @@ def _window(row: Row | None) -> str:
         return "not measured"
     first = f"{row['ttft_p50_ms']:,.0f} ({row['ttft_p99_ms']:,.0f}) ms"
     return f"{row['turns_per_second']:.2f}, {first}, {100 * row['cached_share']:.0f} %"
-
-
-def _marked(claim: Row, digits: int) -> str:
-    value = f"{claim['value']:.{digits}f}"
-    return value if claim["holds"] else f"**{value}**"
 
 
 def _percent(claim: Row) -> str:

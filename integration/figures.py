@@ -23,6 +23,7 @@ from typing import Any
 from integration import figure_tables
 from integration.bench.regimes import MEDIAN_OVER_BEST_PEER
 from integration.reference import TABLES
+from integration.tables_of_chats import marked, misses_table, older_table, regimes_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "integration" / "bench" / "results"
@@ -173,11 +174,8 @@ def first_tokens(*results: Result) -> list[str]:
         "|---" * (2 + len(connectors)) + "|",
     ]
     for tokens, kind in dict.fromkeys((tokens, kind) for tokens, kind, _ in hits):
-        cells = [
-            f"{row['ms']:.1f} ({min(row['all_ms']):.1f} to {max(row['all_ms']):.1f})" if row else ""
-            for row in (hits.get((tokens, kind, name)) for name in connectors)
-        ]
-        lines.append(f"| {tokens:,} | {kind.replace('_', ' ')} | {' | '.join(cells)} |")
+        rows = [hits.get((tokens, kind, name)) for name in connectors]
+        lines.append(f"| {tokens:,} | {kind.replace('_', ' ')} | {' | '.join(map(_first_token, rows))} |")
     return lines
 
 
@@ -300,6 +298,40 @@ def chats(result: Result) -> list[str]:
     return [*lines, "", *_wrapped(_missed(result))]
 
 
+def first_tokens_beside_peers(result: Result) -> list[str]:
+    """Those of `first_tokens`, whose are void and why, a prompt of which a part is on the host, and missed goals."""
+    void = {row["connector"]: row["void"] for row in result["rows"] if "void" in row}
+    parts = [row for row in result["rows"] if row["part"] == "75_percent" and row["connector"] not in void]
+    told = ", ".join(f"{row['connector']} {row['ms']:.1f}" for row in parts)
+    whose = "".join(f"Host hits of {name} are void: {why}. " for name, why in void.items())
+    part = f"With {parts[0]['hit_tokens']:,} of {parts[0]['tokens']:,} tokens on the host: {told}. " if parts else ""
+    return [*first_tokens(result), "", *_wrapped(f"{whose}{part}{_missed(result)}")]
+
+
+def chats_by_regime(result: Result) -> list[str]:
+    """A table of all regimes, worst first, one of throughput where nothing is hit, and which goals are missed."""
+    found = [row for row in result["rows"] if row["part"] == "regime"]
+    misses = [row for row in result["rows"] if row["part"] == "misses"]
+    seconds, claims = sorted(row["seconds"] for row in found), result["claims"]
+    versions = f"vLLM {result['software']['vllm']}, LMCache {result['software']['lmcache']}"
+    head = (
+        f"`{result['file']}`, {_origin(result)}, {result['hardware']['gpu']}, {versions}: {len(found)} regimes, the "
+        f"worst first, one window of {seconds[0]:.1f} to {seconds[-1]:.1f} s for each engine. Turns a second of the "
+        f"default policy over the best peer's (goal 1.05), p50 of the time to first token over the soonest peer's "
+        f"(goal 1); of each engine turns a second, p50, and the share of the prompts' tokens that is cached."
+    )
+    middle = marked(claims[f"turns_over_best_peer_median_of_{len(found)}_regimes"])
+    num_held = sum(claim["holds"] for claim in claims.values())
+    tail = f"The median of the {len(found)} is {middle} (goal 1.2). {num_held} of {len(claims)} goals hold."
+    tables = [*regimes_table(found, claims), "", *misses_table(misses)]
+    return [*_wrapped(head), "", *tables, "", *_wrapped(tail)]
+
+
+def older_chats(result: Result) -> list[str]:
+    """A table of what runs of chats found whose results are no longer here, the worst first."""
+    return older_table(result["rows"])
+
+
 WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "steps": ("steps", steps),
     "index": ("index", index),
@@ -312,9 +344,11 @@ WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "copies": ("copies_h200", copies),
     "interference": ("interference_h200", interference),
     "lossless": ("lossless_h200", lossless),
-    "lossless_ttft": ("vllm_lossless_0251_h200", lossless_first_tokens),
-    "lossless_chats": ("vllm_serving_lossless_0251_075x_h200", chats),
-    "chats_0320": ("vllm_serving_0320_075x_h200", chats),
+    "lossless_ttft": ("vllm_lossless_0320_h200", lossless_first_tokens),
+    "lossless_chats": ("vllm_serving_0320_075x_h200", chats),
+    "regimes_0320": ("vllm_regimes_0320_h200", chats_by_regime),
+    "older_chats": ("vllm_serving_older_h200", older_chats),
+    "ttft_0320": ("vllm_ttft_0320_h200", first_tokens_beside_peers),
 }
 """By the name in a document: the result, or several, and what writes its lines."""
 
@@ -386,6 +420,12 @@ def _missed(result: Result) -> str:
     return f"{len(result['claims']) - len(missed)} of {len(result['claims'])} goals hold" + (
         f"; missed: {', '.join(missed)}." if missed else "."
     )
+
+
+def _first_token(row: Mapping[str, Any] | None) -> str:
+    if row is None or "void" in row:
+        return "void" if row else ""
+    return f"{row['ms']:.1f} ({min(row['all_ms']):.1f} to {max(row['all_ms']):.1f})"
 
 
 def _taken(row: Mapping[str, Any]) -> str:

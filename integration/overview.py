@@ -19,12 +19,7 @@ from integration.bench.regimes import regimes
 from integration.figures import RESULTS, ROOT
 
 PICTURE = RESULTS / "overview.png"
-CHATS = (
-    "vllm_serving_0251_05x_h200",
-    "vllm_serving_0251_075x_h200",
-    "vllm_serving_0251_1x_h200",
-    "vllm_serving_0320_075x_h200",
-)
+CHATS = tuple(f"vllm_serving_0320_{size}_h200" for size in ("05x", "075x", "1x", "2x"))
 MISSES = ("vllm_misses_0251_h200", "vllm_serving_0320_075x_h200")
 FIRST_TOKENS = ("sglang_ttft_h200", "sglang_ttft_32k_h200")
 NAMES = {
@@ -44,11 +39,11 @@ def result(name: str) -> dict[str, Any]:
 
 
 def chats() -> dict[str, dict[str, float]]:
-    """Turns answered a second, by regime and engine; by version, small hosts first, short answers first."""
+    """Turns answered a second, by regime and engine; small hosts first, short answers first."""
     found = regimes([row for name in CHATS for row in result(name)["rows"]])
-    found.sort(key=lambda regime: (regime["engine"], regime["host_share"], regime["answer"]))
+    found.sort(key=lambda regime: (regime["host_share"], regime["answer"]))
     return {
-        f"{_version(regime['engine'])}\nhost {regime['host_share']:g}x\nanswers {regime['answer']}": {
+        f"host {regime['host_share']:g}x\nanswers {regime['answer']}": {
             name: round(regime["engines"][name]["turns_per_second"], 4) for name in NAMES if name in regime["engines"]
         }
         for regime in found
@@ -104,7 +99,7 @@ def draw(path: Path) -> None:
 
     says = shown()
     figure, (left, middle, right) = pyplot.subplots(
-        1, 3, figsize=(16, 4.4), width_ratios=(9, 3.4, 3), layout="constrained"
+        1, 3, figsize=(18, 4.4), width_ratios=(12, 3.4, 3), layout="constrained"
     )
     _bars(left, says["chats"], 1)
     left.set_title("Chats: turns answered a second (more is better)", fontsize=10)
@@ -127,10 +122,6 @@ def draw(path: Path) -> None:
     pyplot.close(figure)
 
 
-def _version(engine: str) -> str:
-    return engine.replace("vllm", "vLLM")
-
-
 def _caption() -> str:
     measured, tokens = [result(name) for name in dict.fromkeys((*CHATS, *MISSES))], result(FIRST_TOKENS[0])
     gpus = {one["hardware"]["gpu"] for one in (*measured, tokens)}
@@ -140,8 +131,8 @@ def _caption() -> str:
     vllm = f"vLLM, {dates[0]} to {dates[-1]}, write policy adaptive, LMCache {' and '.join(lmcache)}"
     sglang = f"SGLang {tokens['software']['sglang']}, {tokens['date'][:10]}"
     return (
-        f"One {gpus.pop()}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: "
-        f"12 chats of 8,000 to 12,288 tokens, host memory for 0.5, 0.75 or all of them, one window for each bar;\n"
+        f"One {gpus.pop()}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: vLLM 0.32, "
+        f"12 chats of 8,000 to 12,288 tokens, host memory for 0.5 to 2 times of them, one window for each bar;\n"
         f"middle: prompts that nobody repeats. Right: {sglang}. Older results, other workloads and more that lost: "
         "docs/benchmarks.md."
     )

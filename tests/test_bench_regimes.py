@@ -153,7 +153,7 @@ def test_a_table_of_several_commits_is_of_none(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_result_without_regimes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        regimes.main([str(RESULTS / "vllm_serving_24gib_h200.json")])
+        regimes.main([str(RESULTS / "vllm_serving_0251_h200.json")])
     assert "measure it again" in capsys.readouterr().err
 
 

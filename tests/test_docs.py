@@ -108,7 +108,8 @@ def names_of_the_source() -> set[str]:
     claims = {
         name for path in figures.RESULTS.glob("*.json") for name in json.loads(path.read_text()).get("claims", ())
     }
-    return {*re.findall(r"\w+", text), *(path.name.partition(".")[0] for path in files), *claims}
+    begun = {name.partition(".")[0] for name in claims}  # a name in a document ends in front of a point
+    return {*re.findall(r"\w+", text), *(path.name.partition(".")[0] for path in files), *claims, *begun}
 
 
 def unknown_names(text: str, known: set[str]) -> list[str]:
