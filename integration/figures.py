@@ -328,8 +328,15 @@ def chats_by_regime(result: Result) -> list[str]:
 
 
 def older_chats(result: Result) -> list[str]:
-    """A table of what runs of chats found whose results are no longer here, the worst first."""
-    return older_table(result["rows"])
+    """A table of what runs of chats found whose results are no longer here: of those that missed a goal, in bold."""
+    rows = result["rows"]
+    missed = [row for row in rows if not all(row[what]["holds"] for what in ("turns_over", "over_none") if what in row)]
+    most = max(row["turns_over"]["value"] for row in rows)
+    return [
+        *older_table(missed),
+        "",
+        *_wrapped(f"{len(missed)} of {len(rows)} rows, the highest of which is {most:.2f}."),
+    ]
 
 
 WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {

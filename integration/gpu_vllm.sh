@@ -4,21 +4,22 @@
 #   bash integration/gpu_vllm.sh SITE OUT PEERS [PART ...]
 #
 # SITE: folder with vLLM, or "" where it is installed; OUT: for results; PEERS: folder with LMCache, or "" where it is
-# installed or left out; parts, all of them unless some are named: tests ttft_graphs ttft_eager misses, serving_0.5x and
-# the like for other sizes of the host, and regimes, which makes one table of all the serving_ results in OUT. GPU=N
-# takes that GPU, so that two parts can run beside each other; CONNECTORS, such as none,offloading,ours, takes these
-# instead of all, of which a GPU of 80 GB has no room for more than three. A part that fails or takes longer than
-# PART_SECONDS (590, less what came before the first) does not stop the others; each leaves a log and those of its
-# engines in OUT, and the exit status says whether one failed.
+# installed or left out; parts, all of them unless some are named: tests, ranks (tests of several GPUs), ttft_graphs,
+# ttft_eager, lossless (which needs build/smollm2_caches.npz, see gpu.sh), misses, serving_0.5x and the like for other
+# sizes of the host, and regimes, which makes one table of all the serving_ results in OUT. GPU=N takes that GPU, or
+# GPU=N,M those for ranks, so that parts can run beside each other (see gpu_queue.py); CONNECTORS, such as
+# none,offloading,ours, takes these instead of all, of which a GPU of 80 GB has no room for more than three. A part that
+# fails or takes longer than PART_SECONDS (590, less what came before the first) does not stop the others; each leaves a
+# log and those of its engines in OUT, and the exit status says whether one failed.
 set -uo pipefail
 shopt -s nullglob
 site=${1:+$(cd "$1" && pwd)} || exit 2
 out=$(mkdir -p "$2" && cd "$2" && pwd) || exit 2
 peers=${3:+$(cd "$3" && pwd)} || exit 2
 parts=("${@:4}")
-[ ${#parts[@]} -gt 0 ] || parts=(tests ttft_graphs ttft_eager misses serving_{0.5,0.75,1,2}x regimes)
+[ ${#parts[@]} -gt 0 ] || parts=(tests ranks ttft_graphs ttft_eager lossless misses serving_{0.5,0.75,1,2}x regimes)
 for part in "${parts[@]}"; do
-    [[ $part =~ ^(tests|ttft_graphs|ttft_eager|misses|serving_[0-9.]+x|regimes)$ ]] || {
+    [[ $part =~ ^(tests|ranks|ttft_graphs|ttft_eager|lossless|misses|serving_[0-9.]+x|regimes)$ ]] || {
         printf 'there is no part %s\n' "$part" >&2
         exit 2
     }
@@ -31,8 +32,16 @@ source integration/gpu_parts.sh vllm
 for part in "${parts[@]}"; do
     case $part in
         tests) run tests "$limit" bash "$root/integration/gpu_vllm_tests.sh" "$site" "$((limit - 15))" ;;
+        ranks)
+            TESTS=$(printf 'integration/tests/test_vllm_%s.py ' replicas tp_sizes parallel pipeline context) \
+                run ranks "$limit" bash "$root/integration/gpu_vllm_tests.sh" "$site" "$((limit - 15))"
+            ;;
         ttft_graphs) bench vllm_ttft "$part" --host-memory 14GiB ;;
         ttft_eager) bench vllm_ttft "$part" --host-memory 14GiB --eager ;;
+        lossless)
+            mkdir -p build && cp "$root/build/smollm2_caches.npz" build/ || failed=1
+            bench vllm_lossless "$part" --prompts 5
+            ;;
         misses)
             bench vllm_serving "$part" --host-memory 12GiB --limit "$((limit - 25))" --answers '' --rounds 15 \
                 --connectors none,offloading,simple,lmcache,ours
