@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from integration import figure_tables
+from integration.bench.regimes import MEDIAN_OVER_BEST_PEER
 from integration.reference import TABLES
 from integration.tables_of_chats import marked, misses_table, older_table, regimes_table
 
@@ -160,15 +162,13 @@ def mutants(result: Result) -> list[str]:
     return _wrapped(f"The last run of all ({where}): {verdicts['caught']} of {len(result['rows'])} caught; {rest}.")
 
 
-def first_tokens(result: Result) -> list[str]:
-    """A table of hits by tokens and engine."""
-    hits = {(row["tokens"], row["kind"], row["connector"]): row for row in result["rows"] if row["part"] == "hits"}
+def first_tokens(*results: Result) -> list[str]:
+    """A table of hits by tokens and engine, of runs of other lengths on one kind of GPU."""
+    rows = [row for result in results for row in result["rows"] if row["part"] == "hits"]
+    hits = {(row["tokens"], row["kind"], row["connector"]): row for row in rows}
     connectors = list(dict.fromkeys(connector for *_, connector in hits))
     lines = [
-        *_wrapped(
-            f"`{result['file']}`, {_origin(result)}, {result['hardware']['gpu']}: milliseconds to the first "
-            f"token, median and in brackets least and most."
-        ),
+        *_wrapped(f"{_named(*results)}: milliseconds to the first token, median and in brackets least and most."),
         "",
         f"| tokens | | {' | '.join(connectors)} |",
         "|---" * (2 + len(connectors)) + "|",
@@ -177,6 +177,71 @@ def first_tokens(result: Result) -> list[str]:
         rows = [hits.get((tokens, kind, name)) for name in connectors]
         lines.append(f"| {tokens:,} | {kind.replace('_', ' ')} | {' | '.join(map(_first_token, rows))} |")
     return lines
+
+
+def sglang_first_tokens(*results: Result) -> list[str]:
+    """Those of `first_tokens`, and what host hits take of HiCache's and of what they need."""
+    over: dict[str, dict[str, list[str]]] = {}
+    for name, claim in _together(*results)["claims"].items():
+        who, _, against = name.rpartition("_")[0].partition("_host_hit_over_")
+        value = f"{claim['value']:.3f}" if claim["holds"] else f"**{claim['value']:.3f}**"
+        over.setdefault(who, {}).setdefault(against, []).append(value)
+    told = [
+        f"`{who}`: {', '.join(of['hicache'])} of HiCache's, {', '.join(of['nones_device_hit_plus_link'])} of a device "
+        f"hit without a host cache and the bytes at the link's rate"
+        for who, of in over.items()
+    ]
+    return [*first_tokens(*results), "", *_wrapped(f"A host hit over others (goal 1), by length. {'; '.join(told)}.")]
+
+
+def sglang_chats(*results: Result) -> list[str]:
+    """A table of chats beside HiCache on hosts of several sizes, and the median of ours over it."""
+    claims = {name: claim for name, claim in _together(*results)["claims"].items() if "_over_" in name}
+    ratios = [claim["value"] for name, claim in claims.items() if name.startswith("turns_over_")]
+    goal, value = MEDIAN_OVER_BEST_PEER["sglang"], median(ratios)
+    told = f"{value:.3f}" if value >= goal else f"**{value:.3f}**"
+    head = (
+        f"{_named(*results)}: turns answered a second, p50 (p99) of the time to first token, and the share of prompts "
+        f"that is cached; the host's size is a multiple of what all chats hold."
+    )
+    rest = (
+        f"Of turns ours has {told} times HiCache's in the median of the {len(ratios)} lines (goal {goal}). "
+        f"{_held(claims)}"
+    )
+    return [*_wrapped(head), "", *figure_tables.regimes(results, "hicache"), "", *_wrapped(rest)]
+
+
+def sglang_misses(result: Result) -> list[str]:
+    """A table of throughput where nothing is hit."""
+    sizes = result["rows"][0]
+    (claim,) = (claim for name, claim in result["claims"].items() if name.startswith("miss_path"))
+    head = (
+        f"{_named(result)}: prompts of {sizes['miss_length']:,} tokens that nobody repeats, with answers of "
+        f"{sizes['miss_answer']}, {sizes['rounds']} rounds in rotating order; medians, goal {claim['goal']:g}."
+    )
+    rows = [row for row in result["rows"] if row["part"] == "misses"]
+    return [*_wrapped(head), "", *figure_tables.misses(rows, claim["goal"])]
+
+
+def copies(result: Result) -> list[str]:
+    """A table of scattered copies, each way of them."""
+    head = (
+        f"{_named(result)}: 1 GiB of blocks at random places on both sides, 64 pieces each that lie apart, or one of "
+        f"2 MiB; share of one large pinned copy to the GPU and from it, what both directions at once reach of two "
+        f"large copies (goal 0.95), and of the copy's time that a thread submits (goal 0.05 from 16 KiB up)."
+    )
+    table = figure_tables.copies(result["rows"], result["claims"])
+    return [*_wrapped(f"{head} {_held(result['claims'])}"), "", *table]
+
+
+def interference(result: Result) -> list[str]:
+    """A table of what copies cost a model."""
+    head = (
+        f"{_named(result)}: loads and saves of 2.25 GiB beside a model, with 256 MiB of staging; each round of "
+        f"decoding and prefill alone, beside loads, beside saves and beside both, in rotating order."
+    )
+    table = figure_tables.interference(result["rows"], result["claims"])
+    return [*_wrapped(f"{head} {_held(result['claims'])}"), "", *table]
 
 
 def lossless(result: Result) -> list[str]:
@@ -274,22 +339,25 @@ def older_chats(result: Result) -> list[str]:
     ]
 
 
-WRITERS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
+WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "steps": ("steps", steps),
     "index": ("index", index),
     "simulation": ("simulation", simulation),
     "simulation_short": ("simulation", simulation_short),
     "mutants": ("mutants", mutants),
-    "sglang_ttft": ("sglang_ttft_h200", first_tokens),
+    "sglang_ttft": (("sglang_ttft_h200", "sglang_ttft_32k_h200"), sglang_first_tokens),
+    "sglang_chats": (tuple(f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x")), sglang_chats),
+    "sglang_misses": ("sglang_serving_1x_h200", sglang_misses),
+    "copies": ("copies_h200", copies),
+    "interference": ("interference_h200", interference),
     "lossless": ("lossless_h200", lossless),
     "lossless_ttft": ("vllm_lossless_0320_h200", lossless_first_tokens),
     "lossless_chats": ("vllm_serving_0320_075x_h200", chats),
     "regimes_0320": ("vllm_regimes_0320_h200", chats_by_regime),
     "older_chats": ("vllm_serving_older_h200", older_chats),
     "ttft_0320": ("vllm_ttft_0320_h200", first_tokens_beside_peers),
-    "sglang_8k": ("sglang_ttft_8k_h200", first_tokens),
 }
-"""By the name in a document: the result, and what writes its lines."""
+"""By the name in a document: the result, or several, and what writes its lines."""
 
 
 def renewed(text: str) -> str:
@@ -303,9 +371,9 @@ def renewed(text: str) -> str:
 
 
 def _figures(name: str) -> list[str]:
-    result, write = WRITERS[name]
-    path = RESULTS / f"{result}.json"
-    return write(json.loads(path.read_text()) | {"file": path.name})
+    results, write = WRITERS[name]
+    paths = [RESULTS / f"{result}.json" for result in ([results] if isinstance(results, str) else results)]
+    return write(*(json.loads(path.read_text()) | {"file": path.name} for path in paths))
 
 
 def documents() -> list[Path]:
@@ -346,6 +414,10 @@ def _found(result: Result) -> str:
     return f"{worlds}: " + "; ".join([", ".join(f"no {what}" for what in none), *failed])
 
 
+def _held(claims: Mapping[str, Any]) -> str:
+    return f"{sum(claim['holds'] for claim in claims.values())} of {len(claims)} goals hold, bold figures miss theirs."
+
+
 def _missed(result: Result) -> str:
     missed = [
         f"`{name}` (**{claim['value']:.3g}**, goal {claim['goal']:g})"
@@ -367,6 +439,16 @@ def _taken(row: Mapping[str, Any]) -> str:
     low, high = (row["p10"], row["p90"]) if "p10" in row else (row["min"], row["max"])
     digits = 1 if row["unit"] == "ms" else 0
     return f"{row['median']:,.{digits}f} {row['unit']} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def _together(*results: Result) -> Result:
+    return {"claims": {name: claim for result in results for name, claim in result["claims"].items()}}
+
+
+def _named(*results: Result) -> str:
+    """Files, and what they have in common: when, of which code, on what."""
+    (common,) = {f"{_origin(result)}, {result['hardware']['gpu']}" for result in results}
+    return f"{', '.join(f'`{file}`' for file in (result['file'] for result in results))}, {common}"
 
 
 def _origin(result: Result) -> str:

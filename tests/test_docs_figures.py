@@ -107,17 +107,21 @@ def first_tokens_of_readme() -> Iterator[str]:
     yield f"{ours} ms at 2,048, 8,192, 32,768 tokens; OffloadingConnector {peer}"
     over = claim("vllm_ttft_0320_h200", "ours_host_hit_over_offloading_32768")
     yield f"**{over:.2f}** of its at 32,768 (goal 0.9); what is computed takes {longer()} % longer"
-    sglang = host_hits("sglang_ttft_h200")
-    yield "{:.0f}, {:.0f} and {:.0f} ms at these lengths".format(*(sglang[s, "host_hit", "ours"] for s in sizes))
-    over = [claim("sglang_ttft_h200", f"ours_host_hit_over_hicache_{size}") for size in sizes]
-    paths, later, direct = "sglang_ttft_paths_h200", "sglang_ttft_8k_h200", 'ours:copy_path="direct"'
-    names = [(paths, 2048), (paths, 8192), (later, 8192)]
-    for who, form in (
-        ("ours", "in two other runs **{:.2f}** at 2,048 and **{:.2f}, {:.2f}** at 8,192"),
-        (direct, "`direct` **{:.2f}** and **{:.2f}, {:.3f}**"),
-    ):
-        yield form.format(*(claim(name, f"{who}_host_hit_over_hicache_{size}") for name, size in names))
-    yield "**{:.2f}, {:.2f} and {:.2f}** times HiCache's".format(*over)
+
+
+def sglang_of_readme() -> Iterator[str]:
+    default_now = (2048, "ours"), (8192, "ours"), (32768, 'ours:copy_path="staged"')
+    ms, over = sglang_host_hits(), sglang_over_hicache()
+    first, second, third = (ms[size, "host_hit", name] for size, name in default_now)
+    yield f"{first:.1f}, {second:.1f} and, packed as by default now, {third:.1f} ms at these lengths"
+    first, second, third = (over[key] for key in default_now)
+    yield f"first token **{first:.3f}, {second:.3f}** and {third:.3f} times"
+    ratios = sorted(sglang_turns().values())
+    yield f"{ratios[2]:.2f} to {ratios[-1]:.2f} times on hosts for half or all of them"
+    assert ratios[:2] == sorted(sglang_turns()[2.01, answer] for answer in (8, 32))
+    yield f"**{ratios[1]:.3f}, {ratios[0]:.3f}** on a host for twice as many, packed **{sglang_packed(32):.2f}** in one"
+    missed = over_none("sglang_serving_1x_h200")
+    yield f"**{missed['ours']:.4f}** of no host cache, HiCache {missed['hicache']:.4f}"
 
 
 def longer() -> str:
@@ -286,27 +290,95 @@ def choosing() -> Iterator[str]:
     yield f"{older_chats()['8_tokens_10s', 'write_through_selective']:.3f} of OffloadingConnector"
 
 
+def sglang_host_hits() -> dict[tuple[int, str, str], float]:
+    return host_hits("sglang_ttft_h200") | host_hits("sglang_ttft_32k_h200")
+
+
+def sglang_over_hicache() -> dict[tuple[int, str], float]:
+    """What a host hit takes of HiCache's, by tokens and connector."""
+    ms = sglang_host_hits()
+    return {
+        (size, name): value / ms[size, "host_hit", "hicache"]
+        for (size, kind, name), value in ms.items()
+        if kind == "host_hit"
+    }
+
+
+def sglang_turns() -> dict[tuple[float, int], float]:
+    """Turns of the default over HiCache's, by size of the host and length of answers."""
+    chats = [row for name in ("05x", "1x", "2x") for row in result(f"sglang_serving_{name}_h200")["rows"]]
+    found = {(row["host_share"], row["answer"], row["connector"]): row for row in chats if row["part"] == "chats"}
+    return {
+        (host, answer): row["turns_per_second"] / found[host, answer, "hicache"]["turns_per_second"]
+        for (host, answer, name), row in found.items()
+        if name == "ours"
+    }
+
+
+def sglang_packed(answer: int) -> float:
+    """Turns with loads that are packed over HiCache's, where the host holds all chats."""
+    chats = [row for row in result("sglang_serving_1x_h200")["rows"] if row.get("answer") == answer]
+    turns = {row["connector"]: row["turns_per_second"] for row in chats}
+    return turns['ours:copy_path="staged"'] / turns["hicache"]
+
+
 def sglang() -> Iterator[str]:
-    over = [claim("sglang_ttft_h200", f"ours_host_hit_over_hicache_{size}") for size in (2048, 8192, 32768)]
-    yield "takes **{:.2f}** times as long at 2,048 tokens, **{:.2f}** at 8,192 and **{:.2f}** at 32,768".format(*over)
-    yield f"**{claim('sglang_ttft_h200', 'ours_host_hit_over_nones_device_hit_plus_link_2048'):.2f}** times as long."
-    ms = host_hits("sglang_ttft_paths_h200")
-    for tokens in (2048, 8192):
-        cells = [f"{ms[tokens, 'host_hit', 'hicache']:.1f}"]
-        for name in ("ours", 'ours:copy_path="staged"', 'ours:copy_path="direct"'):
-            ratio = claim("sglang_ttft_paths_h200", f"{name}_host_hit_over_hicache_{tokens}")
-            cells.append(f"{ms[tokens, 'host_hit', name]:.1f} (**{ratio:.2f}**)")
-        yield f"| {tokens:,} | {' | '.join(cells)} |"
-    plain, direct = (
-        claim("sglang_ttft_8k_h200", f"{name}_host_hit_over_hicache_8192")
-        for name in ("ours", 'ours:copy_path="direct"')
+    over, ms = sglang_over_hicache(), sglang_host_hits()
+    yield "**{:.3f}, {:.3f} and {:.3f}** times what it takes".format(*(over[n, "ours"] for n in (2048, 8192, 32768)))
+    longer = [100 * (ms[n, "computed", "ours"] / ms[n, "computed", "none"] - 1) for n in (2048, 8192, 32768)]
+    yield "takes {:.1f}, {:.1f} and {:.1f} % longer than without the linker".format(*longer)
+    packed = 'ours:copy_path="staged"'
+    yield (
+        f"takes {ms[32768, 'host_hit', packed]:.1f} ms at 32,768, {over[32768, packed]:.3f} times HiCache's "
+        f"{ms[32768, 'host_hit', 'hicache']:.1f}, and is later at both others"
     )
-    yield f'takes **{plain:.2f}** times as long as HiCache\'s by default, and **{direct:.3f}** times with `"direct"`'
+    assert min(over[size, packed] for size in (2048, 8192)) > 1
+    long, short = sglang_packed(32), sglang_packed(8)
+    yield f"**{long:.2f}** times the turns of HiCache there, with answers of 32, and {short:.2f} with"
+    counted = [
+        (row["connector"], row["counted"])
+        for name in ("1x", "2x")
+        for row in result(f"sglang_serving_{name}_h200")["rows"]
+        if row.get("counted")
+    ]
+    rates = {name: [] for name, _ in counted}
+    for name, of in counted:
+        rates[name].append(round(of["loaded_bytes"] / of["load_milliseconds"] / 1e6))
+    (rate,) = set(rates[packed])
+    yield f"loads moved at {rate} GB/s, those of ours at {min(rates['ours'])} to {max(rates['ours'])} there"
+    tokens = [of["loaded_bytes"] / of["sync_loads"] / (128 << 10) for name, of in counted if name == "ours"]
+    yield f"a load had {min(tokens):,.0f} to {max(tokens):,.0f} tokens on average"
+
+
+def policies() -> Iterator[str]:
+    found = result("policies")["rows"]
+    margins = sorted(row["margin"] for row in found)
+    yield f"worst of {len(found)} rows `adaptive` has **{-margins[0]:.2f} points less**"
+    yield f"in the others {-margins[1]:.2f} less at most"
+    ahead = claim("policies", "default_to_lru_on_average")
+    yield f"In the best row it has {margins[-1]:.2f} points more, and {ahead:.2f} more than LRU on average"
+    hits = [row["host_hits_percent"] for row in found]
+    most = max(of["write_through"] - of["adaptive"] for of in hits)
+    yield f"declines nothing, has {most:.2f} points more at most"
+
+
+def changes() -> Iterator[str]:
+    hits = [row["host_hits_percent"] for row in result("policies")["rows"] if row["trace"] == "phases"]
+    yield f"{max(of['adaptive'] - of['LRU'] for of in hits):.1f} points more on the smallest (`policies.json`)"
+    missed, over = over_none("sglang_serving_1x_h200"), sglang_over_hicache()
+    ours, peer = (f"{missed[name]:.4f}" for name in ("ours", "hicache"))
+    yield f"it has {ours} of the throughput without a host cache (goal 0.99), HiCache {peer}"
+    chats = [row for row in result("sglang_serving_05x_h200")["rows"] if row["part"] == "chats"]
+    cached = {(row["connector"], row["answer"]): f"{100 * row['cached_share']:.0f}" for row in chats}
+    (half,) = {cached["ours", answer] for answer in (8, 32)}
+    yield f"have {half} % cached, with HiCache {cached['hicache', 8]} and {cached['hicache', 32]}"
+    yield f"after {over[2048, 'ours']:.3f} and {over[8192, 'ours']:.3f} times what it takes with HiCache"
 
 
 TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
-    "README.md": (chats_of_readme, first_tokens_of_readme, misses_of_readme),
-    "docs/benchmarks.md": (benchmarks, first_tokens, chats),
+    "CHANGELOG.md": (changes,),
+    "README.md": (chats_of_readme, first_tokens_of_readme, misses_of_readme, sglang_of_readme),
+    "docs/benchmarks.md": (benchmarks, first_tokens, chats, policies),
     "docs/choosing.md": (choosing,),
     "docs/lossless.md": (lossless,),
     "docs/peers.md": (transfers,),

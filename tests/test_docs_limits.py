@@ -53,6 +53,7 @@ LIMITS = {
         f"Parts are slices of {paths.SLICE_BYTES >> 20} MiB",
         f"one kernel is a copy, {paths.LONG_SLICE_BYTES >> 20} MiB",
         f"copies what takes {curves.DISTURBING_US:.0f} us at most",
+        f"all of it, up to {LAUNCHED_GIB} GiB, where the step is light",
         f"at most {curves._WORTH_PACKING[Direction.LOAD]} of what DMA takes alone for loads and "
         f"{curves._WORTH_PACKING[Direction.SAVE]} for saves",
     ),
