@@ -93,6 +93,7 @@ def build_worker(
     num_replicas: int = 1,
     exchange: Exchange | None = None,
     exchange_all: Exchange | None = None,
+    packs_pieces: bool = False,
     **options: Any,
 ) -> WorkerHalf:
     """The worker half of one rank; `options` as for `WorkerHalf`. Imports torch.
@@ -103,10 +104,12 @@ def build_worker(
     to 3 hold the same bytes, those of ranks 4 to 7 do, and so on: they have one name in storage, and those of a machine
     one copy in host memory, for which `exchange` tells each of them what the others say (see `host_share.Exchange`).
     `exchange_all` does so among all ranks: without it several of them keep their blocks raw under `host_form="auto"`.
+    `packs_pieces` is for an engine that loses more by many copies of a driver than by kernels (see `AutoPath`).
     Raises KVConnectorError for a rank that is none of `world_size`, or so many replicas that do not make it up, and
     ConfigError for a `peer.port` behind which there are not as many ports as ranks.
     """
     from .transfer.form_choice import FormChooser
+    from .transfer.paths.choice import make_path
     from .worker import WorkerHalf
 
     _check_argument("world_size", world_size, 1)
@@ -128,6 +131,7 @@ def build_worker(
         options["open_share"] = partial(share_host, exchange)
     name_of = partial(_name_of, own) if identity is not None else lambda arrangement: ""
     options["forms"] = FormChooser(config, world_size, exchange_all, name_of)
+    options.setdefault("make_path", partial(make_path, packs_pieces=packs_pieces))
     return WorkerHalf(config, rank, world_size, identity=own.shown() if identity is not None else "", **options)
 
 

@@ -156,11 +156,7 @@ def _seams() -> Iterator[None]:
         (transfer_engine, "make_lane", make_lane),
         (transfer_engine, "make_submitter", lambda queue, _: SimulatedSubmitter(current_rank().device, queue)),
         (worker_half, "make_fallback", make_path),
-        (
-            replica,
-            "build_worker",
-            lambda *args, **options: build.build_worker(*args, **options | {"make_path": make_path}),
-        ),
+        (replica, "build_worker", lambda *args, **options: build.build_worker(*args, make_path=make_path, **options)),
         (build, "open_storage", open_storage),
         (build, "_open_pin_keeper", lambda *_: NoKeeper()),
         (linker, "Ranks", ThreadRanks),

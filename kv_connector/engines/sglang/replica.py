@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import NamedTuple
 
 from ...base import Request, SchedulerOutput
@@ -18,7 +17,6 @@ from ...build import build_scheduler, build_worker
 from ...config import Config
 from ...errors import KVConnectorError
 from ...index import CacheIdentity, FragmentTree
-from ...transfer.paths.choice import make_path
 from ...types import StepPlan, StepReport
 from .launch import refuse_groups
 from .metrics import PromMetrics
@@ -76,7 +74,7 @@ class Replica:
             exchange=ranks.exchange,
             exchange_all=ranks.exchange,
             # It launches a prompt's kernels one by one, and waits for the driver where that takes in copies.
-            make_path=partial(make_path, packs_pieces=True),
+            packs_pieces=True,
             retries_loads=True,
         )
         self.worker.register_kv_caches(pages.tensors, pages.num_pages, dict.fromkeys(pages.tensors, 0))
