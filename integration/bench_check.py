@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.figures import RESULTS, ROOT
+from integration.figures.results import RESULTS, ROOT
 
 CODE = ("kv_connector", "triton_kernels")
 

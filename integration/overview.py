@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.bench.regimes import regimes
-from integration.figures import RESULTS, ROOT
+from integration.figures.results import RESULTS, ROOT, read
 
 PICTURE = RESULTS / "overview.png"
 CHATS = tuple(f"vllm_serving_0320_{size}_h200" for size in ("05x", "075x", "1x", "2x"))
@@ -32,15 +32,9 @@ NAMES = {
 COLOURS = {"ours": "#3949ab", "offloading": "#ef6c00", "simple": "#8d6e63", "lmcache": "#78909c", "hicache": "#00897b"}
 
 
-def result(name: str) -> dict[str, Any]:
-    """One of the results."""
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return content
-
-
 def chats() -> dict[str, dict[str, float]]:
     """Turns answered a second, by regime and engine; small hosts first, short answers first."""
-    found = regimes([row for name in CHATS for row in result(name)["rows"]])
+    found = regimes([row for name in CHATS for row in read(name)["rows"]])
     found.sort(key=lambda regime: (regime["host_share"], regime["answer"]))
     return {
         f"host {regime['host_share']:g}x\nanswers {regime['answer']}": {
@@ -53,7 +47,7 @@ def chats() -> dict[str, dict[str, float]]:
 def misses() -> dict[str, dict[str, float]]:
     """Throughput of prompts that nobody repeats, over that without a connector, by version and engine."""
     shares = {}
-    for measured in map(result, MISSES):
+    for measured in map(read, MISSES):
         rows = {row["connector"]: row for row in measured["rows"] if "over_none" in row}
         shares[f"vLLM {measured['software']['vllm']}"] = {
             name: round(rows[name]["over_none"], 4) for name in NAMES if name in rows
@@ -63,7 +57,7 @@ def misses() -> dict[str, dict[str, float]]:
 
 def host_hits() -> dict[str, dict[str, float]]:
     """Milliseconds to the first token of a host hit in SGLang, by tokens and engine."""
-    rows = [row for name in FIRST_TOKENS for row in result(name)["rows"] if row.get("kind") == "host_hit"]
+    rows = [row for name in FIRST_TOKENS for row in read(name)["rows"] if row.get("kind") == "host_hit"]
     return {
         f"{tokens:,} tokens": {
             name: round(row["ms"], 3)
@@ -123,7 +117,7 @@ def draw(path: Path) -> None:
 
 
 def _caption() -> str:
-    measured, tokens = [result(name) for name in dict.fromkeys((*CHATS, *MISSES))], result(FIRST_TOKENS[0])
+    measured, tokens = [read(name) for name in dict.fromkeys((*CHATS, *MISSES))], read(FIRST_TOKENS[0])
     gpus = {one["hardware"]["gpu"] for one in (*measured, tokens)}
     assert len(gpus) == 1, f"one caption for results of {sorted(gpus)}"
     dates = sorted(one["date"][:10] for one in measured)

@@ -12,7 +12,7 @@ import pytest
 from integration.bench import regimes
 from integration.bench.peers import LOSSLESS
 from integration.bench.regimes import host_bytes, merged, misses_table, rotated, table, window_seconds
-from integration.figures import RESULTS
+from integration.figures.results import RESULTS
 from kv_connector.errors import ConfigError
 
 GIB = 2**30

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from integration import docs_site, figures, overview, reference
+from integration import docs_site, overview
+from integration.figures import documents, reference
+from integration.figures.results import RESULTS
 from kv_connector import config
 from kv_connector.cli import main
 from kv_connector.histograms import HISTOGRAMS
@@ -105,9 +107,7 @@ def names_of_the_source() -> set[str]:
     files = [path for folder in folders for path in folder.rglob("*.*")]
     sources = [path for path in files if path.suffix == ".py" and not path.is_relative_to(ROOT / "tests")]
     text = "".join(path.read_text() for path in (*sources, ROOT / "Makefile", ROOT / "pyproject.toml"))
-    claims = {
-        name for path in figures.RESULTS.glob("*.json") for name in json.loads(path.read_text()).get("claims", ())
-    }
+    claims = {name for path in RESULTS.glob("*.json") for name in json.loads(path.read_text()).get("claims", ())}
     begun = {name.partition(".")[0] for name in claims}  # a name in a document ends in front of a point
     return {*re.findall(r"\w+", text), *(path.name.partition(".")[0] for path in files), *claims, *begun}
 
@@ -232,8 +232,8 @@ def test_every_picture_is_shown_by_a_document() -> None:
     """So there is none that nobody looks at, and none beside the folders that they are in."""
     links = [(path.parent, link) for path in DOCUMENTS for link in _LINK.findall(path.read_text())]
     shown = {(folder / link).resolve() for folder, link in links if link.endswith(".png")}
-    pictures = {*(ROOT / "docs").rglob("*.png"), *figures.RESULTS.glob("*.png")}
-    assert {picture.parent for picture in pictures} == {ROOT / "docs" / "pictures", figures.RESULTS}
+    pictures = {*(ROOT / "docs").rglob("*.png"), *RESULTS.glob("*.png")}
+    assert {picture.parent for picture in pictures} == {ROOT / "docs" / "pictures", RESULTS}
     assert pictures == shown
 
 
@@ -260,7 +260,7 @@ def test_results_that_the_code_goes_by_are_there() -> None:
     sources = [path for folder in ("kv_connector", "triton_kernels") for path in (ROOT / folder).rglob("*.py")]
     named = {name for path in sources for name in re.findall(r"`(\w+_h\d+\.json)`", path.read_text())}
     assert len(named) > 1
-    assert named <= {path.name for path in figures.RESULTS.iterdir()}
+    assert named <= {path.name for path in RESULTS.iterdir()}
 
 
 def test_the_readme_is_short() -> None:
@@ -356,28 +356,28 @@ def test_what_is_not_there_is_named(text: str, named: list[str]) -> None:
 
 
 def test_figures_that_are_written_from_results_are_those_of_the_results() -> None:
-    written = "".join(path.read_text() for path in figures.documents())
-    names = {*figures.WRITERS, *reference.TABLES}
+    written = "".join(path.read_text() for path in documents.with_figures())
+    names = {*documents.WRITERS, *reference.TABLES}
     assert {name for name in names if f"<!-- figures: {name} -->" in written} == names
-    for path in figures.documents():
+    for path in documents.with_figures():
         text = path.read_text()
-        assert text == figures.renewed(text), "run python -m integration.figures --write"
+        assert text == documents.renewed(text), "run python -m integration.figures --write"
 
 
 def test_all_say_the_same_memory_of_a_cached_block() -> None:
     texts = [path.read_text() for path in (*DOCUMENTS, ROOT / "kv_connector" / "index" / "tree.py")]
     said = [int(number) for text in texts for number in re.findall(r"about (\d+) bytes", text)]
     assert len(said) == 4 and len(set(said)) == 1
-    measured = json.loads((figures.RESULTS / "index.json").read_text())["claims"]["memory_per_cached_block"]["value"]
+    measured = json.loads((RESULTS / "index.json").read_text())["claims"]["memory_per_cached_block"]["value"]
     assert abs(said[0] - measured) < 0.01 * measured
 
 
 def test_a_figure_that_is_not_of_its_result_is_found() -> None:
     text = "a\n  <!-- figures: mutants -->\n  all of them\n  <!-- end of figures -->\nb\n"
-    lines = figures.renewed(text).splitlines()
+    lines = documents.renewed(text).splitlines()
     assert (lines[:2], lines[-2:]) == (["a", "  <!-- figures: mutants -->"], ["  <!-- end of figures -->", "b"])
-    assert "all of them" not in figures.renewed(text) and lines[2].startswith("  The last run of all")
-    assert figures.renewed(figures.renewed(text)) == figures.renewed(text)
+    assert "all of them" not in documents.renewed(text) and lines[2].startswith("  The last run of all")
+    assert documents.renewed(documents.renewed(text)) == documents.renewed(text)
 
 
 def test_a_benchmark_that_is_none_is_named_before_anything_is_installed(tmp_path: Path) -> None:

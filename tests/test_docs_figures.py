@@ -1,9 +1,8 @@
-"""Figures that documents have in sentences and tables of their own, outside of what `integration/figures.py` writes:
+"""Figures that documents have in sentences and tables of their own, outside of what `integration/figures/` writes:
 they are those of the results. A phrase that is worded anew is worded anew here."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -12,15 +11,11 @@ from typing import Any
 
 import pytest
 
-from integration import figures
 from integration.bench.peers import LOSSLESS
 from integration.bench.regimes import regimes
+from integration.figures.results import ROOT, read
 
-
-@cache
-def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((figures.RESULTS / f"{name}.json").read_text())
-    return found
+result = cache(read)
 
 
 def claim(name: str, which: str) -> float:
@@ -389,6 +384,6 @@ TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
 
 @pytest.mark.parametrize("document", TOLD)
 def test_figures_in_sentences_are_those_of_the_results(document: str) -> None:
-    text = " ".join((figures.ROOT / document).read_text().split())
+    text = " ".join((ROOT / document).read_text().split())
     phrases = [phrase for told in TOLD[document] for phrase in told()]
     assert phrases and [phrase for phrase in phrases if phrase not in text] == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from integration import figures
 from integration.bench import steps
+from integration.figures import scheduler
 
 
 def test_a_result_says_what_was_run_on_what(tmp_path: Path) -> None:
@@ -26,9 +26,9 @@ def test_a_result_says_what_was_run_on_what(tmp_path: Path) -> None:
         names = ("p10", "p90") if row["count"] >= 10 else ("min", "max")  # few samples have no tenths
         assert [name for name in row if name in ("p10", "p90", "min", "max")] == list(names)
         assert row[names[0]] <= row["median"] <= row[names[1]]
-    assert set(result["claims"]) == set(figures.STEPS), "each claim has a line in docs/benchmarks.md"
-    lines = figures.steps(result)
-    assert len(lines) > len(figures.STEPS)
+    assert set(result["claims"]) == set(scheduler.STEPS), "each claim has a line in docs/benchmarks.md"
+    lines = scheduler.steps(result)
+    assert len(lines) > len(scheduler.STEPS)
     (noise,) = [row for row in result["rows"] if row["side"] == "nothing on, again: more"]
     (line,) = [line for line in lines if "two equal sides" in line]
     assert line.endswith(f" | {1 + noise['median'] / 100:.2f} | |"), "beside what is told from it"

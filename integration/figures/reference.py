@@ -13,11 +13,12 @@ import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from integration.figures.markdown import head, line
+from integration.figures.results import ROOT
 from kv_connector.config import AdminConfig, Config, PeerConfig, S3Config, StorageConfig, TenantConfig
 from kv_connector.errors import ConfigError
 from kv_connector.histograms import HISTOGRAMS
@@ -32,18 +33,18 @@ _LEAST: dict[type, Mapping[str, Any]] = {
     AdminConfig: {"bind": "127.0.0.1:7200"},
 }
 """What an object of each kind has to be given."""
-ALERTS = Path(__file__).parents[1] / "docs" / "monitoring" / "alerts.yml"
+ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"
 _BEGINS = re.compile(r"([a-z_0-9]+): (.*)")
 
 
 def described(kind: type) -> dict[str, str]:
     """What the docstring of a class says of each of its fields or values: a line `name: text`, and indented ones."""
     found: dict[str, str] = {}
-    for line in inspect.getdoc(kind).splitlines()[1:]:  # type: ignore[union-attr]
-        if begun := _BEGINS.fullmatch(line):
+    for text in inspect.getdoc(kind).splitlines()[1:]:  # type: ignore[union-attr]
+        if begun := _BEGINS.fullmatch(text):
             found[begun[1]] = begun[2]
-        elif found and line.startswith("    "):
-            found[list(found)[-1]] += f" {line.strip()}"
+        elif found and text.startswith("    "):
+            found[list(found)[-1]] += f" {text.strip()}"
     return found
 
 
@@ -51,45 +52,44 @@ def settings_of(kind: type, prefix: str = "") -> list[str]:
     """A table of the settings of a dataclass, with what each value of a choice means. Raises KeyError for a field or
     value that its docstring does not describe."""
     texts = described(kind)
-    lines = ["| key | default | meaning |", "|---|---|---|"]
+    lines = head("| key | default | meaning |")
     for field in dataclasses.fields(kind):
         default, sentence = _default(kind, field), texts[field.name]
         choices = type(field.default) if isinstance(field.default, Enum) else None
         if choices is not None:
             meanings = described(choices)
             sentence += "".join(f"<br>`{json.dumps(one.value)}`: {meanings[one.value]}" for one in choices)
-        lines.append(f"| `{prefix}{field.name}` | {default} | {_linked(sentence)} |")
+        lines.append(line(f"`{prefix}{field.name}`", default, _linked(sentence)))
     return lines
 
 
 def metrics_of(documentation: Mapping[str, str], gauges: frozenset[str], prefix: str = "") -> list[str]:
     """A table of counters and gauges, by what they are about."""
-    lines = ["| series | kind | what it counts |", "|---|---|---|"]
+    lines = head("| series | kind | what it counts |")
     for name, text in documentation.items():
         kind, suffix = ("gauge", "") if name in gauges else ("counter", "_total")
-        lines.append(f"| `vllm:kv_tiered_{prefix}{name}{suffix}` | {kind} | {text} |")
+        lines.append(line(f"`vllm:kv_tiered_{prefix}{name}{suffix}`", kind, text))
     return lines
 
 
 def histograms() -> list[str]:
     """A table of all histograms."""
-    lines = ["| histogram | `tier` | what it is |", "|---|---|---|"]
+    lines = head("| histogram | `tier` | what it is |")
     for name, kind in HISTOGRAMS.items():
-        lines.append(
-            f"| `vllm:kv_tiered_{name}` | {', '.join(f'`{tier}`' for tier in kind.tiers)} | {kind.documentation} |"
-        )
+        tiers = ", ".join(f"`{tier}`" for tier in kind.tiers)
+        lines.append(line(f"`vllm:kv_tiered_{name}`", tiers, kind.documentation))
     return lines
 
 
 def alerts() -> list[str]:
     """A table of all alerts. Raises KeyError for one that does not say what it means and what to do."""
-    lines = ["| alert | fires where | means | do |", "|---|---|---|---|"]
+    lines = head("| alert | fires where | means | do |")
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     for rule in group["rules"]:
         told = rule["annotations"]
         lasting = f", for {rule['for']}" if "for" in rule else ""
         summary = re.sub(r"( on)? {{ \$labels.instance }}", lambda at: "" if at[1] else " an engine", told["summary"])
-        lines.append(f"| `{rule['alert']}` | `{rule['expr']}`{lasting} | {summary}. | {told['action']}. |")
+        lines.append(line(f"`{rule['alert']}`", f"`{rule['expr']}`{lasting}", f"{summary}.", f"{told['action']}."))
     return lines
 
 

@@ -1,0 +1,1 @@
+"""Figures in the documents that are written from results, and tables that are written from the code."""

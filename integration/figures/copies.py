@@ -1,0 +1,91 @@
+"""Copies between host and GPU: scattered blocks by every way, and what copies cost a model beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from integration.figures.markdown import bold_unless, head, line, marked, wrapped
+from integration.figures.results import Claims, Result, Row, held_or_bold, named, rows_of
+
+_WAYS = {"runs": "DMA alone", "staged": "packed", "direct": "kernel over the link", "loop": "`copy_` in a loop"}
+"""Of copies, by their name in `copies_h200.json`."""
+_BESIDE = {
+    "runs": "DMA alone",
+    "direct": "a kernel over the link",
+    "batch8": "`cuMemcpyBatchAsync`, 8 pieces in a call",
+    "batch64": "`cuMemcpyBatchAsync`, 64 pieces in a call",
+}
+"""Ways in our place beside large products, by their name in `interference_h200.json`."""
+_DIRECTIONS = ("load", "save")
+
+
+def scattered(result: Result) -> list[str]:
+    """A table of scattered copies, each way of them."""
+    text = (
+        f"{named(result)}: 1 GiB of blocks at random places on both sides, 64 pieces each that lie apart, or one of "
+        f"2 MiB; share of one large pinned copy to the GPU and from it, what both directions at once reach of two "
+        f"large copies (goal 0.95), and of the copy's time that a thread submits (goal 0.05 from 16 KiB up). "
+        f"{held_or_bold(result['claims'])}"
+    )
+    found = {(row["piece_bytes"], row["way"], row["direction"]): row for row in result["rows"] if "way" in row}
+    lines = head(line("pieces", "ours", "goal", "thread", "both at once", *_WAYS.values()))
+    for piece in dict.fromkeys(piece for piece, *_ in found):
+        ways = {(way, direction): row for (size, way, direction), row in found.items() if size == piece}
+        lines.append(_pieces(piece, ways, result["claims"]))
+    return [*wrapped(text), "", *lines]
+
+
+def interference(result: Result) -> list[str]:
+    """A table of what copies cost large products and a model, and these the copies, by size of a piece."""
+    claims = result["claims"]
+    text = (
+        f"{named(result)}: loads and saves of 2.25 GiB beside a model, with 256 MiB of staging; each round of "
+        f"decoding and prefill alone, beside loads, beside saves and beside both, in rotating order. "
+        f"{held_or_bold(claims)}"
+    )
+    products = {(row["case"], row["way"]): row for row in rows_of("products", result)}
+    sizes = list(dict.fromkeys(case.rpartition("_")[0] for case, _ in products))
+    lines = head(line("", *(f"pieces of {size.replace('KiB', ' KiB')}" for size in sizes), "goal"))
+    slower = [f"products_slower_{{size}}_{way}" for way in _DIRECTIONS]
+    lines.append(_slower_line("large bf16 products are slower, by loads and by saves", slower, sizes, claims))
+    for name, title in _BESIDE.items():
+        cells = [", ".join(_slower(products[f"{size}_{way}", name]) for way in _DIRECTIONS) for size in sizes]
+        lines.append(line(f"the same by {title}, in our place", *cells, ""))
+    shares = [[claims[f"share_of_link_beside_products_{size}_{way}"] for way in _DIRECTIONS] for size in sizes]
+    cells = [", ".join(marked(claim, 3) for claim in of) for of in shares]
+    lines.append(line("loads and saves beside the products, share of the link", *cells, f"{shares[0][0]['goal']:g}"))
+    for model, title in (("decode", "an 8B model's decoding is slower"), ("prefill", "its prefill of 4,096 tokens")):
+        names = [f"{model}_slower_by_{what}_{{size}}" for what in ("loads", "saves", "loads_and_saves")]
+        lines.append(_slower_line(f"{title}, by loads, saves, both at once", names, sizes, claims))
+    return [*wrapped(text), "", *lines]
+
+
+def _pieces(piece: int, ways: Mapping[tuple[str, str], Row], claims: Claims) -> str:
+    """A line of a table: share of one large copy of each way, to the device and from it; the submitting thread's."""
+    size = f"{piece >> 20} MiB" if piece >= 1 << 20 else f"{piece >> 10} KiB"
+    label = size.replace(" ", "")
+    ours = [claims[f"share_of_link_{direction}_{label}"] for direction in _DIRECTIONS]
+    thread = []
+    for direction in _DIRECTIONS:
+        claim = claims.get(f"submitting_thread_share_{direction}_{label}")  # the shortest pieces have no goal
+        thread.append(marked(claim, 3) if claim else f"{ways['ours', direction]['cpu_share']:.3f}")
+    both = marked(claims[f"share_of_duplex_{label}"], 3)
+    cells = [", ".join(marked(claim, 3) for claim in ours), f"{ours[0]['goal']:g}", ", ".join(thread), both]
+    others = [", ".join(f"{ways[name, way]['share_of_link']:.3f}" for way in _DIRECTIONS) for name in _WAYS]
+    return line(size, *cells, *others)
+
+
+def _slower_line(title: str, names: Sequence[str], sizes: Sequence[str], claims: Claims) -> str:
+    """A line of a table: claims of percents, for each size those of all names."""
+    found = [[claims[name.format(size=size)] for name in names] for size in sizes]
+    cells = [", ".join(bold_unless(claim["holds"], _percent(claim["value"])) for claim in of) for of in found]
+    return line(title, *cells, f"{100 * found[0][0]['goal']:g} %")
+
+
+def _slower(row: Row) -> str:
+    return _percent(median(row["beside_ms"]) / median(row["alone_ms"]) - 1)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f} %"
