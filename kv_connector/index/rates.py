@@ -64,7 +64,8 @@ def _smoothed(events: Table, exposure: Table, half_widths: Table) -> tuple[Table
     # What was asked for at some age was half as long of that age as one can be, whether or not it was met there.
     exposure = np.maximum(exposure, events * half_widths)
     all_events, all_exposure = events.sum(axis=-2, keepdims=True), exposure.sum(axis=-2, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    # What has faded to next to nothing is waited for without end: a prior of infinity, and a rate of 0.
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         prior = np.where(all_events > 0, _PRIOR_EVENTS * all_exposure / all_events, 0.0)
         rate = np.where(all_events > 0, (events + _PRIOR_EVENTS) / (exposure + prior), 0.0)
     seen = np.maximum(exposure, 1e-6 * all_exposure)  # a class without any exposure has the rate of all

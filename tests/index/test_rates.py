@@ -54,6 +54,16 @@ def test_a_load_that_stays_what_it_is_is_known_by_all_that_was_seen() -> None:
     assert np.allclose(asked_for, 0.02, rtol=0.1)
 
 
+def test_what_was_asked_for_once_fades_until_nothing_is_left_of_it() -> None:
+    """However long an engine runs: a short memory comes to the end of what a number can be."""
+    rates = settled()
+    rates.add(*part(np.array([0.0, 0.0, 0.0, 5.0]), 1))
+    for _ in range(4000):
+        rates.add(*part(np.array([2.0, 2.0, 2.0, 0.0]), 0))
+    asked_for, never = rates.best(4)
+    assert (asked_for[:3] > 10 * never[:3]).all() and np.isfinite(rates._scores).all()
+
+
 def test_nothing_is_said_of_ages_that_nothing_has_reached() -> None:
     found = settled().best(3)
     assert found.shape == (2, 4) and (found[:, :3] > 0).all() and not found[:, 3].any()
