@@ -6,6 +6,9 @@ parts happened to show is overrated: a long memory is best where a load stays wh
 for good a long memory goes by the old one for long, and a short one is best. Which it is, the next part tells: a memory
 is scored by how likely what came was by its own rates, and the scores fade, so that what foretold the latest parts best
 is believed (dynamic model averaging, Raftery, Karny and Ettler 2010).
+
+A memory has seen nobody wait for longer than it goes back: of what comes back after longer than that it has seen those
+who came, and not who has waited as long in vain. So it says nothing of such waits.
 """
 
 from __future__ import annotations
@@ -35,15 +38,18 @@ class Rates:
         self._exposure = np.zeros(shape)
         self._rates = np.ones(shape)
         self._scores = np.zeros(len(_FADING))
+        self._reaches = np.zeros(shape[:1])  # how far back each memory goes
+        self._begins: Table = np.cumsum(2 * half_widths) - 2 * half_widths  # of each age
 
-    def add(self, events: Table, exposure: Table) -> None:
-        """A part has passed: (classes, ages) each."""
+    def add(self, events: Table, exposure: Table, passed: int) -> None:
+        """A part has passed, which took so long: (classes, ages) each."""
         seen = np.maximum(exposure, events * self._half_widths)
         # Of Poisson's logarithm, without what is the same for all memories.
         likely = (events * np.log(self._rates) - self._rates * seen).sum(axis=(1, 2))
         self._scores = _FORGETTING * self._scores + likely
         self._events = _FADING * self._events + events
         self._exposure = _FADING * self._exposure + exposure
+        self._reaches = _FADING.ravel() * self._reaches + passed
         smoothed, seen_by_all = _smoothed(self._events, self._exposure, self._half_widths)
         rates = np.divide(smoothed, seen_by_all, out=np.zeros_like(smoothed), where=seen_by_all > 0)
         # What a memory has never seen is not impossible: one event in all of its exposure.
@@ -52,9 +58,10 @@ class Rates:
     def best(self, num_ages: int) -> Table:
         """Of each class and age, (classes, ages), the best rate from there to any later age, of the first `num_ages`
         ages alone: nothing is of a later one yet, and 0.0 stands there."""
-        believed = int(self._scores.argmax())
+        believed, begins = int(self._scores.argmax()), self._begins[:num_ages]
         events, exposure = self._events[believed, :, :num_ages], self._exposure[believed, :, :num_ages]
-        best = _best_rates(*_smoothed(events, exposure, self._half_widths[:num_ages]))
+        is_known = begins - begins[:, None] <= self._reaches[believed]
+        best = _best_rates(*_smoothed(events, exposure, self._half_widths[:num_ages]), is_known)
         return np.pad(best, ((0, 0), (0, len(self._half_widths) - num_ages)))
 
 
@@ -64,19 +71,20 @@ def _smoothed(events: Table, exposure: Table, half_widths: Table) -> tuple[Table
     # What was asked for at some age was half as long of that age as one can be, whether or not it was met there.
     exposure = np.maximum(exposure, events * half_widths)
     all_events, all_exposure = events.sum(axis=-2, keepdims=True), exposure.sum(axis=-2, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    # What has faded to next to nothing is waited for without end: a prior of infinity, and a rate of 0.
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         prior = np.where(all_events > 0, _PRIOR_EVENTS * all_exposure / all_events, 0.0)
         rate = np.where(all_events > 0, (events + _PRIOR_EVENTS) / (exposure + prior), 0.0)
     seen = np.maximum(exposure, 1e-6 * all_exposure)  # a class without any exposure has the rate of all
     return rate * seen, seen
 
 
-def _best_rates(events: Table, exposure: Table) -> Table:
-    """Of each class and age the best rate of events from there to any later age."""
+def _best_rates(events: Table, exposure: Table, is_known: NDArray[np.bool_]) -> Table:
+    """Of each class and age the best rate of events from there to any later age that is known there, (ages, ages)."""
     zeros = np.zeros((len(events), 1))
     sums, spans = np.hstack((zeros, events.cumsum(axis=1))), np.hstack((zeros, exposure.cumsum(axis=1)))
     # By class, age, and age up to which; up to an earlier one nothing is spent.
     gained, spent = sums[:, None, 1:] - sums[:, :-1, None], spans[:, None, 1:] - spans[:, :-1, None]
-    rates: Table = np.divide(gained, spent, out=np.zeros_like(spent), where=spent > 0)
+    rates: Table = np.divide(gained, spent, out=np.zeros_like(spent), where=(spent > 0) & is_known)
     best: Table = rates.max(axis=2)
     return best

@@ -129,7 +129,7 @@ class ReuseModel:
     def _learn(self) -> None:
         passed, self._learned_at = self._tree.time - self._learned_at, self._tree.time
         shape = _CLASSES, _BUCKETS
-        self._rates.add(self._new.reshape(shape), self._open().reshape(shape) * passed)
+        self._rates.add(self._new.reshape(shape), self._open().reshape(shape) * passed, passed)
         self._new[:] = 0.0
         # No age is above the time, and nothing is known of later ones.
         self._worth = self._rates.best(_bucket(self._tree.time) + 1).tolist()

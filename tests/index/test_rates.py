@@ -7,11 +7,11 @@ import numpy as np
 from kv_connector.index.rates import Rates, Table, _best_rates, _smoothed
 
 
-def part(events: Table, of_class: int) -> tuple[Table, Table]:
-    """So many events of one class at each age, and as much exposure of both classes."""
+def part(events: Table, of_class: int) -> tuple[Table, Table, int]:
+    """So many events of one class at each age, as much exposure of both classes, and how long it was."""
     both = np.zeros((2, len(events)))
     both[of_class] = events
-    return both, np.full(both.shape, 100.0)
+    return both, np.full(both.shape, 100.0), 10
 
 
 def settled() -> Rates:
@@ -41,6 +41,20 @@ def test_what_nobody_has_seen_before_leaves_the_memories_to_be_compared() -> Non
     assert (now[2:] > 0.002).all(), "of 0.02; of all that was seen it is 0.0002"
 
 
+def test_who_comes_back_after_longer_than_a_memory_goes_back_is_not_who_comes_soon() -> None:
+    """Each night the same documents come again. A short memory has seen all of them come, and none of them wait."""
+    rates, exposure, usual = Rates(1, np.full(8, 5.0)), np.full((1, 8), 1000.0), np.zeros((1, 8))
+    usual[0, 0] = 20.0
+    for _ in range(2000):
+        rates.add(usual, exposure, 2)
+    exposure[0, 1:7] = 0.0
+    for _ in range(6):
+        rates.add(usual + np.array([0.0] * 7 + [400.0]), exposure, 2)
+    (found,) = rates.best(8)
+    assert 0.01 < found[0] < 0.04, "0.02, and 0.14 with those of the last age"
+    assert found[7] > 0.1
+
+
 def test_a_quiet_part_makes_nobody_forget() -> None:
     rates = settled()
     rates.add(*part(np.zeros(4), 0))
@@ -52,6 +66,16 @@ def test_a_load_that_stays_what_it_is_is_known_by_all_that_was_seen() -> None:
     """One part has 2 events in the mean and 1.4 around that; a long memory knows the rate of 2 of 100 better."""
     asked_for, _ = settled().best(4)
     assert np.allclose(asked_for, 0.02, rtol=0.1)
+
+
+def test_what_was_asked_for_once_fades_until_nothing_is_left_of_it() -> None:
+    """However long an engine runs: a short memory comes to the end of what a number can be."""
+    rates = settled()
+    rates.add(*part(np.array([0.0, 0.0, 0.0, 5.0]), 1))
+    for _ in range(4000):
+        rates.add(*part(np.array([2.0, 2.0, 2.0, 0.0]), 0))
+    asked_for, never = rates.best(4)
+    assert (asked_for[:3] > 10 * never[:3]).all() and np.isfinite(rates._scores).all()
 
 
 def test_nothing_is_said_of_ages_that_nothing_has_reached() -> None:
@@ -71,5 +95,5 @@ def test_what_comes_back_at_an_age_that_was_never_looked_at_is_worth_most() -> N
     """The second class is asked for at the last age each time, and was looked at only at ages before that one."""
     exposure = np.array([[1000.0] * 20, [1000.0] * 19 + [0.0]])
     events = np.array([[1.0] * 20, [0.0] * 19 + [2000.0]])
-    one_off, periodic = _best_rates(*_smoothed(events, exposure, np.full(20, 0.5)))
+    one_off, periodic = _best_rates(*_smoothed(events, exposure, np.full(20, 0.5)), np.full((20, 20), True))
     assert (periodic > one_off).all()

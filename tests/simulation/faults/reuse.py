@@ -104,6 +104,12 @@ REUSE: tuple[Mutant, ...] = (
         tested(f"{_LEARNED}::test_a_load_that_stays_what_it_is_is_known_by_all_that_was_seen"),
     ),
     Mutant(
+        "waits-that-nobody-saw",
+        "what comes back after longer than a memory goes back is kept for as if it came soon",
+        (Patch(_RATES, "(spent > 0) & is_known", "spent > 0"),),
+        tested(f"{_LEARNED}::test_who_comes_back_after_longer_than_a_memory_goes_back_is_not_who_comes_soon"),
+    ),
+    Mutant(
         "what-never-was-never-comes",
         "where nothing was asked for at some age, memories are not told apart any more",
         (Patch(_RATES, "1 / np.maximum(1.0, self._exposure.sum(axis=(1, 2), keepdims=True))", "0.0"),),

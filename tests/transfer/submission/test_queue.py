@@ -49,7 +49,7 @@ class WatchedPath:
 
     def __init__(self, path: CopyPath) -> None:
         self.path = path
-        self.fails = False
+        self.fails_in = -1  # so many copies from the next one on
         self.urgent: list[bool] = []
         self.threads: list[str] = []
         self.called = threading.Event()
@@ -58,8 +58,8 @@ class WatchedPath:
         self.urgent.append(copy.urgent)
         self.threads.append(threading.current_thread().name)
         self.called.set()
-        if self.fails:
-            self.fails = False
+        self.fails_in -= 1
+        if self.fails_in == -1:
             raise TransferError("fault injected")
         self.path.copy(copy)
 
@@ -168,14 +168,17 @@ class QueuesMachine(RuleBasedStateMachine):
         self.jobs.update({job.job_id: job for job in jobs})
         self.engine.submit_background_load(jobs, self.engine.mark())
 
-    @rule(counts=st.lists(st.integers(1, 4), min_size=1, max_size=2))
-    def load(self, counts: list[int]) -> None:
+    @rule(counts=st.lists(st.integers(1, 4), min_size=1, max_size=2), is_urgent=st.booleans())
+    def load(self, counts: list[int], is_urgent: bool) -> None:
         self.engine.wait_all()  # as every step does in the end
         jobs = [self._job(LOAD, count) for count in counts]
+        in_line = self._in_line(LOAD)
         calls = len(self.path.urgent)
-        failed = self.engine.submit_load(jobs)
+        failed = self.engine.submit_load(jobs, is_urgent)
         assert failed in (frozenset(), {j.job_id for j in jobs if j.num_blocks})
-        if any(j.num_blocks for j in jobs):
+        if is_urgent:
+            assert self._in_line(LOAD) == in_line, "all of it at once, and nothing of what others have queued"
+        elif any(j.num_blocks for j in jobs):
             assert len(self.path.urgent) == calls + 1, "the first group at once, and nothing else"
 
     @rule(direction=st.sampled_from(Direction))
@@ -195,9 +198,10 @@ class QueuesMachine(RuleBasedStateMachine):
             assert self._in_line(direction) < before
             assert front.is_awaited or sum(not end.done for end in lane.ends) <= 2
 
-    @rule()
-    def fail_next(self) -> None:
-        self.path.fails = True
+    @rule(num_copied=st.integers(0, 2))
+    def fail(self, num_copied: int) -> None:
+        """The next copy, or one of those behind it."""
+        self.path.fails_in = num_copied
 
     @rule(layer=st.sampled_from(LAYERS))
     def wait_layer(self, layer: str) -> None:
