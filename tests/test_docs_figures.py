@@ -3,181 +3,34 @@ they are those of the results. A phrase that is worded anew is worded anew here.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator
-from functools import cache
 from statistics import median
-from typing import Any
 
 import pytest
 
 from integration import figures
 from integration.bench.peers import LOSSLESS
-from integration.bench.regimes import regimes
-
-
-@cache
-def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((figures.RESULTS / f"{name}.json").read_text())
-    return found
-
-
-def claim(name: str, which: str) -> float:
-    return float(result(name)["claims"][which]["value"])
-
-
-def goal(name: str, *parts: str) -> str:
-    """The one goal of all claims of a result whose name has these parts."""
-    claims = result(name)["claims"].items()
-    (found,) = {claim["goal"] for which, claim in claims if all(part in which for part in parts)}
-    return f"{found:g}"
-
-
-def rows(name: str, key: str) -> dict[Any, Any]:
-    """Rows of a result by one of their fields, those that have it."""
-    return {row[key]: row for row in result(name)["rows"] if key in row}
-
-
-def host_hits(name: str) -> dict[tuple[int, str, str], float]:
-    """Milliseconds to the first token by tokens, kind and connector."""
-    hits = [row for row in result(name)["rows"] if row["part"] == "hits"]
-    return {(row["tokens"], row["kind"], row["connector"]): row["ms"] for row in hits}
-
-
-def over_none(name: str) -> dict[str, float]:
-    """Throughput where nothing is hit, over that without a connector."""
-    return {row["connector"]: row["over_none"] for row in result(name)["rows"] if "over_none" in row}
-
-
-def by_regime() -> dict[tuple[float, int], dict[str, Any]]:
-    """Regimes of chats in vLLM 0.32 by the host's share and the length of answers."""
-    found = [row for row in result("vllm_regimes_0320_h200")["rows"] if row["part"] == "regime"]
-    return {(row["host_share"], row["answer"]): row for row in found}
-
-
-def counted(share: str, answer: int, connector: str = "ours") -> dict[str, float]:
-    """What ours counted in one window of chats in vLLM 0.32."""
-    rows = result(f"vllm_serving_0320_{share}_h200")["rows"]
-    (row,) = [row for row in rows if row.get("connector") == connector and row.get("answer") == answer]
-    return dict(row["counted"]) | dict(row["phases"])
-
-
-def num_loads(share: str, answer: int) -> float:
-    return counted(share, answer)["sync_loads"] + counted(share, answer)["async_loads"]
-
-
-def over_best_0251() -> list[float]:
-    """Turns of the default policy over the best peer's in vLLM 0.25.1, the least first."""
-    names = [f"vllm_serving_0251_{size}_h200" for size in ("05x", "075x", "1x")]
-    found = regimes([row for name in names for row in result(name)["rows"]])
-    assert len(found) == 7
-    return [row["over_best_peer"] for row in found]
-
-
-def older_chats() -> dict[tuple[str, str], float]:
-    """Turns over those of others, by result and policy; of several lengths of answers the last."""
-    rows = result("vllm_serving_older_h200")["rows"]
-    return {
-        (re.sub("vllm_serving_|_h200.json", "", row["result"]), row["policy"]): row["turns_over"]["value"]
-        for row in rows
-    }
-
-
-def chats_of_readme() -> Iterator[str]:
-    ratios = sorted(row["over_best_peer"] for row in by_regime().values())
-    middle = claim("vllm_regimes_0320_h200", f"turns_over_best_peer_median_of_{len(ratios)}_regimes")
-    assert [ratio < 1.05 for ratio in ratios] == [True] * 3 + [False] * 9
-    won, lost = f"{ratios[3]:.2f} to {ratios[-1]:.2f}", ", ".join(f"{ratio:.2f}" for ratio in ratios[:3])
-    each, whole = (goal("vllm_regimes_0320_h200", f"turns_over_best_{part}") for part in ("of", "peer_median"))
-    regimes = f"vLLM 0.32, {len(ratios)} regimes, goal {each} in each, {whole} in the median"
-    yield f"{regimes} | {won} times the best peer in nine, **{middle:.2f}** in the median | **{lost}** in"
-    soonest = max(row["p50_over_soonest_peer"] for row in by_regime().values())
-    assert sum(row["p50_over_soonest_peer"] > 1 for row in by_regime().values()) == 1
-    p50 = goal("vllm_regimes_0320_h200", "p50_over")
-    yield f"p50 of the first token **{soonest:.2f}** times the soonest's in one (goal {p50})"
-    short, middling, long = lossless_over_raw()
-    over_raw = goal("vllm_regimes_0320_h200", "turns_lossless_over_raw")
-    yield f"over raw, goal {over_raw} | {short:.2f} and {middling:.2f} times the turns | **{long:.2f}** with long"
-    asked = goal("vllm_lossless_0320_h200", "lossless_host_hit_over_raw")
-    share = f"**{coded_over_raw_by_dma():.2f}**"
-    yield f"first token at 32,768 tokens {share} of raw's by DMA on another day (goal {asked})"
-    before = [row for row in result("vllm_serving_older_h200")["rows"] if row["over"] == "offloading"]
-    (asked,) = {row["turns_over"]["goal"] for row in before}
-    each = goal("vllm_serving_0251_1x_h200", "turns_over_best")
-    yield f"in vLLM 0.25.1, goal {each}; other policies over OffloadingConnector, goal {asked:g} |"
-    least, *others = over_best_0251()
-    old, selective = older_chats(), "write_through_selective"
-    names = ("0251", "all", "short_answers"), ("8_tokens_8s", "32_tokens_12s", "8_tokens_10s")
-    better, worse = (", ".join(f"{old[name, 'write_through']:.2f}" for name in some) for some in names)
-    yield f"{others[0]:.2f} to {others[-1]:.2f} times the best peer in six of seven rows; {better} | **{least:.2f}**;"
-    yield f"**{worse}** and **{old['8_tokens_10s', selective]:.2f}** with `{selective}`"
-
-
-def lossless_over_raw() -> list[float]:
-    name = "turns_lossless_over_raw_host_0.75x_answers_{}_vllm_0320"
-    return [claim("vllm_regimes_0320_h200", name.format(answer)) for answer in (8, 32, 128)]
-
-
-def coded_over_raw_by_dma() -> float:
-    """Of host hits of 32,768 tokens, which were measured on different days."""
-    raw = host_hits("vllm_ttft_h200")[32768, "host_hit", "ours"]
-    return host_hits("vllm_lossless_0320_h200")[32768, "host_hit", LOSSLESS] / raw
-
-
-def first_tokens_of_readme() -> Iterator[str]:
-    ms, sizes = host_hits("vllm_ttft_0320_h200"), (2048, 8192, 32768)
-    ours, peer = (", ".join(f"{ms[size, 'host_hit', name]:.1f}" for size in sizes) for name in ("ours", "offloading"))
-    yield f"{ours} ms at 2,048, 8,192, 32,768 tokens; OffloadingConnector {peer}"
-    over = claim("vllm_ttft_0320_h200", "ours_host_hit_over_offloading_32768")
-    again = (host_hits("vllm_lossless_0320_h200")[size, "host_hit", "ours"] for size in sizes)
-    asked = goal("vllm_ttft_0320_h200", "ours_host_hit_over_offloading_32768")
-    yield f"**{over:.2f}** of its at 32,768 (goal {asked});"
-    yield "(goal 0.9); {:.1f}, {:.1f}, {:.1f} ms in another run; what is computed".format(*again)
-    yield f"what is computed takes {longer()} % longer"
-
-
-def sglang_of_readme() -> Iterator[str]:
-    default_now = (2048, "ours"), (8192, "ours"), (32768, 'ours:copy_path="staged"')
-    ms, over = sglang_host_hits(), sglang_over_hicache()
-    first, second, third = (ms[size, "host_hit", name] for size, name in default_now)
-    yield f"{first:.1f}, {second:.1f}, {third:.1f} ms at these lengths, the last with `copy_path` `staged`"
-    first, second, third = (over[key] for key in default_now)
-    yield f"first token **{first:.3f}, {second:.3f}** and {third:.3f} times (**{over[32768, 'ours']:.3f}** as by"
-    ratios = sorted(sglang_turns().values())
-    yield f"{ratios[2]:.2f} to {ratios[-1]:.2f} times on hosts for half or all of them"
-    assert ratios[:2] == sorted(sglang_turns()[2.01, answer] for answer in (8, 32))
-    yield f"**{ratios[1]:.3f}, {ratios[0]:.3f}** on a host for twice as many, `staged` **{sglang_packed(32):.2f}** in"
-    names = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x")]
-    p50 = [one["value"] for name in names for which, one in result(name)["claims"].items() if which[:3] == "p50"]
-    assert len(p50) == 6
-    yield "p50 **{:.3f}, {:.3f}, {:.3f}** times in three of six".format(*(value for value in p50 if value > 1))
-    (equal,) = {goal(name, over) for name in names for over in ("turns_over", "p50_over")}
-    yield f"chats †, both goal {equal}, and nothing is hit, goal {goal(names[1], 'miss_path')} |"
-    missed = over_none("sglang_serving_1x_h200")
-    yield f"**{missed['ours']:.4f}** of no host cache, HiCache {missed['hicache']:.4f}"
-
-
-def longer() -> str:
-    """By how many per cent what is computed takes longer with ours than without a connector."""
-    ms, sizes = host_hits("vllm_ttft_0320_h200"), (2048, 8192, 32768)
-    more = [f"{100 * (ms[size, 'computed', 'ours'] / ms[size, 'computed', 'none'] - 1):.1f}" for size in sizes]
-    return "{}, {} and {}".format(*more)
-
-
-def misses_of_readme() -> Iterator[str]:
-    older, later = over_none("vllm_misses_0251_h200"), over_none("vllm_regimes_0320_h200")
-    rows = result("vllm_serving_older_h200")["rows"]
-    before = [row["over_none"]["value"] for row in rows if "over_none" in row]
-    (two_days,) = {row["over_none"]["value"] for row in rows if row["date"] == "2026-11-24"}
-    yield f"saving costs up to {100 * (1 - min(before)):.0f} % of the throughput"
-    (asked,) = {goal(name, "miss_path") for name in ("vllm_misses_0251_h200", "vllm_regimes_0320_h200")}
-    yield (
-        f"0.25.1 and 0.32, goal {asked} | **{older['ours']:.3f}** and {later['ours']:.3f} of the throughput without a "
-        f"connector | **{two_days:.3f}** in 0.32 two days before; **{later[LOSSLESS]:.3f}** with `lossless`; Offloading"
-        f"Connector has {older['offloading']:.3f} and "
-        f"{later['offloading']:.3f}"
-    )
+from tests import figures_of_readme
+from tests.kept_results import (
+    by_regime,
+    claim,
+    coded_over_raw_by_dma,
+    counted,
+    goal,
+    host_hits,
+    longer,
+    lossless_over_raw,
+    num_loads,
+    older_chats,
+    over_none,
+    result,
+    rows,
+    rows_of_copies,
+    sglang_host_hits,
+    sglang_over_hicache,
+    sglang_packed,
+    window,
+)
 
 
 def benchmarks() -> Iterator[str]:
@@ -199,11 +52,6 @@ def benchmarks() -> Iterator[str]:
     )
 
 
-def rows_of_copies(direction: str, piece: int) -> list[dict[str, Any]]:
-    found = [row for row in result("copies_h200")["rows"] if "way" in row]
-    return [row for row in found if (row["direction"], row["piece_bytes"]) == (direction, piece)]
-
-
 def chats_0251() -> Iterator[str]:
     """Lines of the table of vLLM 0.25.1, bold aside."""
     for size, share in (("05x", 0.5), ("075x", 0.75), ("1x", 1)):
@@ -213,10 +61,6 @@ def chats_0251() -> Iterator[str]:
             names = ("ours", "ours:write_through", "offloading", "simple", "lmcache")
             cells = [window(windows[name]) if name in windows else "not measured" for name in names]
             yield f"| {share:g}x, {answer} tokens | {' | '.join(cells)} | "
-
-
-def window(row: dict[str, Any]) -> str:
-    return f"{row['turns_per_second']:.2f}, {row['ttft_p50_ms']:,.0f} ms, {100 * row['cached_share']:.0f} %"
 
 
 def first_tokens() -> Iterator[str]:
@@ -382,38 +226,6 @@ def choosing() -> Iterator[str]:
     yield f"It costs {min(added):.0f} to {max(added):.0f} ms of time to first token"
 
 
-def sglang_host_hits() -> dict[tuple[int, str, str], float]:
-    return host_hits("sglang_ttft_h200") | host_hits("sglang_ttft_32k_h200")
-
-
-def sglang_over_hicache() -> dict[tuple[int, str], float]:
-    """What a host hit takes of HiCache's, by tokens and connector."""
-    ms = sglang_host_hits()
-    return {
-        (size, name): value / ms[size, "host_hit", "hicache"]
-        for (size, kind, name), value in ms.items()
-        if kind == "host_hit"
-    }
-
-
-def sglang_turns() -> dict[tuple[float, int], float]:
-    """Turns of the default over HiCache's, by size of the host and length of answers."""
-    chats = [row for name in ("05x", "1x", "2x") for row in result(f"sglang_serving_{name}_h200")["rows"]]
-    found = {(row["host_share"], row["answer"], row["connector"]): row for row in chats if row["part"] == "chats"}
-    return {
-        (host, answer): row["turns_per_second"] / found[host, answer, "hicache"]["turns_per_second"]
-        for (host, answer, name), row in found.items()
-        if name == "ours"
-    }
-
-
-def sglang_packed(answer: int) -> float:
-    """Turns with loads that are packed over HiCache's, where the host holds all chats."""
-    chats = [row for row in result("sglang_serving_1x_h200")["rows"] if row.get("answer") == answer]
-    turns = {row["connector"]: row["turns_per_second"] for row in chats}
-    return turns['ours:copy_path="staged"'] / turns["hicache"]
-
-
 def sglang() -> Iterator[str]:
     over, ms = sglang_over_hicache(), sglang_host_hits()
     yield "**{:.3f}, {:.3f} and {:.3f}** times what it takes".format(*(over[n, "ours"] for n in (2048, 8192, 32768)))
@@ -480,7 +292,7 @@ def changes() -> Iterator[str]:
 
 TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "CHANGELOG.md": (changes,),
-    "README.md": (chats_of_readme, first_tokens_of_readme, misses_of_readme, sglang_of_readme),
+    "README.md": figures_of_readme.TOLD,
     "docs/benchmarks.md": (benchmarks, first_tokens, chats, policies),
     "docs/choosing.md": (choosing,),
     "docs/lossless.md": (lossless,),
