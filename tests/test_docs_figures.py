@@ -75,6 +75,14 @@ def first_tokens() -> Iterator[str]:
     rows, ms = result(name)["rows"], host_hits(name)
     link = rows[0]["link_bytes_per_second"]
     yield f"at the link's {link / 1e9:.1f} GB/s"
+    same = {row["tokens_as_computed"] for row in rows if row.get("kind") == "device_hit" and row["tokens"] == 8192}
+    yield "the tokens of computing for {} of 6 prompts, without a connector as well".format(*same)
+    assert len(same) == 1
+    older = host_hits("vllm_ttft_block_major_h200")
+    pairs = [(older[n, "cold", "ours"], older[n, "cold", "ours:block_major=true"]) for n in sizes]
+    yield "{:.1f} and {:.1f}, {:.1f} and {:.1f}, {:,.0f} and {:,.0f} ms".format(*(ms for pair in pairs for ms in pair))
+    lmcache = (host_hits("vllm_ttft_0251_h200")[n, "host_hit", "lmcache"] for n in sizes)
+    yield "LMCache 0.5.2 took {:.1f}, {:.1f} and {:.1f} ms".format(*lmcache)
     yield f"computed takes {longer()} % longer with ours"
     yield f"waited for {100 * claim(name, 'ours_exposed_wait_over_load_at_75_percent'):.1f} % of the load's duration"
     void = ms[32768, "host_hit", "lmcache"]
@@ -265,6 +273,12 @@ def sglang() -> Iterator[str]:
     yield f"a load had {min(tokens):,.0f} to {max(tokens):,.0f} tokens on average"
 
 
+def vllm() -> Iterator[str]:
+    older = [row["over_none"] for row in result("vllm_serving_older_h200")["rows"] if "over_none" in row]
+    least, most = min(row["value"] for row in older), over_none("vllm_regimes_0320_h200")["ours"]
+    yield f"cost {100 * (1 - most):.0f} to {100 * (1 - least):.0f} % of the throughput, by host and version"
+
+
 def policies() -> Iterator[str]:
     found = result("policies")["rows"]
     margins = sorted(row["margin"] for row in found)
@@ -299,6 +313,7 @@ TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "docs/peers.md": (transfers,),
     "docs/sglang.md": (sglang,),
     "docs/storage.md": (attacks_on_storage,),
+    "docs/vllm.md": (vllm,),
 }
 
 
