@@ -1,12 +1,78 @@
-"""What a benchmark writes can be found again: one small run of one of them."""
+"""What a benchmark writes can be found again: one small run of one of them. And results that are kept say of each goal
+what follows from their own rows, with the goal that is asked for."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from integration.bench import steps
+import pytest
+
+from integration.bench import copies, steps
+from integration.bench.first_tokens import claim_length
+from integration.bench.regimes import merged
 from integration.figures import scheduler
+from integration.figures.results import RESULTS as FOLDER
+from integration.figures.results import read
+from integration.report import Report
+
+RESULTS = sorted(path.stem for path in FOLDER.glob("*.json"))
+CHATS_0320 = [f"vllm_serving_0320_{host}_h200" for host in ("05x", "075x", "1x", "2x")]
+CHATS_SGLANG = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x")]
+
+
+def kept(name: str) -> dict[str, Any]:
+    found = read(name)
+    del found["file"]
+    return found
+
+
+def close(claims: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {**claim, "value": pytest.approx(claim["value"])} for name, claim in claims.items()}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_goal_holds_where_its_value_reaches_it(name: str) -> None:
+    for what, claim in kept(name).get("claims", {}).items():
+        value, goal = claim["value"], claim["goal"]
+        assert claim["holds"] == (value <= goal if claim["better"] == "lower" else value >= goal), what
+
+
+@pytest.mark.parametrize("name", [*CHATS_0320, *CHATS_SGLANG])
+def test_goals_of_chats_are_of_their_windows(name: str) -> None:
+    found = kept(name)
+    report = merged([found])
+    claims = {what: claim for what, claim in report.claims.items() if "median_of" not in what}
+    assert found["claims"] == close(claims)
+
+
+def test_the_table_of_regimes_is_of_its_four_results() -> None:
+    found, report = kept("vllm_regimes_0320_h200"), merged([kept(name) for name in CHATS_0320])
+    assert found["rows"] == [*report.rows[: len(found["rows"])]]
+    assert found["claims"] == close(report.claims)
+
+
+@pytest.mark.parametrize(
+    "name", ["vllm_ttft_0320_h200", "vllm_lossless_0320_h200", "sglang_ttft_h200", "sglang_ttft_32k_h200"]
+)
+def test_goals_of_first_tokens_are_of_their_rows(name: str) -> None:
+    found, report = kept(name), Report("first_tokens")
+    report.rows = found["rows"]
+    rate = found["rows"][0]["link_bytes_per_second"]
+    for length in dict.fromkeys(row["tokens"] for row in found["rows"] if "kind" in row):
+        claim_length(report, length, length * (128 << 10) / rate)
+    assert {what: claim for what, claim in found["claims"].items() if what in report.claims} == close(report.claims)
+
+
+def test_goals_of_copies_are_those_that_are_asked_for() -> None:
+    claims = kept("copies_h200")["claims"]
+    sizes = {f"{size >> 20}MiB" if size >= 1 << 20 else f"{size >> 10}KiB": goal for size, goal in copies.GOALS.items()}
+    goals = {f"share_of_link_{way}_{size}": goal for size, goal in sizes.items() for way in ("load", "save")}
+    goals |= {f"share_of_duplex_{size}": 0.95 for size in sizes}
+    assert {what: claim["goal"] for what, claim in claims.items() if what in goals} == goals
+    assert {claim["goal"] for what, claim in claims.items() if what not in goals} == {0.05}
 
 
 def test_a_result_says_what_was_run_on_what(tmp_path: Path) -> None:

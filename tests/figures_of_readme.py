@@ -1,0 +1,105 @@
+"""Phrases of README.md with figures of results, for `test_docs_figures.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from integration.bench.peers import LOSSLESS
+from tests.kept_results import (
+    by_regime,
+    claim,
+    coded_over_raw_by_dma,
+    goal,
+    host_hits,
+    longer,
+    lossless_over_raw,
+    older_chats,
+    over_best_0251,
+    over_none,
+    result,
+    sglang_host_hits,
+    sglang_over_hicache,
+    sglang_packed,
+    sglang_turns,
+)
+
+
+def chats_of_readme() -> Iterator[str]:
+    ratios = sorted(row["over_best_peer"] for row in by_regime().values())
+    middle = claim("vllm_regimes_0320_h200", f"turns_over_best_peer_median_of_{len(ratios)}_regimes")
+    assert [ratio < 1.05 for ratio in ratios] == [True] * 3 + [False] * 9
+    won, lost = f"{ratios[3]:.2f} to {ratios[-1]:.2f}", ", ".join(f"{ratio:.2f}" for ratio in ratios[:3])
+    each, whole = (goal("vllm_regimes_0320_h200", f"turns_over_best_{part}") for part in ("of", "peer_median"))
+    regimes = f"vLLM 0.32, {len(ratios)} regimes, goal {each} in each, {whole} in the median"
+    yield f"{regimes} | {won} times the best peer in nine, **{middle:.2f}** in the median | **{lost}** in"
+    soonest = max(row["p50_over_soonest_peer"] for row in by_regime().values())
+    assert sum(row["p50_over_soonest_peer"] > 1 for row in by_regime().values()) == 1
+    p50 = goal("vllm_regimes_0320_h200", "p50_over")
+    yield f"p50 of the first token **{soonest:.2f}** times the soonest's in one (goal {p50})"
+    short, middling, long = lossless_over_raw()
+    over_raw = goal("vllm_regimes_0320_h200", "turns_lossless_over_raw")
+    yield f"over raw, goal {over_raw} | {short:.2f} and {middling:.2f} times the turns | **{long:.2f}** with long"
+    asked = goal("vllm_lossless_0320_h200", "lossless_host_hit_over_raw")
+    share = f"**{coded_over_raw_by_dma():.2f}**"
+    yield f"first token at 32,768 tokens {share} of raw's by DMA on another day (goal {asked})"
+    before = [row for row in result("vllm_serving_older_h200")["rows"] if row["over"] == "offloading"]
+    (asked,) = {row["turns_over"]["goal"] for row in before}
+    each = goal("vllm_serving_0251_1x_h200", "turns_over_best")
+    yield f"in vLLM 0.25.1, goal {each}; other policies over OffloadingConnector, goal {asked:g} |"
+    least, *others = over_best_0251()
+    old, selective = older_chats(), "write_through_selective"
+    names = ("0251", "all", "short_answers"), ("8_tokens_8s", "32_tokens_12s", "8_tokens_10s")
+    better, worse = (", ".join(f"{old[name, 'write_through']:.2f}" for name in some) for some in names)
+    yield f"{others[0]:.2f} to {others[-1]:.2f} times the best peer in six of seven rows; {better} | **{least:.2f}**;"
+    yield f"**{worse}** and **{old['8_tokens_10s', selective]:.2f}** with `{selective}`"
+
+
+def first_tokens_of_readme() -> Iterator[str]:
+    ms, sizes = host_hits("vllm_ttft_0320_h200"), (2048, 8192, 32768)
+    ours, peer = (", ".join(f"{ms[size, 'host_hit', name]:.1f}" for size in sizes) for name in ("ours", "offloading"))
+    yield f"{ours} ms at 2,048, 8,192, 32,768 tokens; OffloadingConnector {peer}"
+    over = claim("vllm_ttft_0320_h200", "ours_host_hit_over_offloading_32768")
+    again = (host_hits("vllm_lossless_0320_h200")[size, "host_hit", "ours"] for size in sizes)
+    asked = goal("vllm_ttft_0320_h200", "ours_host_hit_over_offloading_32768")
+    yield f"**{over:.2f}** of its at 32,768 (goal {asked});"
+    yield "(goal 0.9); {:.1f}, {:.1f}, {:.1f} ms in another run; what is computed".format(*again)
+    yield f"what is computed takes {longer()} % longer"
+
+
+def sglang_of_readme() -> Iterator[str]:
+    default_now = (2048, "ours"), (8192, "ours"), (32768, 'ours:copy_path="staged"')
+    ms, over = sglang_host_hits(), sglang_over_hicache()
+    first, second, third = (ms[size, "host_hit", name] for size, name in default_now)
+    yield f"{first:.1f}, {second:.1f}, {third:.1f} ms at these lengths, the last with `copy_path` `staged`"
+    first, second, third = (over[key] for key in default_now)
+    yield f"first token **{first:.3f}, {second:.3f}** and {third:.3f} times (**{over[32768, 'ours']:.3f}** as by"
+    ratios = sorted(sglang_turns().values())
+    yield f"{ratios[2]:.2f} to {ratios[-1]:.2f} times on hosts for half or all of them"
+    assert ratios[:2] == sorted(sglang_turns()[2.01, answer] for answer in (8, 32))
+    yield f"**{ratios[1]:.3f}, {ratios[0]:.3f}** on a host for twice as many, `staged` **{sglang_packed(32):.2f}** in"
+    names = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x")]
+    p50 = [one["value"] for name in names for which, one in result(name)["claims"].items() if which[:3] == "p50"]
+    assert len(p50) == 6
+    yield "p50 **{:.3f}, {:.3f}, {:.3f}** times in three of six".format(*(value for value in p50 if value > 1))
+    (equal,) = {goal(name, over) for name in names for over in ("turns_over", "p50_over")}
+    yield f"chats †, both goal {equal}, and nothing is hit, goal {goal(names[1], 'miss_path')} |"
+    missed = over_none("sglang_serving_1x_h200")
+    yield f"**{missed['ours']:.4f}** of no host cache, HiCache {missed['hicache']:.4f}"
+
+
+def misses_of_readme() -> Iterator[str]:
+    older, later = over_none("vllm_misses_0251_h200"), over_none("vllm_regimes_0320_h200")
+    rows = result("vllm_serving_older_h200")["rows"]
+    before = [row["over_none"]["value"] for row in rows if "over_none" in row]
+    (two_days,) = {row["over_none"]["value"] for row in rows if row["date"] == "2026-11-24"}
+    yield f"saving costs up to {100 * (1 - min(before)):.0f} % of the throughput"
+    (asked,) = {goal(name, "miss_path") for name in ("vllm_misses_0251_h200", "vllm_regimes_0320_h200")}
+    yield (
+        f"0.25.1 and 0.32, goal {asked} | **{older['ours']:.3f}** and {later['ours']:.3f} of the throughput without a "
+        f"connector | **{two_days:.3f}** in 0.32 two days before; **{later[LOSSLESS]:.3f}** with `lossless`; Offloading"
+        f"Connector has {older['offloading']:.3f} and "
+        f"{later['offloading']:.3f}"
+    )
+
+
+TOLD = (chats_of_readme, first_tokens_of_readme, misses_of_readme, sglang_of_readme)

@@ -1,0 +1,133 @@
+"""What results that are kept say, for tests of what documents tell of them."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from integration.bench.peers import LOSSLESS
+from integration.bench.regimes import regimes
+from integration.figures.results import read
+
+result = cache(read)
+
+
+def claim(name: str, which: str) -> float:
+    return float(result(name)["claims"][which]["value"])
+
+
+def goal(name: str, *parts: str) -> str:
+    """The one goal of all claims of a result whose name has these parts."""
+    claims = result(name)["claims"].items()
+    (found,) = {claim["goal"] for which, claim in claims if all(part in which for part in parts)}
+    return f"{found:g}"
+
+
+def rows(name: str, key: str) -> dict[Any, Any]:
+    """Rows of a result by one of their fields, those that have it."""
+    return {row[key]: row for row in result(name)["rows"] if key in row}
+
+
+def host_hits(name: str) -> dict[tuple[int, str, str], float]:
+    """Milliseconds to the first token by tokens, kind and connector."""
+    hits = [row for row in result(name)["rows"] if row["part"] == "hits"]
+    return {(row["tokens"], row["kind"], row["connector"]): row["ms"] for row in hits}
+
+
+def over_none(name: str) -> dict[str, float]:
+    """Throughput where nothing is hit, over that without a connector."""
+    return {row["connector"]: row["over_none"] for row in result(name)["rows"] if "over_none" in row}
+
+
+def by_regime() -> dict[tuple[float, int], dict[str, Any]]:
+    """Regimes of chats in vLLM 0.32 by the host's share and the length of answers."""
+    found = [row for row in result("vllm_regimes_0320_h200")["rows"] if row["part"] == "regime"]
+    return {(row["host_share"], row["answer"]): row for row in found}
+
+
+def counted(share: str, answer: int, connector: str = "ours") -> dict[str, float]:
+    """What ours counted in one window of chats in vLLM 0.32."""
+    rows = result(f"vllm_serving_0320_{share}_h200")["rows"]
+    (row,) = [row for row in rows if row.get("connector") == connector and row.get("answer") == answer]
+    return dict(row["counted"]) | dict(row["phases"])
+
+
+def num_loads(share: str, answer: int) -> float:
+    return counted(share, answer)["sync_loads"] + counted(share, answer)["async_loads"]
+
+
+def over_best_0251() -> list[float]:
+    """Turns of the default policy over the best peer's in vLLM 0.25.1, the least first."""
+    names = [f"vllm_serving_0251_{size}_h200" for size in ("05x", "075x", "1x")]
+    found = regimes([row for name in names for row in result(name)["rows"]])
+    assert len(found) == 7
+    return [row["over_best_peer"] for row in found]
+
+
+def older_chats() -> dict[tuple[str, str], float]:
+    """Turns over those of others, by result and policy; of several lengths of answers the last."""
+    rows = result("vllm_serving_older_h200")["rows"]
+    return {
+        (re.sub("vllm_serving_|_h200.json", "", row["result"]), row["policy"]): row["turns_over"]["value"]
+        for row in rows
+    }
+
+
+def lossless_over_raw() -> list[float]:
+    name = "turns_lossless_over_raw_host_0.75x_answers_{}_vllm_0320"
+    return [claim("vllm_regimes_0320_h200", name.format(answer)) for answer in (8, 32, 128)]
+
+
+def coded_over_raw_by_dma() -> float:
+    """Of host hits of 32,768 tokens, which were measured on different days."""
+    raw = host_hits("vllm_ttft_h200")[32768, "host_hit", "ours"]
+    return host_hits("vllm_lossless_0320_h200")[32768, "host_hit", LOSSLESS] / raw
+
+
+def longer() -> str:
+    """By how many per cent what is computed takes longer with ours than without a connector."""
+    ms, sizes = host_hits("vllm_ttft_0320_h200"), (2048, 8192, 32768)
+    more = [f"{100 * (ms[size, 'computed', 'ours'] / ms[size, 'computed', 'none'] - 1):.1f}" for size in sizes]
+    return "{}, {} and {}".format(*more)
+
+
+def rows_of_copies(direction: str, piece: int) -> list[dict[str, Any]]:
+    found = [row for row in result("copies_h200")["rows"] if "way" in row]
+    return [row for row in found if (row["direction"], row["piece_bytes"]) == (direction, piece)]
+
+
+def window(row: dict[str, Any]) -> str:
+    return f"{row['turns_per_second']:.2f}, {row['ttft_p50_ms']:,.0f} ms, {100 * row['cached_share']:.0f} %"
+
+
+def sglang_host_hits() -> dict[tuple[int, str, str], float]:
+    return host_hits("sglang_ttft_h200") | host_hits("sglang_ttft_32k_h200")
+
+
+def sglang_over_hicache() -> dict[tuple[int, str], float]:
+    """What a host hit takes of HiCache's, by tokens and connector."""
+    ms = sglang_host_hits()
+    return {
+        (size, name): value / ms[size, "host_hit", "hicache"]
+        for (size, kind, name), value in ms.items()
+        if kind == "host_hit"
+    }
+
+
+def sglang_turns() -> dict[tuple[float, int], float]:
+    """Turns of the default over HiCache's, by size of the host and length of answers."""
+    chats = [row for name in ("05x", "1x", "2x") for row in result(f"sglang_serving_{name}_h200")["rows"]]
+    found = {(row["host_share"], row["answer"], row["connector"]): row for row in chats if row["part"] == "chats"}
+    return {
+        (host, answer): row["turns_per_second"] / found[host, answer, "hicache"]["turns_per_second"]
+        for (host, answer, name), row in found.items()
+        if name == "ours"
+    }
+
+
+def sglang_packed(answer: int) -> float:
+    """Turns with loads that are packed over HiCache's, where the host holds all chats."""
+    chats = [row for row in result("sglang_serving_1x_h200")["rows"] if row.get("answer") == answer]
+    turns = {row["connector"]: row["turns_per_second"] for row in chats}
+    return turns['ours:copy_path="staged"'] / turns["hicache"]
