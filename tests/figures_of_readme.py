@@ -30,7 +30,7 @@ def chats_of_readme() -> Iterator[str]:
     assert [ratio < 1.05 for ratio in ratios] == [True] * 3 + [False] * 9
     won, lost = f"{ratios[3]:.2f} to {ratios[-1]:.2f}", ", ".join(f"{ratio:.2f}" for ratio in ratios[:3])
     each, whole = (goal("vllm_regimes_0320_h200", f"turns_over_best_{part}") for part in ("of", "peer_median"))
-    regimes = f"vLLM 0.32, {len(ratios)} regimes, goal {each} in each, {whole} in the median"
+    regimes = f"{len(ratios)} regimes of host memory and length of answers, goal {each} in each, {whole} in the median"
     yield f"{regimes} | {won} times the best peer in nine, **{middle:.2f}** in the median | **{lost}** in"
     soonest = max(row["p50_over_soonest_peer"] for row in by_regime().values())
     assert sum(row["p50_over_soonest_peer"] > 1 for row in by_regime().values()) == 1
