@@ -8,7 +8,7 @@ from typing import Any
 
 from integration.bench.peers import LOSSLESS
 from integration.bench.regimes import regimes
-from integration.figures.results import read
+from integration.figures.results import Row, read, rows_of
 
 result = cache(read)
 
@@ -31,8 +31,7 @@ def rows(name: str, key: str) -> dict[Any, Any]:
 
 def host_hits(name: str) -> dict[tuple[int, str, str], float]:
     """Milliseconds to the first token by tokens, kind and connector."""
-    hits = [row for row in result(name)["rows"] if row["part"] == "hits"]
-    return {(row["tokens"], row["kind"], row["connector"]): row["ms"] for row in hits}
+    return {(row["tokens"], row["kind"], row["connector"]): row["ms"] for row in rows_of("hits", result(name))}
 
 
 def over_none(name: str) -> dict[str, float]:
@@ -40,9 +39,9 @@ def over_none(name: str) -> dict[str, float]:
     return {row["connector"]: row["over_none"] for row in result(name)["rows"] if "over_none" in row}
 
 
-def by_regime() -> dict[tuple[float, int], dict[str, Any]]:
+def by_regime() -> dict[tuple[float, int], Row]:
     """Regimes of chats in vLLM 0.32 by the host's share and the length of answers."""
-    found = [row for row in result("vllm_regimes_0320_h200")["rows"] if row["part"] == "regime"]
+    found = rows_of("regime", result("vllm_regimes_0320_h200"))
     return {(row["host_share"], row["answer"]): row for row in found}
 
 
@@ -117,8 +116,8 @@ def sglang_over_hicache() -> dict[tuple[int, str], float]:
 
 def sglang_turns() -> dict[tuple[float, int], float]:
     """Turns of the default over HiCache's, by size of the host and length of answers."""
-    chats = [row for name in ("05x", "1x", "2x") for row in result(f"sglang_serving_{name}_h200")["rows"]]
-    found = {(row["host_share"], row["answer"], row["connector"]): row for row in chats if row["part"] == "chats"}
+    chats = rows_of("chats", *(result(f"sglang_serving_{name}_h200") for name in ("05x", "1x", "2x")))
+    found = {(row["host_share"], row["answer"], row["connector"]): row for row in chats}
     return {
         (host, answer): row["turns_per_second"] / found[host, answer, "hicache"]["turns_per_second"]
         for (host, answer, name), row in found.items()

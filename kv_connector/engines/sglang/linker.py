@@ -197,14 +197,12 @@ class TieredKVLinker(UnifiedCacheLinker):
         slots, keys = transfers[0].device_indices, transfers[0].keys
         # An insert offers a node again with each node behind it: one use. A page's key says what is in front of it.
         node = keys[-1], len(keys)
-        again = self._used.get(node)
-        hashes = page_hashes(keys) if again is None else again
-        is_new = again is None and self._half.tree.get(hashes[-1]) is None
-        has_all = again is not None or self._has_all(hashes)
-        if front := self._inserts.offer(hashes, is_new, not has_all):
-            self._half.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)
-        if again is not None:
+        if (used := self._used.get(node)) is not None:
+            self._insert(used, is_new=False, is_locked=False)
             return False
+        hashes = page_hashes(keys)
+        has_all = self._has_all(hashes)
+        self._insert(hashes, self._half.tree.get(hashes[-1]) is None, not has_all)
         offer = Fragment(f"offer {self._num_offers}", hashes, self._pages.page_size)
         self._num_offers += 1
         if has_all:
@@ -278,6 +276,11 @@ class TieredKVLinker(UnifiedCacheLinker):
             self._half.note_asked(hashes)
             self._inserts.show(hashes)
         return fragment
+
+    def _insert(self, hashes: list[BlockHash], is_new: bool, is_locked: bool) -> None:
+        """A node is offered. What the device served of the request that computed it counts as asked for."""
+        if front := self._inserts.offer(hashes, is_new, is_locked):
+            self._half.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)
 
     def _take(self, offers: Sequence[_Offer]) -> None:
         """In one step, what the write policy wants of them is saved, behind the forward pass under way."""
