@@ -35,9 +35,10 @@ class WatchedLinker(TieredKVLinker):
         return self.stats() | held
 
     def answer_decided(self) -> dict[str, float]:
-        """Counters of what the scheduler half has decided."""
-        stats = self.answer_stats()
-        return {name: stats[name] for name in ("sync_loads", "saves_on_compute_blocks", "known_blocks", "promises")}
+        """Counters of what the scheduler half has decided, and in how many rounds."""
+        stats = self.answer_stats() | {"rounds": self._num_rounds}
+        names = ("rounds", "sync_loads", "saves_on_compute_blocks", "known_blocks", "promises", "open_offers")
+        return {name: stats[name] for name in names}
 
     def answer_advance(self) -> None:
         """A step without requests, as there is one once in a while where nothing happens."""

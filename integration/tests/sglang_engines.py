@@ -111,13 +111,17 @@ class SglangEngine:
         return stats
 
     def check_idle(self) -> None:
-        """Nothing is held for a request, and every invariant holds. Several ranks have decided and counted alike; what
-        is under way there ends when all of them look, which a rank that is told to wait would keep the others from."""
+        """Nothing is held for a request, and every invariant holds. Several ranks have decided and counted alike by the
+        same round; what is under way there ends when all of them look, which a rank that is told to wait would keep the
+        others from."""
         if len(self.controls) == 1:
             self.tell("answer_check")
-        else:
+            return
+        while True:
             first, *others = self.tell("answer_decided")
-            assert all(other == first for other in others)
+            if all(other["rounds"] == first["rounds"] for other in others):  # else one was a round ahead
+                assert others == [first] * len(others)
+                return
 
     def tell(self, name: str, *args: object) -> list[Any]:
         """Call a method of the linker on every rank; the answers of all."""
