@@ -1,5 +1,5 @@
 """Requests that `integration/bench/policies.py` makes up: chats with one-off scans among them, prompts that come again
-for as long as a trace is, and a load that becomes another one."""
+for as long as a trace is, documents that are read every night, and a load that becomes another one."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ NUM_PROMPT_REQUESTS = 40_000
 NUM_PROMPTS = 300
 PROMPT_BLOCKS = 8
 PROMPTS_DEVICE_BLOCKS = 100
+NUM_NIGHTS = 17
+DAY_REQUESTS = 2000
+"""For prompts whose popularity is Zipf's; then each document is asked for once, in the order of every night."""
+NIGHT_DOCUMENTS = 400
 NUM_PHASE_REQUESTS = 10_000
 """In each of four phases."""
 PHASES_ONE_OFFS = 0.6
@@ -50,7 +54,9 @@ def synthetic_traces(share: float = 1.0) -> list[Trace]:
     traces += [
         Trace.of(name, prompts(num_requests, lasting), PROMPTS_DEVICE_BLOCKS) for name, lasting in PROMPTS.items()
     ]
-    return [*traces, Trace.of("phases", phases(_share_of(NUM_PHASE_REQUESTS, share)), PHASES_DEVICE_BLOCKS)]
+    traces.append(Trace.of("nightly", nightly(_share_of(NUM_NIGHTS, share)), PROMPTS_DEVICE_BLOCKS))
+    traces.append(Trace.of("phases", phases(_share_of(NUM_PHASE_REQUESTS, share)), PHASES_DEVICE_BLOCKS))
+    return traces
 
 
 def chats(num_requests: int, scans: float, seed: int = 3) -> list[list[Hashable]]:
@@ -88,6 +94,16 @@ def prompts(num_requests: int, lasting: int, seed: int = 3) -> list[list[Hashabl
             rng.shuffle(by_rank)
         prompt = rng.choices(by_rank, cum_weights=popularity)[0]
         requests.append([(prompt, index) for index in range(PROMPT_BLOCKS)])
+    return requests
+
+
+def nightly(num_nights: int) -> list[list[Hashable]]:
+    """Days of prompts whose popularity is Zipf's, and after each of them the same documents, one after the other."""
+    documents = [[("document", number, index) for index in range(PROMPT_BLOCKS)] for number in range(NIGHT_DOCUMENTS)]
+    days = prompts(num_nights * DAY_REQUESTS, 0)
+    requests: list[list[Hashable]] = []
+    for night in range(num_nights):
+        requests += [*days[night * DAY_REQUESTS : (night + 1) * DAY_REQUESTS], *documents]
     return requests
 
 
