@@ -10,7 +10,16 @@ import pytest
 
 from integration.bench import vllm_ttft
 from integration.bench.engines import Engines, Ready, Sample
-from integration.bench.first_tokens import OVER_PEERS, TAIL, claim_length, measure_part, no_hit, same_tokens
+from integration.bench.first_tokens import (
+    OVER_PEERS,
+    TAIL,
+    claim_length,
+    claim_loads,
+    load_rates,
+    measure_part,
+    no_hit,
+    same_tokens,
+)
 from integration.bench.options import check_device
 from integration.bench.vllm_engine import VllmOptions
 from integration.report import Report
@@ -70,6 +79,20 @@ def test_a_void_hit_is_compared_with_nothing(capsys: pytest.CaptureFixture[str])
     assert set(claims(void, row("ours", "host_hit", 28))) == set()
     assert "no host hit of lmcache" in capsys.readouterr().out
     assert claims(row("offloading", "host_hit", 40), row("ours", "host_hit", 28, void="not all")) == {}
+
+
+def test_loads_are_held_against_the_link_where_they_were_timed() -> None:
+    assert load_rates([{}, {"loaded_bytes": 0.0, "load_milliseconds": 0.0}]) == {}
+    counted = [{"loaded_bytes": loaded, "load_milliseconds": 2.0} for loaded in (90e6, 100e6, 104e6)]
+    timed = row("ours", "host_hit", 28) | load_rates(counted)
+    assert timed["load_bytes_per_second"] == pytest.approx(50e9)
+    report = Report("sglang_ttft", rows=[{"part": "options"}, row("hicache", "host_hit", 30), timed])
+    claim_loads(report, 8192, link=52e9)
+    assert {name: claim["value"] for name, claim in report.claims.items()} == {
+        "ours_load_over_link_8192": pytest.approx(50 / 52)
+    }
+    claim_loads(void := Report("sglang_ttft", rows=[timed | {"void": "not all"}]), 8192, link=52e9)
+    assert not void.claims
 
 
 def test_a_start_tells_how_much_of_the_host_memory_its_first_token_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ order. A host hit is the same prompt after the device's prefixes are forgotten. 
 connector, and 8 tokens follow, which are no block: where a prompt is whole chunks of LMCache's, all but one token are a
 hit, the step runs as one whole CUDA graph, and there LMCache 0.5 returns without loading anything (its `start_load_kv`
 finds no attention metadata): splendid times, wrong tokens. So each host hit must give the device hit's token
-(`no_hit`). A second part asks for prompts of which 75 % lie on the host and reads from our statistics how long the
-model waited for layers.
+(`no_hit`). A second part asks for prompts of which 75 % lie on the host. Our statistics say how fast loads went, and
+there how long the model waited for layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -37,6 +37,8 @@ OVER_PEERS = {
     "hicache": {},
 }
 """Goals: a host hit of ours over one of a peer, by tokens; 1 where none is named."""
+LOAD_OVER_LINK = 0.95
+"""Goal: bytes of a host hit over the time in which its load ran, over the rate of one large copy."""
 TAIL = 8
 """Tokens behind the hit: less than a block, which whoever saved it would hit too."""
 _seeds = count(1)
@@ -44,12 +46,14 @@ _seeds = count(1)
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one engine did with one prompt; `clearing` is how the device was cleared, empty without a connector."""
+    """What one engine did with one prompt; `clearing` is how the device was cleared, empty without a connector, and
+    `counted` what ours counted of the host hit."""
 
     computed: Sample
     device_hit: Sample
-    host_hit: Sample | None
-    clearing: str
+    host_hit: Sample | None = None
+    clearing: str = ""
+    counted: dict[str, float] = field(default_factory=dict)
 
 
 def probe(server: EngineServer, token_ids: Sequence[int]) -> Probe:
@@ -58,15 +62,21 @@ def probe(server: EngineServer, token_ids: Sequence[int]) -> Probe:
     server.settle()
     device_hit = server.generate(token_ids)
     if server.options.connector == "none":
-        return Probe(computed, device_hit, None, "")
+        return Probe(computed, device_hit)
     clearing = server.clear_device()
-    return Probe(computed, device_hit, server.generate(token_ids), clearing)
+    host_hit, counted = generate_counted(server, token_ids)
+    return Probe(computed, device_hit, host_hit, clearing, counted)
 
 
 def probe_part(server: EngineServer, token_ids: Sequence[int], num_hit: int) -> tuple[Sample, dict[str, float]]:
     """Runs in the engine's process: a prompt whose first `num_hit` tokens are on the host, and what ours counted."""
     server.generate(token_ids[: num_hit + TAIL])
     server.clear_device()
+    return generate_counted(server, token_ids)
+
+
+def generate_counted(server: EngineServer, token_ids: Sequence[int]) -> tuple[Sample, dict[str, float]]:
+    """Runs in the engine's process: the prompt, and what ours counted until all of it was saved."""
     before = server.stats()
     sample = server.generate(token_ids)
     server.settle()
@@ -134,6 +144,7 @@ def measure_hits(
         for length in lengths:
             measure_length(report, engines, length, options.prompts)
             claim_length(report, length, length * wanted[0].bytes_per_token / link)
+            claim_loads(report, length, link)
             report.write(options.json)
         measure_part(report, engines, options.part_length, options.prompts)
         if last is not None:
@@ -177,11 +188,20 @@ def measure_length(report: Report, engines: Engines, length: int, num_prompts: i
             row = {"part": "hits", "connector": name, "tokens": length, "kind": kind, **summary(samples)}
             row |= {"clearing": sorted({p.clearing for p in probes[name]})}
             row |= {"prompts": len(samples), "tokens_as_computed": same_tokens(samples, computed)}
-            if kind == "host_hit" and (reason := no_hit(samples, kinds["device_hit"], length)):
-                row["void"] = reason
-                print(f"         {name}: its host hits are void: {reason}")
+            if kind == "host_hit":
+                row |= load_rates([p.counted for p in probes[name]])
+                if reason := no_hit(samples, kinds["device_hit"], length):
+                    row["void"] = reason
+                    print(f"         {name}: its host hits are void: {reason}")
             report.rows.append(row)
         print(f"{length:7}  {name:20}" + "".join(f" {spread(samples):>22}" for samples in kinds.values()), flush=True)
+
+
+def load_rates(counted: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Bytes of loads over the time in which they ran, of each hit and the median; nothing where nothing was timed."""
+    timed = [stats for stats in counted if stats.get("load_milliseconds")]
+    rates = [1e3 * stats["loaded_bytes"] / stats["load_milliseconds"] for stats in timed]
+    return {"load_bytes_per_second": median(rates), "all_load_bytes_per_second": rates} if rates else {}
 
 
 def same_tokens(samples: Sequence[Sample], others: Sequence[Sample]) -> int:
@@ -238,6 +258,14 @@ def claim_length(report: Report, length: int, link_seconds: float) -> None:
                 report.claim(f"{name}_host_hit_over_{peer}_{length}", ratio, goals.get(length, 1.0), "of 1", "lower")
             elif peer in measured:
                 print(f"no host hit of {peer} to compare with")
+
+
+def claim_loads(report: Report, length: int, link: float) -> None:
+    """The claims on the loads themselves, of host hits of one length, over the link's bytes a second."""
+    for row in report.rows:
+        if row.get("tokens") == length and "load_bytes_per_second" in row and "void" not in row:
+            claim = f"{row['connector']}_load_over_link_{length}"
+            report.claim(claim, row["load_bytes_per_second"] / link, LOAD_OVER_LINK, "of 1", "higher")
 
 
 def measure_part(report: Report, engines: Engines, length: int, num_prompts: int) -> None:
