@@ -66,6 +66,22 @@ def test_headers_of_any_kind_are_passed_on_or_left_out() -> None:
         assert not {"x-hop", "content-encoding"} & heard.keys()
 
 
+def test_what_an_engine_sets_for_one_client_reaches_no_other() -> None:
+    """As a load balancer in front of an engine does that knows its clients again."""
+    prefill, decode = Scripted(params=TOLD), Scripted("answer")
+
+    async def respond(request: Request) -> Response:
+        return JSONResponse({"kv_transfer_params": TOLD}, headers={"set-cookie": "session=of-the-first"})
+
+    prefill.respond = decode.respond = respond  # type: ignore[method-assign]
+    with proxy_of([prefill], [decode]) as proxy:
+        assert proxy.complete().headers["set-cookie"] == "session=of-the-first"
+        proxy.complete()
+        proxy.complete(headers={"cookie": "session=of-the-third"})
+    for engine in (prefill, decode):
+        assert [heard.get("cookie") for heard in engine.headers] == [None, None, "session=of-the-third"]
+
+
 def test_headers_that_an_engine_says_are_of_a_hop_do_not_reach_the_client() -> None:
     given = [(b"Connection", b"close, X-Hop"), (b"X-Hop", b"1"), (b"X-Served-By", b"7"), (b"Server", b"engine")]
     assert passed_on(given) == [(b"x-served-by", b"7")]

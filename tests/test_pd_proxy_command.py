@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 import signal
 import socket
 import ssl
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import httpx
@@ -20,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from integration.pd_proxy.__main__ import parse_arguments
+from tests.http_servers import serving
 from tests.pd_engines import PATIENCE, Scripted, Streaming, served, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +77,38 @@ def test_https_on_both_sides(certificate: tuple[str, str]) -> None:
             assert refused.status_code == 503, "nobody vouches for the engines"
 
 
+class SpeaksPlainly(BaseHTTPRequestHandler):
+    """Answers in plain text in the middle of a conversation that is encrypted."""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        os.write(self.connection.fileno(), b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    do_POST = do_GET  # noqa: N815 - as `http.server` calls it.
+
+
+def test_an_engine_whose_encryption_breaks_is_left_out_like_any_that_is_dead(certificate: tuple[str, str]) -> None:
+    """What TLS finds wrong behind the handshake, httpx hands on as it is: also that a certificate is wanted of us."""
+    cert, key = certificate
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(cert, key)
+    prefill, decode = Scripted(params=TOLD), Scripted("answer")
+    with served(prefill.app) as first, served(decode.app) as second, serving(SpeaksPlainly, tls) as third:
+        engines = ("--prefill", third, "--prefill", first, "--decode", third, "--decode", second)
+        with running(*engines, "--upstream-ca", cert, "--check-seconds", "0.01") as (_, url):
+            for _ in range(4):
+                answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE)
+                assert answer.json()["choices"] == [{"text": "answer"}]
+            assert httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code == 200
+
+            def has_left_out() -> bool:
+                known = httpx.get(f"{url}/health", timeout=PATIENCE).json()["engines"]
+                return [each["url"] for each in known if not each["healthy"]] == [third, third]
+
+            wait_until(has_left_out, "it is out, as a prefill engine and as a decode engine")
+    assert len(prefill.asked) == len(decode.asked) == 4
+
+
 def test_a_proxy_that_is_stopped_ends_what_it_has_begun() -> None:
     decode = Streaming([b"data: 1\n\n", b"data: 2\n\n"])
     with (
@@ -115,6 +150,7 @@ def test_a_port_that_is_taken_is_said() -> None:
         ("--decode ftp://x:1", "'ftp://x:1' is no server: give one such as http://127.0.0.1:8100"),
         ("--decode http://x:99999", "'http://x:99999' is no server: give one such as http://127.0.0.1:8100"),
         ("--decode http://x:1,h:2", "'h:2' is not where a prefill engine listens for peers"),
+        ("--decode http://xn--:1", "'http://xn--:1' is no server: give one such as http://127.0.0.1:8100"),
         ("--decode http://x:1 --prefill http://y:1,h", "'h' is not where a prefill engine listens for peers"),
         ("--decode http://x:1 --max-in-flight 0", "'0' is impossible: give a whole number above 0"),
         ("--decode http://x:1 --check-seconds x", "'x' is impossible: give a number above 0"),

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
+import httpx
 import uvicorn
 
 from .app import make_app
@@ -37,7 +38,8 @@ def engine_of(role: Role) -> Callable[[str], Engine]:
         try:
             parts = urlsplit(url)
             is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
-        except ValueError:  # of a port that is none
+            httpx.Request("GET", url)
+        except (ValueError, httpx.InvalidURL):  # of a port or a name that is none
             is_server = False
         if not is_server:
             raise argparse.ArgumentTypeError(f"{url!r} is no server: give one such as http://127.0.0.1:8100")

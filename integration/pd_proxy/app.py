@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import anyio
 import httpx
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from .completions import NO_DECODE_ENGINE, Completions, Limits
-from .engines import Turns
+from .engines import BROKEN, Turns
 from .messages import passed_on, refusal
 from .metrics import ProxyMetrics
 
@@ -38,6 +39,8 @@ def make_app(
     client = httpx.AsyncClient(
         # Without these, httpx would offer to take what the client cannot read.
         headers={"accept-encoding": "identity"},
+        # What an engine sets for one client is no other's.
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         timeout=httpx.Timeout(engine_seconds, connect=min(_CONNECT_SECONDS, engine_seconds), pool=None),
         transport=httpx.AsyncHTTPTransport(
             verify=verify,
@@ -63,7 +66,7 @@ def make_app(
         for engine in decode.order():
             try:
                 answer = await client.get(engine.url + request.url.path, headers=asked)
-            except httpx.RequestError as error:
+            except BROKEN as error:
                 engine.failed(error, metrics)
                 continue
             response = Response(answer.content, answer.status_code)

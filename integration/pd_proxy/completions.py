@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from .engines import Engine, Turns, describe
+from .engines import BROKEN, Engine, Turns, describe
 from .messages import Completion, Refused, passed_on, read_body, refusal, told_beforehand
 from .metrics import ProxyMetrics
 
@@ -142,7 +142,7 @@ class Exchange:
         headers = self._completion.headers | {b"accept-encoding": b"identity"}
         try:
             response = await self._client.post(engine.url + self._path, content=body, headers=headers)
-        except httpx.RequestError as error:
+        except BROKEN as error:
             engine.failed(error, self._metrics)
             return None
         if response.status_code >= 500 or response.status_code == 429:
@@ -166,7 +166,7 @@ class Exchange:
                 # It may be at work: a second one would only add to that.
                 self._metrics.failures.labels(engine.url, engine.role).inc()
                 raise Refused(504, f"the decode engine did not answer in time ({describe(error)})") from error
-            except httpx.RequestError as error:
+            except BROKEN as error:
                 engine.failed(error, self._metrics)
         raise Refused(503, NO_DECODE_ENGINE)
 
@@ -183,7 +183,7 @@ class Exchange:
                     is_first = False
                 with anyio.fail_after(self._limits.client_seconds):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
-        except httpx.RequestError as error:
+        except BROKEN as error:
             logger.warning("decode engine %s broke off in the middle of an answer: %s", engine.url, describe(error))
             engine.failed(error, self._metrics)
             self._metrics.broken.labels("engine").inc()

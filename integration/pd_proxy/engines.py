@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import ssl
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,6 +23,10 @@ MISSED_CHECKS = 2
 """In a row, after which an engine gets no more requests: one may be slow when it is busy."""
 CHECK_SECONDS = 10.0
 """Within which an engine has to answer a check, all of it, connecting included."""
+
+BROKEN = httpx.RequestError, ssl.SSLError
+"""What is raised where an engine cannot be reached, or breaks off. What TLS finds wrong behind the handshake, such as
+that the engine wants a certificate of who asks, httpx 0.28 hands on as it is."""
 
 
 class Engine:
@@ -65,7 +70,7 @@ class Engine:
                 response = await client.get(f"{self.url}/health")
         except TimeoutError:
             return f"/health does not answer within {CHECK_SECONDS:g} s"
-        except httpx.RequestError as error:
+        except BROKEN as error:
             return describe(error)
         return None if response.status_code < 400 else f"/health answers {response.status_code}"
 
