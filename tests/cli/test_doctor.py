@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from kv_connector.cli.doctor.finding import Finding, Status
 from kv_connector.cli.doctor.gpu import FoundGpu, Link
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.transfer.memory.host_pool import HostPool
+from kv_connector.transfer.paths.base import BlockCopy
+from kv_connector.transfer.paths.torch import TorchPath
 from tests.storage.storages import BLOCK, IDENTITY
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +92,17 @@ def test_copies_are_measured_with_one_thread_of_torchs(monkeypatch: pytest.Monke
         torch.set_num_threads(num_before)
 
 
+def test_copies_of_ours_that_fail_are_no_fast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no memory is left for what they need: nothing is copied, and that takes no time."""
+
+    def copy(self: TorchPath, copy: BlockCopy) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(TorchPath, "copy", copy)
+    (found,) = copies.measure(FoundGpu()).findings
+    assert (found.status, found.value) == (Status.PROBLEM, "ours have failed: see the warnings in front of this")
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_found_and_copied_to(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--json"])
@@ -119,10 +134,25 @@ def test_a_container_with_a_small_memlock_is_told_of(monkeypatch: pytest.MonkeyP
 
 def test_locked_memory_is_a_problem_where_cuda_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
-    monkeypatch.setattr(memory, "_may_lock", lambda _: False)
+    monkeypatch.setattr(memory, "_is_above_the_limit", lambda: False)
     assert memory.locked_memory(0, is_pinned=False).status is Status.PROBLEM
     assert memory.locked_memory(0, is_pinned=True).status is Status.WARNING
     assert memory.locked_memory(32 << 10, is_pinned=True).status is Status.OK, "it is as much as is asked for"
+
+
+def test_whether_a_limit_holds_is_tried_on_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit may be more than a container has: locking that much, the doctor would be what is killed."""
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    mapped: list[int] = []
+
+    def mapping(_: int, num_bytes: int) -> mmap.mmap:
+        mapped.append(num_bytes)
+        return real(-1, num_bytes)
+
+    real = mmap.mmap
+    monkeypatch.setattr(memory.mmap, "mmap", mapping)
+    assert memory.locked_memory(1 << 50, is_pinned=True).status in (Status.OK, Status.WARNING)
+    assert mapped in ([], [mmap.PAGESIZE]) and resource.getrlimit(resource.RLIMIT_MEMLOCK) == limits
 
 
 def test_the_least_limit_of_all_cgroups_counts(tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def _ours(host: HostPool, device: torch.device) -> tuple[float, float]:
     import torch
 
     from ...config import Config
+    from ...errors import TransferError
     from ...transfer.engine import TransferEngine
     from ...transfer.memory.host_form import raw_form
     from ...transfer.memory.layout import CacheLayout
@@ -172,7 +173,8 @@ def _ours(host: HostPool, device: torch.device) -> tuple[float, float]:
             engine.wait_all()
         else:
             engine.submit_save([job])
-        engine.drain()
+        if not all(done.ok for done in engine.drain()):
+            raise TransferError("ours have failed: see the warnings in front of this")
 
     try:
         num_bytes = host.tensor.numel()

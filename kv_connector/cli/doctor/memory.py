@@ -14,8 +14,6 @@ from .finding import Finding, ok, problem, warning
 
 LEAST_SHM = 1 << 30
 """What NCCL, UCX and engines of several ranks have use for; Docker gives 64 MiB."""
-_TRIED_BYTES = 64 << 20
-"""Locked for a moment where the limit may not hold for this process: capabilities lift it."""
 _SPARE = 0.9
 """The share of a machine's memory, or of a container's, that a host pool may take: engine and kernel need the rest."""
 _UNLIMITED = 1 << 60  # kernels write unlimited as a number above any machine
@@ -77,7 +75,7 @@ def locked_memory(host_memory: int, is_pinned: bool | None) -> Finding:
     needed = f"unlimited, or at least host_memory{f' ({size_text(host_memory)})' if host_memory else ''}"
     if host_memory and soft >= host_memory:
         return ok(name, size_text(soft), needed)
-    if _may_lock(soft + _TRIED_BYTES):
+    if _is_above_the_limit():
         return ok(
             name, f"{size_text(soft)}, which does not hold here: this process may lock more (CAP_IPC_LOCK)", needed
         )
@@ -92,15 +90,20 @@ def locked_memory(host_memory: int, is_pinned: bool | None) -> Finding:
     return problem(name, f"{size_text(soft)}, and CUDA could not lock host memory: copies are slow", needed, fix)
 
 
-def _may_lock(num_bytes: int) -> bool:
+def _is_above_the_limit() -> bool:
+    """Whether the limit does not hold for this process, as a capability lifts it: a page is locked under one of 0. More
+    than the limit may be more than there is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     libc = ctypes.CDLL(None, use_errno=True)
-    with mmap.mmap(-1, num_bytes) as memory:
-        view = (ctypes.c_char * num_bytes).from_buffer(memory)
-        address, length = ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(num_bytes)
-        is_locked: bool = libc.mlock(address, length) == 0
-        if is_locked:
-            libc.munlock(address, length)
-        del view
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
+        try:
+            page = (ctypes.c_char * mmap.PAGESIZE).from_buffer(memory)
+            address, length = ctypes.c_void_p(ctypes.addressof(page)), ctypes.c_size_t(mmap.PAGESIZE)
+            is_locked: bool = libc.mlock(address, length) == 0
+            del page  # unmapping unlocks it
+        finally:
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
     return is_locked
 
 
