@@ -28,10 +28,10 @@ class Reading:
     def __init__(self) -> None:
         self.rate = Rate()  # of fetching, in blocks a second
         self._asked: dict[int, float] = {}  # jobs under way, the oldest first, and when they were begun
-        self._fetches: set[int] = set()  # those of them
+        self._fetches: dict[int, int] = {}  # those of them, and how many blocks of each are counted
         self._num_blocks = 0  # of fetches under way, and of those that ended since the first of them was begun
         self._since = 0.0
-        self._silence = 0.0  # seconds in which no job ended that was under way
+        self._silence = 0.0  # seconds since the last answer in which some job was under way
         self._looked = 0.0  # when that was looked at last
         self._is_told = False  # of the silence that goes on
         self._num_skipped = 0  # prefixes, one behind the other, that were sooner computed than fetched
@@ -39,12 +39,12 @@ class Reading:
     def begun(self, jobs: Sequence[StorageJob], now: float) -> None:
         """These jobs are planned."""
         fetches = [job for job in jobs if job.action is StorageAction.FETCH]
-        if jobs and not self._asked:
-            self._silence, self._looked = 0.0, now
+        if not self._asked:
+            self._looked = now  # the silence goes on: what was called off meanwhile has not ended it
         if fetches and not self._fetches:
             self._since, self._num_blocks = now, 0
         self._asked |= {job.job_id: now for job in jobs}
-        self._fetches |= {job.job_id for job in fetches}
+        self._fetches |= {job.job_id: job.num_blocks for job in fetches}
         self._num_blocks += sum(job.num_blocks for job in fetches)
 
     def ended(self, job: StorageJob, was_answered: bool, now: float) -> None:
@@ -55,16 +55,18 @@ class Reading:
             self._silence, self._looked = 0.0, now
             self._is_told = False
         if job.job_id in self._fetches:
-            self._fetches.remove(job.job_id)
-            self._num_blocks -= 0 if was_answered else job.num_blocks
+            num_counted = self._fetches.pop(job.job_id)
+            self._num_blocks -= 0 if was_answered else num_counted
             if not self._fetches and self._num_blocks > 0:
                 self.rate.observe(self._num_blocks, now - self._since)
 
     def hangs(self, now: float) -> bool:
         """Whether nothing has been heard for so long that nothing is to be waited for."""
+        if not self._asked:
+            return False
         self._silence += min(now - self._looked, _LONGEST_LOOK)
         self._looked = now
-        if not self._asked or self._silence < STALL_SECONDS:
+        if self._silence < STALL_SECONDS:
             return False
         if not self._is_told:
             self._is_told = True
@@ -83,8 +85,8 @@ class Reading:
         """The job is lost: its answer, if it ever comes, is no measurement, nor is what is fetched beside it now."""
         self._asked.pop(job_id, None)
         if job_id in self._fetches:
-            self._fetches.remove(job_id)
-            self._since, self._num_blocks = now, 0
+            del self._fetches[job_id]
+            self._since, self._num_blocks, self._fetches = now, 0, dict.fromkeys(self._fetches, 0)
 
     def lost(self, now: float) -> list[int]:
         """Jobs that nobody should wait for: they were begun too long ago."""

@@ -194,6 +194,31 @@ def test_what_was_called_off_is_no_answer_of_storage() -> None:
     half.check()
 
 
+@pytest.mark.parametrize(("prefetch", "timeout_ms"), [("wait_complete", 200), ("timeout", 500)])
+def test_storage_that_is_dead_holds_requests_up_for_two_seconds_in_all(prefetch: str, timeout_ms: int) -> None:
+    """Each comes once the one before it has gone on, whose look-up is called off: storage has never come to it."""
+    half, _, ticks = make_half(1000, prefetch=prefetch, timeout_ms=timeout_ms)
+    waited = 0.0
+    for number in range(20):
+        request = Asked(f"request {number}", prompt(number))
+        job = arrive(half, request)
+        since = ticks.now
+        while matched(half, request) is None:
+            ticks.now += 0.1
+        waited += ticks.now - since
+        admit(half, request)
+        assert run(half, request).cancelled_storage == (job.job_id,), "by which it would be found again"
+        report(half, failed=[job])
+        half.request_finished(request)
+        ticks.now += 1.0
+    assert waited < 2.5
+    request = Asked("later", prompt(50))
+    report(half, [arrive(half, request)], found=10)
+    (job,) = step(half)
+    assert job.action is StorageAction.FETCH and matched(half, request) is None, "it answers again, and is waited for"
+    half.check()
+
+
 def test_the_first_request_of_an_engine_finds_what_storage_has() -> None:
     """The step that answers its look-up is also the one that says how much host memory there is."""
     config = Config.from_mapping({"host_memory": 1 << 20, "storage": {"path": "unused", "capacity": "8MiB"}})

@@ -34,3 +34,13 @@ def test_what_is_under_way_beside_one_that_is_lost_says_nothing(was_read: bool) 
     reading.forget(1, LOST_SECONDS)
     reading.ended(fetch(2, 1000), was_read, LOST_SECONDS + 0.001)
     assert reading.rate.value == 0.0
+
+
+def test_what_is_called_off_behind_one_that_is_lost_takes_nothing_from_what_is_learned() -> None:
+    reading = Reading()
+    reading.begun([fetch(1, 8), fetch(2, 6)], 0.0)
+    reading.forget(1, LOST_SECONDS)
+    reading.begun([fetch(3, 10)], LOST_SECONDS)
+    reading.ended(fetch(2, 6), False, LOST_SECONDS + 1.0)
+    reading.ended(fetch(3, 10), True, LOST_SECONDS + 2.0)
+    assert reading.rate.value == 5.0

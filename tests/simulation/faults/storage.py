@@ -176,7 +176,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "silence-awaited",
         "every request waits for storage that does not answer",
-        (Patch(_READING, "if not self._asked or self._silence < STALL_SECONDS:", "if True:"),),
+        (Patch(_READING, "if self._silence < STALL_SECONDS:", "if True:"),),
         tested(f"{_TESTS}::test_storage_that_hangs_holds_up_one_request_and_no_other"),
     ),
     Mutant(
@@ -196,6 +196,16 @@ STORAGE: tuple[Mutant, ...] = (
             ),
         ),
         tested(f"{_TESTS}::test_what_was_called_off_is_no_answer_of_storage"),
+    ),
+    Mutant(
+        "silence-that-begins-anew",
+        "each request waits for storage that is dead, once those in front of it are called off",
+        (
+            Patch(
+                _READING, "            self._looked = now  #", "            self._silence, self._looked = 0.0, now  #"
+            ),
+        ),
+        tested(f"{_TESTS}::test_storage_that_is_dead_holds_requests_up_for_two_seconds_in_all"),
     ),
     Mutant(
         "called-off-all-the-same",
