@@ -22,7 +22,7 @@ def test_every_request_is_in_the_trace(tmp_path: Path) -> None:
         (answer,) = engine.generate([first], num_tokens=40)
         engine.alone([second, first, [*first, *answer, *second]], num_tokens=5)
         engine.drain()
-    engine.half._companions._observers[-1]._observer._record.__self__.close()
+    engine.half._observers._observers[-1]._observer._record.__self__.close()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert lines[0]["block_tokens"] == BLOCK_SIZE
     assert [(line["input_length"], line["output_length"]) for line in lines[1:]] == [

@@ -13,7 +13,7 @@ from ..types import BlockHash, StepPlan, StepReport
 from .companion import Admission, Companion
 from .loads.choice import LoadPlanner
 from .names import Roots
-from .observers import Observer
+from .observers import Observers
 from .peers.companion import PeerCompanion
 from .ranks import RankStates
 from .shared import Shared
@@ -34,7 +34,7 @@ class Companions:
         adapter_of: Callable[[Request], str],
         engine_id: str,
         world_size: int,
-        observers: Sequence[Observer] = (),
+        observers: Observers,
     ) -> None:
         self._observers = observers
         # What another engine brings is not looked up in storage: peers are first.
@@ -50,8 +50,7 @@ class Companions:
 
     def arrived(self, request: Request) -> None:
         """The first that claims the request is the last that hears of it."""
-        for observer in self._observers:
-            observer.arrived(request)
+        self._observers.arrived(request)
         for companion in self._companions:
             if companion.arrived(request):
                 return
@@ -66,8 +65,7 @@ class Companions:
 
     def admitted(self, admission: Admission) -> None:
         """To all."""
-        for observer in self._observers:
-            observer.admitted(admission)
+        self._observers.admitted(admission)
         for companion in self._companions:
             companion.admitted(admission)
 
@@ -78,8 +76,7 @@ class Companions:
 
     def preempted(self, request_id: str) -> None:
         """To all."""
-        for observer in self._observers:
-            observer.preempted(request_id)
+        self._observers.preempted(request_id)
         for companion in self._companions:
             companion.preempted(request_id)
 
@@ -90,8 +87,7 @@ class Companions:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """To all; what the engine returns is what the first of them says that says something."""
-        for observer in self._observers:
-            observer.finished(request)
+        self._observers.finished(request)
         told = [companion.finished(request) for companion in self._companions]
         return next((params for params in told if params is not None), None)
 

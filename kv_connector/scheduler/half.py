@@ -48,7 +48,7 @@ from .loads.choice import LoadPlanner, is_light
 from .loads.leases import LoadLeases
 from .loads.rates import LoadMode
 from .names import no_adapter
-from .observers import JobTimes, Observer
+from .observers import JobTimes, Observer, Observers
 from .operations import Operations
 from .ranks import RankStates
 from .requests import RequestState, RequestTable
@@ -106,7 +106,9 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         )
         self.metrics = CacheMetrics()
         self._pool = DevicePool()
-        self._ledger = JobLedger(world_size, self._pool, self.host, clock, JobTimes(self.metrics), observers)
+        self._observers = Observers(observers)
+        times = JobTimes(self.metrics)
+        self._ledger = JobLedger(world_size, self._pool, self.host, clock, times, self._observers)
         self._events = EventLog(publishes_events)
         self._shared = shared = Shared(
             self._grouped, self.host, self._pool, self._ledger, self.metrics, self._events, clock, block_size, tenants
@@ -118,7 +120,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._requests = RequestTable(self._leases, self._steps, self.metrics)
         self._ranks = RankStates(world_size, self.host)
         self._companions = Companions(
-            config, shared, self._loads, self._ranks, identity, adapter_of, engine_id, world_size, observers
+            config, shared, self._loads, self._ranks, identity, adapter_of, engine_id, world_size, self._observers
         )
         self._budget = SaveBudget(config.save_bandwidth)
         policy, is_in_storage = SavePolicy.from_config(config), config.storage is not None
@@ -145,6 +147,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         request_id = request.request_id
         if self._watchdog.hangs:
+            self._observers.arrived(request)
             return 0, False
         if self._ledger.is_awaited(request_id) or self._loads.is_coalesced(request_id):
             return None, False  # of a request with this id that is gone, a load may be announced yet

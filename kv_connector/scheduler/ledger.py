@@ -15,7 +15,7 @@ from typing import Protocol
 from ..base import DeviceBlocks
 from ..index import CacheTier
 from ..types import CopyJob, PeerJob, StepReport, StorageJob
-from .observers import Job, JobObserver, JobTimes
+from .observers import Job, JobObserver, JobTimes, Observers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class JobLedger:
         host: CacheTier,
         clock: Callable[[], float],
         times: JobTimes,
-        observers: Sequence[JobObserver] = (),
+        observers: Observers,
     ) -> None:
         self._times = times
         self._observers = observers
@@ -109,7 +109,7 @@ class JobLedger:
         device_ids = job.device_ids.tolist() if not isinstance(job, StorageJob) else ()
         host_ids = job.host_ids.tolist() if not isinstance(job, PeerJob) else ()
         ranks = set(range(self._world_size))
-        observers = [observer for observer in self._observers if observer.opened(job, request_ids)]
+        observers = self._observers.opened(job, request_ids)
         self._open[job.job_id] = _OpenJob(job, owner, ranks, device_ids, host_ids, self._clock(), observers)
         self._num_pinning += isinstance(job, CopyJob) and len(device_ids) > 0
         if job.request_id is not None:

@@ -1,13 +1,13 @@
 """Who hears of requests and jobs and decides nothing (layer 2): histograms, traces.
 
-arrived (any number of times) -> admitted -> preempted, admitted -> finished
+arrived -> admitted -> preempted, admitted -> finished, of requests of whose arrival an observer wanted to hear more
 opened -> ran (once for each rank that knows) -> ended, of jobs whose opening an observer wanted to hear more of
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..histograms import Histogram
@@ -48,7 +48,8 @@ class JobObserver(Protocol):
     """Hears of jobs, from the thread of the scheduler half, and must be quick."""
 
     def opened(self, job: Job, request_ids: Collection[str]) -> bool:
-        """A job is planned, for these requests as far as is known. Returns whether to tell what becomes of it."""
+        """A job is planned, for these requests as far as is known, of which somebody wants to hear, or for none.
+        Returns whether to tell what becomes of it."""
 
     def ran(self, job: Job, rank: int, seconds: float) -> None:
         """It is done on a rank, and took so long there; other jobs may have run with it."""
@@ -60,8 +61,9 @@ class JobObserver(Protocol):
 class Observer(JobObserver, Protocol):
     """Hears of requests, too. One that returns quickly costs a step nothing: it is not told of what steps compute."""
 
-    def arrived(self, request: Request) -> None:
-        """A request has arrived, or is looked up once more."""
+    def arrived(self, request: Request) -> bool:
+        """A request has arrived, or is looked up once more and nobody wanted to hear of it before. Returns whether to
+        tell what becomes of it."""
 
     def admitted(self, admission: Admission) -> None:
         """It has its device blocks."""
@@ -79,9 +81,9 @@ class GuardedObserver:
     def __init__(self, observer: Observer) -> None:
         self._observer: Observer | None = observer
 
-    def arrived(self, request: Request) -> None:
+    def arrived(self, request: Request) -> bool:
         """See `Observer`, as of all below."""
-        self._tell("arrived", request)
+        return bool(self._tell("arrived", request))
 
     def admitted(self, admission: Admission) -> None:
         """To the other."""
@@ -116,6 +118,43 @@ class GuardedObserver:
             logger.exception("%s ends, the engine goes on", type(self._observer).__name__)
             self._observer = None
             return None
+
+
+class Observers:
+    """All of them. A request that none wants to hear of, as nearly all are where a share is traced, costs a look at a
+    dictionary from then on, and a job of such requests another one."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = observers
+        self._of: dict[str, list[Observer]] = {}  # who wants to hear of a request
+
+    def arrived(self, request: Request) -> None:
+        """To all, until one wants to hear more."""
+        if request.request_id in self._of:
+            return
+        if observers := [observer for observer in self._observers if observer.arrived(request)]:
+            self._of[request.request_id] = observers
+
+    def admitted(self, admission: Admission) -> None:
+        """To those that want to hear of the request, as of all below."""
+        for observer in self._of.get(admission.request.request_id, ()):
+            observer.admitted(admission)
+
+    def preempted(self, request_id: str) -> None:
+        """See `Observer`."""
+        for observer in self._of.get(request_id, ()):
+            observer.preempted(request_id)
+
+    def finished(self, request: Request) -> None:
+        """See `Observer`."""
+        for observer in self._of.pop(request.request_id, ()):
+            observer.finished(request)
+
+    def opened(self, job: Job, request_ids: Collection[str]) -> Sequence[JobObserver]:
+        """Who wants to hear what becomes of a job."""
+        if request_ids and self._of.keys().isdisjoint(request_ids):
+            return ()
+        return [observer for observer in self._observers if observer.opened(job, request_ids)]
 
 
 class JobTimes:

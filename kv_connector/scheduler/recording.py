@@ -30,8 +30,9 @@ class RequestRecorder:
         self._clock = clock
         self._prompts: dict[str, _Prompt] = {}
 
-    def arrived(self, request: Request) -> None:
+    def arrived(self, request: Request) -> bool:
         """It may never be admitted."""
+        return True
 
     def admitted(self, admission: Admission) -> None:
         """One that was preempted has a part of its answer by now: what counts is the first time."""

@@ -72,14 +72,15 @@ class RequestTraces:
         self._jobs: dict[int, list[Span]] = {}
         self._saves: OrderedDict[int, Span] = OrderedDict()  # by host block, the oldest first
 
-    def arrived(self, request: Request) -> None:
-        """Once for each that is traced, however often it is looked up."""
+    def arrived(self, request: Request) -> bool:
+        """The span of one that is traced begins."""
         request_id = request.request_id
         headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
-        if request_id in self._requests or _number(request_id, headers) >= self._below:
-            return
+        if _number(request_id, headers) >= self._below:
+            return False
         attributes: Attributes = {"kv_connector.request_id": request_id, "kv_connector.tokens": request.num_tokens}
         self._requests[request_id] = self._tracer.begin("kv_connector.request", headers, attributes)
+        return True
 
     def admitted(self, admission: Admission) -> None:
         """Where its blocks come from."""
@@ -124,9 +125,10 @@ class RequestTraces:
 
     def _note_save(self, job: Job, span: Span) -> None:
         assert not isinstance(job, PeerJob)
-        for host_id in job.host_ids.tolist():
-            self._saves.pop(host_id, None)
-            self._saves[host_id] = span
+        saves = dict.fromkeys(job.host_ids.tolist(), span)
+        for host_id in self._saves.keys() & saves.keys():  # what is saved anew is the youngest
+            del self._saves[host_id]
+        self._saves.update(saves)
         while len(self._saves) > _MOST_BLOCKS:
             self._saves.popitem(last=False)
 

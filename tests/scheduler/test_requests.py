@@ -10,7 +10,7 @@ from kv_connector.scheduler.control.tenants import Tenants
 from kv_connector.scheduler.ledger import JobLedger
 from kv_connector.scheduler.loads.choice import LoadPlanner
 from kv_connector.scheduler.loads.leases import LoadLeases
-from kv_connector.scheduler.observers import JobTimes
+from kv_connector.scheduler.observers import JobTimes, Observers
 from kv_connector.scheduler.requests import RequestTable
 from kv_connector.scheduler.shared import DevicePool, Shared
 from kv_connector.scheduler.steps import InFlightSteps
@@ -22,7 +22,7 @@ def make_table() -> RequestTable:
     """Of a cache that is empty and has no host memory."""
     tree, pool, clock, metrics = PrefixTree(), DevicePool(), Clock(), CacheMetrics()
     host, grouped = CacheTier(tree, Tier.HOST, 0), GroupedTree(tree, (BlockGroup(),))
-    ledger = JobLedger(1, pool, host, clock, JobTimes(metrics))
+    ledger = JobLedger(1, pool, host, clock, JobTimes(metrics), Observers())
     shared = Shared(grouped, host, pool, ledger, metrics, EventLog(False), clock, 4, Tenants({}))
     planner = LoadPlanner(Config(), metrics, clock)
     return RequestTable(LoadLeases(shared, Lookup(grouped, host), planner), InFlightSteps(), metrics)

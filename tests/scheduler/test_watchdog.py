@@ -8,7 +8,7 @@ from kv_connector.index import CacheTier, PrefixTree
 from kv_connector.metrics import CacheMetrics
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.ledger import JobLedger
-from kv_connector.scheduler.observers import JobTimes
+from kv_connector.scheduler.observers import JobTimes, Observers
 from kv_connector.scheduler.shared import DevicePool
 from kv_connector.scheduler.watchdog import OVERDUE_SECONDS, CopyWatchdog
 from kv_connector.types import CopyJob, StepPlan, Tier
@@ -110,7 +110,7 @@ class CountingLedger(JobLedger):
 def test_open_jobs_are_walked_once_a_second_however_many_steps_there_are() -> None:
     now = 0.0
     host = CacheTier(PrefixTree(), Tier.HOST, 0)
-    ledger = CountingLedger(1, DevicePool(), host, lambda: now, JobTimes(CacheMetrics()))
+    ledger = CountingLedger(1, DevicePool(), host, lambda: now, JobTimes(CacheMetrics()), Observers())
     watchdog = CopyWatchdog(ledger, lambda: now)
     for step in range(1, 33):
         now = step / 8

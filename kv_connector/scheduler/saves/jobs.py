@@ -40,23 +40,36 @@ class SaveJobs:
         self._device_ids: list[int] = []  # that the step being planned saves
         self._host_ids: list[int] = []  # where it saves them
         self._request_ids: set[str] = set()  # that have computed them, or hit them
+        self._names: list[BlockHash] = []
+        self._names_of: dict[int, list[BlockHash]] = {}  # by job, where those of all its blocks are known
 
-    def add(self, device_ids: Sequence[int], host_ids: Sequence[int], request_ids: Collection[str] = ()) -> None:
-        """The step saves these device blocks to these host blocks, of which it has a reference each."""
+    def add(
+        self,
+        device_ids: Sequence[int],
+        host_ids: Sequence[int],
+        request_ids: Collection[str] = (),
+        names: Sequence[BlockHash] = (),
+    ) -> None:
+        """The step saves these device blocks to these host blocks, of which it has a reference each. Their `names`, if
+        the caller has them at hand, spare those who are told of the save a search for them."""
         if host_ids:
             self._device_ids += device_ids
             self._host_ids += host_ids
             self._request_ids.update(request_ids)
+            self._names += names
 
     def open(self) -> tuple[CopyJob, ...]:
         """The job of the step that has been planned, none where it saves nothing. Its host blocks are leased."""
         device_ids, self._device_ids = self._device_ids, []
         host_ids, self._host_ids = self._host_ids, []
         request_ids, self._request_ids = self._request_ids, set()
+        names, self._names = self._names, []
         if not host_ids:
             return ()
         self._shared.pool.touch(device_ids)
         job_id = self._shared.ledger.next_id()
+        if len(names) == len(host_ids):
+            self._names_of[job_id] = names
         job = CopyJob(job_id, Direction.SAVE, np.array(device_ids, np.int64), np.array(host_ids, np.int64))
         self._shared.ledger.open(job, self, request_ids)
         return (job,)
@@ -65,7 +78,7 @@ class SaveJobs:
         """Every rank has reported the save."""
         job = ended.job
         assert isinstance(job, CopyJob)
-        host_ids = job.host_ids.tolist()
+        host_ids, names = job.host_ids.tolist(), self._names_of.pop(job.job_id, None)
         if not ended.ok:
             self._metrics.failed_save_jobs += 1
             self._host.discard(host_ids)
@@ -77,7 +90,9 @@ class SaveJobs:
         self._refusals.judge(len(filled), refused)
         self._metrics.saved_blocks += len(filled)
         if filled and self._shared.events.is_read:
-            self._shared.events.add(BlockStored(self._host.hashes_of(filled), Tier.HOST))
+            if names is None or len(filled) < len(names):
+                names = self._host.hashes_of(filled)
+            self._shared.events.add(BlockStored(names, Tier.HOST))
         self._on_saved(filled)
 
     def _refuse(self, host_ids: Sequence[int], unfit: Collection[int]) -> list[BlockHash]:

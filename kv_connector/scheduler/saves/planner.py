@@ -81,6 +81,7 @@ class SavePlanner:
         absent_is_lost = policy.wants(hits=0, pinned=False) and not is_in_storage
         self._reachable = Reachable(shared, refusals, absent_is_lost)
         self._refusals = refusals
+        self._tells = shared.events.is_read
         self._declines = policy.declines and not grouped.has_windows
         self._metrics = shared.metrics
         self._windows = tuple(g for g in grouped.windows if not grouped.groups[g].states_are_told)
@@ -254,7 +255,8 @@ class SavePlanner:
                 self._tree.inside[node] = (index + 1) * taken.size % self._hashes_per_block[taken.group] > 0
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
-        self.jobs.add([taken.device_ids[index] for index in saved], host_ids, (state.request.request_id,))
+        names = [taken.keys[index] for index in saved] if self._tells else []
+        self.jobs.add([taken.device_ids[index] for index in saved], host_ids, (state.request.request_id,), names)
         num_pinned = self._reachable.num_pinned(taken.keys, saved)
         num_hit = max(0, bisect_left(saved, state.num_hit_hashes // taken.size) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned

@@ -100,6 +100,12 @@ OPERATORS: tuple[Mutant, ...] = (
         tested(f"{_RECORDER_TESTS}::test_a_trace_whose_engine_was_killed_can_be_replayed"),
     ),
     Mutant(
+        "unrecorded-while-a-copy-hangs",
+        "requests that are served while a copy hangs are missing in traces that others replay",
+        (Patch("kv_connector/scheduler/half.py", "            self._observers.arrived(request)\n", ""),),
+        tested("tests/scheduler/test_observers.py::test_what_is_served_while_a_copy_hangs_is_recorded"),
+    ),
+    Mutant(
         "observer-unguarded",
         "an exporter of traces that raises ends the engine",
         (

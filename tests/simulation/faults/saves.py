@@ -45,6 +45,12 @@ SAVES: tuple[Mutant, ...] = (
         WORLDS,
     ),
     Mutant(
+        "refused-block-told",
+        "routers are told of blocks that a save had no room of their form for",
+        (Patch(_JOBS, "if names is None or len(filled) < len(names):", "if names is None:"),),
+        tested("tests/scheduler/saves/test_refusals.py::test_one_block_that_does_not_fit_costs_no_other"),
+    ),
+    Mutant(
         "look-ahead-not-renewed",
         "under write_back what steps take is not looked at again until something is freed",
         (Patch(_LOOK_AHEAD, " and self._num_ahead >= self._most_taken:", ":"),),
