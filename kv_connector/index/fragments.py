@@ -33,33 +33,35 @@ class FragmentTree(PrefixTree):
         stop = len(hashes) if stop is None else stop
         if first >= stop:
             return []
-        get, nodes = self._index.get, []
+        get, parents, nodes = self._index.get, self.parent, []
         parent = get(hashes[first - 1]) if first else ROOT
         if parent is None:
             parent = self.insert_path(hashes, now, 0, first, terms)[-1]
-        index = first
-        while index < stop:
-            node = get(hashes[index])
-            end = index + 1
+        path = hashes[first:stop]
+        found = [*map(get, path)]
+        index = 0
+        while index < len(found):
+            node, end = found[index], index + 1
             if node is not None:
-                self._learn(node, parent)
+                if parents[node] != parent != ROOT:
+                    self._learn(node, parent)
                 nodes.append(node)
             else:
-                while end < stop and get(hashes[end]) is None:
+                while end < len(found) and found[end] is None:
                     end += 1
-                nodes += self._add(parent, hashes[index:end], now, terms)
+                nodes += self._add(parent, path[index:end], now, terms)
             parent, index = nodes[-1], end
         return nodes
 
     def on_path(self, path: Sequence[BlockHash], nodes: Sequence[int]) -> list[int]:
         """As `PrefixTree.on_path`, where depths do not say which blocks of a path nodes are."""
-        names = set(path)
-        return [node for node, name in zip(nodes, self.hashes_of(nodes), strict=True) if name in names]
+        names, named = set(path), self.hashes_of(nodes)
+        if names.isdisjoint(named):
+            return []
+        return [node for node, name in zip(nodes, named, strict=True) if name in names]
 
     def _learn(self, node: int, parent: int) -> None:
-        """The parent of a node has become known; ROOT says that it has not."""
-        if parent == ROOT or self.parent[node] == parent:
-            return
+        """The parent of a node has become known."""
         assert self.parent[node] == ROOT, f"block {self.hash_of(node).hex()} has two parents"
         self.parent[node] = parent
         self._keeps[ROOT] -= 1

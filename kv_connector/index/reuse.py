@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ..types import BlockHash
 from .rates import Rates, Table
 from .terms import NUM_PRIORITIES, PRIORITY_STEP
-from .tree import ROOT, PrefixTree
+from .tree import ROOT, PrefixTree, rows_of
 
 _CLASSES = 6
 _CLASS_OF = bytes(min(_CLASSES - 1, (visits + 1).bit_length() - 1) for visits in range(1 << (_CLASSES - 1)))
@@ -96,7 +96,7 @@ class ReuseModel:
         """How many blocks were asked for since these nodes of a path were, once for each part of the path that was
         asked for at one time. Looked at before `visited` counts them."""
         asked, time = self._tree.asked, self._tree.time
-        return [time - since for since, _ in groupby([asked[node] for node in nodes])]
+        return [time - since for since, _ in groupby(rows_of(asked, nodes))]
 
     def visited(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
         """A request asks for these nodes, each once, which are those it knows of all that it asks for; of use is the

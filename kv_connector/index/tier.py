@@ -12,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import partial
-from operator import itemgetter
 
 import numpy as np
 
@@ -22,18 +21,12 @@ from .eviction import NEVER, EvictionOrder, EvictionQueue, Recency
 from .pool import BlockPool
 from .states import BlockState, Event, advance
 from .tenants import TenantQueues
-from .tree import NONE, PrefixTree
+from .tree import NONE, PrefixTree, rows_of
 
 # Plain ints: looking a member up on an enum class costs as much as the rest of a hot loop's turn.
 _RESIDENT = int(BlockState.RESIDENT)
 _DELETING = int(BlockState.DELETING)
 _ALL_RESIDENT = bytes((_RESIDENT,))
-
-
-def _rows(column: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
-    """What a column has in these rows, in no time of Python's."""
-    # One row more than asked for: of a single one there would be no tuple.
-    return itemgetter(*rows, rows[0])(column)[:-1] if rows else ()
 
 
 class CacheTier:
@@ -92,34 +85,34 @@ class CacheTier:
 
     def resident_prefix(self, nodes: Sequence[int]) -> int:
         """How many of the leading `nodes` have their bytes here, complete and valid; changes nothing."""
-        block_ids = _rows(self._block, nodes)
+        block_ids = rows_of(self._block, nodes)
         if NONE in block_ids:
             block_ids = block_ids[: block_ids.index(NONE)]
-        states = bytes(_rows(self._state, block_ids))
-        return len(states) - len(states.lstrip(_ALL_RESIDENT))
+        return self.num_resident(block_ids)
 
     def absent(self, nodes: Sequence[int]) -> list[int]:
         """Indices of the `nodes` that have no copy on this tier, not even one on its way."""
-        block = self._block
-        return [index for index, node in enumerate(nodes) if block[node] == NONE]
+        block_ids = rows_of(self._block, nodes)
+        return [index for index, block_id in enumerate(block_ids) if block_id == NONE] if NONE in block_ids else []
 
     def blocks_of(self, nodes: Iterable[int]) -> list[int]:
         """Block ids of the nodes' copies on this tier."""
-        block = self._block
-        return [block[node] for node in nodes]
+        return [*map(self._block.__getitem__, nodes)]
 
     def nodes_of(self, block_ids: Iterable[int]) -> list[int]:
         """The nodes whose copies are in these blocks, which hold some."""
         node = self._node
         return [node[block_id] for block_id in block_ids]
 
-    def first_not_resident(self, block_ids: Iterable[int]) -> int | None:
+    def num_resident(self, block_ids: Sequence[int]) -> int:
+        """How many of the leading ones of these blocks, which hold copies or did so, hold a complete and valid one."""
+        states = bytes(rows_of(self._state, block_ids))
+        return len(states) - len(states.lstrip(_ALL_RESIDENT))
+
+    def first_not_resident(self, block_ids: Sequence[int]) -> int | None:
         """The first of these blocks that does not hold the complete and valid copy of a node."""
-        state, num_rows = self._state, len(self._state)
-        for block_id in block_ids:
-            if block_id >= num_rows or state[block_id] != _RESIDENT:
-                return block_id
-        return None
+        num_resident = self.num_resident(block_ids)
+        return block_ids[num_resident] if num_resident < len(block_ids) else None
 
     def hashes_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
         """Hashes of the copies in these blocks, which hold some."""
@@ -183,9 +176,9 @@ class CacheTier:
         self._reserve_rows(max(block_ids, default=-1))
         filling = advance(self.tier, BlockState.ABSENT, event)
         refs, node_of, states, kids, parent = self._refs, self._node, self._state, self._kids, self.tree.parent
-        for block_id in block_ids:
-            if refs[block_id] < 1 or states[block_id]:
-                raise InvalidBlockError(f"{self.tier.name} block {block_id} is not a private block in use")
+        if block_ids and (min(rows_of(refs, block_ids)) < 1 or any(rows_of(states, block_ids))):
+            wrong = next(block_id for block_id in block_ids if refs[block_id] < 1 or states[block_id])
+            raise InvalidBlockError(f"{self.tier.name} block {wrong} is not a private block in use")
         self.tree.add_copies(nodes, self.tier, block_ids)
         for block_id, node in zip(block_ids, nodes, strict=True):
             states[block_id] = filling

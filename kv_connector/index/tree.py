@@ -16,6 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,12 @@ _COPY = 1 << 27
 """What keeps a node is one number: its children and pins, behind them whether it waits to leave, and its copies."""
 LEAST_REMEMBERED = 1 << 16
 """A tree remembers so many blocks without a copy at least, about 14 MB of them, unless it is told otherwise."""
+
+
+def rows_of(column: Sequence[Any], rows: Sequence[int]) -> tuple[Any, ...]:
+    """What a column has in these rows, in no time of Python's."""
+    # One row more than asked for: of a single one there would be no tuple.
+    return itemgetter(*rows, rows[0])(column)[:-1] if rows else ()
 
 
 class PrefixTree:
@@ -92,8 +99,7 @@ class PrefixTree:
 
     def hashes_of(self, nodes: Iterable[int]) -> list[BlockHash]:
         """The hashes of nodes that are not the root."""
-        known = self._hash
-        return [known[node] for node in nodes]  # type: ignore[misc]  # None is the root's and of free rows
+        return [*map(self._hash.__getitem__, nodes)]  # type: ignore[list-item]  # None is the root's and of free rows
 
     def hashes_in(self, nodes: NDArray[np.intc]) -> Iterator[BlockHash]:
         """The hashes of these nodes, of which the root is none, in the order of their rows: a fast way to many."""
@@ -252,14 +258,13 @@ class PrefixTree:
             self._keeps[node] -= 1
             self.settle((node,))
 
-    def settle(self, nodes: Iterable[int]) -> None:
+    def settle(self, nodes: Sequence[int]) -> None:
         """Let those of the nodes that have no copy be forgotten once `max_remembered` newer ones have come."""
-        num_nodes, keeps = 0, self._keeps
-        for node in nodes:
-            num_nodes += 1
-            if not keeps[node]:
+        kept = rows_of(self._keeps, nodes)
+        if 0 in kept:  # of those that follow one another only the last
+            for node in dict.fromkeys(compress(nodes, map((0).__eq__, kept))):
                 self._let_leave(node)
-        self._forget(num_nodes)
+        self._forget(len(nodes))
 
     def check(self) -> None:
         """Verify every invariant that does not concern the pools; O(nodes)."""
@@ -342,6 +347,7 @@ class PrefixTree:
         visits = self.visits_behind(parent)
         visits_of, visited, num_visits, time = self.visits, self.visited, self.num_visits, self.time
         keeps[parent] += 1 if is_path else len(nodes)
+        index.update(zip(hashes, nodes, strict=True))
         for node, block_hash in zip(nodes, hashes, strict=True):
             depths[node] = depth
             parents[node] = parent
@@ -353,7 +359,6 @@ class PrefixTree:
             visited[node] = num_visits
             keeps[node] = 1  # its child
             known[node] = block_hash
-            index[block_hash] = node
             if is_path:
                 parent = node
                 depth += 1

@@ -68,7 +68,8 @@ class HitCounter:
 
     def note_used(self, known: Sequence[Sequence[int]]) -> None:
         """Blocks are used that the device holds, by a request that is not told of."""
-        self._reuse.used(np.fromiter(chain.from_iterable(known), np.intc))
+        if nodes := list(chain.from_iterable(known)):
+            self._reuse.used(np.array(nodes, np.intc))
 
     def _learn(
         self, known: Sequence[Sequence[int]], num_blocks: int, num_local_tokens: int, num_external_tokens: int

@@ -6,6 +6,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 
@@ -68,9 +69,9 @@ class LoadLeases:
             assert len(host_ids) == len(device_ids), (
                 f"{request.request_id} was promised {len(indices)} blocks, not {len(host_ids)}"
             )
-            pairs = [pair for pair in zip(device_ids, host_ids, strict=True) if pair[0] != NO_BLOCK]
-            lease.device_ids += [device_id for device_id, _ in pairs]
-            lease.host_ids += [host_id for _, host_id in pairs]
+            are_held = [*map(NO_BLOCK.__ne__, device_ids)]
+            lease.device_ids += compress(device_ids, are_held)
+            lease.host_ids += compress(host_ids, are_held)
         if not lease.device_ids:
             return None
         self._shared.pool.touch(lease.device_ids)

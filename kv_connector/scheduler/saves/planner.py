@@ -194,11 +194,11 @@ class SavePlanner:
     def _wanted(self, keys: Sequence[BlockHash], first: int) -> list[int]:
         """Which blocks the policy wants, of those from `first` on: a hit shows it thousands that are saved already."""
         known = self._tree.match(keys)
-        hits, pins, wants = self._tree.hits, self._tree.pins, self._policy.wants
-        wanted = [first + i for i in self._host.absent(known) if wants(hits[known[i]], pins[known[i]] > 0)]
-        if wants(hits=0, pinned=False):
-            wanted += range(first + len(known), first + len(keys))
-        return wanted
+        absent, wants = self._host.absent(known), self._policy.wants
+        if wants(hits=0, pinned=False):  # and so whatever was hit or is pinned
+            return [*(first + i for i in absent), *range(first + len(known), first + len(keys))]
+        hits, pins = self._tree.hits, self._tree.pins
+        return [first + i for i in absent if wants(hits[known[i]], pins[known[i]] > 0)]
 
     def _take_window(self, progress: _Progress, group: int) -> list[_Taken]:
         """Blocks slide out of the window and are gone: what finds no room or budget in this step is not saved later."""
@@ -256,7 +256,8 @@ class SavePlanner:
         self._host.attach(host_ids, targets, Event.SWAP_OUT)
         self._tree.settle(nodes)
         names = [taken.keys[index] for index in saved] if self._tells else []
-        self.jobs.add([taken.device_ids[index] for index in saved], host_ids, (state.request.request_id,), names)
+        device_ids = [*map(taken.device_ids.__getitem__, saved)]
+        self.jobs.add(device_ids, host_ids, (state.request.request_id,), names)
         num_pinned = self._reachable.num_pinned(taken.keys, saved)
         num_hit = max(0, bisect_left(saved, state.num_hit_hashes // taken.size) - num_pinned)
         self._metrics.saves_pinned_blocks += num_pinned
@@ -270,11 +271,13 @@ class SavePlanner:
         first, full = shown.start, shown.stop
         shown_before = self._tree.match(keys[first:full])
         self.asked(shown_before, terms)
-        start = first + len(shown_before)
-        nodes = self._tree.insert_path(keys, now, start, full, terms)
-        known = [self._find_or_insert(keys, index, now, terms) for index in saved if index < start]
-        self._tree.touch(known, now)
-        return known + [nodes[index - start] for index in saved[len(known) :]], nodes
+        nodes = self._tree.insert_path(keys, now, first + len(shown_before), full, terms)
+        # In order, so those that waited come first.
+        waited = [self._find_or_insert(keys, index, now, terms) for index in saved[: bisect_left(saved, first)]]
+        shown_now = shown_before + nodes
+        targets = waited + [shown_now[index - first] for index in saved[len(waited) :]]
+        self._tree.touch(targets, now)
+        return targets, nodes
 
     def _has_room(self, progress: _Progress) -> bool:
         return self._host.has_room_behind(progress.paths, progress.now, tenant=progress.state.terms.tenant)

@@ -42,8 +42,8 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         (
             Patch(
                 _LEASES,
-                "zip(device_ids, host_ids, strict=True) if pair[0] != NO_BLOCK]",
-                "zip(device_ids, host_ids, strict=True) if pair[0] != NO_BLOCK and table is tables[0]]",
+                "[*map(NO_BLOCK.__ne__, device_ids)]",
+                "[each != NO_BLOCK and table is tables[0] for each in device_ids]",
             ),
         ),
         _WORLDS,

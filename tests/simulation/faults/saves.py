@@ -202,7 +202,7 @@ SAVES: tuple[Mutant, ...] = (
     Mutant(
         "waited-unused",
         "blocks that have waited for room are evicted before older ones",
-        (Patch(_PLANNER, "        self._tree.touch(known, now)\n", ""),),
+        (Patch(_PLANNER, "        self._tree.touch(targets, now)\n", ""),),
         tested("tests/scheduler/saves/test_planner.py::test_what_has_waited_for_room_counts_as_used_when_it_is_saved"),
     ),
 )

@@ -346,7 +346,7 @@ SGLANG: tuple[Mutant, ...] = (
     Mutant(
         "fragments-unlinked",
         "a tail never learns what it follows, and stays when its head goes",
-        (Patch("kv_connector/index/fragments.py", "if parent == ROOT or", "if True or parent == ROOT or"),),
+        (Patch("kv_connector/index/fragments.py", "if parents[node] != parent != ROOT:", "if False:"),),
         tested("tests/index/test_fragments.py"),
     ),
     Mutant(
