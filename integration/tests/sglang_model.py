@@ -76,7 +76,7 @@ class Rank:
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
         )
         self.linker = _Linker(None, params, components=(), extra_config=world.settings)  # type: ignore[arg-type]
-        self.linker._pages.ids_of = partial(_LateIds, page_size=PAGE, num_pages=self.linker._pages.num_pages)
+        self.linker._pages.ids_of = partial(_LateIds, page_size=PAGE)
         self.forward = self.device.stream("forward") if world.overlaps else self.device.compute
         self.waiting: list[Request] = []
         self.running: list[Request] = []

@@ -56,8 +56,8 @@ def test_an_offer_of_other_than_its_pages_is_refused(make: Make) -> None:
 @pytest.mark.parametrize("page", [-1, PAGES + 1])
 def test_slots_that_are_not_of_the_pool_are_no_pages(page: int) -> None:
     pages = DevicePages(make_pool(), PAGE)
-    assert pages.ids_of(torch.arange(PAGE) + PAGES * PAGE).read() == [PAGES]
-    assert pages.ids_of(torch.arange(PAGE) + page * PAGE).read() is None
+    ids = [pages.ids_of(torch.arange(PAGE) + PAGE * at) for at in (PAGES, page, 1)]
+    assert pages.read(ids) == [[PAGES], None, [1]]
 
 
 def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +83,14 @@ def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest
 
     event = Event()
     cuda = SimpleNamespace(Event=lambda: event, current_stream=lambda device: "stream of the scheduler")
-    host = SimpleNamespace(cuda=cuda, empty=lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype))
+    host = SimpleNamespace(
+        cuda=cuda, cat=torch.cat, empty=lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype)
+    )
     monkeypatch.setattr(pools, "torch", host)
-    ids = DevicePages(make_pool(), PAGE).ids_of(torch.arange(PAGE, 3 * PAGE).as_subclass(Slots))
+    known = DevicePages(make_pool(), PAGE)
+    ids = known.ids_of(torch.arange(PAGE, 3 * PAGE).as_subclass(Slots))
     assert event.stream == "stream of the scheduler" and not ids.have_come()
-    assert ids.read() == [1, 2] and event.waited
+    assert known.read([ids]) == [[1, 2]] and event.waited
 
 
 def test_a_cache_that_is_not_known_is_refused() -> None:

@@ -172,7 +172,9 @@ class TieredKVLinker(UnifiedCacheLinker):
         if not self._queued:
             return -1
         queued, self._queued = list(self._queued.values()), {}
-        self._has_lost = sum(self._plan_load(fragment, pages) for fragment, pages in queued) < len(queued)
+        read = self._pages.read([pages for _, pages in queued])
+        num_kept = sum(self._plan_load(fragment, pages) for (fragment, _), pages in zip(queued, read, strict=True))
+        self._has_lost = num_kept < len(queued)
         # As far as it is known here: what others of the batch compute, who load nothing, is not.
         num_computed = sum(fragment.num_tokens - pages.num_tokens for fragment, pages in queued)
         with self._behind_forward():
@@ -291,7 +293,8 @@ class TieredKVLinker(UnifiedCacheLinker):
             for fragment, pages in offers
             if pages is None and self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
         ]
-        held += [self._hold(fragment, ids) for fragment, pages in locked if (ids := pages.read()) is not None]
+        read = self._pages.read([pages for _, pages in locked])
+        held += [self._hold(fragment, ids) for (fragment, _), ids in zip(locked, read, strict=True) if ids is not None]
         job_ids: list[int] = []
         if held:
             with self._behind_forward():
@@ -336,13 +339,13 @@ class TieredKVLinker(UnifiedCacheLinker):
             self._half.update_state_after_alloc(fragment, [[]], 0, 0)
         self._replica.finish(fragments)
 
-    def _plan_load(self, fragment: Fragment, page_ids: PageIds) -> bool:
+    def _plan_load(self, fragment: Fragment, pages: list[int] | None) -> bool:
         """For the next step. False where the host's copies are not trusted any more, as another load of them has failed
         since the request was told that they are loaded: it gets none."""
-        pages = page_ids.read()
         is_kept = pages is not None and self._promises.num_kept(fragment.request_id) >= len(pages)
-        num_tokens = page_ids.num_tokens if is_kept else 0
-        self._half.update_state_after_alloc(fragment, [pages or []], 0, num_tokens)
+        pages = pages or []
+        num_tokens = len(pages) * fragment.page_size if is_kept else 0
+        self._half.update_state_after_alloc(fragment, [pages], 0, num_tokens)
         self._promises.end(fragment.request_id)
         self._loading.append(fragment)
         return is_kept

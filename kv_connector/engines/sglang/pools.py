@@ -25,37 +25,29 @@ class PageIds:
     once keeps it from planning the next one.
     """
 
-    def __init__(self, slots: torch.Tensor, page_size: int, num_pages: int) -> None:
-        """`slots`: int64 of shape (tokens,), of a pool of so many pages."""
-        self._page_size = page_size
-        self._num_pages = num_pages
+    def __init__(self, slots: torch.Tensor, page_size: int) -> None:
+        """`slots`: int64 of shape (tokens,)."""
         self.num_tokens = slots.numel()
-        whole = slots[: self.num_tokens - self.num_tokens % page_size]
-        ends = whole.view(-1, page_size)[:, :: max(1, page_size - 1)]  # the first slot of each page and the last
+        # The first slot of each page and the last.
+        shape, step = (self.num_tokens // page_size, 2), slots.stride(0)
+        ends = slots.as_strided(shape, (page_size * step, (page_size - 1) * step))
         self._ends = ends
         self._event: Any = None
         if slots.is_cuda:
-            self._ends = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=True)
+            self._ends = torch.empty(shape, dtype=ends.dtype, pin_memory=True)
             self._ends.copy_(ends, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(slots.device))
 
     def have_come(self) -> bool:
-        """Whether `read` will not wait."""
+        """Whether `ends` will not wait."""
         return self._event is None or bool(self._event.query())
 
-    def read(self) -> list[int] | None:
-        """Wait for them. None for others than whole pages of the pool."""
+    def ends(self) -> torch.Tensor:
+        """Wait for them: the first slot of each page and the last, of shape (pages, 2)."""
         if self._event is not None:
             self._event.synchronize()
-        firsts, lasts = self._ends.numpy()[:, 0], self._ends.numpy()[:, -1]
-        ids = firsts // self._page_size
-        are_pages = (firsts % self._page_size == 0) & (lasts == firsts + self._page_size - 1)
-        are_known = (ids >= 0) & (ids < self._num_pages)
-        if self.num_tokens % self._page_size or not (are_pages & are_known).all():
-            return None
-        pages: list[int] = ids.tolist()
-        return pages
+        return self._ends
 
 
 class DevicePages:
@@ -81,7 +73,25 @@ class DevicePages:
     def ids_of(self, slots: torch.Tensor) -> PageIds:
         """The pages that these token slots, int64 of shape (tokens,), are. Does not wait for the current stream, which
         makes the slots."""
-        return PageIds(slots, self.page_size, self.num_pages)
+        return PageIds(slots, self.page_size)
+
+    def read(self, waiting: Sequence[PageIds]) -> list[list[int] | None]:
+        """Wait for all of these. None for each that is of others than whole pages of the pool."""
+        if not waiting:
+            return []
+        size = self.page_size
+        ends = torch.cat([ids.ends() for ids in waiting]).numpy()
+        firsts, lasts = ends[:, 0], ends[:, 1]
+        ids = firsts // size
+        are_pages = (firsts % size == 0) & (lasts == firsts + size - 1) & (ids >= 0) & (ids < self.num_pages)
+        pages, are_right, start = ids.tolist(), are_pages.tolist(), 0
+        read: list[list[int] | None] = []
+        for each in waiting:
+            num_pages, rest = divmod(each.num_tokens, size)
+            own = slice(start, start + num_pages)
+            read.append(pages[own] if not rest and all(are_right[own]) else None)
+            start = own.stop
+        return read
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """SGLang has locked them."""
