@@ -287,20 +287,20 @@ class TieredKVLinker(UnifiedCacheLinker):
     def _take(self, offers: Sequence[_Offer]) -> None:
         """In one step, what the write policy wants of them is saved, behind the forward pass under way."""
         locked = [(fragment, pages) for fragment, pages in offers if pages is not None]
-        # Of the others the use counts, before the step's saves make room where these are.
-        held = [
+        # Of the others the use counts, before the step's saves make room where these are; they need no step.
+        used = [
             self._hold(fragment, [NO_BLOCK] * len(fragment.block_hashes))
             for fragment, pages in offers
             if pages is None and self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
         ]
         read = self._pages.read([pages for _, pages in locked])
-        held += [self._hold(fragment, ids) for (fragment, _), ids in zip(locked, read, strict=True) if ids is not None]
+        held = [self._hold(fragment, ids) for (fragment, _), ids in zip(locked, read, strict=True) if ids is not None]
         job_ids: list[int] = []
         if held:
             with self._behind_forward():
                 scheduled = [ScheduledRequest(each.request_id, each.num_tokens - 1, 0) for each in held]
                 job_ids = [job.job_id for job in self._replica.step(SchedulerOutput(scheduled)).saves]
-            self._replica.finish(held)
+        self._replica.finish([*used, *held])
         self._saving.extend([job_ids] * len(locked))
 
     def _hold(self, fragment: Fragment, pages: list[int]) -> Fragment:
