@@ -52,6 +52,8 @@ class Direction(Enum):
     LOAD = "load"
     SAVE = "save"
 
+    __hash__ = object.__hash__  # there is one of each: Enum's own is Python's code, in every look-up of a dictionary
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyJob:

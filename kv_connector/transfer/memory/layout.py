@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from operator import attrgetter
 
 import torch
 
@@ -260,4 +261,4 @@ def layer_groups(
 
 def last_group(groups: Sequence[range], region: int) -> int:
     """Index of the group that holds the region."""
-    return bisect_right([group.stop for group in groups], region)
+    return bisect_right(groups, region, key=attrgetter("stop"))
