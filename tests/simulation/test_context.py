@@ -24,6 +24,8 @@ MODELS = ((LayerGroup(),), (LayerGroup(hashes_per_block=2), LayerGroup(is_recurr
 """States are whole on every rank, in blocks of fewer tokens."""
 NUM_WORLDS = 36
 
+pytestmark = pytest.mark.timeout(1500)  # all worlds at once: 2 to 4 minutes on a machine that does nothing else
+
 
 def share_out(config: EngineConfig, shape: tuple[int, int, int]) -> EngineConfig:
     """The same engine, whose blocks have as many tokens on each rank as that had in all."""

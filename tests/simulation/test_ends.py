@@ -26,6 +26,8 @@ MODELS = (
 )
 NUM_WORLDS = 45
 
+pytestmark = pytest.mark.timeout(1500)  # all worlds at once: 2 to 4 minutes on a machine that does nothing else
+
 
 def run(seed: int) -> Outcome:
     """A world of each place and model in turn."""

@@ -25,6 +25,8 @@ KINDS = {"hand": 40, "arrive": 6, "stale": 2, "abort": 2, "again": 1, "fail": 1,
 KINDS |= {"reset": 0.1, "weights": 0.1, "kill": 0.3}
 ROLES = (PeerRole.PRODUCER, PeerRole.CONSUMER, PeerRole.BOTH)
 
+pytestmark = pytest.mark.timeout(1500)  # all worlds at once: 2 to 4 minutes on a machine that does nothing else
+
 
 def draw_engines(rng: random.Random) -> list[EngineConfig]:
     """Two or three of one shape: one computes prompts, one goes on with them, one may do both."""

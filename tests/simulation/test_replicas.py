@@ -20,6 +20,8 @@ from tests.simulation.world import Outcome
 NUM_WORLDS = 40
 MODELS = (None, *drawn.MIXED_GROUPS)
 
+pytestmark = pytest.mark.timeout(1500)  # all worlds at once: 2 to 4 minutes on a machine that does nothing else
+
 
 def draw_engines(rng: random.Random) -> list[EngineConfig]:
     """One of two ranks or more, every other one with storage."""
