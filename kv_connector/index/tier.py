@@ -110,7 +110,7 @@ class CacheTier:
         return len(states) - len(states.lstrip(_ALL_RESIDENT))
 
     def first_not_resident(self, block_ids: Sequence[int]) -> int | None:
-        """The first of these blocks that does not hold the complete and valid copy of a node."""
+        """The first of these blocks, which hold copies or did so, that does not hold a complete and valid one."""
         num_resident = self.num_resident(block_ids)
         return block_ids[num_resident] if num_resident < len(block_ids) else None
 

@@ -107,8 +107,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self.metrics = CacheMetrics()
         self._pool = DevicePool()
         self._observers = Observers(observers)
-        times = JobTimes(self.metrics)
-        self._ledger = JobLedger(world_size, self._pool, self.host, clock, times, self._observers)
+        self._ledger = JobLedger(world_size, self._pool, self.host, clock, JobTimes(self.metrics), self._observers)
         self._events = EventLog(publishes_events)
         self._shared = shared = Shared(
             self._grouped, self.host, self._pool, self._ledger, self.metrics, self._events, clock, block_size, tenants
