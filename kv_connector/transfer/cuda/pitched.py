@@ -30,6 +30,11 @@ class Pitch(NamedTuple):
     device_bytes: int
     host_bytes: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all pieces."""
+        return self.num_pieces * self.piece_bytes
+
 
 class PitchedCopier(Protocol):
     """Enqueues copies that were made by `pitched_copies`."""

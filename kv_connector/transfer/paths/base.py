@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...types import Direction
+from ..cuda.turns import Pace
 
 Int64s = NDArray[np.int64]
 
@@ -32,7 +33,8 @@ class BlockCopy(NamedTuple):
     Ids are int64 of shape (num_blocks,), at least one, in range and without repetition: the engine has checked. The
     copy comes behind what `stream`, a torch stream, already holds, and what is enqueued there afterwards runs behind
     the copy; None on the CPU. `urgent` says that the model waits for it, so that it may take what the model needs
-    elsewhere. A path that may refuse blocks adds to `refusals` what says which.
+    elsewhere. A path that may refuse blocks adds to `refusals` what says which. `in_step` says that a step waits for
+    it, layer by layer, so that other streams' copies need not come in between as often (`cuda/turns.py`).
     """
 
     direction: Direction
@@ -42,6 +44,12 @@ class BlockCopy(NamedTuple):
     stream: Any = None
     urgent: bool = False
     refusals: MutableSequence[Refusals] = _NOBODY_ASKS
+    in_step: bool = False
+
+    @property
+    def pace(self) -> Pace:
+        """How often others' copies come in between."""
+        return self.direction, self.in_step
 
 
 class CopyPath(Protocol):

@@ -18,6 +18,7 @@ from ..costs.curves import LEAST_PITCHED_BYTES
 from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
 from ..cuda.pitched import MOST_PITCH, Pitch, PitchedCopier, copy_pitched, pitched_copies
+from ..cuda.turns import TurnTakingCopier, make_turn_taking
 from ..memory.host_form import HostForm
 from ..memory.host_pool import HostPool
 from .base import SLICE_BYTES, BlockCopy, Int64s
@@ -82,7 +83,9 @@ class RunsPath:
         segments, however they lie."""
         self._form = form
         self._host = host
-        self._copier = copier if copier is not None else driver_copier()
+        copier = copier if copier is not None else driver_copier()
+        self._turn_taking = make_turn_taking(form.layout.device)
+        self._copiers = {pace: TurnTakingCopier(copier, each) for pace, each in self._turn_taking.items()}
         self._pitched = pitched
         self._least_pitched = least_pitched
         self._is_refused = False  # a pitched copy was
@@ -107,10 +110,11 @@ class RunsPath:
         targets, sources = (plan.device, plan.host) if load else (plan.host, plan.device)
         to, by, sizes = targets.ctypes.data, sources.ctypes.data, plan.sizes.ctypes.data
         handle = None if copy.stream is None else copy.stream.cuda_stream
+        copier = self._copiers[copy.pace]
         most = max(1, CALL_BYTES * len(plan) // int(plan.sizes.sum()))
         for first in range(0, len(plan), most):
             count, skipped = min(most, len(plan) - first), 8 * first
-            self._copier(to + skipped, by + skipped, sizes + skipped, count, self._host.is_pinned, handle)
+            copier(to + skipped, by + skipped, sizes + skipped, count, self._host.is_pinned, handle)
 
     def plan(self, copy: BlockCopy) -> Segments:
         """The segments of it."""
@@ -142,8 +146,11 @@ class RunsPath:
         device = columns.bases[0] + copy.device_ids * columns.strides[0]
         host = self._host.tensor.data_ptr() + copy.host_ids * self._host.block_bytes + columns.offsets[0]
         handle = None if copy.stream is None else copy.stream.cuda_stream
+        copies = pitched_copies(copy.direction, columns.pitch, device, host)
+        sizes = np.full(len(copies), columns.pitch.num_bytes)
         try:
-            self._pitched(pitched_copies(copy.direction, columns.pitch, device, host), handle)
+            for first, stop in self._turn_taking[copy.pace].stretches(sizes, handle):
+                self._pitched(copies[first:stop], handle)
         except TransferError as error:  # saves have no other path to be tried on
             if not self._is_refused:  # as the other direction's thread may have found out
                 logger.warning("no pitched copies from now on, pieces are copied one by one: %s", error)

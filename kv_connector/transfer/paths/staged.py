@@ -27,6 +27,7 @@ from ..cuda.allocations import device_tensor
 from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
 from ..cuda.streams import Event, Priority, make_lane, make_stream
+from ..cuda.turns import TurnTakingCopier, make_turn_taking
 from ..cuda.uploads import IdUploads, UploadedIds
 from ..memory.host_form import PIECE_ALIGN, HostForm
 from ..memory.host_pool import HostPool
@@ -127,6 +128,7 @@ class _Chunk(NamedTuple):
     addresses: Int64s
     pointer: int  # of the chunk's addresses
     verdicts: Verdicts
+    copier: Copier
     pieces: Int64s | None  # which registered piece of host memory each lies in; None where no two are neighbours
 
 
@@ -148,7 +150,9 @@ class StagedPath:
         device = form.layout.device
         self._form = form
         self._host = host
-        self._copier = copier if copier is not None else driver_copier()
+        copier = copier if copier is not None else driver_copier()
+        turn_taking = make_turn_taking(device)
+        self._copiers = {pace: TurnTakingCopier(copier, each) for pace, each in turn_taking.items()}
         self._packing = Packing(form)
         self._ids = {way: IdUploads(device, sides=1, in_order=True) for way in Direction}
         self._rings = {way: _Ring(device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
@@ -167,10 +171,11 @@ class StagedPath:
         if direction is Direction.SAVE and self._packing.may_refuse:
             verdicts = self._packing.verdicts(len(ids.host_ids))
             copy.refusals.append(partial(verdicts.refused, ids.host_ids))
+        copier = self._copiers[copy.pace]
         ring.fork(copy.stream)
         try:
             for part in self._fitting_parts(direction, copy.regions):
-                for chunk in self._chunks(direction, part, ids, verdicts):
+                for chunk in self._chunks(direction, part, ids, verdicts, copier):
                     move(ring, part, chunk)
         finally:
             ring.join(copy.stream)
@@ -196,7 +201,9 @@ class StagedPath:
         ring.fork(ring.lane.current())
         self._packing.compile(ring.buffers[0].stream)
 
-    def _chunks(self, direction: Direction, part: _Part, ids: UploadedIds, verdicts: Verdicts) -> Iterator[_Chunk]:
+    def _chunks(
+        self, direction: Direction, part: _Part, ids: UploadedIds, verdicts: Verdicts, copier: Copier
+    ) -> Iterator[_Chunk]:
         """The rows of a copy in equal chunks that fit into a buffer, but for a short one at the exposed end."""
         host_ids, width = ids.host_ids, len(part.offsets)
         addresses = host_ids * self._host.block_bytes + self._host.tensor.data_ptr()
@@ -207,7 +214,7 @@ class StagedPath:
             pieces = host_ids // self._host.blocks_per_piece
         pointer, first = addresses.ctypes.data, 0
         for count in chunk_rows(direction, len(host_ids), part.most_rows, EDGE_BYTES // part.rows[0].stride(0)):
-            yield _Chunk(ids.there, first, count, addresses, pointer + 8 * width * first, verdicts, pieces)
+            yield _Chunk(ids.there, first, count, addresses, pointer + 8 * width * first, verdicts, copier, pieces)
             first += count
 
     def _save_chunk(self, ring: _Ring, part: _Part, chunk: _Chunk) -> None:
@@ -238,7 +245,7 @@ class StagedPath:
             device, host, sizes = (a.ctypes.data for a in (merged.device, merged.host, merged.sizes))
             count = len(merged)
         targets, sources = (device, host) if direction is Direction.LOAD else (host, device)
-        self._copier(targets, sources, sizes, count, self._host.is_pinned, ring.lane.handle)
+        chunk.copier(targets, sources, sizes, count, self._host.is_pinned, ring.lane.handle)
 
     def _fitting_parts(self, direction: Direction, regions: range) -> tuple[_Part, ...]:
         """The regions, cut where the row of a block would outgrow a buffer."""

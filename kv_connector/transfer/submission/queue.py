@@ -200,6 +200,7 @@ class SubmissionQueue:
             self.lane.stream,
             submission.is_urgent or is_first_of_many,
             submission.refusals,
+            submission.is_awaited,
         )
         try:
             path.copy(copy)

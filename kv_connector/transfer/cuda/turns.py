@@ -1,0 +1,173 @@
+"""Turns: where copies of others in the same direction come in between ours.
+
+A copy engine goes on with one stream's copies as long as there are any, and those of all other streams wait. An engine
+makes small ones in front of each step, of what the step reads, and behind it, of the tokens that were sampled: beside
+2.25 GiB that were copied by DMA one was 36 to 42 ms late, as long as all of it took (H200, driver 580, 2026-11-26). The
+copy engine turns to others where a stream has to wait for some 10 us; an event of another stream comes sooner. So
+behind every couple of megabytes the stream of our copies waits for another one, which writes a word some times: that
+takes neither multiprocessors nor a copy engine, nor the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import TransferError
+from ...types import Direction
+from .allocations import device_tensor, index_of
+from .driver import Copier, check, on_device, quick_libcuda
+from .streams import Priority, make_stream
+
+Pace = tuple[Direction, bool]
+"""Of a copy: its direction, and whether a step waits for it."""
+TURN_BYTES: dict[Pace, int] = {
+    (Direction.LOAD, False): 16 << 20,
+    (Direction.LOAD, True): 64 << 20,
+    (Direction.SAVE, False): 32 << 20,
+}
+"""From one turn to the next: 0.3 ms of the link for a load in the background, as each step waits for what it reads; 1.2
+ms for one that the step waits for anyway, behind what it reads; and 0.6 ms for saves, as nothing on the device waits
+for what is read back. A turn takes some 14 us of the link."""
+_NUM_WRITES = 4
+_WRITE_32_BITS = 2
+
+Int64s = NDArray[np.int64]
+logger = logging.getLogger("kv_connector.transfer")
+
+
+class Turns(Protocol):
+    """Gives them, to one stream's copies. One thread at a time calls."""
+
+    def give(self, stream: int | None) -> None:
+        """What this stream, the driver's handle, does from now on comes behind a turn. Raises TransferError."""
+
+
+class NoTurns:
+    """Where there is no copy engine, or none that can be told to turn to others."""
+
+    def give(self, stream: int | None) -> None:
+        """Do nothing."""
+
+
+class _Write(ctypes.Structure):
+    """CUstreamMemOpWriteValueParams, as long as the union that it is one case of."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("rest", ctypes.c_uint64 * 2),
+    )
+
+
+class DriverTurns:
+    """See `Turns`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises TransferError where the driver cannot write to memory in a stream's order."""
+        driver = quick_libcuda()
+        self._write: Any = getattr(driver, "cuStreamBatchMemOp_v2", None)
+        if self._write is None:
+            raise TransferError("the CUDA driver has no cuStreamBatchMemOp_v2")
+        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        self._record: Any = driver.cuEventRecord
+        self._wait: Any = driver.cuStreamWaitEvent
+        self._write.argtypes = [pointer, number, pointer, number]
+        self._record.argtypes = [pointer, pointer]
+        self._wait.argtypes = [pointer, pointer, number]
+        self._beside: Any = make_stream(device, Priority.SAVE)
+        self._word = device_tensor((1,), torch.int64, device)
+        self._writes = (_Write * _NUM_WRITES)(*(_Write(_WRITE_32_BITS, self._word.data_ptr()),) * _NUM_WRITES)
+        self._events: list[Any] = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        for event in self._events:
+            event.record(self._beside)  # which makes it
+        self._handles = tuple(event.cuda_event for event in self._events)
+        with on_device(index_of(device)):
+            self.give(self._beside.cuda_stream)
+
+    def give(self, stream: int | None) -> None:
+        """See `Turns.give`."""
+        (before, after), beside = self._handles, self._beside.cuda_stream
+        check(self._record(before, stream), "cuEventRecord")
+        check(self._wait(beside, before, 0), "cuStreamWaitEvent")
+        check(self._write(beside, _NUM_WRITES, ctypes.addressof(self._writes), 0), "cuStreamBatchMemOp")
+        check(self._record(after, beside), "cuEventRecord")
+        check(self._wait(stream, after, 0), "cuStreamWaitEvent")
+
+
+def make_turn_taking(device: torch.device) -> dict[Pace, TurnTaking]:
+    """For copies to or from `device`."""
+    return {pace: TurnTaking(_make_turns(device), turn_bytes) for pace, turn_bytes in TURN_BYTES.items()}
+
+
+def _make_turns(device: torch.device) -> Turns:
+    if device.type != "cuda":
+        return NoTurns()
+    try:
+        return DriverTurns(device)
+    except TransferError as error:
+        logger.warning("small copies of the engine wait until long ones of ours have ended: %s", error)
+        return NoTurns()
+
+
+class TurnTaking:
+    """A turn behind every `turn_bytes` of the copies of a stream. One thread at a time calls."""
+
+    def __init__(self, turns: Turns, turn_bytes: int) -> None:
+        self.turn_bytes = turn_bytes
+        self._turns = turns
+        self._since = 0  # bytes, since the last one
+
+    def stretches(self, sizes: Int64s, stream: int | None) -> Iterator[tuple[int, int]]:
+        """Consecutive ranges of copies of these sizes, at least one; each is to be enqueued before the next is asked
+        for."""
+        ends = self._since + np.cumsum(sizes)
+        stops = np.flatnonzero(np.diff(ends // self.turn_bytes, prepend=0)) + 1
+        self._since = int(ends[-1]) % self.turn_bytes
+        first = 0
+        for stop in stops.tolist():
+            yield first, stop
+            self._turns.give(stream)
+            first = stop
+        if first < len(sizes):
+            yield first, len(sizes)
+
+
+class TurnTakingCopier:
+    """A copier that takes turns, and cuts what is longer than the way from one to the next."""
+
+    def __init__(self, copier: Copier, turn_taking: TurnTaking) -> None:
+        self._copier = copier
+        self._turn_taking = turn_taking
+
+    def __call__(self, targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
+        """See `driver.Copier`."""
+        arrays = (_array(address, count) for address in (targets, sources, sizes))
+        to, by, lengths = cut(*arrays, most=self._turn_taking.turn_bytes)
+        targets, sources, sizes = to.ctypes.data, by.ctypes.data, lengths.ctypes.data
+        for first, stop in self._turn_taking.stretches(lengths, stream):
+            skipped = 8 * first
+            self._copier(targets + skipped, sources + skipped, sizes + skipped, stop - first, pinned, stream)
+
+
+def _array(address: int, count: int) -> Int64s:
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))
+
+
+def cut(targets: Int64s, sources: Int64s, sizes: Int64s, *, most: int) -> tuple[Int64s, Int64s, Int64s]:
+    """The same copies, of at most `most` bytes each."""
+    if sizes.max() <= most:
+        return targets, sources, sizes
+    counts = -(-sizes // most)
+    firsts = np.cumsum(counts) - counts
+    skipped = most * (np.arange(counts.sum()) - np.repeat(firsts, counts))
+    lengths = np.minimum(np.repeat(sizes, counts) - skipped, most)
+    return np.repeat(targets, counts) + skipped, np.repeat(sources, counts) + skipped, lengths
