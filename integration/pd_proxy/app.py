@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from .completions import NO_DECODE_ENGINE, Completions, Limits
 from .engines import BROKEN, Turns
-from .messages import passed_on, refusal
+from .messages import passed_on, refusal, stripped
 from .metrics import ProxyMetrics
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
@@ -62,7 +62,7 @@ def make_app(
             tasks.cancel_scope.cancel()
 
     async def show_models(request: Request) -> Response:
-        asked = [(name, value) for name, value in request.headers.raw if name == b"authorization"]
+        asked = [(name, value) for name, value in stripped(request.headers) if name == b"authorization"]
         for engine in decode.order():
             try:
                 answer = await client.get(engine.url + request.url.path, headers=asked)
