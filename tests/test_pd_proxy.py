@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from starlette.datastructures import Headers
+from starlette.datastructures import URL, Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -84,6 +84,19 @@ def test_blanks_around_a_header_are_no_fault_of_an_engine() -> None:
 
         assert anyio.run(ask) == [200, 200] and engine.is_healthy
     assert (decode.headers[0]["authorization"], decode.headers[0]["x-user"]) == ("Bearer key", "")
+
+
+def test_what_engines_are_asked_a_client_says_in_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions of Starlette make a request's URL of the client's Host as it is: what is behind a slash there
+    would be the path, such as that on which an engine goes to sleep."""
+    made_of_host = property(lambda request: URL(f"http://{request.headers['host']}{request.scope['path']}"))
+    monkeypatch.setattr(Request, "url", made_of_host)
+    with proxy_of([], [Scripted("answer")]) as proxy:
+        headers = {"Host": "proxy/sleep?"}
+        assert proxy.complete(BODY, headers=headers).status_code == 200
+        assert httpx.get(f"{proxy.url}/v1/models", headers=headers).status_code == 200
+        assert "/v1/else is not served" in httpx.get(f"{proxy.url}/v1/else", headers=headers).text
+        assert "/health takes no POST" in httpx.post(f"{proxy.url}/health", headers=headers).text
 
 
 def test_what_an_engine_sets_for_one_client_reaches_no_other() -> None:

@@ -65,7 +65,7 @@ def make_app(
         asked = [(name, value) for name, value in stripped(request.headers) if name == b"authorization"]
         for engine in decode.order():
             try:
-                answer = await client.get(engine.url + request.url.path, headers=asked)
+                answer = await client.get(engine.url + request.scope["path"], headers=asked)
             except BROKEN as error:
                 engine.failed(error, metrics)
                 continue
@@ -86,10 +86,10 @@ def make_app(
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def not_served(request: Request, _: Exception) -> Response:
-        return refusal(404, f"{request.url.path} is not served: {', '.join(COMPLETIONS)} are")
+        return refusal(404, f"{request.scope['path']} is not served: {', '.join(COMPLETIONS)} are")
 
     async def not_allowed(request: Request, _: Exception) -> Response:
-        return refusal(405, f"{request.url.path} takes no {request.method}")
+        return refusal(405, f"{request.scope['path']} takes no {request.method}")
 
     completions = Completions(client, prefill, decode, limits, metrics)
     routes = [Route(path, completions, methods=["POST"]) for path in COMPLETIONS]
