@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import anyio
 import httpx
 import pytest
-from starlette.datastructures import Headers
+from starlette.datastructures import URL, Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from integration.pd_proxy.app import make_app
 from integration.pd_proxy.completions import Limits
+from integration.pd_proxy.engines import Engine, Turns
 from integration.pd_proxy.messages import Completion, Refused, passed_on
 from tests.pd_engines import PATIENCE, Proxy, Scripted, Silent, Streaming, proxy_of, served, wait_until
 
@@ -64,6 +67,36 @@ def test_headers_of_any_kind_are_passed_on_or_left_out() -> None:
     for heard in (prefill.headers[0], decode.headers[0]):
         assert (heard["x-user"], heard["authorization"]) == ("caf\xe9", "Bearer \xff")
         assert not {"x-hop", "content-encoding"} & heard.keys()
+
+
+def test_blanks_around_a_header_are_no_fault_of_an_engine() -> None:
+    """uvicorn leaves them where httptools is installed, as it is beside vLLM."""
+    decode = Scripted("answer")
+    with served(decode.app) as url:
+        engine = Engine("decode", url)
+        app = make_app(Turns([]), Turns([engine]), Limits())
+        headers = [("Authorization", b"Bearer key \t"), ("X-User", b" ")]
+
+        async def ask() -> list[int]:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+                completed = await client.post("/v1/completions", json=BODY, headers=headers)
+                return [completed.status_code, (await client.get("/v1/models", headers=headers)).status_code]
+
+        assert anyio.run(ask) == [200, 200] and engine.is_healthy
+    assert (decode.headers[0]["authorization"], decode.headers[0]["x-user"]) == ("Bearer key", "")
+
+
+def test_what_engines_are_asked_a_client_says_in_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions of Starlette make a request's URL of the client's Host as it is: what is behind a slash there
+    would be the path, such as that on which an engine goes to sleep."""
+    made_of_host = property(lambda request: URL(f"http://{request.headers['host']}{request.scope['path']}"))
+    monkeypatch.setattr(Request, "url", made_of_host)
+    with proxy_of([], [Scripted("answer")]) as proxy:
+        headers = {"Host": "proxy/sleep?"}
+        assert proxy.complete(BODY, headers=headers).status_code == 200
+        assert httpx.get(f"{proxy.url}/v1/models", headers=headers).status_code == 200
+        assert "/v1/else is not served" in httpx.get(f"{proxy.url}/v1/else", headers=headers).text
+        assert "/health takes no POST" in httpx.post(f"{proxy.url}/health", headers=headers).text
 
 
 def test_what_an_engine_sets_for_one_client_reaches_no_other() -> None:

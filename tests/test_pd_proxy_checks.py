@@ -68,3 +68,17 @@ def test_a_check_that_never_ends_is_one_that_failed(monkeypatch: pytest.MonkeyPa
                 return await Engine("decode", "http://engine").check(client)
 
     assert anyio.run(check) == "/health does not answer within 0 s"
+
+
+@pytest.mark.parametrize("location", ["engine:8000", "http://xn--a/", "http://[::1"])
+def test_an_engine_that_points_to_what_is_no_url_has_failed_a_check(location: str) -> None:
+    """As something in front of it may: it ends neither its own checks nor those of the others."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(302, headers={"location": location})
+
+    async def check() -> str | None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            return await Engine("decode", "http://engine").check(client)
+
+    assert anyio.run(check) is not None

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from .completions import NO_DECODE_ENGINE, Completions, Limits
 from .engines import BROKEN, Turns
-from .messages import passed_on, refusal
+from .messages import passed_on, refusal, stripped
 from .metrics import ProxyMetrics
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
@@ -62,10 +62,10 @@ def make_app(
             tasks.cancel_scope.cancel()
 
     async def show_models(request: Request) -> Response:
-        asked = [(name, value) for name, value in request.headers.raw if name == b"authorization"]
+        asked = [(name, value) for name, value in stripped(request.headers) if name == b"authorization"]
         for engine in decode.order():
             try:
-                answer = await client.get(engine.url + request.url.path, headers=asked)
+                answer = await client.get(engine.url + request.scope["path"], headers=asked)
             except BROKEN as error:
                 engine.failed(error, metrics)
                 continue
@@ -86,10 +86,10 @@ def make_app(
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def not_served(request: Request, _: Exception) -> Response:
-        return refusal(404, f"{request.url.path} is not served: {', '.join(COMPLETIONS)} are")
+        return refusal(404, f"{request.scope['path']} is not served: {', '.join(COMPLETIONS)} are")
 
     async def not_allowed(request: Request, _: Exception) -> Response:
-        return refusal(405, f"{request.url.path} takes no {request.method}")
+        return refusal(405, f"{request.scope['path']} takes no {request.method}")
 
     completions = Completions(client, prefill, decode, limits, metrics)
     routes = [Route(path, completions, methods=["POST"]) for path in COMPLETIONS]

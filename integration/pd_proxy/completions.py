@@ -78,7 +78,7 @@ class Completions:
         except ClientDisconnect:
             return "client_gone"
         exchange = Exchange(
-            Completion(request.headers, body), request.url.path, self._client, self._metrics, self._limits
+            Completion(request.headers, body), request.scope["path"], self._client, self._metrics, self._limits
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_end_when_gone, request.receive, tasks)

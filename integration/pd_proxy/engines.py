@@ -24,9 +24,10 @@ MISSED_CHECKS = 2
 CHECK_SECONDS = 10.0
 """Within which an engine has to answer a check, all of it, connecting included."""
 
-BROKEN = httpx.RequestError, ssl.SSLError
-"""What is raised where an engine cannot be reached, or breaks off. What TLS finds wrong behind the handshake, such as
-that the engine wants a certificate of who asks, httpx 0.28 hands on as it is."""
+BROKEN = httpx.RequestError, httpx.InvalidURL, UnicodeError, ssl.SSLError
+"""What is raised where an engine cannot be reached, breaks off, or points to what is no URL. What TLS finds wrong
+behind the handshake, such as that the engine wants a certificate of who asks, httpx 0.28 hands on as it is, and so it
+does with most of what is wrong with a URL."""
 
 
 class Engine:

@@ -67,8 +67,7 @@ class Completion:
             raise Refused(400, f"kv_transfer_params is a JSON {type(params).__name__}: give an object")
         self._params = {HINTS: params[HINTS]} if HINTS in params else {}
         left_out = {name.encode() for name in _OURS_TO_SAY} | _of_a_hop(headers.raw)
-        # As bytes: clients send what is no ASCII.
-        self.headers = {name: value for name, value in headers.raw if name not in left_out}
+        self.headers = {name: value for name, value in stripped(headers) if name not in left_out}
         self.headers.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
         self.headers[b"content-type"] = b"application/json"
 
@@ -93,6 +92,12 @@ def told_beforehand(prefill: Engine, transfer_id: str) -> dict[str, Any]:
     host, port = prefill.peer
     told = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id}
     return told | {"remote_host": host, "remote_port": port}
+
+
+def stripped(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """A client's headers, as bytes: clients send what is no ASCII. Blanks around a value are no part of it: a server
+    may leave them there, and httpx sends no such value."""
+    return [(name, value.strip(b" \t")) for name, value in headers.raw]
 
 
 def passed_on(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

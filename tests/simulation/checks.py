@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Violation(Exception):
-    """`kind`: what claim it breaks ("token", "stuck", "leak", "lease", "job", "pool", "check", "crash")."""
+    """`kind`: what claim it breaks ("token", "stuck", "leak", "lease", "job", "pool", "check", "events",
+    "crash")."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(kind, text)

@@ -20,6 +20,7 @@ from .config import EngineConfig
 from .model import Oracle
 from .pool import NULL_BLOCK, BlockPool
 from .requests import DeviceSequence, Item, RankResult, SimulatedRequest, Status, Step, slots_of
+from .router import Router
 from .sessions import Sessions
 
 
@@ -30,6 +31,7 @@ class SchedulerModel:
         self.config = config
         self.pool = pool
         self.half = half
+        self.router = Router(half)
         self.met = met
         self.step = 0
         self.running: list[SimulatedRequest] = []
@@ -313,7 +315,7 @@ class SchedulerModel:
         for request_id in received:
             self._take_received(request_id)
         if self.config.takes_events:
-            list(self.half.take_events())
+            self.router.hear(self.half.take_events())
 
     def _take_output(self, item: Item, is_affected: bool) -> None:
         request, generated = item.request, item.generated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import Mutant, Patch, tested
+from .mutant import Mutant, Patch, simulated, tested
 from .scheduler import WORLDS
 
 _BEFORE_REUSE = "kv_connector/scheduler/saves/before_reuse.py"
@@ -49,6 +49,12 @@ SAVES: tuple[Mutant, ...] = (
         "routers are told of blocks that a save had no room of their form for",
         (Patch(_JOBS, "if names is None or len(filled) < len(names):", "if names is None:"),),
         tested("tests/scheduler/saves/test_refusals.py::test_one_block_that_does_not_fit_costs_no_other"),
+    ),
+    Mutant(
+        "names-of-some",
+        "of a step that saves what is computed and what is reused first routers are told of the one alone",
+        (Patch(_JOBS, "if len(names) == len(host_ids):", "if names:"),),
+        simulated(1, seed=710006),
     ),
     Mutant(
         "look-ahead-not-renewed",
