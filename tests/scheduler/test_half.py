@@ -363,6 +363,20 @@ def test_events_tell_a_router_what_can_be_loaded() -> None:
     assert set(removed.block_hashes) == {first.block_hashes[0], *second.block_hashes}, "and nothing of other tiers"
 
 
+def test_a_router_is_told_of_all_that_a_step_saves_whoever_wanted_it_saved() -> None:
+    """Under write_back: what is pinned, as it is computed, and in the same step what is next in line for reuse."""
+    half, blocks = make_half(write_policy="write_back")
+    old, pinned = Asked("old", [9] * 8), Asked("pinned", list(range(8)))
+    half.pin_prefix(pinned.block_hashes, are_given=False)
+    save(half, old)
+    blocks.order = [*enumerate(old.block_hashes)]
+    save(half, pinned, first_block=2)
+    (stored,) = half.take_events()
+    assert isinstance(stored, BlockStored) and {*stored.block_hashes} == {*old.block_hashes, *pinned.block_hashes}
+    jobs = half._saves.jobs
+    assert not jobs._names and not jobs._names_of, "of saves that have ended nothing is kept"
+
+
 def test_a_plan_is_small_plain_and_the_scheduler_keeps_no_reference_into_it() -> None:
     half, _ = make_half(num_host_blocks=2000)
     blocks = ForeignBlocks()
