@@ -9,15 +9,27 @@ import pytest
 import torch
 
 from integration.tests.sglang_driver import PAGE, PAGES, Make, buffers, keys, linkers, make_pool
+from kv_connector.config import Config
 from kv_connector.engines.sglang import pools
 from kv_connector.engines.sglang.pools import DevicePages
 from kv_connector.errors import ConfigError
+from kv_connector.transfer.costs.curves import BUILT_IN
+from kv_connector.transfer.paths import choice
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     with linkers() as make:
         yield make
+
+
+def test_what_is_copied_in_several_pieces_is_packed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU: SGLang waits for the driver where that takes in copies one by one."""
+    wanted: list[bool] = []
+    monkeypatch.setattr(choice, "AutoPath", lambda *given: wanted.append(given[-1]))
+    on_a_gpu = SimpleNamespace(name="", layout=SimpleNamespace(device=torch.device("cuda")))
+    make().linker._replica.worker._make_path(on_a_gpu, None, Config(), BUILT_IN)
+    assert wanted == [True]
 
 
 def test_slots_that_are_no_pages_are_told_and_not_written(make: Make) -> None:
