@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -108,9 +108,8 @@ def test_how_fast_the_loads_of_host_hits_went_is_kept_with_their_times() -> None
     def settle() -> None:
         """A hit is what is asked for behind a device that was cleared."""
         if calls[-2:] == ["clear", "generate"]:
-            counted.update(
-                loaded_bytes=counted["loaded_bytes"] + 50e6, load_milliseconds=counted["load_milliseconds"] + 1
-            )
+            counted["loaded_bytes"] += 50e6
+            counted["load_milliseconds"] += 1.0
 
     server: Any = SimpleNamespace(
         options=SimpleNamespace(connector="ours"),
@@ -120,7 +119,8 @@ def test_how_fast_the_loads_of_host_hits_went_is_kept_with_their_times() -> None
         stats=lambda: dict(counted),
     )
     engines = Engines()
-    engines["ours"] = cast(Any, SimpleNamespace(name="ours", call=lambda function, *given: function(server, *given)))
+    engine: Any = SimpleNamespace(name="ours", call=lambda function, *given: function(server, *given))
+    engines["ours"] = engine
     measure_length(report := Report("sglang_ttft"), engines, 8192, 3)
     (row,) = [row for row in report.rows if row["kind"] == "host_hit"]
     assert row["all_load_bytes_per_second"] == [50e9] * 3 and "void" not in row

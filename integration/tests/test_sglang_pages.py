@@ -72,6 +72,17 @@ def test_slots_that_are_not_of_the_pool_are_no_pages(page: int) -> None:
     assert pages.read(ids) == [[PAGES], None, [1]]
 
 
+def test_of_several_requests_each_has_its_own_pages_or_none() -> None:
+    """Read all at once: one ends within a page, one has another page's last slot in one of its own, two are right, of
+    which one is told by slots that lie apart."""
+    pages = DevicePages(make_pool(), PAGE)
+    right = torch.arange(PAGE, 3 * PAGE)
+    torn = right.clone()
+    torn[PAGE - 1] = torn[-1]
+    told = torch.arange(3 * PAGE, 5 * PAGE - 1), torn, right, torch.stack((right, torn), dim=1)[:, 0]
+    assert pages.read([pages.ids_of(slots) for slots in told]) == [None, None, [1, 2], [1, 2]]
+
+
 def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not before: until then others lie where they come to."""
 
