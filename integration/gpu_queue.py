@@ -78,8 +78,8 @@ class Running:
             )
 
     def ended(self) -> int | None:
-        """Its exit status, or None; one that takes too long is ended."""
-        if self._process.poll() is None and time.monotonic() > self._until:
+        """Its exit status, or None; one that takes too long is ended, and so is what one has left running."""
+        if self._process.poll() is not None or time.monotonic() > self._until:
             self.kill()
         return self._process.poll()
 
@@ -102,11 +102,11 @@ def run(parts: Sequence[Part], num_gpus: int, sites: Mapping[str, str], out: Pat
 
     try:
         while waiting or running:
-            for one in [one for one in running if one.ended() is not None]:
+            for one, status in [(one, status) for one in running if (status := one.ended()) is not None]:
                 running.remove(one)
                 free = sorted([*free, *one.gpus])
-                num_failed += one.ended() != 0
-                say(f"{one.part.name} has ended with status {one.ended()}")
+                num_failed += status != 0
+                say(f"{one.part.name} has ended with status {status}")
             left = seconds - (time.monotonic() - begin)
             if waiting and left <= 0:
                 say(f"no time for {', '.join(part.name for part in waiting)}")
@@ -136,6 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if most := max((part.num_gpus for part in options.parts if part.num_gpus > options.gpus), default=0):
         parser.error(f"a part needs {most} GPUs: give --gpus {most} or leave it out")
+    names = [part.name for part in options.parts]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        parser.error(f"{twice} is named twice, and both would write to OUT/{twice.replace(':', '_')}: name it once")
     named = {"vllm": options.vllm, "peers": options.peers, "sglang": options.sglang}
     sites = {name: folder and str(Path(folder).resolve()) for name, folder in named.items()}
     return 1 if run(options.parts, options.gpus, sites, options.out.resolve(), options.seconds) else 0

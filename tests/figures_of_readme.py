@@ -77,6 +77,7 @@ def sglang_of_readme() -> Iterator[str]:
     yield f"{ratios[2]:.2f} to {ratios[-1]:.2f} times on hosts for half or all of them"
     assert ratios[:2] == sorted(sglang_turns()[2.01, answer] for answer in (8, 32))
     yield f"**{ratios[1]:.3f}, {ratios[0]:.3f}** on a host for twice as many, `staged` **{sglang_packed(32):.2f}** in"
+    yield f"in one row, p50 **{sglang_packed(32, 'ttft_p50_ms'):.2f}** there; p50"
     names = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x")]
     p50 = [one["value"] for name in names for which, one in result(name)["claims"].items() if which[:3] == "p50"]
     assert len(p50) == 6

@@ -125,8 +125,8 @@ def sglang_turns() -> dict[tuple[float, int], float]:
     }
 
 
-def sglang_packed(answer: int) -> float:
-    """Turns with loads that are packed over HiCache's, where the host holds all chats."""
+def sglang_packed(answer: int, figure: str = "turns_per_second") -> float:
+    """Turns, or another figure, with loads that are packed over HiCache's, where the host holds all chats."""
     chats = [row for row in result("sglang_serving_1x_h200")["rows"] if row.get("answer") == answer]
-    turns = {row["connector"]: row["turns_per_second"] for row in chats}
-    return turns['ours:copy_path="staged"'] / turns["hicache"]
+    found = {row["connector"]: row[figure] for row in chats}
+    return found['ours:copy_path="staged"'] / found["hicache"]

@@ -16,6 +16,7 @@ from integration.bench.first_tokens import (
     claim_length,
     claim_loads,
     load_rates,
+    measure_length,
     measure_part,
     no_hit,
     same_tokens,
@@ -93,6 +94,36 @@ def test_loads_are_held_against_the_link_where_they_were_timed() -> None:
     }
     claim_loads(void := Report("sglang_ttft", rows=[timed | {"void": "not all"}]), 8192, link=52e9)
     assert not void.claims
+
+
+def test_how_fast_the_loads_of_host_hits_went_is_kept_with_their_times() -> None:
+    """Of all that our connector counts of a hit, behind it too, until all of it was saved."""
+    calls: list[str] = []
+    counted = {"loaded_bytes": 0.0, "load_milliseconds": 0.0}
+
+    def generate(token_ids: Any) -> Sample:
+        calls.append("generate")
+        return Sample(5.0, 8192, 0)
+
+    def settle() -> None:
+        """A hit is what is asked for behind a device that was cleared."""
+        if calls[-2:] == ["clear", "generate"]:
+            counted["loaded_bytes"] += 50e6
+            counted["load_milliseconds"] += 1.0
+
+    server: Any = SimpleNamespace(
+        options=SimpleNamespace(connector="ours"),
+        generate=generate,
+        settle=settle,
+        clear_device=lambda: calls.append("clear") or "reset",
+        stats=lambda: dict(counted),
+    )
+    engines = Engines()
+    engine: Any = SimpleNamespace(name="ours", call=lambda function, *given: function(server, *given))
+    engines["ours"] = engine
+    measure_length(report := Report("sglang_ttft"), engines, 8192, 3)
+    (row,) = [row for row in report.rows if row["kind"] == "host_hit"]
+    assert row["all_load_bytes_per_second"] == [50e9] * 3 and "void" not in row
 
 
 def test_a_start_tells_how_much_of_the_host_memory_its_first_token_found(monkeypatch: pytest.MonkeyPatch) -> None:

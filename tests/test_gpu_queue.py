@@ -30,6 +30,11 @@ def noted() -> list[str]:
     return Path("noted").read_text().splitlines()
 
 
+def has_ended(process: str) -> bool:
+    stat = Path("/proc", process.strip(), "stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"  # which nobody has asked about yet
+
+
 def test_parts_begin_in_their_order_as_gpus_are_free_and_one_for_two_holds_up_the_others(lines: dict[str, str]) -> None:
     lines["gpu:copies"] = "until [ -e go ]; do :; done"
     lines["vllm:misses"] = "touch go"
@@ -53,8 +58,14 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(
     monkeypatch.setattr(gpu_queue, "_GRACE_SECONDS", 0)
     lines["gpu:pd"] = "timeout 3600 bash -c 'echo $$ >child; sleep 3600'"
     assert gpu_queue.main(["out", "gpu:pd=1"]) == 1
-    stat = Path("/proc", Path("child").read_text().strip(), "stat")
-    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"  # which nobody has asked about yet
+    assert has_ended(Path("child").read_text())
+
+
+def test_what_a_part_leaves_running_is_ended_with_it(lines: dict[str, str]) -> None:
+    """An engine whose benchmark failed would keep its GPU from the next part."""
+    lines["gpu:pd"] = "sleep 3600 & echo $! >child; exit 1"
+    assert gpu_queue.main(["out", "gpu:pd"]) == 1
+    assert has_ended(Path("child").read_text())
 
 
 def test_what_there_is_no_time_for_does_not_begin_and_counts(
@@ -64,8 +75,9 @@ def test_what_there_is_no_time_for_does_not_begin_and_counts(
     assert not Path("noted").exists() and "no time for gpu:pd" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [["gpu.pd"], ["other:pd"], ["gpu:pd=x"], ["vllm:ranks"]])
+@pytest.mark.parametrize("wrong", [["gpu.pd"], ["other:pd"], ["gpu:pd=x"], ["vllm:ranks"], ["gpu:copies=60"]])
 def test_what_cannot_run_is_told_at_once(lines: dict[str, str], wrong: list[str]) -> None:
+    """The last is named twice, and both would write to one folder."""
     with pytest.raises(SystemExit) as error:
         gpu_queue.main(["out", "gpu:copies", *wrong])
     assert error.value.code == 2 and not Path("noted").exists()

@@ -109,6 +109,20 @@ def test_an_engine_whose_encryption_breaks_is_left_out_like_any_that_is_dead(cer
     assert len(prefill.asked) == len(decode.asked) == 4
 
 
+def test_models_are_told_by_another_than_an_engine_whose_encryption_breaks(certificate: tuple[str, str]) -> None:
+    """Before any check has found it out."""
+    cert, key = certificate
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(cert, key)
+    with (
+        served(Scripted("answer").app) as good,
+        serving(SpeaksPlainly, tls) as broken,
+        running("--decode", broken, "--decode", good, "--upstream-ca", cert, "--check-seconds", "600") as (_, url),
+    ):
+        answers = [httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code for _ in range(2)]
+    assert answers == [200, 200]
+
+
 def test_a_proxy_that_is_stopped_ends_what_it_has_begun() -> None:
     decode = Streaming([b"data: 1\n\n", b"data: 2\n\n"])
     with (

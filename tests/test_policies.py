@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from integration.bench import policies
 from integration.bench.policies import OURS
 from integration.bench.policy_baselines import GDSF, LRU, S3FIFO, SLRU, Belady, HostCache, PrefixCache
-from integration.bench.policy_traces import synthetic_traces
+from integration.bench.policy_traces import DAY_REQUESTS, NIGHT_DOCUMENTS, nightly, synthetic_traces
 from kv_connector.errors import ConfigError
 from kv_connector.replay import Trace, read_trace, write_through_lru, write_through_selective
 from kv_connector.types import BlockHash
@@ -145,6 +145,15 @@ def test_a_trace_is_read_and_played_through_the_device(tmp_path: Path) -> None:
     file.write_text('{"hash_ids": [0, 1]}\n{"hash_ids": [1]}\n')
     with pytest.raises(ConfigError, match="request 1: block 1 follows None and elsewhere 0"):
         read_trace(file)
+
+
+def test_documents_are_read_every_night_behind_another_day() -> None:
+    requests = nightly(2)
+    night = requests[DAY_REQUESTS:-DAY_REQUESTS][:NIGHT_DOCUMENTS]
+    assert len({tuple(document) for document in night}) == NIGHT_DOCUMENTS and requests[-NIGHT_DOCUMENTS:] == night
+    days = requests[:DAY_REQUESTS], requests[DAY_REQUESTS + NIGHT_DOCUMENTS : -NIGHT_DOCUMENTS]
+    assert days[0] != days[1] and len(days[1]) == DAY_REQUESTS
+    assert {block for document in night for block in document}.isdisjoint(chain.from_iterable(chain(*days)))
 
 
 def test_synthetic_traces_are_the_same_every_time() -> None:

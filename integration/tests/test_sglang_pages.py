@@ -9,15 +9,27 @@ import pytest
 import torch
 
 from integration.tests.sglang_driver import PAGE, PAGES, Make, buffers, keys, linkers, make_pool
+from kv_connector.config import Config
 from kv_connector.engines.sglang import pools
 from kv_connector.engines.sglang.pools import DevicePages
 from kv_connector.errors import ConfigError
+from kv_connector.transfer.costs.curves import BUILT_IN
+from kv_connector.transfer.paths import choice
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
     with linkers() as make:
         yield make
+
+
+def test_what_is_copied_in_several_pieces_is_packed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on a GPU: SGLang waits for the driver where that takes in copies one by one."""
+    wanted: list[bool] = []
+    monkeypatch.setattr(choice, "AutoPath", lambda *given: wanted.append(given[-1]))
+    on_a_gpu = SimpleNamespace(name="", layout=SimpleNamespace(device=torch.device("cuda")))
+    make().linker._replica.worker._make_path(on_a_gpu, None, Config(), BUILT_IN)
+    assert wanted == [True]
 
 
 def test_slots_that_are_no_pages_are_told_and_not_written(make: Make) -> None:
@@ -58,6 +70,17 @@ def test_slots_that_are_not_of_the_pool_are_no_pages(page: int) -> None:
     pages = DevicePages(make_pool(), PAGE)
     ids = [pages.ids_of(torch.arange(PAGE) + PAGE * at) for at in (PAGES, page, 1)]
     assert pages.read(ids) == [[PAGES], None, [1]]
+
+
+def test_of_several_requests_each_has_its_own_pages_or_none() -> None:
+    """Read all at once: one ends within a page, one has another page's last slot in one of its own, two are right, of
+    which one is told by slots that lie apart."""
+    pages = DevicePages(make_pool(), PAGE)
+    right = torch.arange(PAGE, 3 * PAGE)
+    torn = right.clone()
+    torn[PAGE - 1] = torn[-1]
+    told = torch.arange(3 * PAGE, 5 * PAGE - 1), torn, right, torch.stack((right, torn), dim=1)[:, 0]
+    assert pages.read([pages.ids_of(slots) for slots in told]) == [None, None, [1, 2], [1, 2]]
 
 
 def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,22 @@ def test_what_the_device_serves_of_a_request_counts_once_too(make: Make) -> None
     driver.check()
 
 
+def test_what_the_device_serves_counts_where_the_host_has_let_go_of_it_too(make: Make) -> None:
+    """SGLang locks it for a save, and does not offer it again with what is behind it."""
+    driver, front = make(host_memory="48KiB", write_policy="write_through"), keys(2, "front")  # 12 blocks
+    driver.save(front, [1, 2])
+    driver.save(keys(12, "others"), range(3, 15))
+    driver.round()
+    tree = driver.half.tree
+    nodes = tree.match(fragments.page_hashes(front))
+    assert driver.half.host.absent(nodes) == [0, 1]
+    driver.lookup("request", keys(1, "tail"))
+    insert(driver, front, keys(1, "tail"))
+    assert [round(tree.visits[node]) for node in nodes] == [1, 1]
+    driver.round()
+    driver.check()
+
+
 def test_the_host_is_of_no_use_for_what_the_device_serves(make: Make) -> None:
     """However often a chat comes back to it."""
     driver, front = make(write_policy="write_through"), keys(2, "front")

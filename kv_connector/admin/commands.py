@@ -140,10 +140,11 @@ def _prefix(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parsed(option: str, file: str) -> Any:
+    text = _read(option, file)
     try:
-        return json.loads(_read(option, file))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{option} {shown(file)} is not JSON: {shown(error)}") from error
+        raise ConfigError(f"{option} {shown(file)} is not JSON: {error}") from error
 
 
 def _read(option: str, file: str) -> str:

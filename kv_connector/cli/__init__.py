@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from .. import __version__
 from ..admin import commands as admin
 from ..errors import ConfigError
+from ..values import shown
 from . import calibrate, completion, doctor, simulate, size, storage, top
 
 __all__ = ["main", "make_parser"]
@@ -36,8 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (OSError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_said(error)}", file=sys.stderr)
         return 2
+
+
+def _said(error: OSError | ConfigError) -> str:
+    """Of a file, the file first, and no number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{shown(os.fspath(error.filename))}: {error.strerror}"
+    return str(error)
 
 
 def make_parser() -> argparse.ArgumentParser:

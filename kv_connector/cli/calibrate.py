@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..values import check_integer, parse_size, shown
+from .outputs import check_outputs
 from .text import Parsers
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def _run(options: argparse.Namespace) -> int:
 
     num_bytes = parse_size(options.bytes, "--bytes")
     check_integer("--bytes", num_bytes, 1, _MOST_BYTES)
+    check_outputs(json=options.json, png=options.png)
     if options.show is None:
         costs = _measured(options.device)
     elif options.show == "built-in":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..values import parse_size
+from .outputs import check_outputs
 from .progress import progress
 from .text import Parsers, columns, size_text
 
@@ -53,6 +54,7 @@ def _run(options: argparse.Namespace) -> int:
 
     begin = time.perf_counter()
     _check(options)
+    check_outputs(json=options.json, png=options.png)
     token_bytes = parse_size(options.bytes_per_token, "--bytes-per-token") if options.bytes_per_token else 0
     trace = read_trace(options.trace, options.share / 100)
     if options.device_share is not None:

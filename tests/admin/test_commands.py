@@ -97,14 +97,18 @@ def test_a_port_will_do_and_the_token_may_be_in_a_file(tmp_path: Path, capsys: p
         (("stats", "--url", "http://127.0.0.1"), "give a scheme, an address and a port, such as"),
         (("stats", "--url", "http://[::1"), "give a scheme, an address and a port, such as"),
         (("stats", "--url", "http://127.0.0.1:1", "--token-env", "NOT_SET"), "names, which is not there, has 0 charac"),
-        (("pin", "--url", "http://127.0.0.1:1", "--tokens", "FILE"), "--tokens '.*' is not JSON"),
+        (("pin", "--url", "http://127.0.0.1:1", "--tokens", "FILE"), "--tokens '.*' is not JSON: Exp"),
+        (("pin", "--url", "http://127.0.0.1:1", "--hashes", "LATIN"), "^--hashes '[^']*' is not UTF-8: 'utf-8' codec"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     file = tmp_path / "file"
     file.write_text("no json")
+    latin = tmp_path / "latin"
+    latin.write_bytes(b"\xe4\xf6")
+    files = {"FILE": str(file), "LATIN": str(latin)}
     with pytest.raises(ConfigError, match=message):
-        run(*(str(file) if argument == "FILE" else argument for argument in arguments))
+        run(*(files.get(argument, argument) for argument in arguments))
 
 
 @pytest.mark.parametrize("command", ["stats", "pins", "drain"])

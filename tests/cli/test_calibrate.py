@@ -16,6 +16,8 @@ from kv_connector.cli import main
         (["--device", "-1"], "--device=-1 is too small: give at least 0"),
         (["--show", "built-in", "--bytes", "9" * 900], f"is too large: give at most {1 << 40}"),
         (["--show", "built-in", "--bytes", "0"], "--bytes=0 is too small: give at least 1"),
+        (["--show", "built-in", "--png", "copies.foo"], "--png='copies.foo': give a name that ends in .png"),
+        (["--show", "built-in", "--json", "none/copies"], "--json='none/copies': there is no folder 'none': make it"),
         (["--show", "latin"], "'latin' cannot be read: 'utf-8' codec can't decode"),
         (["--show", "deep"], "deep is no result of `kv-connector calibrate`"),
     ],

@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -141,9 +140,10 @@ def test_locked_memory_is_a_problem_where_cuda_has_none(monkeypatch: pytest.Monk
 
 
 def test_whether_a_limit_holds_is_tried_on_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit may be more than a container has: locking that much, the doctor would be what is killed."""
-    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    """A limit may be more than a container has: locking that much, the doctor would be what is killed. It is 0 for that
+    moment alone."""
     mapped: list[int] = []
+    limits: list[tuple[int, int]] = []
 
     def mapping(_: int, num_bytes: int) -> mmap.mmap:
         mapped.append(num_bytes)
@@ -151,8 +151,10 @@ def test_whether_a_limit_holds_is_tried_on_one_page(monkeypatch: pytest.MonkeyPa
 
     real = mmap.mmap
     monkeypatch.setattr(memory.mmap, "mmap", mapping)
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (64 << 10, 128 << 10))
+    monkeypatch.setattr(memory.resource, "setrlimit", lambda _, pair: limits.append(pair))
     assert memory.locked_memory(1 << 50, is_pinned=True).status in (Status.OK, Status.WARNING)
-    assert mapped in ([], [mmap.PAGESIZE]) and resource.getrlimit(resource.RLIMIT_MEMLOCK) == limits
+    assert mapped == [mmap.PAGESIZE] and limits == [(0, 128 << 10), (64 << 10, 128 << 10)]
 
 
 def test_the_least_limit_of_all_cgroups_counts(tmp_path: Path) -> None:

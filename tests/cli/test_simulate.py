@@ -98,6 +98,24 @@ def test_what_cannot_be_simulated_is_one_line(
 
 
 @pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--png", "host.foo", "give a name that ends in .png"),
+        ("--png", "none/host.png", "there is no folder"),
+        ("--json", "none/found.json", "there is no folder"),
+        ("--json", ".", "is a folder: name a file in it"),
+    ],
+)
+def test_what_could_not_be_written_is_told_before_anything_is_replayed(
+    option: str, name: str, words: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(file), option, str(tmp_path / name)]) == 2
+    told = capsys.readouterr()
+    (line,) = told.err.splitlines()
+    assert line.startswith(f"error: {option}=") and words in line and not told.out
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "there are no requests in it"),

@@ -127,10 +127,17 @@ def test_what_is_not_known_is_not_guessed(
 
 
 @pytest.mark.parametrize(
-    ("change", "tp_size"), [({}, 3), ({}, 64), ({}, 5), ({"num_attention_heads": 24, "num_key_value_heads": 8}, 12)]
+    ("change", "tp_size"),
+    [
+        ({}, 3),
+        ({}, 64),
+        ({}, 5),
+        ({"num_attention_heads": 24, "num_key_value_heads": 8}, 12),
+        ({"num_attention_heads": 8, "num_key_value_heads": None}, 3),  # as many of keys as of queries
+    ],
 )
 def test_heads_that_do_not_divide_by_the_ranks_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, int], tp_size: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, int | None], tp_size: int
 ) -> None:
     """vLLM does not start with them."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | change))

@@ -111,7 +111,7 @@ def test_what_is_no_engine_of_ours_is_said(capsys: pytest.CaptureFixture[str]) -
         assert main(["top", f"{url}/other", "--once"]) == 2
         assert "404" in capsys.readouterr().err
     assert main(["top", url, "--once"]) == 2
-    assert "does not answer" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"error: '{url}/metrics' does not answer: Connection refused\n"
     assert main(["top", url, "--interval", "nan"]) == 2
     assert "give seconds, at least 0.1" in capsys.readouterr().err
 

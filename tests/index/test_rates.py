@@ -55,6 +55,16 @@ def test_who_comes_back_after_longer_than_a_memory_goes_back_is_not_who_comes_so
     assert found[7] > 0.1
 
 
+def test_a_memory_that_goes_back_to_the_begin_of_an_age_knows_who_comes_back_at_it() -> None:
+    """The last one begins after 80."""
+    found = []
+    for passed in (60, 80):
+        rates = Rates(1, np.array([20.0, 20.0, 5.0]))
+        rates.add(np.array([[20.0, 20.0, 400.0]]), np.full((1, 3), 1000.0), passed)
+        found.append(rates.best(3)[0, 0])
+    assert found[1] > 4 * found[0]
+
+
 def test_a_quiet_part_makes_nobody_forget() -> None:
     rates = settled()
     rates.add(*part(np.zeros(4), 0))

@@ -296,12 +296,24 @@ def test_wrong_use_raises_and_names_the_block() -> None:
     host = CacheTier(PrefixTree(), Tier.HOST, 2)
     store(host, path(1))
     (node,) = host.tree.match(path(1))
-    with pytest.raises(InvalidBlockError, match="HOST block 0 is not a private block in use"):
-        host.attach(host.blocks_of([node]), [node], Event.SWAP_OUT)
+    for _ in range(2):  # whether or not somebody uses it
+        with pytest.raises(InvalidBlockError, match="HOST block 0 is not a private block in use"):
+            host.attach([0], host.tree.insert_path(path(3), 0.0), Event.SWAP_OUT)
+        host.acquire([0])
     with pytest.raises(IllegalTransition, match="FILL on a HOST copy that is RESIDENT"):
         host.fill(host.blocks_of([node]))
     with pytest.raises(IllegalTransition, match="COMPUTE on a HOST copy"):
         host.attach(host.allocate(1) or [], host.tree.insert_path(path(2), 0.0), Event.COMPUTE)
+
+
+def test_a_free_block_becomes_nobody_s_copy_nor_do_those_beside_it() -> None:
+    host = CacheTier(PrefixTree(), Tier.HOST, 2)
+    nodes = host.tree.insert_path(path(1, 2), 0.0)
+    own, free = host.allocate(2) or []
+    host.release([free])
+    with pytest.raises(InvalidBlockError, match=f"HOST block {free} is not a private block in use"):
+        host.attach([own, free], nodes, Event.SWAP_OUT)
+    assert host.absent(nodes) == [0, 1] and host.num_copies == 0
 
 
 def test_blocks_in_use_outlive_a_reset_and_are_free_when_they_are_let_go() -> None:

@@ -352,6 +352,7 @@ def test_events_tell_a_router_what_can_be_loaded() -> None:
     first, second = Asked("a", list(range(8))), Asked("b", [9] * 4)
     save(half, first)
     assert list(half.take_events()) == [BlockStored(first.block_hashes, Tier.HOST)]
+    assert not half._saves.jobs._names_of, "of a save that has ended nothing is kept"
     save(half, second)
     assert list(half.take_events()) == [
         BlockRemoved([first.block_hashes[1]], Tier.HOST),
@@ -361,6 +362,19 @@ def test_events_tell_a_router_what_can_be_loaded() -> None:
     (removed,) = half.take_events()
     assert isinstance(removed, BlockRemoved) and removed.tier is Tier.HOST
     assert set(removed.block_hashes) == {first.block_hashes[0], *second.block_hashes}, "and nothing of other tiers"
+
+
+def test_a_router_is_told_of_all_that_a_step_saves_whoever_wanted_it_saved() -> None:
+    """Under write_back: what is pinned, as it is computed, and in the same step what is next in line for reuse."""
+    half, blocks = make_half(write_policy="write_back")
+    old, pinned = Asked("old", [9] * 8), Asked("pinned", list(range(8)))
+    half.pin_prefix(pinned.block_hashes, are_given=False)
+    save(half, old)
+    blocks.order = [*enumerate(old.block_hashes)]
+    save(half, pinned, first_block=2)
+    (stored,) = half.take_events()
+    assert isinstance(stored, BlockStored) and {*stored.block_hashes} == {*old.block_hashes, *pinned.block_hashes}
+    assert not half._saves.jobs._names, "of a step that was planned nothing is kept"
 
 
 def test_a_plan_is_small_plain_and_the_scheduler_keeps_no_reference_into_it() -> None:

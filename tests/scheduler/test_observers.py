@@ -6,6 +6,7 @@ from kv_connector.base import SchedulerOutput
 from kv_connector.config import Config
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.scheduler.companion import Admission
+from kv_connector.scheduler.observers import GuardedObserver
 from kv_connector.scheduler.recording import RequestRecorder
 from kv_connector.scheduler.watchdog import OVERDUE_SECONDS
 from kv_connector.types import StepReport
@@ -38,10 +39,13 @@ class Choosy(RequestRecorder):
         return False
 
 
-def make_observed(*observers: RequestRecorder) -> tuple[SchedulerHalf, Clock]:
+def make_observed(
+    *observers: RequestRecorder, policy: str = "adaptive", blocks: ForeignBlocks | None = None
+) -> tuple[SchedulerHalf, Clock]:
     clock = Clock()
-    half = SchedulerHalf(Config(host_memory=1 << 20), 4, clock=clock, observers=observers)
-    half.bind_block_pool(ForeignBlocks())
+    config = Config.from_mapping({"host_memory": 1 << 20, "write_policy": policy})
+    half = SchedulerHalf(config, 4, clock=clock, observers=observers)
+    half.bind_block_pool(blocks or ForeignBlocks())
     half.update_connector_output([StepReport(0, 0, num_host_blocks=20)])
     return half, clock
 
@@ -78,6 +82,26 @@ def test_a_job_is_told_of_where_somebody_listens_to_one_of_its_requests() -> Non
     report(half, run(half, heard, Asked("c", list(range(80, 89)))))
     ((_, request_ids),) = [told for told in choosy.told if told[0] == "opened"]
     assert "'a'" in request_ids and "'c'" in request_ids
+
+
+def test_a_job_of_no_request_is_told_of_whoever_is_listened_to() -> None:
+    """Such as a save of what the device will reuse next, whose request has ended."""
+    choosy, blocks = Choosy("a"), ForeignBlocks()
+    half, _ = make_observed(choosy, policy="write_back", blocks=blocks)
+    ended = Asked("b", list(range(8)))
+    save(half, ended)
+    admit(half, Asked("a", list(range(50, 59))), first_block=10)
+    blocks.order = [*enumerate(ended.block_hashes)]
+    assert run(half).saves
+    assert [what for what, _ in choosy.told].count("opened") == 1
+
+
+def test_a_guard_wants_to_hear_what_its_observer_does_and_nothing_once_that_has_failed() -> None:
+    choosy = Choosy("a")
+    guard = GuardedObserver(choosy)
+    assert [guard.arrived(Asked(name, [1])) for name in "ab"] == [True, False]
+    choosy.told = None  # type: ignore[assignment]
+    assert not guard.arrived(Asked("a", [1]))
 
 
 def test_what_is_served_while_a_copy_hangs_is_recorded() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import pytest
+
 from kv_connector.config import Config
 from kv_connector.scheduler import SchedulerHalf
+from kv_connector.scheduler import traces as traces_module
 from kv_connector.scheduler.traces import Attributes, RequestTraces
-from kv_connector.types import StepReport
+from kv_connector.types import CopyJob, Direction, StepReport, StorageAction, StorageJob
 from tests.scheduler.test_half import Asked, ForeignBlocks, admit, report, run
 
 
@@ -73,6 +77,20 @@ def test_a_share_of_the_requests_is_traced_and_each_once() -> None:
     for request in asked:
         half.request_finished(request)
     assert {span.ok for span in notes.spans} == {True}
+
+
+def test_of_too_many_saves_the_oldest_is_forgotten_and_one_saved_anew_is_not_the_oldest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Storage writes them later: a span under that of the save."""
+    monkeypatch.setattr(traces_module, "_MOST_BLOCKS", 2)
+    traces = RequestTraces(Notes(), 1.0)
+    assert traces.arrived(Asked("a", [1] * 9))
+    blocks = [np.array([host_id]) for host_id in range(3)]
+    for job_id, host_id in enumerate((0, 1, 0, 2)):
+        assert traces.opened(CopyJob(job_id, Direction.SAVE, blocks[host_id], blocks[host_id]), {"a"})
+    written = [StorageJob(10 + host_id, StorageAction.BACK_UP, b"", blocks[host_id]) for host_id in range(3)]
+    assert [traces.opened(job, ()) for job in written] == [True, False, True]
 
 
 def test_engines_agree_on_a_trace_and_nonsense_is_no_trace() -> None:

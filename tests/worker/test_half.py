@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from kv_connector.errors import ConfigError, KVConnectorError, LayoutError, Tran
 from kv_connector.index import CacheIdentity
 from kv_connector.testing.memory import MemoryStorage
 from kv_connector.transfer import engine as engine_module
+from kv_connector.transfer.costs.curves import BUILT_IN
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.host_share import HostShare
+from kv_connector.transfer.paths import choice
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.types import CopyJob, Direction, StepPlan, StorageAction, StorageJob
 from kv_connector.worker import WorkerHalf
@@ -447,6 +450,17 @@ def test_nobody_is_asked_to_share_what_there_is_not(host_memory: int, num_replic
     worker = build_worker(config, 0, 2, num_replicas=num_replicas, exchange=exchange)
     worker.register_kv_caches({"layers.0": torch.zeros(NUM_BLOCKS, 8, dtype=torch.int32)}, NUM_BLOCKS)
     worker.shutdown()
+
+
+def test_pieces_are_packed_where_the_engine_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is built for a cache on a GPU."""
+    wanted: list[bool] = []
+    monkeypatch.setattr(choice, "AutoPath", lambda *given: wanted.append(given[-1]))
+    on_a_gpu: Any = SimpleNamespace(name="", layout=SimpleNamespace(device=torch.device("cuda")))
+    for given in ({}, {"packs_pieces": True}):
+        worker = build_worker(Config(host_memory=1 << 20), **given)
+        worker._make_path(on_a_gpu, None, Config(), BUILT_IN)  # type: ignore[arg-type]
+    assert wanted == [False, True]
 
 
 def test_ranks_that_cache_the_same_have_one_name_in_storage(tmp_path: Path) -> None:

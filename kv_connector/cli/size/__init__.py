@@ -13,6 +13,7 @@ from ...config import HostFormName
 from ...engines.heads import HEADS_ALIKE
 from ...errors import ConfigError
 from ...values import check_integer, parse_size
+from ..outputs import check_outputs
 from ..text import Parsers, columns, size_text
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     host_memory = parse_size(options.host_memory, "--host-memory")
     for name in ("tp", "block_size", "chat_tokens"):
         check_integer(f"--{name.replace('_', '-')}", getattr(options, name), 1, _MOST_TOKENS)
+    check_outputs(json=options.json)
     model = read_model(options.model)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     if dtype not in BYTES:
@@ -77,7 +79,7 @@ def _check_ranks(model: ModelConfig, layers: Sequence[Layer], tp_size: int) -> N
     from .layers import Kind
 
     queries = model.optional("num_attention_heads", "n_head") or tp_size
-    heads = model.optional("num_key_value_heads", "num_kv_heads") or tp_size
+    heads = model.optional("num_key_value_heads", "num_kv_heads") or queries
     is_latent = any(layer.kind is Kind.LATENT for layer in layers)  # which every rank keeps whole
     if queries % tp_size or not (is_latent or heads % tp_size == 0 or tp_size % heads == 0):
         raise ConfigError(

@@ -53,8 +53,14 @@ def fetch(url: str, seconds: float) -> Sample:
         with urllib.request.urlopen(url, timeout=_SECONDS) as response:
             text = response.read(_MOST_BYTES).decode(errors="replace")
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
-        raise ConfigError(f"{shown(url)} does not answer: {shortened(str(error))}") from error
+        raise ConfigError(f"{shown(url)} does not answer: {shortened(_reason(error))}") from error
     return Sample(seconds, read_values(text, url))
+
+
+def _reason(error: Exception) -> str:
+    """The system's words without urllib's around them; of an answer that is none, such as 404, urllib's."""
+    reason = error.reason if type(error) is urllib.error.URLError else error
+    return (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
 
 
 def read_values(text: str, url: str) -> dict[str, float]:

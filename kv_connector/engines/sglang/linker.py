@@ -289,9 +289,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         locked = [(fragment, pages) for fragment, pages in offers if pages is not None]
         # Of the others the use counts, before the step's saves make room where these are; they need no step.
         used = [
-            self._hold(fragment, [NO_BLOCK] * len(fragment.block_hashes))
-            for fragment, pages in offers
-            if pages is None and self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them
+            self._hold(fragment, [NO_BLOCK] * len(fragment.block_hashes)) for fragment, pages in offers if pages is None
         ]
         read = self._pages.read([pages for _, pages in locked])
         held = [self._hold(fragment, ids) for (fragment, _), ids in zip(locked, read, strict=True) if ids is not None]

@@ -44,3 +44,20 @@ def test_what_is_called_off_behind_one_that_is_lost_takes_nothing_from_what_is_l
     reading.ended(fetch(2, 6), False, LOST_SECONDS + 1.0)
     reading.ended(fetch(3, 10), True, LOST_SECONDS + 2.0)
     assert reading.rate.value == 5.0
+
+
+def test_what_is_called_off_counts_for_nothing_in_what_is_learned() -> None:
+    reading = Reading()
+    reading.begun([fetch(1, 10), fetch(2, 1000)], 0.0)
+    reading.ended(fetch(2, 1000), False, 1.0)
+    reading.ended(fetch(1, 10), True, 2.0)
+    assert reading.rate.value == 5.0
+
+
+def test_time_in_which_storage_is_asked_nothing_is_no_silence() -> None:
+    """A client hangs up at once, every ten seconds: nothing was under way in between."""
+    reading = Reading()
+    for job_id in range(100):
+        reading.begun([fetch(job_id, 1)], 10.0 * job_id)
+        assert not reading.hangs(10.0 * job_id)
+        reading.ended(fetch(job_id, 1), False, 10.0 * job_id)

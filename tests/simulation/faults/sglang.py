@@ -160,8 +160,8 @@ SGLANG: tuple[Mutant, ...] = (
         "offers-of-nothing",
         "pages that the host had when they were offered are saved, though nobody has locked them",
         "linker.py",
-        "if pages is None and self._has_all(fragment.block_hashes)  # yet: SGLang has not locked them",
-        "if pages is None",
+        "self._offers.append(_Offer(offer, None))",
+        "self._offers.append(_Offer(offer, self._pages.ids_of(slots)))",
         f"{_LINKER}::test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved",
     ),
     _mutant(

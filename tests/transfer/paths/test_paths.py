@@ -217,10 +217,10 @@ def test_pieces_are_packed_for_an_engine_that_wants_it(monkeypatch: pytest.Monke
     load, save = (replace(BUILT_IN.of(direction), dma=fast, direct=slow) for direction in (LOAD, SAVE))
     costs = replace(BUILT_IN, load=load, save=save)
 
-    def choices(layout: CacheLayout, packs_pieces: bool) -> list[PathName]:
+    def choices(layout: CacheLayout, packs_pieces: bool, num_regions: int | None = None) -> list[PathName]:
         form, pool = raw_form(layout), make_pool(layout)
         path = AutoPath(form, pool, min_staging_memory(form), costs, packs_pieces)
-        regions = range(len(layout.regions))
+        regions = range(num_regions or len(layout.regions))
         return [path._choose(*copy) for copy in ((SAVE, regions, 4), (LOAD, regions, 4), (LOAD, regions, 4, True))]
 
     runs, staged = PathName.RUNS, PathName.STAGED
@@ -230,6 +230,7 @@ def test_pieces_are_packed_for_an_engine_that_wants_it(monkeypatch: pytest.Monke
     )
     assert choices(apart, False) == choices(evenly, False) == [runs] * 3
     assert (choices(apart, True), choices(evenly, True)) == ([staged, staged, runs], [runs] * 3)
+    assert choices(apart, True, num_regions=1) == [runs] * 3, "a block is one piece"
 
 
 def test_what_a_copy_engine_cannot_take_in_one_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
