@@ -82,3 +82,14 @@ def test_an_engine_that_points_to_what_is_no_url_has_failed_a_check(location: st
             return await Engine("decode", "http://engine").check(client)
 
     assert anyio.run(check) is not None
+
+
+def test_whatever_a_check_raises_is_what_is_wrong_with_its_engine() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise LookupError("nobody has thought of this")
+
+    async def check() -> str | None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            return await Engine("decode", "http://engine").check(client)
+
+    assert "nobody has thought of this" in (anyio.run(check) or "")

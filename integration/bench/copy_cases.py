@@ -104,7 +104,8 @@ class Case:
 
 
 class PathWay:
-    """A copy path: one that the engine may choose, or the driver's batch call, so many copies at a time."""
+    """A copy path: one that the engine may choose, or the driver's batch call, so many copies at a time. Loads are such
+    as a step waits for: those in the background give more turns."""
 
     def __init__(self, case: Case, path: CopyPath) -> None:
         self.num_bytes = case.num_bytes
@@ -115,7 +116,8 @@ class PathWay:
         """See `Way`."""
         everything = range(len(self._case.layout.regions))
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        self._path.copy(BlockCopy(direction, everything, self._case.device_ids, self._case.host_ids, stream))
+        ids = self._case.device_ids, self._case.host_ids
+        self._path.copy(BlockCopy(direction, everything, *ids, stream, in_step=direction is Direction.LOAD))
 
     def close(self) -> None:
         """See `Way`."""

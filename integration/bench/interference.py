@@ -1,8 +1,9 @@
-"""What copies cost the model, and the model the copies: products, decoding, prefill, and small uploads beside them.
+"""What copies cost the model, and the model the copies: products, decoding, prefill, and small copies beside them.
 
 Copies go back and forth through the transfer engine, as in service, while the main stream computes; every measurement
-without copies alternates with one beside them. The last part times small uploads, as a model makes some in front of
-every step, beside a load: they share its link. Needs a GPU.
+without copies alternates with one beside them. Small copies are such as engines make in front of every step and behind
+it, of what it reads and of what it sampled: beside loads or saves of ours they share the copy engine of that direction,
+as they do with one large copy, which stands for what gives no turns (`cuda/turns.py`). Needs a GPU.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ def main() -> int:
         try:
             for name, way in ways_of(case, options.ways.split(",")).items():
                 measure_products(report, case, name, way, options.repeats)
-                for priority in (0, -1):
-                    measure_uploads(report, case, name, way, priority, options.repeats)
                 way.close()
+            measure_small_copies(report, case, options.repeats)
             measure_model(report, case, "decode", decode.replay, options.repeats)
             measure_model(report, case, "prefill", prefill.forward, options.repeats)
         finally:
@@ -181,44 +181,59 @@ def copying(engine: TransferEngine, case: Case, kind: str, number: int) -> Itera
         engine.drain()
 
 
-def measure_uploads(report: Report, case: Case, name: str, way: Way, priority: int, repeats: int) -> None:
-    """Small arrays that the main stream uploads one after the other, alone and beside a load on a stream of this
-    priority."""
+def measure_small_copies(report: Report, case: Case, repeats: int) -> None:
+    """Small copies of the main stream one after the other, alone, beside one large copy, and beside loads or saves of
+    ours, in the same direction. Each that began beside it counts, also the one that ends with it."""
     here = torch.zeros(1024, dtype=torch.int32, pin_memory=True)
     there = torch.zeros(1024, dtype=torch.int32, device="cuda")
-    side = torch.cuda.Stream(priority=priority)
-    found: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(repeats + 1):
-        for beside in (False, True):
-            torch.cuda.synchronize()
-            if beside:
-                with torch.cuda.stream(side):
-                    way.copy(Direction.LOAD)
-                    loaded = torch.cuda.Event()
-                    loaded.record()
-            for _ in range(40):
-                begin = time.perf_counter()
-                there.copy_(here, non_blocking=True)
-                torch.cuda.current_stream().synchronize()
-                if beside and loaded.query():
-                    break
-                found[beside].append(1e6 * (time.perf_counter() - begin))
-    label = f"{case.piece_bytes >> 10}KiB"
-    if not found[True]:
-        print(f"{label:>14} {name:>7}: the load was over before an upload was")
-        return
-    numbers = {}
-    for beside, times in found.items():
-        p90 = float(np.percentile(times, 90))
-        numbers["beside" if beside else "alone"] = {"median_us": median(times), "p90_us": p90, "most_us": max(times)}
-    alone, shared = describe(numbers["alone"]), describe(numbers["beside"])
-    print(f"{label:>14} {name:>7}, priority {priority}: an upload takes {alone} alone, {shared} beside", flush=True)
-    report.rows.append({"part": "uploads", "way": name, "priority": priority, "case": label, **numbers})
+    engine = TransferEngine(raw_form(case.layout), case.host, Config(staging_memory="256MiB"))
+    side, kinds = torch.cuda.Stream(), ["alone", "large copy", "ours"]
+    for direction in Direction:
+        to, by = (there, here) if direction is Direction.LOAD else (here, there)
+        found: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for repeat in range(repeats + 1):
+            for number, kind in enumerate(rotated(kinds, repeat)):
+                torch.cuda.synchronize()
+                is_over = begin_long_copy(case, engine, direction, kind, side, len(kinds) * repeat + number)
+                times = []
+                while len(times) < 40:
+                    begin = time.perf_counter()
+                    to.copy_(by, non_blocking=True)
+                    torch.cuda.current_stream().synchronize()
+                    times.append(1e6 * (time.perf_counter() - begin))
+                    if is_over():
+                        break
+                engine.drain()
+                found[kind] += times if repeat else []
+        label = f"{case.piece_bytes >> 10}KiB_{direction.value}"
+        print(f"{label:>14} small copies: " + ", ".join(f"{k} {describe(v)}" for k, v in found.items()), flush=True)
+        report.rows.append({"part": "small copies", "case": label, "us": found})
+    engine.close()
 
 
-def describe(numbers: dict[str, float]) -> str:
+def begin_long_copy(
+    case: Case, engine: TransferEngine, direction: Direction, kind: str, side: torch.cuda.Stream, number: int
+) -> Callable[[], bool]:
+    """Returns what says whether it is over; nothing is copied `alone`, which is never over."""
+    if kind == "alone":
+        return lambda: False
+    if kind == "ours":
+        job = case.job(direction, number)
+        if direction is Direction.LOAD:
+            engine.submit_background_load([job], engine.mark())
+        else:
+            engine.submit_save([job])
+        return lambda: bool(engine.poll())
+    with torch.cuda.stream(side):
+        case.large_copy(direction)
+        end = torch.cuda.Event()
+        end.record()
+    return end.query
+
+
+def describe(times: list[float]) -> str:
     """Median, 90th percentile, most."""
-    return " / ".join(f"{value:.0f}" for value in numbers.values()) + " us"
+    return f"{median(times):.0f} / {float(np.percentile(times, 90)):.0f} / {max(times):.0f} us"
 
 
 if __name__ == "__main__":

@@ -157,7 +157,8 @@ class Copies:
         """Enqueue a load or a save of all blocks behind the current stream, which waits for it."""
         stream = torch.cuda.current_stream()
         ids = self._device_ids, self._host_ids
-        self._path.copy(BlockCopy(direction, self._everything, *ids, stream, refusals=self._refusals))
+        in_step = direction is Direction.LOAD
+        self._path.copy(BlockCopy(direction, self._everything, *ids, stream, False, self._refusals, in_step))
 
     def check(self) -> None:
         """Once all of it has completed: every block has fitted."""
