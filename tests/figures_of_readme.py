@@ -84,7 +84,7 @@ def sglang_of_readme() -> Iterator[str]:
     yield "p50 **{:.3f}, {:.3f}, {:.3f}** times in three of six".format(*(value for value in p50 if value > 1))
     (equal,) = {goal(name, over) for name in names for over in ("turns_over", "p50_over")}
     yield f"chats †, both goal {equal}, and nothing is hit, goal {goal(names[1], 'miss_path')} |"
-    missed = over_none("sglang_serving_1x_h200")
+    missed = over_none("sglang_misses_h200")
     yield f"**{missed['ours']:.4f}** of no host cache, HiCache {missed['hicache']:.4f}"
 
 

@@ -20,7 +20,7 @@ from integration.report import Report
 
 RESULTS = sorted(path.stem for path in FOLDER.glob("*.json"))
 CHATS_0320 = [f"vllm_serving_0320_{host}_h200" for host in ("05x", "075x", "1x", "2x")]
-CHATS_SGLANG = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x")]
+CHATS_SGLANG = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x", "later_1x", "later_2x")]
 
 
 def kept(name: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_a_goal_holds_where_its_value_reaches_it(name: str) -> None:
         assert claim["holds"] == (value <= goal if claim["better"] == "lower" else value >= goal), what
 
 
-@pytest.mark.parametrize("name", [*CHATS_0320, *CHATS_SGLANG])
+@pytest.mark.parametrize("name", [*CHATS_0320, "vllm_serving_0320_later_1x_h200", *CHATS_SGLANG])
 def test_goals_of_chats_are_of_their_windows(name: str) -> None:
     found = kept(name)
     report = merged([found])
@@ -55,7 +55,14 @@ def test_the_table_of_regimes_is_of_its_four_results() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["vllm_ttft_0320_h200", "vllm_lossless_0320_h200", "sglang_ttft_h200", "sglang_ttft_32k_h200"]
+    "name",
+    [
+        "vllm_ttft_0320_h200",
+        "vllm_lossless_0320_h200",
+        "sglang_ttft_h200",
+        "sglang_ttft_32k_h200",
+        "sglang_ttft_later_h200",
+    ],
 )
 def test_goals_of_first_tokens_are_of_their_rows(name: str) -> None:
     found, report = kept(name), Report("first_tokens")
@@ -66,8 +73,9 @@ def test_goals_of_first_tokens_are_of_their_rows(name: str) -> None:
     assert {what: claim for what, claim in found["claims"].items() if what in report.claims} == close(report.claims)
 
 
-def test_goals_of_copies_are_those_that_are_asked_for() -> None:
-    claims = kept("copies_h200")["claims"]
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_goals_of_copies_are_those_that_are_asked_for(gpu: str) -> None:
+    claims = kept(f"copies_{gpu}")["claims"]
     sizes = {f"{size >> 20}MiB" if size >= 1 << 20 else f"{size >> 10}KiB": goal for size, goal in copies.GOALS.items()}
     goals = {f"share_of_link_{way}_{size}": goal for size, goal in sizes.items() for way in ("load", "save")}
     goals |= {f"share_of_duplex_{size}": 0.95 for size in sizes}

@@ -13,15 +13,20 @@ from integration.figures.results import Result, Row, claims_of, held_or_bold, na
 def host_hits(*results: Result) -> list[str]:
     """Times to the first token, and what host hits take of HiCache's and of what they need."""
     over: dict[str, dict[str, list[str]]] = {}
-    for name, claim in claims_of(*results).items():
+    claims = claims_of(*results)
+    loads = [claim for name, claim in claims.items() if "_load_over_link_" in name]
+    for name in [name for name in claims if "_host_hit_over_" in name]:
         who, _, against = name.rpartition("_")[0].partition("_host_hit_over_")
-        over.setdefault(who, {}).setdefault(against, []).append(marked(claim, 3))
+        over.setdefault(who, {}).setdefault(against, []).append(marked(claims[name], 3))
     told = [
         f"`{who}`: {', '.join(of['hicache'])} of HiCache's, {', '.join(of['nones_device_hit_plus_link'])} of a device "
         f"hit without a host cache and the bytes at the link's rate"
         for who, of in over.items()
     ]
-    return [*first_tokens(*results), "", *wrapped(f"A host hit over others (goal 1), by length. {'; '.join(told)}.")]
+    text = f"A host hit over others (goal 1), by length. {'; '.join(told)}."
+    if loads:
+        text += f" Loads moved at {', '.join(marked(one, 3) for one in loads)} of the link (goal {loads[0]['goal']})."
+    return [*first_tokens(*results), "", *wrapped(text)]
 
 
 def chats(*results: Result) -> list[str]:
@@ -42,15 +47,16 @@ def chats(*results: Result) -> list[str]:
 
 def misses(result: Result) -> list[str]:
     """A table of throughput where nothing is hit, over that without a host cache."""
-    sizes = result["rows"][0]
+    sizes, found = result["rows"][0], rows_of("misses", result)
+    num_rounds = len(found[0]["all_tokens_per_second"])  # fewer than were asked for, where the time was over
     (goal,) = (claim["goal"] for name, claim in result["claims"].items() if name.startswith("miss_path"))
     text = (
         f"{named(result)}: prompts of {sizes['miss_length']:,} tokens that nobody repeats, with answers of "
-        f"{sizes['miss_answer']}, {sizes['rounds']} rounds in rotating order; medians, goal {goal:g}."
+        f"{sizes['miss_answer']}, {num_rounds} rounds in rotating order; medians, goal {goal:g}."
     )
     titles = line("", "tokens a second", "of those without a host cache", "tenths below and above")
     lines = [*wrapped(text), "", *head(titles)]
-    for row in rows_of("misses", result):
+    for row in found:
         over = spread = ""
         if "over_none" in row:
             holds = not row["connector"].startswith("ours") or row["over_none"] >= goal

@@ -105,17 +105,15 @@ class DriverTurns:
 
 def make_turn_taking(device: torch.device) -> dict[Pace, TurnTaking]:
     """For copies to or from `device`."""
-    return {pace: TurnTaking(_make_turns(device), turn_bytes) for pace, turn_bytes in TURN_BYTES.items()}
-
-
-def _make_turns(device: torch.device) -> Turns:
-    if device.type != "cuda":
-        return NoTurns()
-    try:
-        return DriverTurns(device)
-    except TransferError as error:
-        logger.warning("small copies of the engine wait until long ones of ours have ended: %s", error)
-        return NoTurns()
+    made: list[Turns] = [NoTurns() for _ in TURN_BYTES]
+    if device.type == "cuda":
+        try:
+            made = [DriverTurns(device) for _ in TURN_BYTES]
+        except TransferError as error:
+            logger.warning("small copies of the engine wait until long ones of ours have ended: %s", error)
+    return {
+        pace: TurnTaking(turns, turn_bytes) for (pace, turn_bytes), turns in zip(TURN_BYTES.items(), made, strict=True)
+    }
 
 
 class TurnTaking:
