@@ -70,7 +70,8 @@ def turns() -> Iterator[str]:
     yield f"{sum(not one['holds'] for one in claims.values())} of {len(claims)} goals are missed"
     for which, form in (
         ("launching_thread_for_64_requests", "takes **{:.0f}, {:.0f}, {:.0f}** us for a block of each"),
-        ("launching_thread_for_a_long_load", "**{:.0f}, {:.0f}, {:.0f}** to put 1 GiB into the queue"),
+        ("launching_thread_for_a_long_load", "to put 1 GiB into the queue **{:.0f}, {:.0f}, {:.0f}** for loads"),
+        ("launching_thread_for_a_long_save", "and **{:.0f}, {:.0f}, {:.0f}** for saves"),
         ("first_group_late", "comes **{:.0f}, {:.0f}, {:.0f}** us late"),
         ("submitting_thread_share_of_a_long_save", "**{:.3f}, {:.3f}, {:.3f}** of a save's"),
     ):

@@ -4,7 +4,7 @@ A copy engine goes on with one stream's copies as long as there are any, and tho
 makes small ones in front of each step, of what the step reads, and behind it, of the tokens that were sampled: beside
 2.25 GiB that were copied by DMA one was 36 to 42 ms late, as long as all of it took (H200, driver 580, 2026-11-26). The
 copy engine turns to others where a stream has to wait for some 10 us; an event of another stream comes sooner. So
-behind every couple of megabytes the stream of our copies waits for another one, which writes a word some times: that
+behind every `TURN_BYTES` the stream of our copies waits for another one, which writes a word some times: that
 takes neither multiprocessors nor a copy engine, nor the host.
 """
 

@@ -8,6 +8,7 @@ from .scheduler import WORLDS
 _UPLOADS = "kv_connector/transfer/cuda/uploads.py"
 _STREAMS = "kv_connector/transfer/cuda/streams.py"
 _WRITES = "kv_connector/transfer/paths/peer_writes.py"
+_TURNS = "kv_connector/transfer/cuda/turns.py"
 _RUNS = "kv_connector/transfer/paths/runs.py"
 _STAGED = "kv_connector/transfer/paths/staged.py"
 _ENGINE = "kv_connector/transfer/engine.py"
@@ -21,6 +22,7 @@ _OWNERS = "tests/transfer/test_owners.py"
 _TEST_QUEUE = "tests/transfer/submission/test_queue.py"
 _PACING = "tests/transfer/submission/test_pacing.py"
 _TEST_STREAMS = "tests/transfer/cuda/test_streams.py"
+_DRIVER_TURNS = "tests/transfer/cuda/test_driver_turns.py"
 
 TRANSFER: tuple[Mutant, ...] = (
     Mutant(
@@ -40,6 +42,27 @@ TRANSFER: tuple[Mutant, ...] = (
             ),
         ),
         tested(_LAYOUT),
+    ),
+    Mutant(
+        "turns-shared",
+        "copies of both directions, enqueued by two threads, record each other's events",
+        (
+            Patch(
+                _TURNS,
+                "made = [DriverTurns(device) for _ in TURN_BYTES]",
+                "made = [DriverTurns(device)] * len(TURN_BYTES)",
+            ),
+        ),
+        tested(_DRIVER_TURNS),
+    ),
+    Mutant(
+        "turns-events-gone",
+        "the events of turns are freed while copies wait for them",
+        (
+            Patch(_TURNS, "self._handles = tuple(", "self._handles, self._events = tuple("),
+            Patch(_TURNS, "for event in self._events)", "for event in self._events), []"),
+        ),
+        tested(_DRIVER_TURNS),
     ),
     Mutant(
         "save-unordered",

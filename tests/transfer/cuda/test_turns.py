@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_connector.config import Config
+from kv_connector.errors import TransferError
 from kv_connector.transfer.cuda import turns
-from kv_connector.transfer.cuda.turns import NoTurns, TurnTaking, TurnTakingCopier, cut, make_turn_taking
+from kv_connector.transfer.cuda.turns import (
+    TURN_BYTES,
+    Pace,
+    TurnTaking,
+    TurnTakingCopier,
+    cut,
+    make_turn_taking,
+)
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
+from kv_connector.transfer.paths import runs, staged
 from kv_connector.transfer.paths.base import CopyPath
 from kv_connector.transfer.paths.runs import RunsPath
-from kv_connector.transfer.paths.staged import StagedPath
+from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
+from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.types import CopyJob, Direction
+from tests.copies import NUM_DEVICE, bf16_apart, copy_now, expected_after, filled, job, make_pool
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 
@@ -39,6 +51,7 @@ class Log:
         self.entries.append(None)
 
 
+@settings(deadline=None)
 @given(calls=st.lists(LENGTHS, min_size=1, max_size=5), turn_bytes=st.integers(1, 40))
 def test_every_byte_is_copied_once_and_no_way_to_a_turn_is_long(calls: list[list[int]], turn_bytes: int) -> None:
     log, wanted, start = Log(), list[tuple[int, int]](), 0
@@ -63,6 +76,15 @@ def test_every_byte_is_copied_once_and_no_way_to_a_turn_is_long(calls: list[list
     assert all(n <= turn_bytes for _, _, n in copies)
 
 
+def test_a_turn_is_behind_the_copy_that_fills_the_way_to_it() -> None:
+    log = Log()
+    copier = TurnTakingCopier(log.copy, TurnTaking(log, 8))
+    for lengths in ([4, 4, 4], [3, 2, 8]):
+        columns = [np.array(lengths) for _ in range(3)]
+        copier(*(a.ctypes.data for a in columns), 3, True, 1)
+    assert [entry and entry[2] for entry in log.entries] == [4, 4, None, 4, 3, 2, None, 8, None]
+
+
 def test_what_needs_no_cut_stays_where_it_is() -> None:
     columns = tuple(np.array([1, 2, 3]) for _ in range(3))
     assert all(a is b for a, b in zip(cut(*columns, most=3), columns, strict=True))
@@ -76,14 +98,88 @@ def test_what_a_step_waits_for_gives_few_turns(direction: Direction, in_step: bo
     assert make_turn_taking(torch.device("cpu"))[direction, in_step].turn_bytes == mebibytes << 20
 
 
-def test_a_driver_that_cannot_gives_none_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class RefusedTurns:
+    """All are given but the one of this number."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def give(self, stream: int | None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise TransferError("fault injected")
+
+
+@pytest.mark.parametrize("number", [1, 2, 11])
+@pytest.mark.parametrize("direction", Direction)
+def test_a_copy_whose_turn_is_refused_fails_or_goes_another_way(
+    direction: Direction, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "quick_libcuda", lambda: object())
-    made = make_turn_taking(torch.device("cuda", 0))
-    assert all(isinstance(each._turns, NoTurns) for each in made.values())
-    (record,) = caplog.records
-    assert "cuStreamBatchMemOp_v2" in record.getMessage()
+    """A load has a fallback; a save fails, and the next one has every byte."""
+    refused = RefusedTurns(number)
+    monkeypatch.setattr(runs, "make_turn_taking", lambda _: {pace: TurnTaking(refused, 100) for pace in TURN_BYTES})
+    layout = filled(bf16_apart, torch.device("cpu"))
+    pool = make_pool(layout)
+    form = raw_form(layout)
+    engine = TransferEngine(form, pool, Config(), RunsPath(form, pool, copy_now), TorchPath(form, pool))
+    blocks = [3, 0, 8]
+    views, host = expected_after(layout, pool, direction, range(len(layout.regions)), blocks, blocks)
+
+    def move(job_id: int) -> bool:
+        submit = engine.submit_save if direction is Direction.SAVE else engine.submit_load
+        submit([job(job_id, direction, blocks, blocks)])
+        (ended,) = engine.drain()
+        assert engine.pending_bytes(direction) == 0
+        return ended.ok
+
+    assert move(1) is (direction is Direction.LOAD)
+    assert direction is Direction.LOAD or move(2)
+    assert refused.left < 1
+    assert torch.equal(pool.tensor, host)
+    assert all(torch.equal(region.view, view) for region, view in zip(layout.regions, views, strict=True))
+    engine.close()
+    pool.close()
+
+
+class NotedTurns:
+    """Says whose it gave."""
+
+    def __init__(self, pace: Pace, given: list[Pace]) -> None:
+        self.pace = pace
+        self.given = given
+
+    def give(self, stream: int | None) -> None:
+        self.given.append(self.pace)
+
+
+@pytest.mark.parametrize("name", ["runs", "pitched", "packed"])
+def test_turns_are_those_of_the_copies_direction_and_of_who_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Pace] = []
+    for module in (runs, staged):
+        made = {pace: TurnTaking(NotedTurns(pace, given), 100) for pace in TURN_BYTES}
+        monkeypatch.setattr(module, "make_turn_taking", lambda _, made=made: made)
+    layers = {f"{i}": view for i, view in enumerate(torch.zeros(4, NUM_DEVICE, 48, dtype=torch.uint8).unbind(0))}
+    layout = CacheLayout.from_tensors(layers, NUM_DEVICE, dict.fromkeys(layers, 0))
+    pool = make_pool(layout)
+    form = raw_form(layout)
+    path: CopyPath = StagedPath(form, pool, min_staging_memory(form), copy_now)
+    if name != "packed":
+        path = RunsPath(form, pool, copy_now, lambda *_: None, least_pitched=1 if name == "pitched" else 1 << 20)
+        assert path.is_pitched(range(len(layout.regions))) is (name == "pitched")
+    engine = TransferEngine(form, pool, Config(), path)
+
+    def given_by(submit: Callable[..., Any], direction: Direction, *more: Any) -> set[Pace]:
+        given.clear()
+        submit([job(1, direction, [3, 0, 8], [4, 1, 2])], *more)
+        (ended,) = engine.drain()
+        assert ended.ok
+        return set(given)
+
+    assert given_by(engine.submit_load, Direction.LOAD) == {(Direction.LOAD, True)}
+    assert given_by(engine.submit_background_load, Direction.LOAD, engine.mark()) == {(Direction.LOAD, False)}
+    assert given_by(engine.submit_save, Direction.SAVE) == {(Direction.SAVE, False)}
+    engine.close()
+    pool.close()
 
 
 SIZES = {"packed": 128 << 10, "pitched": 128 << 10, "whole blocks": 2 << 20}

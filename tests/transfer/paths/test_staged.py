@@ -13,6 +13,8 @@ import pytest
 import torch
 from kv_connector.triton_kernels import copy_pieces
 
+from kv_connector.errors import TransferError
+from kv_connector.transfer.cuda.turns import TURN_BYTES, TurnTaking
 from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.paths import packing, staged
 from kv_connector.transfer.paths.base import BlockCopy
@@ -54,25 +56,76 @@ class Driver:
             self.by_handle[handle].put(lambda t=target, s=source, n=size: ctypes.memmove(t, s, n))  # type: ignore[misc]
 
 
+class LateTurns:
+    """The copies' stream waits for another one, as on a GPU; the turn of number `fails_on` is refused."""
+
+    def __init__(self, driver: Driver, fails_on: int) -> None:
+        self.driver = driver
+        self.fails_on = fails_on
+        self.beside = driver.device.stream("kernels")
+        self.count = 0
+
+    def give(self, handle: int) -> None:
+        self.count += 1
+        if self.count == self.fails_on:
+            raise TransferError("fault injected")
+        ours = self.driver.by_handle[handle]
+        ours.record().wait(self.beside)
+        self.beside.put(lambda: None)
+        self.beside.record().wait(ours)
+
+
+class Copies:
+    """Of all device blocks, through a ring that goes round four times and more in one copy, with a turn behind each
+    24 bytes, less than a piece."""
+
+    def __init__(self, direction: Direction, seed: int, fails_on: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.driver = driver = Driver(seed)
+        self.turns = turns = LateTurns(driver, fails_on)
+        monkeypatch.setattr(staged, "make_lane", driver.make_lane)
+        monkeypatch.setattr(staged, "make_stream", driver.make_stream)
+        monkeypatch.setattr(staged, "make_turn_taking", lambda _: {pace: TurnTaking(turns, 24) for pace in TURN_BYTES})  # type: ignore[arg-type]
+        monkeypatch.setattr(packing, "gather_pieces", driver.late(copy_pieces.gather_pieces))
+        monkeypatch.setattr(packing, "scatter_pieces", driver.late(copy_pieces.scatter_pieces))
+        self.layout = filled(fp8_with_scales, torch.device("cpu"))
+        self.pool = make_pool(self.layout)
+        self.pool.tensor.copy_(torch.randint(0, 256, self.pool.tensor.shape, dtype=torch.uint8))
+        form = raw_form(self.layout)
+        self.path = StagedPath(form, self.pool, min_staging_memory(form), driver.copy)  # type: ignore[arg-type]
+        blocks = range(NUM_DEVICE)
+        pairs = ids(*blocks), ids(*((block * 5 + 2) % NUM_HOST for block in blocks))
+        self.copy = BlockCopy(direction, range(len(self.layout.regions)), *pairs, driver.device.compute)
+        self.wanted = expected_after(self.layout, self.pool, direction, self.copy.regions, *pairs)
+
+    def check(self) -> None:
+        """What the stream of the copy does from now on finds every byte in its place."""
+        self.driver.device.run_until(self.driver.device.compute.record())
+        views, host = self.wanted
+        assert torch.equal(self.pool.tensor, host)
+        assert all(torch.equal(region.view, view) for region, view in zip(self.layout.regions, views, strict=True))
+        self.pool.close()
+
+
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_buffer_holds_one_chunk_at_a_time(direction: Direction, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring that goes round four times and more in one copy."""
-    driver = Driver(seed)
-    monkeypatch.setattr(staged, "make_lane", driver.make_lane)
-    monkeypatch.setattr(staged, "make_stream", driver.make_stream)
-    monkeypatch.setattr(packing, "gather_pieces", driver.late(copy_pieces.gather_pieces))
-    monkeypatch.setattr(packing, "scatter_pieces", driver.late(copy_pieces.scatter_pieces))
-    layout = filled(fp8_with_scales, torch.device("cpu"))
-    pool = make_pool(layout)
-    pool.tensor.copy_(torch.randint(0, 256, pool.tensor.shape, dtype=torch.uint8))
-    path = StagedPath(raw_form(layout), pool, min_staging_memory(raw_form(layout)), driver.copy)  # type: ignore[arg-type]
-    blocks = list(range(NUM_DEVICE))
-    device_ids, host_ids = ids(*blocks), ids(*((block * 5 + 2) % NUM_HOST for block in blocks))
-    regions = range(len(layout.regions))
-    views, host = expected_after(layout, pool, direction, regions, device_ids, host_ids)
-    path.copy(BlockCopy(direction, regions, device_ids, host_ids, driver.device.compute))
-    driver.device.run_until(driver.device.compute.record())
-    assert torch.equal(pool.tensor, host)
-    assert all(torch.equal(region.view, view) for region, view in zip(layout.regions, views, strict=True))
-    pool.close()
+    copies = Copies(direction, seed, 0, monkeypatch)
+    copies.path.copy(copies.copy)
+    assert copies.turns.count == NUM_DEVICE * 144 // 24
+    copies.check()
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(("fails_on", "is_waited"), [(1, False), (7, True), (30, False)])
+def test_a_turn_that_is_refused_fails_the_copy_which_may_be_tried_again(
+    direction: Direction, fails_on: int, is_waited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever copies these blocks next does so behind all that was enqueued."""
+    copies = Copies(direction, fails_on, fails_on, monkeypatch)
+    with pytest.raises(TransferError):
+        copies.path.copy(copies.copy)
+    if is_waited:
+        copies.driver.device.run_until(copies.driver.device.compute.record())
+        assert copies.driver.device.is_idle
+    copies.path.copy(copies.copy)
+    copies.check()
