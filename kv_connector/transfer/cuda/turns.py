@@ -124,14 +124,22 @@ class TurnTaking:
         self._turns = turns
         self._since = 0  # bytes, since the last one
 
+    def passes(self, num_bytes: int) -> bool:
+        """Whether so many bytes may be copied without a turn; then they count as copied."""
+        if self._since + num_bytes >= self.turn_bytes:
+            return False
+        self._since += num_bytes
+        return True
+
     def stretches(self, sizes: Int64s, stream: int | None) -> Iterator[tuple[int, int]]:
         """Consecutive ranges of copies of these sizes, at least one; each is to be enqueued before the next is asked
         for."""
         ends = self._since + np.cumsum(sizes)
-        stops = np.flatnonzero(np.diff(ends // self.turn_bytes, prepend=0)) + 1
-        self._since = int(ends[-1]) % self.turn_bytes
+        last = int(ends[-1])
+        self._since = last % self.turn_bytes
+        turns = range(self.turn_bytes, last + 1, self.turn_bytes)
         first = 0
-        for stop in stops.tolist():
+        for stop in dict.fromkeys(int(ends.searchsorted(turn)) + 1 for turn in turns):
             yield first, stop
             self._turns.give(stream)
             first = stop
@@ -148,9 +156,15 @@ class TurnTakingCopier:
 
     def __call__(self, targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
         """See `driver.Copier`."""
-        arrays = (_array(address, count) for address in (targets, sources, sizes))
-        to, by, lengths = cut(*arrays, most=self._turn_taking.turn_bytes)
-        targets, sources, sizes = to.ctypes.data, by.ctypes.data, lengths.ctypes.data
+        lengths = _array(sizes, count)
+        if self._turn_taking.passes(int(lengths.sum())):  # as most calls do: they take a thread's time, the model's too
+            self._copier(targets, sources, sizes, count, pinned, stream)
+            return
+        if lengths.max() > self._turn_taking.turn_bytes:
+            to, by, lengths = cut(
+                _array(targets, count), _array(sources, count), lengths, most=self._turn_taking.turn_bytes
+            )
+            targets, sources, sizes = to.ctypes.data, by.ctypes.data, lengths.ctypes.data
         for first, stop in self._turn_taking.stretches(lengths, stream):
             skipped = 8 * first
             self._copier(targets + skipped, sources + skipped, sizes + skipped, stop - first, pinned, stream)
@@ -162,8 +176,6 @@ def _array(address: int, count: int) -> Int64s:
 
 def cut(targets: Int64s, sources: Int64s, sizes: Int64s, *, most: int) -> tuple[Int64s, Int64s, Int64s]:
     """The same copies, of at most `most` bytes each."""
-    if sizes.max() <= most:
-        return targets, sources, sizes
     counts = -(-sizes // most)
     firsts = np.cumsum(counts) - counts
     skipped = most * (np.arange(counts.sum()) - np.repeat(firsts, counts))

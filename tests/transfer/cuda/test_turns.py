@@ -19,7 +19,6 @@ from kv_connector.transfer.cuda.turns import (
     Pace,
     TurnTaking,
     TurnTakingCopier,
-    cut,
     make_turn_taking,
 )
 from kv_connector.transfer.engine import TransferEngine
@@ -83,11 +82,6 @@ def test_a_turn_is_behind_the_copy_that_fills_the_way_to_it() -> None:
         columns = [np.array(lengths) for _ in range(3)]
         copier(*(a.ctypes.data for a in columns), 3, True, 1)
     assert [entry and entry[2] for entry in log.entries] == [4, 4, None, 4, 3, 2, None, 8, None]
-
-
-def test_what_needs_no_cut_stays_where_it_is() -> None:
-    columns = tuple(np.array([1, 2, 3]) for _ in range(3))
-    assert all(a is b for a, b in zip(cut(*columns, most=3), columns, strict=True))
 
 
 @pytest.mark.parametrize(
