@@ -25,10 +25,6 @@ from .base import SLICE_BYTES, BlockCopy, Int64s
 
 logger = logging.getLogger("kv_connector.transfer")
 
-CALL_BYTES = 64 << 20
-"""Of one call of the driver, at least: its first copy begins when the last was taken in. 2.25 GiB in segments of 1 MiB
-move at 0.99 of the link in calls of 42 MiB, and at 0.975 in two calls (H200, 2026-11-23)."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
@@ -69,7 +65,7 @@ class _Columns(NamedTuple):
 
 
 class RunsPath:
-    """Copies merged segments, a couple of dozen megabytes in a call of the driver, or pitched rows (see `CopyPath`)."""
+    """Copies merged segments, in a call of the driver from one turn to the next, or pitched rows (see `CopyPath`)."""
 
     def __init__(
         self,
@@ -110,11 +106,7 @@ class RunsPath:
         targets, sources = (plan.device, plan.host) if load else (plan.host, plan.device)
         to, by, sizes = targets.ctypes.data, sources.ctypes.data, plan.sizes.ctypes.data
         handle = None if copy.stream is None else copy.stream.cuda_stream
-        copier = self._copiers[copy.pace]
-        most = max(1, CALL_BYTES * len(plan) // int(plan.sizes.sum()))
-        for first in range(0, len(plan), most):
-            count, skipped = min(most, len(plan) - first), 8 * first
-            copier(to + skipped, by + skipped, sizes + skipped, count, self._host.is_pinned, handle)
+        self._copiers[copy.pace](to, by, sizes, len(plan), self._host.is_pinned, handle)
 
     def plan(self, copy: BlockCopy) -> Segments:
         """The segments of it."""

@@ -19,6 +19,7 @@ from kv_connector.transfer.costs.curves import BUILT_IN, LEAST_PITCHED_BYTES, Cu
 from kv_connector.transfer.cuda import driver
 from kv_connector.transfer.cuda import pitched as pitched_module
 from kv_connector.transfer.cuda.pitched import COPY, MOST_PITCH, ON_DEVICE, ON_HOST, copy_pitched
+from kv_connector.transfer.cuda.turns import TURN_BYTES, NoTurns, TurnTaking
 from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
 from kv_connector.transfer.memory.layout import CacheLayout
@@ -346,7 +347,9 @@ def test_layers_that_lie_gigabytes_apart_are_pitched_copies(direction: Direction
 def test_a_long_plan_is_handed_over_in_calls_of_some_size(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = filled(layers_inside_blocks, torch.device("cpu"))
     pool = make_pool(layout)
-    monkeypatch.setattr(runs_module, "CALL_BYTES", 2 * raw_form(layout).block_bytes)
+    call_bytes = 2 * raw_form(layout).block_bytes
+    made = {pace: TurnTaking(NoTurns(), call_bytes) for pace in TURN_BYTES}
+    monkeypatch.setattr(runs_module, "make_turn_taking", lambda _: made)
     counts = []
 
     def counting(targets: int, sources: int, sizes: int, count: int, pinned: bool, stream: int | None) -> None:
