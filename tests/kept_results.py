@@ -39,9 +39,9 @@ def over_none(name: str) -> dict[str, float]:
     return {row["connector"]: row["over_none"] for row in result(name)["rows"] if "over_none" in row}
 
 
-def by_regime() -> dict[tuple[float, int], Row]:
+def by_regime(name: str = "vllm_regimes_0320_h200") -> dict[tuple[float, int], Row]:
     """Regimes of chats in vLLM 0.32 by the host's share and the length of answers."""
-    found = rows_of("regime", result("vllm_regimes_0320_h200"))
+    found = rows_of("regime", result(name))
     return {(row["host_share"], row["answer"]): row for row in found}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from integration.bench.peers import LOSSLESS
 from integration.figures.results import ROOT
-from tests import figures_of_readme
+from tests import figures_of_readme, figures_of_sglang
 from tests.kept_results import (
     by_regime,
     claim,
@@ -26,9 +26,7 @@ from tests.kept_results import (
     result,
     rows,
     rows_of_copies,
-    sglang_host_hits,
     sglang_over_hicache,
-    sglang_packed,
     window,
 )
 
@@ -53,7 +51,7 @@ def benchmarks() -> Iterator[str]:
 
 
 def turns() -> Iterator[str]:
-    """Chats with turns, and submitting on an H100 before them."""
+    """Chats with turns, and submitting with them and before."""
     name = "vllm_serving_0320_later_1x_h200"
     chats = [row for row in result(name)["rows"] if row["part"] == "chats"]
     for answer, form in (
@@ -66,8 +64,23 @@ def turns() -> Iterator[str]:
         for key, answer in (("turns", 32), ("p50", 32))
     }
     yield f"**{ratios['turns']:.2f}** of it, and **{ratios['p50']:.2f}** of its p50"
-    claims = result("submitting_h100")["claims"]
-    yield f"{sum(not one['holds'] for one in claims.values())} of {len(claims)} goals are missed"
+    claims, later = (result(f"submitting_{gpu}")["claims"] for gpu in ("h100", "turns_h200"))
+    for found, form in ((claims, "{} of {} goals are missed"), (later, "{} of {} are missed as")):
+        yield form.format(sum(not one["holds"] for one in found.values()), len(found))
+    for which, form in (
+        ("launching_thread_for_64_requests", "**{:.0f}, {:.0f}, {:.0f}** us for a block of each of 64 requests in one"),
+        ("launching_thread_for_64_requests", "requests in one job, **{}** in as many jobs;"),
+        ("launching_thread_for_a_long_load", "into the queue **{:.0f}, {:.0f}, {:.0f}** for loads and"),
+        ("launching_thread_for_a_long_save", "loads and **{:.0f}, {:.0f}, {:.0f}** for saves; the first"),
+        ("first_group_late", "the first layer group **{:.0f}, {:.0f}, {:.0f}** us late"),
+        ("submitting_thread_share_of_a_long_load", "of a load's time **{:.3f}, {:.3f}, {:.3f}** and"),
+        ("submitting_thread_share_of_a_long_save", "of a save's **{:.3f}, {:.3f}, {:.3f}** to submit it"),
+    ):
+        in_jobs = (
+            f"{later[f'{which}_{size}KiB_in_as_many_jobs']['value']:.0f}" for size in (16, 64, 256) if "{}" in form
+        )
+        values = [later[f"{which}_{size}KiB"]["value"] for size in (16, 64, 256)]
+        yield form.format(", ".join(in_jobs)) if "{}" in form else form.format(*values)
     for which, form in (
         ("launching_thread_for_64_requests", "takes **{:.0f}, {:.0f}, {:.0f}** us for a block of each"),
         ("launching_thread_for_a_long_load", "to put 1 GiB into the queue **{:.0f}, {:.0f}, {:.0f}** for loads"),
@@ -261,50 +274,6 @@ def choosing() -> Iterator[str]:
     yield f"It costs {min(added):.0f} to {max(added):.0f} ms of time to first token"
 
 
-def sglang() -> Iterator[str]:
-    over, ms = sglang_over_hicache(), sglang_host_hits()
-    yield "**{:.3f}, {:.3f} and {:.3f}** times what it takes".format(*(over[n, "ours"] for n in (2048, 8192, 32768)))
-    longer = [100 * (ms[n, "computed", "ours"] / ms[n, "computed", "none"] - 1) for n in (2048, 8192, 32768)]
-    yield "takes {:.1f}, {:.1f} and {:.1f} % longer than without the linker".format(*longer)
-    packed = 'ours:copy_path="staged"'
-    yield (
-        f"takes {ms[32768, 'host_hit', packed]:.1f} ms at 32,768, {over[32768, packed]:.3f} times HiCache's "
-        f"{ms[32768, 'host_hit', 'hicache']:.1f}, and is later at both others"
-    )
-    assert min(over[size, packed] for size in (2048, 8192)) > 1
-    long, short = sglang_packed(32), sglang_packed(8)
-    yield f"**{long:.2f}** times the turns of HiCache there, with answers of 32, and {short:.2f} with"
-    long, short = (sglang_packed(answer, "ttft_p50_ms") for answer in (32, 8))
-    yield f"its p50 is **{long:.2f}** and {short:.2f} times HiCache's"
-    counted = [
-        (row["connector"], row["counted"])
-        for name in ("1x", "2x")
-        for row in result(f"sglang_serving_{name}_h200")["rows"]
-        if row.get("counted")
-    ]
-    rates = {name: [] for name, _ in counted}
-    for name, of in counted:
-        rates[name].append(round(of["loaded_bytes"] / of["load_milliseconds"] / 1e6))
-    (rate,) = set(rates[packed])
-    yield f"loads moved at {rate} GB/s, those of ours at {min(rates['ours'])} to {max(rates['ours'])} there"
-    chats = [row for row in result("sglang_serving_05x_h200")["rows"] if row.get("connector") == "ours"]
-    half = [row["counted"] for row in chats]
-    slow = sorted(of["loaded_bytes"] / of["load_milliseconds"] / 1e6 for of in half)
-    yield f"at {slow[0]:.0f} to {slow[1]:.0f} with half"
-    yield "with half of them {:,.0f} and {:,.0f}".format(*(of["host_hit_tokens"] / of["sync_loads"] for of in half))
-    names = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x")]
-    seconds = [row["seconds"] for name in names for row in result(name)["rows"] if row["part"] == "chats"]
-    yield f"one window of {min(seconds):.0f} to {max(seconds):.0f} s for each engine"
-    missed, asked = over_none("sglang_misses_h200"), float(goal("sglang_misses_h200", "miss_path"))
-    assert missed["ours"] < asked <= missed["hicache"]
-    yield "**The goal is missed**, and HiCache meets it"
-    before, later = over_none(names[1]), over_none("sglang_serving_later_1x_h200")
-    yield f"ours had {before['ours']:.4f} (HiCache {before['hicache']:.4f}) on the host with four GPUs"
-    yield f"**{later['ours']:.4f}** (**{later['hicache']:.4f}**) on the one with two"
-    tokens = [of["loaded_bytes"] / of["sync_loads"] / (128 << 10) for name, of in counted if name == "ours"]
-    yield f"a load had {min(tokens):,.0f} to {max(tokens):,.0f} tokens on average"
-
-
 def vllm() -> Iterator[str]:
     older = [row["over_none"] for row in result("vllm_serving_older_h200")["rows"] if "over_none" in row]
     least, most = min(row["value"] for row in older), over_none("vllm_regimes_0320_h200")["ours"]
@@ -343,7 +312,7 @@ TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "docs/choosing.md": (choosing,),
     "docs/lossless.md": (lossless,),
     "docs/peers.md": (transfers,),
-    "docs/sglang.md": (sglang,),
+    "docs/sglang.md": figures_of_sglang.TOLD,
     "docs/storage.md": (attacks_on_storage,),
     "docs/vllm.md": (vllm,),
 }

@@ -20,7 +20,12 @@ from integration.report import Report
 
 RESULTS = sorted(path.stem for path in FOLDER.glob("*.json"))
 CHATS_0320 = [f"vllm_serving_0320_{host}_h200" for host in ("05x", "075x", "1x", "2x")]
-CHATS_SGLANG = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x", "later_1x", "later_2x")]
+CHATS_TURNS = [f"vllm_serving_0320_turns_{host}_h200" for host in ("05x", "1x", "2x")]
+CHATS_SGLANG = [
+    *(f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x", "later_1x", "later_2x")),
+    *(f"sglang_serving_turns_{host}_h200" for host in ("05x", "1x", "2x")),
+    *(f"sglang_{what}_h200" for what in ("turns_off_15x", "turns_off_2x", "calibrations_15x")),
+]
 
 
 def kept(name: str) -> dict[str, Any]:
@@ -40,7 +45,7 @@ def test_a_goal_holds_where_its_value_reaches_it(name: str) -> None:
         assert claim["holds"] == (value <= goal if claim["better"] == "lower" else value >= goal), what
 
 
-@pytest.mark.parametrize("name", [*CHATS_0320, "vllm_serving_0320_later_1x_h200", *CHATS_SGLANG])
+@pytest.mark.parametrize("name", [*CHATS_0320, *CHATS_TURNS, "vllm_serving_0320_later_1x_h200", *CHATS_SGLANG])
 def test_goals_of_chats_are_of_their_windows(name: str) -> None:
     found = kept(name)
     report = merged([found])
@@ -48,8 +53,11 @@ def test_goals_of_chats_are_of_their_windows(name: str) -> None:
     assert found["claims"] == close(claims)
 
 
-def test_the_table_of_regimes_is_of_its_four_results() -> None:
-    found, report = kept("vllm_regimes_0320_h200"), merged([kept(name) for name in CHATS_0320])
+@pytest.mark.parametrize(
+    ("name", "parts"), [("vllm_regimes_0320_h200", CHATS_0320), ("vllm_regimes_turns_0320_h200", CHATS_TURNS)]
+)
+def test_a_table_of_regimes_is_of_its_results(name: str, parts: list[str]) -> None:
+    found, report = kept(name), merged([kept(part) for part in parts])
     assert found["rows"] == [*report.rows[: len(found["rows"])]]
     assert found["claims"] == close(report.claims)
 
@@ -62,6 +70,7 @@ def test_the_table_of_regimes_is_of_its_four_results() -> None:
         "sglang_ttft_h200",
         "sglang_ttft_32k_h200",
         "sglang_ttft_later_h200",
+        "sglang_ttft_turns_h200",
     ],
 )
 def test_goals_of_first_tokens_are_of_their_rows(name: str) -> None:
@@ -73,7 +82,7 @@ def test_goals_of_first_tokens_are_of_their_rows(name: str) -> None:
     assert {what: claim for what, claim in found["claims"].items() if what in report.claims} == close(report.claims)
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize("gpu", ["h100", "h200", "turns_h200"])
 def test_goals_of_copies_are_those_that_are_asked_for(gpu: str) -> None:
     claims = kept(f"copies_{gpu}")["claims"]
     sizes = {f"{size >> 20}MiB" if size >= 1 << 20 else f"{size >> 10}KiB": goal for size, goal in copies.GOALS.items()}

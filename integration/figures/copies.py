@@ -61,6 +61,26 @@ def interference(result: Result) -> list[str]:
     return [*wrapped(text), "", *lines]
 
 
+def small_copies(result: Result) -> list[str]:
+    """A table of how long small copies take beside long ones."""
+    text = (
+        f"`{result['file']}`: microseconds of a small copy, median, nine in ten at most, and the longest, alone, beside one "
+        f"large copy in the same direction, and beside 2.25 GiB of ours."
+    )
+    lines = head(line("beside", "alone", "one large copy", "ours"))
+    for row in rows_of("small copies", result):
+        size, _, direction = row["case"].rpartition("_")
+        cells = [_spread(row["us"][side]) for side in ("alone", "large copy", "ours")]
+        lines.append(line(f"{direction}s of {size.replace('KiB', ' KiB')}", *cells))
+    return [*wrapped(text), "", *lines]
+
+
+def _spread(us: Sequence[float]) -> str:
+    """Median, what nine in ten take at most, the longest."""
+    ordered = sorted(us)
+    return ", ".join(f"{value:,.0f}" for value in (median(ordered), ordered[len(ordered) * 9 // 10], ordered[-1]))
+
+
 def _pieces(piece: int, ways: Mapping[tuple[str, str], Row], claims: Claims) -> str:
     """A line of a table: share of one large copy of each way, to the device and from it; the submitting thread's."""
     size = f"{piece >> 20} MiB" if piece >= 1 << 20 else f"{piece >> 10} KiB"

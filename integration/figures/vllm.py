@@ -45,7 +45,8 @@ def regimes(result: Result) -> list[str]:
     )
     middle = marked(claims[f"turns_over_best_peer_median_of_{len(found)}_regimes"])
     below = f"The median of the {len(found)} is {middle} (goal 1.2). {held(claims)}."
-    tables = [*_engines_by_regime(found, claims), "", *_misses(rows_of("misses", result))]
+    misses = rows_of("misses", result)
+    tables = [*_engines_by_regime(found, claims), *(["", *_misses(misses)] if misses else [])]
     return [*wrapped(above), "", *tables, "", *wrapped(below)]
 
 
