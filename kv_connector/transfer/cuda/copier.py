@@ -13,6 +13,8 @@ from .driver import check, libcuda, quick_libcuda
 MAX_COPIES_PER_CALL = 2048
 """Descriptors in one driver call. On an H200, driver 580 (2026-11-21), submitting 16,384 at once stalls the host for
 51 ms while 8,192 take 3.6 ms; a tenth of that keeps each call well below a millisecond."""
+MOST_KEEPING_LOCK = 256
+"""Descriptors in a call that keeps Python's lock, where calls do: some 0.1 ms, 0.2 on a host whose driver is slow."""
 _ACCESS_IN_STREAM_ORDER = 1
 
 
@@ -30,9 +32,9 @@ class _Attributes(ctypes.Structure):
 
 
 @cache
-def driver_copier() -> DriverCopier:
+def driver_copier(keeps_lock: bool = False) -> DriverCopier:
     """The CUDA driver's copier. Raises TransferError where there is no driver."""
-    return DriverCopier()
+    return DriverCopier(keeps_lock=keeps_lock)
 
 
 class DriverCopier:
@@ -40,15 +42,22 @@ class DriverCopier:
 
     Through ctypes and not cuda.bindings: NumPy arrays go to the driver as they are, where the bindings take a Python
     object for every address, a microsecond each on the model-runner thread; and ctypes drops the GIL.
+
+    With `keeps_lock` calls of few segments keep it. What a step waits for is submitted beside the thread that launches
+    the step from Python: a call that lets go of the lock has it back after 0.3 to 1.5 ms there, and a load has one for
+    each chunk, 0.5 ms of the link. To submit 2.6 GB, which take 49 ms, took 37 to 51 ms on one host and 57 to 89 on
+    another (SGLang, H200, profiled, 2026-11-26).
     """
 
-    def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL) -> None:
+    def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL, keeps_lock: bool = False) -> None:
         self._max_copies = max_copies_per_call
+        self._most_keeping = MOST_KEEPING_LOCK if keeps_lock else 0
         self._driver = libcuda()
         # CUDA 13 dropped the index of the failing copy from the arguments; 12.8 brought the call.
         self._takes_fail_index = not hasattr(self._driver, "cuMemcpyBatchAsync_v2")
         name = "cuMemcpyBatchAsync" if self._takes_fail_index else "cuMemcpyBatchAsync_v2"
-        self._batch = getattr(self._driver, name, None)
+        self._batch: Any = getattr(self._driver, name, None)
+        self._quick_batch: Any = self._batch
         self._attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
         self._first, self._fail_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
         # Made once: a call is submitted for every couple of megabytes.
@@ -56,9 +65,11 @@ class DriverCopier:
         if self._takes_fail_index:
             self._constant = (*self._constant, ctypes.byref(self._fail_index))
         if self._batch is not None:
+            self._quick_batch = getattr(quick_libcuda(), name)
             pointer, size = ctypes.c_void_p, ctypes.c_size_t
             fail_index = [pointer] if self._takes_fail_index else []
-            self._batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, *fail_index, pointer]
+            for batch in (self._batch, self._quick_batch):
+                batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, *fail_index, pointer]
         self._one = quick_libcuda().cuMemcpyAsync
         for call in (self._driver.cuMemcpyAsync, self._one):
             call.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
@@ -73,7 +84,8 @@ class DriverCopier:
             return
         for start in range(0, count, self._max_copies):
             skipped, number = 8 * start, min(self._max_copies, count - start)
-            code = self._batch(targets + skipped, sources + skipped, sizes + skipped, number, *self._constant, stream)
+            call = self._quick_batch if number <= self._most_keeping else self._batch
+            code = call(targets + skipped, sources + skipped, sizes + skipped, number, *self._constant, stream)
             check(code, "cuMemcpyBatchAsync")
 
     def copy_one(self, target: int, source: int, num_bytes: int, stream: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...types import Direction
-from .driver import check, libcuda
+from .driver import check, quick_libcuda
 
 MOST_PITCH = (1 << 31) - 1
 """Bytes from one piece to the next that the driver takes, as its manual says; tests go up to 1.5 GiB."""
@@ -58,7 +58,11 @@ def pitched_copies(
 
 
 def copy_pitched(copies: NDArray[np.void], stream: int | None) -> None:
-    """`PitchedCopier` by `cuMemcpy2DAsync`, a call for each."""
+    """`PitchedCopier` by `cuMemcpy2DAsync`, a call for each.
+
+    They keep Python's lock: each takes microseconds, and to get the lock back takes up to 5 ms beside a thread that
+    launches a model.
+    """
     handle: Any = torch.cuda.current_stream().cuda_stream if stream is None else stream
     enqueue, first = _driver_call(), copies.ctypes.data
     for address in range(first, first + copies.nbytes, COPY.itemsize):
@@ -67,6 +71,6 @@ def copy_pitched(copies: NDArray[np.void], stream: int | None) -> None:
 
 @cache
 def _driver_call() -> Any:
-    call = libcuda().cuMemcpy2DAsync_v2
+    call = quick_libcuda().cuMemcpy2DAsync_v2
     call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return call

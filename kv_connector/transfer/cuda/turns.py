@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ...errors import TransferError
 from ...types import Direction
 from .allocations import device_tensor, index_of
+from .copier import driver_copier
 from .driver import Copier, check, on_device, quick_libcuda
 from .streams import Priority, make_stream
 
@@ -103,6 +104,14 @@ class DriverTurns:
         check(self._write(beside, _NUM_WRITES, ctypes.addressof(self._writes), 0), "cuStreamBatchMemOp")
         check(self._record(after, beside), "cuEventRecord")
         check(self._wait(stream, after, 0), "cuStreamWaitEvent")
+
+
+def turn_taking_copiers(turn_taking: Mapping[Pace, TurnTaking], copier: Copier | None) -> dict[Pace, Copier]:
+    """Of each pace, by the driver or, in tests, by `copier`. What a step waits for is submitted with Python's lock."""
+    return {
+        pace: TurnTakingCopier(copier if copier is not None else driver_copier(keeps_lock=pace[1]), each)
+        for pace, each in turn_taking.items()
+    }
 
 
 def make_turn_taking(device: torch.device) -> dict[Pace, TurnTaking]:

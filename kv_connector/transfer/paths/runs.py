@@ -15,10 +15,9 @@ import numpy as np
 from ...errors import TransferError
 from ...types import Direction
 from ..costs.curves import LEAST_PITCHED_BYTES
-from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
 from ..cuda.pitched import MOST_PITCH, Pitch, PitchedCopier, copy_pitched, pitched_copies
-from ..cuda.turns import TurnTakingCopier, make_turn_taking
+from ..cuda.turns import make_turn_taking, turn_taking_copiers
 from ..memory.host_form import HostForm
 from ..memory.host_pool import HostPool
 from .base import SLICE_BYTES, BlockCopy, Int64s
@@ -79,9 +78,8 @@ class RunsPath:
         segments, however they lie."""
         self._form = form
         self._host = host
-        copier = copier if copier is not None else driver_copier()
         self._turn_taking = make_turn_taking(form.layout.device)
-        self._copiers = {pace: TurnTakingCopier(copier, each) for pace, each in self._turn_taking.items()}
+        self._copiers = turn_taking_copiers(self._turn_taking, copier)
         self._pitched = pitched
         self._least_pitched = least_pitched
         self._is_refused = False  # a pitched copy was

@@ -24,10 +24,9 @@ from ...errors import ConfigError
 from ...types import Direction
 from ..costs.curves import EDGE_BYTES
 from ..cuda.allocations import device_tensor
-from ..cuda.copier import driver_copier
 from ..cuda.driver import Copier
 from ..cuda.streams import Event, Priority, make_lane, make_stream
-from ..cuda.turns import TurnTakingCopier, make_turn_taking
+from ..cuda.turns import make_turn_taking, turn_taking_copiers
 from ..cuda.uploads import IdUploads, UploadedIds
 from ..memory.host_form import PIECE_ALIGN, HostForm
 from ..memory.host_pool import HostPool
@@ -150,9 +149,7 @@ class StagedPath:
         device = form.layout.device
         self._form = form
         self._host = host
-        copier = copier if copier is not None else driver_copier()
-        turn_taking = make_turn_taking(device)
-        self._copiers = {pace: TurnTakingCopier(copier, each) for pace, each in turn_taking.items()}
+        self._copiers = turn_taking_copiers(make_turn_taking(device), copier)
         self._packing = Packing(form)
         self._ids = {way: IdUploads(device, sides=1, in_order=True) for way in Direction}
         self._rings = {way: _Ring(device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}
