@@ -60,7 +60,7 @@ class TimedPath:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--pieces", default="16,64,256", help="KiB")
+    parser.add_argument("--pieces", default="16,64,256,2048", help="KiB")
     parser.add_argument("--regions", type=int, default=64, help="pieces of a block")
     parser.add_argument("--bytes", type=int, default=1 << 30, help="of a long copy")
     parser.add_argument("--repeats", type=int, default=9)
