@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from kv_connector.cli import main
-from kv_connector.cli.doctor import copies, folders, memory, software
-from kv_connector.cli.doctor.finding import Finding, Status
+from kv_connector.cli.doctor import copies, folders, gpu, memory, software
+from kv_connector.cli.doctor.finding import Finding, Status, warning
 from kv_connector.cli.doctor.gpu import FoundGpu, Link
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from kv_connector.transfer.memory.host_pool import HostPool
@@ -100,6 +100,25 @@ def test_copies_of_ours_that_fail_are_no_fast_ones(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TorchPath, "copy", copy)
     (found,) = copies.measure(FoundGpu()).findings
     assert (found.status, found.value) == (Status.PROBLEM, "ours have failed: see the warnings in front of this")
+
+
+@pytest.mark.parametrize(
+    ("count", "number", "told"),
+    [
+        (0, 0, [("none", "a GPU")]),
+        (0, 1, [("none", "a GPU"), ("--device 1", "left out, as torch sees none")]),
+        (2, 2, [("--device 2", "below 2, as torch sees that many")]),
+    ],
+)
+def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, count: int, number: int, told: list[tuple[str, str]]
+) -> None:
+    """And none at all is only a warning: the first one is the default."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(gpu, "_without", lambda cuda: warning("GPU", "none", "a GPU", ""))
+    found = gpu.look(number)
+    assert [(finding.value, finding.limit) for finding in found.findings] == told and found.device is None
+    assert [finding.status is Status.PROBLEM for finding in found.findings] == [value != "none" for value, _ in told]
 
 
 @pytest.mark.gpu

@@ -50,11 +50,12 @@ def look(number: int) -> FoundGpu:
     import torch
 
     count = torch.cuda.device_count()
-    if not count:
-        return FoundGpu(findings=[_without(torch.version.cuda)])
-    if number >= count:
-        limit = f"below {count}, as torch sees that many"
-        return FoundGpu(findings=[problem("GPU", f"--device {number}", limit, "give another, or CUDA_VISIBLE_DEVICES")])
+    findings = [] if count else [_without(torch.version.cuda)]
+    if number >= max(1, count):  # the first one is the default, which nobody has asked for
+        limit = f"below {count}, as torch sees that many" if count else "left out, as torch sees none"
+        findings.append(problem("GPU", f"--device {number}", limit, "give another, or CUDA_VISIBLE_DEVICES"))
+    if findings:
+        return FoundGpu(findings=findings)
     device = torch.device("cuda", number)
     link = link_of(device)
     return FoundGpu(device, link, [*_itself(device), _link(link), *numa_findings(device)])
