@@ -48,7 +48,7 @@ def sglang() -> Iterator[str]:
     yield "with half of them {:,.0f} and {:,.0f}".format(*(of["host_hit_tokens"] / of["sync_loads"] for of in half))
     names = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x")]
     seconds = [row["seconds"] for name in names for row in result(name)["rows"] if row["part"] == "chats"]
-    yield f"Before turns, windows of {min(seconds):.0f} to {max(seconds):.0f} s, and"
+    yield f"Before copies yielded, windows of {min(seconds):.0f} to {max(seconds):.0f} s, and"
     later = [rows_of("chats", result(f"sglang_serving_later_{host}_h200")) for host in ("1x", "2x")]
     seconds = [row["seconds"] for found in later for row in found]
     yield f"in the second run of {min(seconds):.0f} to {max(seconds):.0f} s:"
@@ -105,7 +105,7 @@ def sglang_on_other_hosts() -> Iterator[str]:
         p50 = found["ours"]["ttft_p50_ms"] / found["hicache"]["ttft_p50_ms"]
         yield f"(p50 **{p50:.3f}**"
         yield window.format(found["ours"]["seconds"])
-    yield "On the two other hosts ours had {:.2f} and {:.2f} of HiCache's turns without".format(*without)
+    yield "On the two other hosts ours had {:.2f} and {:.2f} of HiCache's turns with".format(*without)
     found = {row["connector"]: row for row in rows_of("chats", result("sglang_calibrations_15x_h200"))}
     turns = {name: row["turns_per_second"] for name, row in found.items()}
     bad = (turns[f'ours:calibration="/tmp/{name}.json"'] for name in ("bad1", "bad2"))

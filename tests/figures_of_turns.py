@@ -1,4 +1,4 @@
-"""Phrases of docs/benchmarks.md with figures of results with turns, for `test_docs_figures.py`."""
+"""Phrases of docs/benchmarks.md with figures of results with copies that yield, for `test_docs_figures.py`."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def worth_in_sglang() -> Iterator[str]:
         assert counts["ours"] == counts["hicache"] and counts.get("nostep", counts["none"]) == counts["none"]
         more.append(100 * (counts["ours"] / counts["none"] - 1))
         yield form.format(seconds=chats[0]["seconds"], **counts)
-    yield f"turns are worth {min(more):.0f} to {max(more):.0f} % more"
+    yield f"yielding is worth {min(more):.0f} to {max(more):.0f} % more"
 
 
 TOLD = (chats, earlier_chats, copies, submitting, beside_a_model, small_copies, worth_in_sglang)

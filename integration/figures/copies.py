@@ -75,7 +75,7 @@ def interference(result: Result) -> list[str]:
 def small_copies(result: Result) -> list[str]:
     """A table of how long small copies take beside long ones."""
     text = (
-        f"`{result['file']}`: microseconds of a small copy, median, nine in ten at most, and the longest, alone, "
+        f"`{result['file']}`: microseconds of a small copy, p50, p90 and the longest, alone,  "
         f"beside one large copy in the same direction, and beside 2.25 GiB of ours."
     )
     lines = head(line("beside", "alone", "one large copy", "ours"))
@@ -116,7 +116,7 @@ def _in_python(result: Result, case: str) -> str:
 
 
 def _spread(us: Sequence[float]) -> str:
-    """Median, what nine in ten take at most, the longest."""
+    """p50, p90, the longest."""
     ordered = sorted(us)
     return ", ".join(f"{value:,.0f}" for value in (median(ordered), ordered[len(ordered) * 9 // 10], ordered[-1]))
 
