@@ -75,7 +75,7 @@ def interference(result: Result) -> list[str]:
 def small_copies(result: Result) -> list[str]:
     """A table of how long small copies take beside long ones."""
     text = (
-        f"`{result['file']}`: microseconds of a small copy, p50, p90 and the longest, alone,  "
+        f"`{result['file']}`: microseconds of a small copy, p50, p90 and the longest, alone, "
         f"beside one large copy in the same direction, and beside 2.25 GiB of ours."
     )
     lines = head(line("beside", "alone", "one large copy", "ours"))
