@@ -21,11 +21,9 @@ def sglang() -> Iterator[str]:
     longer = [100 * (ms[n, "computed", "ours"] / ms[n, "computed", "none"] - 1) for n in (2048, 8192, 32768)]
     yield "takes {:.1f}, {:.1f} and {:.1f} % longer than without the linker".format(*longer)
     packed = 'ours:copy_path="staged"'
-    yield (
-        f"takes {ms[32768, 'host_hit', packed]:.1f} ms at 32,768, {over[32768, packed]:.3f} times HiCache's "
-        f"{ms[32768, 'host_hit', 'hicache']:.1f}, and is later at both others"
-    )
+    yield f"are copied now, takes {over[32768, packed]:.3f} times it there"
     assert min(over[size, packed] for size in (2048, 8192)) > 1
+
     long, short = sglang_packed(32), sglang_packed(8)
     yield f"`staged` answers **{long:.2f}** times the turns of HiCache with answers of 32, and {short:.2f} with"
     long, short = (sglang_packed(answer, "ttft_p50_ms") for answer in (32, 8))
