@@ -126,8 +126,8 @@ def _caption() -> str:
     return (
         f"One {gpus.pop()}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: vLLM 0.32, "
         f"12 chats of 8,000 to 12,288 tokens, host memory for 0.5 to 2 times of them, one window for each bar;\n"
-        f"middle: prompts that nobody repeats. Right: {sglang}, on two hosts; on the first, loads of over 8,192 tokens were "
-        "copied another way than now. Older results, other workloads and more that lost: docs/benchmarks.md."
+        f"middle: prompts that nobody repeats. Right: {sglang}, on two hosts; on the first, loads of over 8,192 tokens "
+        "were copied another way than now. Older results, other workloads and more that lost: docs/benchmarks.md."
     )
 
 

@@ -26,7 +26,7 @@ _SUBMITTING = {
     "launching_thread_for_a_load_beside_a_long_one_{size}": "model-runner thread: a short load beside a long one, us",
     "submitting_thread_share_of_a_long_load_{size}": "submitting thread's share of a copy's time, loads of 1 GiB",
     "submitting_thread_share_of_a_long_save_{size}": "the same, saves",
-    "first_group_late_{size}": "first layer group of a load (16 MiB), later than its bytes at the link's rate, us",
+    "first_group_late_{size}": "first layer group of a load, later than its bytes at the link's rate, us",
 }
 """Claims of `integration/bench/submitting.py`, by their names."""
 
