@@ -91,8 +91,8 @@ def longer() -> str:
     return "{}, {} and {}".format(*more)
 
 
-def rows_of_copies(direction: str, piece: int) -> list[dict[str, Any]]:
-    found = [row for row in result("copies_h200")["rows"] if "way" in row]
+def rows_of_copies(direction: str, piece: int, name: str = "copies_h200") -> list[dict[str, Any]]:
+    found = [row for row in result(name)["rows"] if "way" in row]
     return [row for row in found if (row["direction"], row["piece_bytes"]) == (direction, piece)]
 
 

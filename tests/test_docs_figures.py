@@ -10,7 +10,7 @@ import pytest
 
 from integration.bench.peers import LOSSLESS
 from integration.figures.results import ROOT
-from tests import figures_of_readme, figures_of_sglang
+from tests import figures_of_readme, figures_of_sglang, figures_of_turns
 from tests.kept_results import (
     by_regime,
     claim,
@@ -26,6 +26,7 @@ from tests.kept_results import (
     result,
     rows,
     rows_of_copies,
+    sglang_host_hits,
     sglang_over_hicache,
     window,
 )
@@ -33,6 +34,11 @@ from tests.kept_results import (
 
 def benchmarks() -> Iterator[str]:
     yield from chats_0251()
+    ms = sglang_host_hits()
+    packed, kernel = (ms[32768, "host_hit", name] for name in ('ours:copy_path="staged"', "ours"))
+    yield f"came after {packed:.1f} ms with loads that are packed, and {kernel:.1f} by the kernel"
+    demo = result("demo_1000_h200")["claims"]["ttft_speedup_of_1000_token_host_hit"]
+    yield f"Sooner by {demo['goal']} times was the goal, and **the last line, {demo['value']:.1f}, misses it**"
     packed = next(row for row in rows_of_copies("save", 64 << 10) if row["way"] == "staged")
     yield f"although packing reaches {packed['share_of_link']:.3f}"
     for name, form in (
@@ -48,47 +54,6 @@ def benchmarks() -> Iterator[str]:
         f"OffloadingConnector {missed['offloading']:.3f}, SimpleCPUOffloadConnector {missed['simple']:.3f}, LMCache "
         f"{missed['lmcache']:.3f}"
     )
-
-
-def turns() -> Iterator[str]:
-    """Chats with turns, and submitting with them and before."""
-    name = "vllm_serving_0320_later_1x_h200"
-    chats = [row for row in result(name)["rows"] if row["part"] == "chats"]
-    for answer, form in (
-        (128, "128 ours had {ours:.2f} turns a second, OffloadingConnector {offloading:.2f} and LMCache {lmcache:.2f}"),
-        (32, "32 ours had {ours:.2f}, OffloadingConnector {offloading:.2f} and LMCache {lmcache:.2f}"),
-    ):
-        yield form.format(**{row["connector"]: row["turns_per_second"] for row in chats if row["answer"] == answer})
-    ratios = {
-        key: result(name)["claims"][f"{key}_over_best_of_2_peers_host_1x_answers_{answer}_vllm_0320"]["value"]
-        for key, answer in (("turns", 32), ("p50", 32))
-    }
-    yield f"**{ratios['turns']:.2f}** of it, and **{ratios['p50']:.2f}** of its p50"
-    claims, later = (result(f"submitting_{gpu}")["claims"] for gpu in ("h100", "turns_h200"))
-    for found, form in ((claims, "{} of {} goals are missed"), (later, "{} of {} are missed as")):
-        yield form.format(sum(not one["holds"] for one in found.values()), len(found))
-    for which, form in (
-        ("launching_thread_for_64_requests", "**{:.0f}, {:.0f}, {:.0f}** us for a block of each of 64 requests in one"),
-        ("launching_thread_for_64_requests", "requests in one job, **{}** in as many jobs;"),
-        ("launching_thread_for_a_long_load", "into the queue **{:.0f}, {:.0f}, {:.0f}** for loads and"),
-        ("launching_thread_for_a_long_save", "loads and **{:.0f}, {:.0f}, {:.0f}** for saves; the first"),
-        ("first_group_late", "the first layer group **{:.0f}, {:.0f}, {:.0f}** us late"),
-        ("submitting_thread_share_of_a_long_load", "of a load's time **{:.3f}, {:.3f}, {:.3f}** and"),
-        ("submitting_thread_share_of_a_long_save", "of a save's **{:.3f}, {:.3f}, {:.3f}** to submit it"),
-    ):
-        in_jobs = (
-            f"{later[f'{which}_{size}KiB_in_as_many_jobs']['value']:.0f}" for size in (16, 64, 256) if "{}" in form
-        )
-        values = [later[f"{which}_{size}KiB"]["value"] for size in (16, 64, 256)]
-        yield form.format(", ".join(in_jobs)) if "{}" in form else form.format(*values)
-    for which, form in (
-        ("launching_thread_for_64_requests", "takes **{:.0f}, {:.0f}, {:.0f}** us for a block of each"),
-        ("launching_thread_for_a_long_load", "to put 1 GiB into the queue **{:.0f}, {:.0f}, {:.0f}** for loads"),
-        ("launching_thread_for_a_long_save", "and **{:.0f}, {:.0f}, {:.0f}** for saves"),
-        ("first_group_late", "comes **{:.0f}, {:.0f}, {:.0f}** us late"),
-        ("submitting_thread_share_of_a_long_save", "**{:.3f}, {:.3f}, {:.3f}** of a save's"),
-    ):
-        yield form.format(*(claims[f"{which}_{size}KiB"]["value"] for size in (16, 64, 256)))
 
 
 def chats_0251() -> Iterator[str]:
@@ -177,7 +142,7 @@ def chats() -> Iterator[str]:
     yield f"little where it is not, {min(large):.2f} to {max(large):.2f}."
     turns = [engine["arrived"] for row in found.values() for engine in row["engines"].values()]
     yield f"A window has {min(turns)} to {max(turns)} turns"
-    yield f"in the last run that is {over_none(name)['ours']:.3f}"
+    yield f"In vLLM 0.32 that is {over_none(name)['ours']:.3f}, before copies yielded"
     older = "vllm_serving_0251_h200"
     turns, missed = claim(older, "ours_chat_throughput_over_offloading"), claim(older, "ours_miss_path_throughput")
     yield f"`{older}.json`: {turns:.2f}, and {missed:.3f} where nothing is hit"
@@ -303,12 +268,14 @@ def changes() -> Iterator[str]:
     (half,) = {cached["ours", answer] for answer in (8, 32)}
     yield f"have {half} % cached, with HiCache {cached['hicache', 8]} and {cached['hicache', 32]}"
     yield f"after {over[2048, 'ours']:.3f} and {over[8192, 'ours']:.3f} times what it takes with HiCache"
+    slow = [claim("sglang_ttft_turns_h200", f"ours_host_hit_over_hicache_{size}") for size in (2048, 8192)]
+    yield "on a slow host, with copies that yield, after {:.2f} and {:.2f} times".format(*slow)
 
 
 TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "CHANGELOG.md": (changes,),
     "README.md": figures_of_readme.TOLD,
-    "docs/benchmarks.md": (benchmarks, first_tokens, chats, policies, turns),
+    "docs/benchmarks.md": (benchmarks, first_tokens, chats, policies, *figures_of_turns.TOLD),
     "docs/choosing.md": (choosing,),
     "docs/lossless.md": (lossless,),
     "docs/peers.md": (transfers,),

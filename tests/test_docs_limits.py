@@ -37,6 +37,7 @@ from kv_connector.storage.objects import groups
 from kv_connector.storage.s3 import backend as s3
 from kv_connector.transfer import form_choice
 from kv_connector.transfer.costs import curves
+from kv_connector.transfer.cuda import copier, turns
 from kv_connector.transfer.paths import base as paths
 from kv_connector.types import Direction
 
@@ -45,6 +46,7 @@ LONGEST = CudaIpcTransport.longest_transfer_seconds, LONGEST_TRANSFER_SECONDS
 FENCES = tuple(leases.LEASE_SECONDS + seconds for seconds in LONGEST)
 LATEST = tuple(leases.LEASE_SECONDS + leases.STILL_SECONDS + 2 * seconds for seconds in LONGEST)
 OBJECTS_MIB = groups.GROUP_BYTES >> 20, s3.GROUP_BYTES >> 20
+AWAITED = Direction.LOAD, True
 LAUNCHED_GIB = curves.MOST_LAUNCHED_BYTES >> 30
 S3 = config.S3Config("bucket")
 BREAKER = inspect.signature(Breaker).parameters
@@ -74,7 +76,14 @@ LIMITS = {
         f"less than {100 * copies._LEAST_OF_LINK:.0f} % of what its generation and width carry",
         f"a warning below {100 * copies._LEAST_OF_PLAIN:.0f} % of plain ones",
     ),
-    "docs/benchmarks.md": (f"{LAUNCHED_GIB} GiB, in pieces of up to {curves._LONGEST_LAUNCHED_BYTES >> 10} KiB",),
+    "docs/benchmarks.md": (
+        f"{LAUNCHED_GIB} GiB, in pieces of up to {curves._LONGEST_LAUNCHED_BYTES >> 10} KiB",
+        "behind each {} MiB of a load in the background, {} of a save and {} of a load that a step waits for".format(
+            *(turns.TURN_BYTES[pace] >> 20 for pace in ((Direction.LOAD, False), (Direction.SAVE, False), AWAITED))
+        ),
+        f"which writes a word {'four' if turns._NUM_WRITES == 4 else turns._NUM_WRITES} times",
+        f"calls of at most {copier.MOST_KEEPING_LOCK} segments keep it",
+    ),
     "docs/control.md": (
         f"An object of more than {hints._MOST_HINTS} hints has no effect",
         f"beyond {pins._MOST_PINS:,} pins at a time",

@@ -18,6 +18,17 @@ _BESIDE = {
 }
 """Ways in our place beside large products, by their name in `interference_h200.json`."""
 _DIRECTIONS = ("load", "save")
+_SUBMITTING = {
+    "launching_thread_for_64_requests_{size}": "model-runner thread: a block of each of 64 requests saved, us",
+    "launching_thread_for_64_requests_{size}_in_as_many_jobs": "the same in as many jobs, us",
+    "launching_thread_for_a_long_load_{size}": "model-runner thread: 1 GiB put in the submission queue, loads, us",
+    "launching_thread_for_a_long_save_{size}": "the same, saves, us",
+    "launching_thread_for_a_load_beside_a_long_one_{size}": "model-runner thread: a short load beside a long one, us",
+    "submitting_thread_share_of_a_long_load_{size}": "submitting thread's share of a copy's time, loads of 1 GiB",
+    "submitting_thread_share_of_a_long_save_{size}": "the same, saves",
+    "first_group_late_{size}": "first layer group of a load, later than its bytes at the link's rate, us",
+}
+"""Claims of `integration/bench/submitting.py`, by their names."""
 
 
 def scattered(result: Result) -> list[str]:
@@ -64,7 +75,7 @@ def interference(result: Result) -> list[str]:
 def small_copies(result: Result) -> list[str]:
     """A table of how long small copies take beside long ones."""
     text = (
-        f"`{result['file']}`: microseconds of a small copy, median, nine in ten at most, and the longest, alone, "
+        f"`{result['file']}`: microseconds of a small copy, p50, p90 and the longest, alone, "
         f"beside one large copy in the same direction, and beside 2.25 GiB of ours."
     )
     lines = head(line("beside", "alone", "one large copy", "ours"))
@@ -75,8 +86,37 @@ def small_copies(result: Result) -> list[str]:
     return [*wrapped(text), "", *lines]
 
 
+def submitting(*results: Result) -> list[str]:
+    """A table of what it takes to submit copies, a column for each result."""
+    titles = [f"{result['hardware']['gpu'].split()[1]}, {result['commit'][:7]}" for result in results]
+    lines = head(line("", *titles, "goal"))
+    sizes = [row["case"] for row in rows_of("first_group", results[0])]
+    for name, title in _SUBMITTING.items():
+        found = [[result["claims"][name.format(size=size)] for size in sizes] for result in results]
+        form = "{:,.0f}" if title.endswith("us") else "{:.3f}"
+        cells = [
+            ", ".join(bold_unless(claim["holds"], form.format(claim["value"])) for claim in claims) for claims in found
+        ]
+        lines.append(line(title, *cells, f"{found[0][0]['goal']:,g}"))
+    for direction in _DIRECTIONS:
+        cells = [", ".join(_in_python(result, f"{direction}_{size}") for size in sizes) for result in results]
+        title = f"a {direction} of 1 GiB while the model-runner thread never leaves Python, and while it rests, ms"
+        lines.append(line(title, *cells, "none"))
+    files = ", ".join(f"`{result['file']}`" for result in results)
+    missed = [sum(not claim["holds"] for claim in result["claims"].values()) for result in results]
+    counts = ", ".join(f"{count} of {len(result['claims'])}" for count, result in zip(missed, results, strict=True))
+    text = f"{files}: medians in pieces of {', '.join(sizes).replace('KiB', ' KiB')}. Goals missed, bold: {counts}."
+    return [*wrapped(text), "", *lines]
+
+
+def _in_python(result: Result, case: str) -> str:
+    (row,) = [row for row in rows_of("long", result) if row["case"] == case]
+    busy, resting = (median(row["all_ms"][name][1:]) for name in ("in_python", "resting"))
+    return f"{busy:.1f} ({resting:.1f})"
+
+
 def _spread(us: Sequence[float]) -> str:
-    """Median, what nine in ten take at most, the longest."""
+    """p50, p90, the longest."""
     ordered = sorted(us)
     return ", ".join(f"{value:,.0f}" for value in (median(ordered), ordered[len(ordered) * 9 // 10], ordered[-1]))
 

@@ -31,6 +31,7 @@ WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "copies": ("copies_h200", copies.scattered),
     "copies_h100": ("copies_h100", copies.scattered),
     "copies_turns": ("copies_turns_h200", copies.scattered),
+    "submitting": (("submitting_paced_h200", "submitting_h100", "submitting_turns_h200"), copies.submitting),
     "interference_turns": ("interference_turns_h200", copies.interference),
     "small_copies": ("interference_turns_h200", copies.small_copies),
     "interference": ("interference_h200", copies.interference),

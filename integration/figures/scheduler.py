@@ -72,7 +72,7 @@ def steps(result: Result) -> list[str]:
     claims, hardware = result["claims"], result["hardware"]
     text = (
         f"`steps.json`, {origin(result)}: CPU time of the scheduler's thread on {hardware['cores']} cores of an "
-        f"{hardware['cpu']}, median and in brackets the tenths below and above; of fewer than ten samples all, and the "
+        f"{hardware['cpu']}, median and in brackets p10 to p90; of fewer than ten samples all, and the "
         f"longest counts. {held_or_bold(claims)}"
     )
     lines = [*wrapped(text), "", *head("| | takes | against | ratio or longest | goal |")]

@@ -54,7 +54,7 @@ def misses(result: Result) -> list[str]:
         f"{named(result)}: prompts of {sizes['miss_length']:,} tokens that nobody repeats, with answers of "
         f"{sizes['miss_answer']}, {num_rounds} rounds in rotating order; medians, goal {goal:g}."
     )
-    titles = line("", "tokens a second", "of those without a host cache", "tenths below and above")
+    titles = line("", "tokens a second", "of those without a host cache", "p10 to p90")
     lines = [*wrapped(text), "", *head(titles)]
     for row in found:
         over = spread = ""

@@ -81,7 +81,7 @@ def _engine(row: Row) -> str:
 
 def _misses(rows: Sequence[Row]) -> list[str]:
     """Throughput where nothing is hit, over that without a connector: ours first, bold where the goal is missed."""
-    lines = head("| nothing is hit | of the throughput without a connector | tenths below and above |")
+    lines = head("| nothing is hit | of the throughput without a connector | p10 to p90 |")
     for row in sorted(rows, key=lambda row: list(_TITLES).index(row["connector"])):
         share = bold_unless(row["over_none"] >= MISS_PATH, f"{row['over_none']:.3f}")
         spread = f"{row['over_none_p10']:.3f} to {row['over_none_p90']:.3f}"
