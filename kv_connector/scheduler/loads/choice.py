@@ -6,6 +6,7 @@ when the bytes are expected to be there. Should they be late, the step that read
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,9 @@ class BackgroundLoad:
     seconds: float  # that it is expected to take
     expected_end: float | None  # None where the rate is unknown
     may_announce: bool
+    is_alone: bool  # nothing was in front of it on the link
+    seen_at: float = 0.0  # under way, when it was the first on the link
+    overdue: float = 0.0  # seconds by which `seen_at` has moved `expected_end`
     is_over: bool = False
     is_wanted: bool = True  # its request waits for it
     announced_in: int | None = None  # step
@@ -63,7 +67,9 @@ class LoadPlanner:
         self._background: dict[int, BackgroundLoad] = {}  # by job, in the order of the link
         self._busy_until = 0.0  # the link, with loads in the background
         self._reported_step = 0
+        self._planned: deque[tuple[int, float]] = deque()  # steps with loads in the background, and when
         self._expected_seconds = 0.0  # of those that ended since the last observation
+        self._overdue = 0.0  # of the same
 
     @property
     def any_in_background(self) -> bool:
@@ -124,10 +130,10 @@ class LoadPlanner:
         """A load of these blocks will run in the background, behind those before it. Without `may_announce` it is over
         when it has ended, and not before."""
         now, seconds = self._clock(), self.estimate.load_seconds(len(host_ids))
-        end = None
+        end, is_alone = None, not self._background and self._busy_until <= now
         if seconds is not None:
-            self._busy_until = end = max(now, self._busy_until) + seconds
-        load = BackgroundLoad(host_ids, now, seconds or 0.0, end, may_announce and self._fails_by_block)
+            self._busy_until = end = max(now + self.estimate.delay_seconds, self._busy_until) + seconds
+        load = BackgroundLoad(host_ids, now, seconds or 0.0, end, may_announce and self._fails_by_block, is_alone)
         self._reading |= dict.fromkeys(host_ids, load)
         return load
 
@@ -146,27 +152,35 @@ class LoadPlanner:
         """The request that waited for this load has lost its blocks: the engine is not told that it is received."""
         self._background[job_id].is_wanted = False
 
-    def end(self, job: CopyJob) -> None:
-        """A load in the background was reported by every rank."""
+    def end(self, job: CopyJob, ok: bool = True) -> None:
+        """A load in the background was reported by every rank. What one has taken that failed is not known."""
         load = self._background.pop(job.job_id)
-        self._expected_seconds += load.seconds
         self.release(load)
+        if not ok:
+            return
+        self._expected_seconds += load.seconds
+        self._overdue += load.overdue
+        if load.is_alone and load.expected_end is not None:
+            self.estimate.observe_delay(load.seen_at - load.reserved_at - load.seconds)
 
     def observe(self, num_blocks: int, seconds: float) -> None:
         """Loads of so many blocks ended that took so long together: those behind them end that much later."""
         self.estimate.observe_load(num_blocks, seconds)
         late, self._expected_seconds = seconds - self._expected_seconds, 0.0
-        self._busy_until += late
-        for load in self._background.values():
-            if load.expected_end is not None:
-                load.expected_end += late
+        if self._overdue:  # those behind were told as much already
+            late, self._overdue = max(0.0, late - self._overdue), 0.0
+        self._delay(late)
+        if not self._background:
+            self._busy_until = min(self._busy_until, self._clock())
 
     def announce(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Loads to announce in this step, and announced ones that the step has to wait for, as it may read them."""
         if not self._background:
             return (), ()
+        now = self._clock()
+        self._planned.append((step, now))
         in_flight = step - 1 - self._reported_step  # an engine that plans ahead takes note of this step that much later
-        limit = self._clock() + self.estimate.lead_seconds(1 + in_flight)
+        limit = now + self.estimate.lead_seconds(1 + in_flight)
         announced, awaited = [], []
         for job_id, load in self._background.items():
             may_announce = load.may_announce and load.is_wanted and load.announced_in is None
@@ -184,6 +198,29 @@ class LoadPlanner:
         self._reported_step = step
         for load in self._background.values():
             load.engine_knows |= load.announced_in is not None and load.announced_in <= step
+        planned_at = 0.0
+        while self._planned and self._planned[0][0] <= step:
+            planned_at = self._planned.popleft()[1]
+        self._see_under_way(planned_at)
+
+    def _see_under_way(self, at: float) -> None:
+        """Some rank has looked later than that, and the first load on the link had not ended. Where it should have, it
+        and those behind it end later."""
+        load = next(iter(self._background.values()), None)
+        if load is None or load.expected_end is None:
+            return
+        load.seen_at = max(load.seen_at, at)
+        overdue = load.seen_at - load.expected_end
+        if overdue > 0:
+            load.overdue += overdue
+            self._delay(overdue)
+
+    def _delay(self, seconds: float) -> None:
+        """All loads under way end so much later."""
+        self._busy_until += seconds
+        for load in self._background.values():
+            if load.expected_end is not None:
+                load.expected_end += seconds
 
     def _is_overdue(self, load: BackgroundLoad) -> bool:
         return self._clock() - load.reserved_at > OVERDUE_SECONDS

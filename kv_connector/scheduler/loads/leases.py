@@ -148,7 +148,7 @@ class LoadLeases:
         while self._dropped and self._dropped[0][0] < oldest:
             self._dropped.popleft()
         if job.request_id is not None:
-            self._planner.end(job)
+            self._planner.end(job, ended.ok)
             self._job_of.pop(job.request_id, None)  # of this one: an id with a load under way is not looked up
         if ended.ok:
             self._num_loaded += job.num_blocks

@@ -20,6 +20,7 @@ _SMOOTHING = 0.25  # share of a slower observation in a rate
 MOST_SKIPPED = 8
 """Hits computed in a row, after which one is loaded all the same: else a rate would never change again."""
 _STEPS = 5  # whose durations are remembered
+_LOADS = 8  # whose delays are remembered
 _PREFILL_TOKENS = 64  # a step of fewer tokens says nothing about the speed of prefill
 
 
@@ -64,7 +65,19 @@ class LoadEstimate:
         self._last_end = 0.0
         self._last_plan = 0.0
         self._intervals: deque[float] = deque([0.0] * _STEPS, maxlen=_STEPS)  # between the last plans
+        self._delays: deque[float] = deque([0.0] * _LOADS, maxlen=_LOADS)
         self._num_skipped = 0
+
+    @property
+    def delay_seconds(self) -> float:
+        """How much later loads end than by their rate alone, as they do not begin with their admission. Of the last
+        ones the second latest counts: one may have been unusual."""
+        return sorted(self._delays)[-2]
+
+    def observe_delay(self, seconds: float) -> None:
+        """A load that had the link for itself was seen under way so long after its end by the rate alone; less than 0
+        where that was still to come. It has ended up to a step later, so nothing counts that is not proven."""
+        self._delays.append(max(0.0, seconds))
 
     def lead_seconds(self, num_steps: int) -> float:
         """A load that ends within this time will be there `num_steps` steps from now, or holds a step up no longer than

@@ -15,6 +15,11 @@ MAX_COPIES_PER_CALL = 2048
 51 ms while 8,192 take 3.6 ms; a tenth of that keeps each call well below a millisecond."""
 MOST_KEEPING_LOCK = 256
 """Descriptors in a call that keeps Python's lock, where calls do: some 0.1 ms, 0.2 on a host whose driver is slow."""
+MOST_IN_A_ROW = 2048
+"""Descriptors in calls that keep the lock, one behind the other: some 1 ms. Then one lets go of it, or the thread that
+launches the step would launch nothing until all of a load is submitted: 10,400 descriptors of 256 KiB are 2.6 GB."""
+CALL_DESCRIPTORS = 64
+"""As many take as long as a call does anyway."""
 _ACCESS_IN_STREAM_ORDER = 1
 
 
@@ -52,6 +57,7 @@ class DriverCopier:
     def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL, keeps_lock: bool = False) -> None:
         self._max_copies = max_copies_per_call
         self._most_keeping = MOST_KEEPING_LOCK if keeps_lock else 0
+        self._num_kept = 0  # descriptors, since a call has let go of the lock
         self._driver = libcuda()
         # CUDA 13 dropped the index of the failing copy from the arguments; 12.8 brought the call.
         self._takes_fail_index = not hasattr(self._driver, "cuMemcpyBatchAsync_v2")
@@ -84,13 +90,21 @@ class DriverCopier:
             return
         for start in range(0, count, self._max_copies):
             skipped, number = 8 * start, min(self._max_copies, count - start)
-            call = self._quick_batch if number <= self._most_keeping else self._batch
+            call = self._quick_batch if self._keeps_lock(number) else self._batch
             code = call(targets + skipped, sources + skipped, sizes + skipped, number, *self._constant, stream)
             check(code, "cuMemcpyBatchAsync")
 
     def copy_one(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Copy so few bytes that giving up Python's lock for the call, and waiting for it again, would take longer."""
         check(self._one(target, source, num_bytes, stream), "cuMemcpyAsync")
+
+    def _keeps_lock(self, number: int) -> bool:
+        """Of a call of so many descriptors."""
+        self._num_kept += number + CALL_DESCRIPTORS
+        keeps = number <= self._most_keeping and self._num_kept <= MOST_IN_A_ROW
+        if not keeps:
+            self._num_kept = 0
+        return keeps
 
     def _copy_each(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (targets, sources, sizes)]

@@ -7,6 +7,7 @@ than getting it back.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -39,6 +40,12 @@ def libcuda() -> ctypes.CDLL:
 def quick_libcuda() -> ctypes.PyDLL:
     """The same, with Python's lock held during calls. Raises as `libcuda`."""
     return _load(ctypes.PyDLL)
+
+
+def let_go() -> None:
+    """Give Python's lock to whoever waits for it. A call of some microseconds that lets go of it does not: the other
+    thread wakes up later than that."""
+    time.sleep(0)
 
 
 def check(code: int, call: str, error: type[KVConnectorError] = TransferError) -> None:

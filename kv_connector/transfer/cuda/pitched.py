@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -11,15 +12,18 @@ import torch
 from numpy.typing import NDArray
 
 from ...types import Direction
-from .driver import check, quick_libcuda
+from .driver import check, let_go, quick_libcuda
 
 MOST_PITCH = (1 << 31) - 1
 """Bytes from one piece to the next that the driver takes, as its manual says; tests go up to 1.5 GiB."""
+MOST_IN_A_ROW = 256
+"""Copies that keep Python's lock, some 1 ms: a load that a step waits for may have ten thousand."""
 _SIDE = [("x", "u8"), ("y", "u8"), ("type", "i8"), ("host", "u8"), ("device", "u8"), ("array", "u8"), ("pitch", "u8")]
 COPY = np.dtype([("source", _SIDE), ("target", _SIDE), ("width", "u8"), ("height", "u8")])
 """CUDA_MEMCPY2D."""
 ON_HOST, ON_DEVICE = 1, 2
 """Of CUmemorytype."""
+_numbers = count(1)
 
 
 class Pitch(NamedTuple):
@@ -61,12 +65,14 @@ def copy_pitched(copies: NDArray[np.void], stream: int | None) -> None:
     """`PitchedCopier` by `cuMemcpy2DAsync`, a call for each.
 
     They keep Python's lock: each takes microseconds, and to get the lock back takes up to 5 ms beside a thread that
-    launches a model.
+    launches a model. That thread gets it every `MOST_IN_A_ROW` of them.
     """
     handle: Any = torch.cuda.current_stream().cuda_stream if stream is None else stream
     enqueue, first = _driver_call(), copies.ctypes.data
     for address in range(first, first + copies.nbytes, COPY.itemsize):
         check(enqueue(address, handle), "cuMemcpy2DAsync")
+        if next(_numbers) % MOST_IN_A_ROW == 0:  # of all calls: each is short
+            let_go()
 
 
 @cache

@@ -132,10 +132,13 @@ def test_an_engine_that_plans_ahead_is_told_a_step_earlier() -> None:
 def test_loads_follow_one_another_on_the_link() -> None:
     """Each is expected to end when those before it have: told sooner, the engine would plan steps that wait for it."""
     loads = Background()
-    loads.load(1, 0, 50), loads.load(2, 100, 45)  # end at + 0.5 and + 0.95
+    first, _ = loads.load(1, 0, 50), loads.load(2, 100, 45)  # end at + 0.5 and + 0.95
     announced = []
-    for _ in range(5):
+    for number in range(5):
         announced.append(loads.plan()[0])
+        if number == 2:
+            loads.planner.end(first)
+            loads.planner.observe(50, 0.5)
         loads.planner.note_reported(loads.step)
     assert announced == [(), (1,), (), (2,), ()]
 
@@ -162,6 +165,83 @@ def test_loads_behind_one_that_took_longer_end_later() -> None:
         loads.planner.note_reported(loads.step)
     loads.plan()
     loads.planner.note_reported(loads.step)
+    assert loads.plan()[0] == (2,)
+
+
+def run_alone(loads: Background, job_id: int, delay: float) -> float:
+    """A load whose copies begin so long after its admission: for how many seconds the step waits that reads it."""
+    size, waited = 40 + job_id * 7 % 20, 0.0
+    job, end = loads.load(job_id, 0, size), loads.now + delay + size / 100
+    while loads.now < end:  # in each step ranks look right behind its plan
+        _, awaited = loads.plan()
+        if loads.now < end:
+            waited = end - loads.now if awaited else 0.0
+            loads.now += waited
+            loads.planner.note_reported(loads.step)
+    loads.planner.end(job)
+    loads.planner.observe(size, size / 100)
+    loads.planner.note_reported(loads.step)
+    return waited
+
+
+def test_loads_that_begin_later_than_they_are_admitted_are_announced_later() -> None:
+    """A step that waits for one keeps all other requests waiting. Where they begin at once again, that is forgotten."""
+    loads = Background()
+    waited = [run_alone(loads, job_id, delay=0.45) for job_id in range(40)]
+    assert min(waited[:2]) > 0.2 and max(waited[10:]) < 0.1
+    assert 0.3 < loads.planner.estimate.delay_seconds <= 0.45, "no more than is proven, by steps of 0.2"
+    for job_id in range(40, 47):
+        run_alone(loads, job_id, delay=0.0)
+    assert loads.planner.estimate.delay_seconds == 0
+
+
+def test_of_loads_that_begin_at_once_none_is_announced_later() -> None:
+    """Their ends are heard of up to a step late."""
+    loads = Background()
+    assert not any(run_alone(loads, job_id, delay=0.0) for job_id in range(20))
+    assert loads.planner.estimate.delay_seconds == 0
+
+
+def test_one_load_that_was_very_late_delays_no_other() -> None:
+    loads = Background()
+    run_alone(loads, 1, delay=30.0)
+    assert loads.planner.estimate.delay_seconds == 0
+
+
+def test_loads_behind_one_that_is_late_are_not_announced_before_it_ends() -> None:
+    """Who is told waits for both. When the first has ended, the second is as late as that one was, and no later."""
+    loads = Background()
+    first, _ = loads.load(1, 0, 10), loads.load(2, 100, 60)  # end at + 0.1 and + 0.7
+    for _ in range(5):
+        assert 2 not in loads.plan()[0], "the first is under way"
+        loads.planner.note_reported(loads.step)
+    assert loads.plan() == ((), (1,))  # + 1.2
+    loads.planner.end(first)
+    loads.planner.observe(10, 1.1)  # it ended at + 1.1
+    loads.planner.note_reported(loads.step)
+    assert loads.plan()[0] == ()
+    assert loads.plan()[0] == (2,), "0.1 s are left"
+
+
+def test_a_load_that_failed_makes_no_other_look_sooner() -> None:
+    """How long it ran is not known, and the link may have been idle since."""
+    loads = Background()
+    loads.planner.end(loads.load(1, 0, 1000), ok=False)
+    loads.now += 20.0
+    first, _ = loads.load(2, 0, 10), loads.load(3, 100, 50)  # end at + 0.1 and + 0.6
+    loads.now += 0.1
+    loads.planner.end(first)
+    loads.planner.observe(10, 0.1)
+    assert loads.plan()[0] == (), "0.3 s are left"
+    loads.planner.note_reported(loads.step)
+    assert loads.plan()[0] == (3,)
+
+
+def test_the_link_is_idle_once_all_loads_have_ended() -> None:
+    loads = Background()
+    loads.planner.end(loads.load(1, 0, 100))  # sooner than expected
+    loads.planner.observe(100, 1.0)
+    loads.load(2, 0, 30)  # ends at + 0.3
     assert loads.plan()[0] == (2,)
 
 

@@ -170,7 +170,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "failed-by-request-announced",
         "an engine that hears of failed loads by request only is told of loads before they have ended",
-        (Patch(_CHOICE, "may_announce and self._fails_by_block)", "may_announce)"),),
+        (Patch(_CHOICE, "may_announce and self._fails_by_block,", "may_announce,"),),
         tested(f"{_TESTS}::test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request"),
     ),
     Mutant(
@@ -230,8 +230,44 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "all-at-once",
         "loads in the background are expected to run beside each other",
-        (Patch(_CHOICE, "max(now, self._busy_until) + seconds", "now + seconds"),),
+        (Patch(_CHOICE, "max(now + self.estimate.delay_seconds, self._busy_until) + seconds", "now + seconds"),),
         tested(f"{_TESTS}::test_loads_follow_one_another_on_the_link"),
+    ),
+    Mutant(
+        "begun-with-the-admission",
+        "loads are expected to move bytes from their admission on, and steps wait for those that do not",
+        (Patch(_CHOICE, "max(now + self.estimate.delay_seconds, self._busy_until)", "max(now, self._busy_until)"),),
+        tested(f"{_TESTS}::test_loads_that_begin_later_than_they_are_admitted_are_announced_later"),
+    ),
+    Mutant(
+        "late-by-the-report",
+        "loads count as late until their end is heard of",
+        (Patch(_CHOICE, "load.seen_at - load.reserved_at", "self._clock() - load.reserved_at"),),
+        tested(f"{_TESTS}::test_of_loads_that_begin_at_once_none_is_announced_later"),
+    ),
+    Mutant(
+        "one-late-load-delays-all",
+        "of the last loads the latest says how late the next one is",
+        (Patch("kv_connector/scheduler/loads/rates.py", "sorted(self._delays)[-2]", "sorted(self._delays)[-1]"),),
+        tested(f"{_TESTS}::test_one_load_that_was_very_late_delays_no_other"),
+    ),
+    Mutant(
+        "overdue-unnoticed",
+        "loads are announced by when they would end if the one in front of them had",
+        (Patch(_CHOICE, "        if overdue > 0:\n", "        if False:\n"),),
+        tested(f"{_TESTS}::test_loads_behind_one_that_is_late_are_not_announced_before_it_ends"),
+    ),
+    Mutant(
+        "overdue-twice",
+        "loads behind one that is late are expected later by that twice",
+        (Patch(_CHOICE, "max(0.0, late - self._overdue)", "late"),),
+        tested(f"{_TESTS}::test_loads_behind_one_that_is_late_are_not_announced_before_it_ends"),
+    ),
+    Mutant(
+        "failed-load-took-nothing",
+        "loads are expected sooner by what one that failed was to take",
+        (Patch(_CHOICE, "        if not ok:\n            return\n", ""),),
+        tested(f"{_TESTS}::test_a_load_that_failed_makes_no_other_look_sooner"),
     ),
     Mutant(
         "awaited-before-it-is-known",

@@ -452,4 +452,22 @@ TRANSFER: tuple[Mutant, ...] = (
         ),
         tested("tests/transfer/paths/test_paths.py"),
     ),
+    Mutant(
+        "lock-kept-for-a-whole-load",
+        "the thread that launches a step gets Python's lock when all of a long load is submitted",
+        (Patch("kv_connector/transfer/cuda/copier.py", " and self._num_kept <= MOST_IN_A_ROW", ""),),
+        tested("tests/transfer/cuda/test_copier.py"),
+    ),
+    Mutant(
+        "short-calls-not-counted",
+        "calls of one segment keep Python's lock two thousand times in a row",
+        (Patch("kv_connector/transfer/cuda/copier.py", "number + CALL_DESCRIPTORS", "number"),),
+        tested("tests/transfer/cuda/test_copier.py"),
+    ),
+    Mutant(
+        "lock-kept-for-pitched-copies",
+        "pitched copies keep Python's lock until all of a long load is submitted",
+        (Patch("kv_connector/transfer/cuda/pitched.py", "            let_go()\n", "            pass\n"),),
+        tested("tests/transfer/cuda/test_copier.py"),
+    ),
 )

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from kv_connector.transfer.cuda import copier, pitched
-from kv_connector.transfer.cuda.copier import MOST_KEEPING_LOCK, DriverCopier
+from kv_connector.transfer.cuda.copier import CALL_DESCRIPTORS, MOST_IN_A_ROW, MOST_KEEPING_LOCK, DriverCopier
 from kv_connector.transfer.cuda.pitched import COPY, copy_pitched
+from kv_connector.transfer.cuda.pitched import MOST_IN_A_ROW as MOST_PITCHED_IN_A_ROW
 
 STREAM = 7
 
@@ -78,6 +79,33 @@ def test_what_is_long_is_cut_and_its_end_is_short(libraries: SimpleNamespace) ->
     every = copy(used, MOST_KEEPING_LOCK + 4)
     assert libraries.lets_go.calls == [every[: MOST_KEEPING_LOCK + 1]]
     assert libraries.keeps.calls == [every[MOST_KEEPING_LOCK + 1 :]]
+
+
+@pytest.mark.parametrize("count", [1, 20, MOST_KEEPING_LOCK])
+def test_the_thread_that_launches_gets_the_lock_while_a_long_load_is_submitted(
+    libraries: SimpleNamespace, count: int
+) -> None:
+    """However short its calls are: launching would begin when all is submitted."""
+    used, in_a_row, longest = DriverCopier(keeps_lock=True), 0, 0
+    for _ in range(300):
+        num_kept = len(libraries.keeps.calls)
+        copy(used, count)
+        in_a_row = in_a_row + count + CALL_DESCRIPTORS if len(libraries.keeps.calls) > num_kept else 0
+        longest = max(longest, in_a_row)
+    assert MOST_IN_A_ROW // 2 < longest <= MOST_IN_A_ROW
+    assert len(libraries.lets_go.calls) <= 300 * (count + CALL_DESCRIPTORS) / MOST_IN_A_ROW + 1, "and no more often"
+
+
+def test_the_thread_that_launches_gets_the_lock_between_pitched_copies(
+    libraries: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each call has few, as many as come in between two turns."""
+    let_go: list[int] = []
+    monkeypatch.setattr(pitched, "let_go", lambda: let_go.append(len(libraries.keeps.calls)))
+    for _ in range(40):
+        copy_pitched(np.zeros(20, dtype=COPY), STREAM)
+    assert len(let_go) >= 800 // MOST_PITCHED_IN_A_ROW
+    assert max(np.diff([0, *let_go, 800])) <= MOST_PITCHED_IN_A_ROW
 
 
 def test_pitched_copies_keep_the_lock(libraries: SimpleNamespace) -> None:
