@@ -85,7 +85,6 @@ class FolderContents:
         """Take in what lies there and what is gone. The caller holds the folder's lock. Raises OSError where the size
         of anything cannot be known: room is not to be made by guess."""
         self._listed_ns = None
-        self._layout.claim()
         self.catch_up()
         self._told.clear()
         for name in sorted(self.catalog.keep(self._layout.pack_names())):  # in one order: a run is repeatable
@@ -121,7 +120,7 @@ class FolderContents:
     def tell(self, records: Sequence[Record]) -> None:
         """Of packs that are about to lie there. The caller holds the folder's lock. Raises OSError."""
         with self._journal_lock:
-            self.renew_journal()
+            self._renew_journal()
             self._journal.append(records)
 
     def pack(self, used_ns: int, text: bytes) -> tuple[Facts, Sequence[bytes]]:
@@ -131,17 +130,30 @@ class FolderContents:
             return (name, found.file_bytes, used_ns, text), keys
         return (name, found.file_bytes, used_ns, None), ()
 
-    def renew_journal(self) -> None:
-        """See to it that the journal is whole. The caller holds the folder's lock. Raises OSError."""
+    def recover(self) -> None:
+        """Take in what lies there, and see to it that the journal is whole. The caller holds the folder's lock. Raises
+        OSError."""
+        self.list_all()  # once: beside a thread that never rests it takes seconds
         with self._journal_lock:
-            self.catch_up()
-            if self._journal.is_whole and not self._journal.is_wasteful(len(self.catalog)):
-                return
+            if not self._is_journal_good():
+                self._write_journal()
+
+    def _renew_journal(self) -> None:
+        """See to it that the journal is whole. The caller holds both locks. Raises OSError."""
+        self.catch_up()
+        if not self._is_journal_good():
             self.list_all()
-            self._journal.replace(self._records(), self._temporaries.new(0))
-            self.catch_up()
-            if not self._journal.is_whole:  # the disk does not hold what was written a moment ago
-                raise OSError(errno.EIO, "the index cannot be read back", str(self._layout.index))
+            self._write_journal()
+
+    def _is_journal_good(self) -> bool:
+        return self._journal.is_whole and not self._journal.is_wasteful(len(self.catalog))
+
+    def _write_journal(self) -> None:
+        """From the catalog. The caller holds both locks. Raises OSError."""
+        self._journal.replace(self._records(), self._temporaries.new(0))
+        self.catch_up()
+        if not self._journal.is_whole:  # the disk does not hold what was written a moment ago
+            raise OSError(errno.EIO, "the index cannot be read back", str(self._layout.index))
 
     def read_anew(self, name: str) -> PackHeader | None:
         """The header in the file of this pack, not that in the journal; None where it is damaged. Raises OSError."""

@@ -77,8 +77,7 @@ class PackFolder:
         self.contents.catch_up()  # also where nobody lets us have the lock
         with self.layout.exclusive():
             self._temporaries.clear()
-            self.contents.list_all()
-            self.contents.renew_journal()
+            self.contents.recover()
 
     def missed(self, name: str) -> None:
         """The file of this pack cannot be read: it is not there any more, or not yet, or the disk does not give it. It

@@ -28,7 +28,7 @@ from pathlib import Path
 FORMAT = 2
 SUFFIX = ".pack"
 LOCK_SECONDS = 10.0
-"""How long the lock is waited for: longer than anybody needs it who is not stopped."""
+"""How long another process is waited for that has the lock: longer than anybody needs it who is not stopped."""
 _MARKER = "kv_connector.format-"
 _TEXT = b"This folder is storage of kv_connector, which deletes files in it. Keep nothing else here.\n"
 _SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
@@ -135,19 +135,20 @@ class FolderLayout:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Within, no other thread or process is. Makes the folder anew where it was deleted. Raises OSError, and
-        TimeoutError where whoever is within does not leave."""
+        TimeoutError where another process is within and does not leave.
+
+        A thread of this process is waited for as long as it takes: it waits for others no longer than this one would,
+        and it may well need minutes, as to list a large folder beside a thread that never rests. Who gave up would have
+        lost a batch for nothing.
+        """
         deadline = time.monotonic() + LOCK_SECONDS
-        if not self._turn.acquire(timeout=LOCK_SECONDS):
-            raise TimeoutError(f"another thread has kept {self.root} locked for {LOCK_SECONDS:.0f} s")
-        try:
+        with self._turn:
             descriptor = self._open_marker()
             try:
                 self._lock(descriptor, deadline)
                 yield
             finally:
                 os.close(descriptor)
-        finally:
-            self._turn.release()
 
     def _open_marker(self) -> int:
         if not self.temporaries.is_dir() or not self.is_ours():  # somebody deleted everything

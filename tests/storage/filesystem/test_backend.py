@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,40 @@ def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_for_ever(
         assert all(get(store, keys_of("a")))
         assert "another process has kept" in caplog.text
     assert all(put(store, keys_of("b")))
+
+
+def test_a_thread_of_ours_that_has_the_lock_is_waited_for_as_long_as_it_takes(
+    store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a thread that never rests a start lists the folder for seconds: a batch that gave up would be lost."""
+    store.recovered.result(SECONDS)
+    monkeypatch.setattr(layout, "LOCK_SECONDS", 0.0)
+    exclusive, comes = store.folder.layout.exclusive, threading.Event()
+
+    def tell() -> AbstractContextManager[None]:
+        comes.set()
+        return exclusive()
+
+    with exclusive():
+        monkeypatch.setattr(store.folder.layout, "exclusive", tell)
+        written = store.write(keys_of("a"), buffers(PER_PACK))
+        assert comes.wait(SECONDS)
+    assert all(written.result(SECONDS))
+
+
+def test_a_start_lists_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one without an index, which is written from what lies there."""
+    first = open_store(tmp_path)
+    put(first, keys_of("a"))
+    first.close()
+    (tmp_path / "index").unlink()
+    listed, names = [], layout.FolderLayout.pack_names
+    monkeypatch.setattr(layout.FolderLayout, "pack_names", lambda self: listed.append(self) or names(self))
+    second = open_store(tmp_path)
+    second.recovered.result(SECONDS)
+    assert exists(second, keys_of("a")) == PER_PACK
+    second.close()
+    assert len(listed) == 1
 
 
 def test_a_file_that_may_not_be_read_is_a_miss(store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch) -> None:
