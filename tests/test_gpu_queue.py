@@ -38,10 +38,10 @@ def has_ended(process: str) -> bool:
 def test_parts_begin_in_their_order_as_gpus_are_free_and_one_for_two_holds_up_the_others(lines: dict[str, str]) -> None:
     lines["gpu:copies"] = "until [ -e go ]; do :; done"
     lines["vllm:misses"] = "touch go"
-    names = ["gpu:copies", "vllm:misses", "vllm:ranks", "sglang:ttft"]
+    names = ["gpu:copies", "vllm:misses", "vllm:ranks", "vllm:replicas", "sglang:ttft"]
     assert gpu_queue.main(["out", "--gpus", "2", *names]) == 0
     assert sorted(noted()[:2]) == ["gpu:copies 0 590", "vllm:misses 1 590"]
-    assert noted()[2:] == ["vllm:ranks 0,1 590", "sglang:ttft 0 590"]
+    assert noted()[2:] == ["vllm:ranks 0,1 590", "vllm:replicas 0,1 590", "sglang:ttft 0 590"]
 
 
 def test_one_that_fails_stops_no_other_and_what_it_printed_is_kept(lines: dict[str, str]) -> None:

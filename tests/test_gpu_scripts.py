@@ -117,10 +117,17 @@ def test_every_part_takes_the_connectors_and_the_gpu_that_it_is_given(stubs: Pat
         assert asked.endswith(f" --connectors {chosen}") and " --device 2 " in asked
 
 
-@pytest.mark.parametrize("command", [("gpu_vllm.sh", "", "out", "", "tests"), ("gpu.sh", "out", "tests")])
-def test_tests_see_no_gpu_but_the_one_that_is_named(stubs: Path, command: tuple[str, ...]) -> None:
-    done, _ = run(stubs, *command, GPU="3", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0 and (stubs.parent / "asked.gpus").read_text() == "3\n", done.stderr
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("gpu_vllm.sh", "", "out", "", "tests"),
+        ("gpu_vllm.sh", "", "out", "", "replicas"),
+        ("gpu.sh", "out", "tests"),
+    ],
+)
+def test_what_is_run_sees_no_gpus_but_those_that_are_named(stubs: Path, command: tuple[str, ...]) -> None:
+    done, _ = run(stubs, *command, GPU="3,1", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0 and (stubs.parent / "asked.gpus").read_text() == "3,1\n", done.stderr
 
 
 def test_behind_a_benchmark_that_hangs_the_next_one_runs(stubs: Path) -> None:

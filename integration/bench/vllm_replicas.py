@@ -54,6 +54,7 @@ def main() -> int:
             row = process.submit(measure, num_ranks, options.tokens, options.prompts).result()
         print(row)
         report.rows.append(row)
+        report.write(options.json)  # an engine takes minutes: what was measured stays, whatever becomes of the next one
     one, two = ([row for row in report.rows if row["ranks"] == ranks] for ranks in (1, 2))
     held = [statistics.median(row["host_tokens"] for row in rows) for rows in (one, two)]
     report.claim("host_bytes_per_token_of_two_ranks_over_one", held[0] / held[1], 1.0, "of 1", "lower")
