@@ -53,6 +53,9 @@ class DriverCopier:
     the step from Python: a call that lets go of the lock has it back after 0.3 to 1.5 ms there, and a load has one for
     each chunk, 0.5 ms of the link. To submit 2.6 GB, which take 49 ms, took 37 to 51 ms on one host and 57 to 89 on
     another (SGLang, H200, profiled, 2026-11-26).
+
+    A call blocks while the driver's queue is full. One that keeps the lock must not, for ever, wait for Python: nothing
+    that the stream waits for may be behind a host function (`cuLaunchHostFunc`) that is written in Python.
     """
 
     def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL, keeps_lock: bool = False) -> None:
