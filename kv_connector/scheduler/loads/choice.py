@@ -143,6 +143,7 @@ class LoadPlanner:
         for block_id in load.host_ids:
             if self._reading.get(block_id) is load:
                 del self._reading[block_id]
+        self._see_free_link()
 
     def begin(self, load: BackgroundLoad, job_id: int) -> None:
         """A load that was reserved is planned now."""
@@ -160,8 +161,12 @@ class LoadPlanner:
             return
         self._expected_seconds += load.seconds
         self._overdue += load.overdue
-        if load.is_alone and load.expected_end is not None:
+        if load.expected_end is None:
+            return
+        if load.is_alone:
             self.estimate.observe_delay(load.seen_at - load.reserved_at - load.seconds)
+        else:  # which counts what was in front of it, too
+            self.estimate.observe_no_more_delay(self._clock() - load.reserved_at - load.seconds)
 
     def observe(self, num_blocks: int, seconds: float) -> None:
         """Loads of so many blocks ended that took so long together: those behind them end that much later."""
@@ -170,8 +175,7 @@ class LoadPlanner:
         if self._overdue:  # those behind were told as much already
             late, self._overdue = max(0.0, late - self._overdue), 0.0
         self._delay(late)
-        if not self._background:
-            self._busy_until = min(self._busy_until, self._clock())
+        self._see_free_link()
 
     def announce(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Loads to announce in this step, and announced ones that the step has to wait for, as it may read them."""
@@ -215,8 +219,19 @@ class LoadPlanner:
             load.overdue += overdue
             self._delay(overdue)
 
+    def _see_free_link(self) -> None:
+        """Nothing is in front of the first load on the link now, whatever was expected of those that were: they began
+        sooner, failed, or were dropped. So it begins at once, unless it was admitted a moment ago."""
+        now = self._clock()
+        load = next(iter(self._background.values()), None)
+        if not self._reading:  # nor will any load be planned
+            self._busy_until = min(self._busy_until, now)
+        if load is not None and load.expected_end is not None:
+            begin = max(now, load.reserved_at + self.estimate.delay_seconds)
+            self._delay(min(0.0, begin + load.seconds - load.expected_end))
+
     def _delay(self, seconds: float) -> None:
-        """All loads under way end so much later."""
+        """All loads under way end so much later; sooner, where it is less than 0."""
         self._busy_until += seconds
         for load in self._background.values():
             if load.expected_end is not None:

@@ -79,6 +79,13 @@ class LoadEstimate:
         where that was still to come. It has ended up to a step later, so nothing counts that is not proven."""
         self._delays.append(max(0.0, seconds))
 
+    def observe_no_more_delay(self, seconds: float) -> None:
+        """A load behind others ended so long after its end by the rate alone, or sooner. That only says something where
+        it is less than what is expected: without it, what was learned while the link was idle would stay as long as it
+        is busy."""
+        if seconds < self.delay_seconds:
+            self._delays.append(max(0.0, seconds))
+
     def lead_seconds(self, num_steps: int) -> float:
         """A load that ends within this time will be there `num_steps` steps from now, or holds a step up no longer than
         it may. Of the last steps the median counts: one may have been unusual."""

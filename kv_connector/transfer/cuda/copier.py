@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .driver import check, libcuda, quick_libcuda
+from .driver import check, let_go, libcuda, quick_libcuda
 
 MAX_COPIES_PER_CALL = 2048
 """Descriptors in one driver call. On an H200, driver 580 (2026-11-21), submitting 16,384 at once stalls the host for
@@ -16,8 +16,9 @@ MAX_COPIES_PER_CALL = 2048
 MOST_KEEPING_LOCK = 256
 """Descriptors in a call that keeps Python's lock, where calls do: some 0.1 ms, 0.2 on a host whose driver is slow."""
 MOST_IN_A_ROW = 2048
-"""Descriptors in calls that keep the lock, one behind the other: some 1 ms. Then one lets go of it, or the thread that
-launches the step would launch nothing until all of a load is submitted: 10,400 descriptors of 256 KiB are 2.6 GB."""
+"""Descriptors in calls that keep the lock, one behind the other: some 1 ms. Then whoever waits for it gets it, or the
+thread that launches the step would launch nothing until all of a load is submitted: 10,400 descriptors of 256 KiB are
+2.6 GB. Not by a call that lets go of it, which may be one of 30 us: see `driver.let_go`."""
 CALL_DESCRIPTORS = 64
 """As many take as long as a call does anyway."""
 _ACCESS_IN_STREAM_ORDER = 1
@@ -52,12 +53,15 @@ class DriverCopier:
     the step from Python: a call that lets go of the lock has it back after 0.3 to 1.5 ms there, and a load has one for
     each chunk, 0.5 ms of the link. To submit 2.6 GB, which take 49 ms, took 37 to 51 ms on one host and 57 to 89 on
     another (SGLang, H200, profiled, 2026-11-26).
+
+    A call blocks while the driver's queue is full. One that keeps the lock must not, for ever, wait for Python: nothing
+    that the stream waits for may be behind a host function (`cuLaunchHostFunc`) that is written in Python.
     """
 
     def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL, keeps_lock: bool = False) -> None:
         self._max_copies = max_copies_per_call
         self._most_keeping = MOST_KEEPING_LOCK if keeps_lock else 0
-        self._num_kept = 0  # descriptors, since a call has let go of the lock
+        self._num_kept = 0  # descriptors, since somebody else could have the lock
         self._driver = libcuda()
         # CUDA 13 dropped the index of the failing copy from the arguments; 12.8 brought the call.
         self._takes_fail_index = not hasattr(self._driver, "cuMemcpyBatchAsync_v2")
@@ -90,7 +94,7 @@ class DriverCopier:
             return
         for start in range(0, count, self._max_copies):
             skipped, number = 8 * start, min(self._max_copies, count - start)
-            call = self._quick_batch if self._keeps_lock(number) else self._batch
+            call = self._call_for(number)
             code = call(targets + skipped, sources + skipped, sizes + skipped, number, *self._constant, stream)
             check(code, "cuMemcpyBatchAsync")
 
@@ -98,13 +102,16 @@ class DriverCopier:
         """Copy so few bytes that giving up Python's lock for the call, and waiting for it again, would take longer."""
         check(self._one(target, source, num_bytes, stream), "cuMemcpyAsync")
 
-    def _keeps_lock(self, number: int) -> bool:
-        """Of a call of so many descriptors."""
-        self._num_kept += number + CALL_DESCRIPTORS
-        keeps = number <= self._most_keeping and self._num_kept <= MOST_IN_A_ROW
-        if not keeps:
+    def _call_for(self, number: int) -> Any:
+        """The driver's call for so many descriptors."""
+        if number > self._most_keeping:
             self._num_kept = 0
-        return keeps
+            return self._batch
+        if self._num_kept + number + CALL_DESCRIPTORS > MOST_IN_A_ROW:
+            let_go()
+            self._num_kept = 0
+        self._num_kept += number + CALL_DESCRIPTORS
+        return self._quick_batch
 
     def _copy_each(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (targets, sources, sizes)]

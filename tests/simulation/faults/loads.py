@@ -9,11 +9,13 @@ _LATER_WORLDS = simulated(60, seed=61)
 
 _CHOICE = "kv_connector/scheduler/loads/choice.py"
 _LOOKUP = "kv_connector/index/lookup.py"
+_RATES = "kv_connector/scheduler/loads/rates.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _HALF = "kv_connector/scheduler/half.py"
 _ANSWERS = "kv_connector/scheduler/loads/answers.py"
 _GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
+_EXPECTATIONS = "tests/scheduler/loads/test_expectations.py"
 
 LOADS: tuple[Mutant, ...] = (
     Mutant(
@@ -248,7 +250,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "one-late-load-delays-all",
         "of the last loads the latest says how late the next one is",
-        (Patch("kv_connector/scheduler/loads/rates.py", "sorted(self._delays)[-2]", "sorted(self._delays)[-1]"),),
+        (Patch(_RATES, "sorted(self._delays)[-2]", "sorted(self._delays)[-1]"),),
         tested(f"{_TESTS}::test_one_load_that_was_very_late_delays_no_other"),
     ),
     Mutant(
@@ -268,6 +270,24 @@ LOADS: tuple[Mutant, ...] = (
         "loads are expected sooner by what one that failed was to take",
         (Patch(_CHOICE, "        if not ok:\n            return\n", ""),),
         tested(f"{_TESTS}::test_a_load_that_failed_makes_no_other_look_sooner"),
+    ),
+    Mutant(
+        "dropped-load-expected",
+        "loads are expected behind such as were dropped before they were planned, and behind such as failed",
+        (Patch(_CHOICE, "        self._see_free_link()\n\n    def begin", "\n    def begin"),),
+        tested(_EXPECTATIONS),
+    ),
+    Mutant(
+        "begun-late-for-ever",
+        "how late loads begin is learned while the link is idle, and believed as long as it is busy",
+        (Patch(_RATES, "        if seconds < self.delay_seconds:\n", "        if False:\n"),),
+        tested(_EXPECTATIONS),
+    ),
+    Mutant(
+        "expected-before-it-can-end",
+        "a load that was just admitted is expected to begin with the end of the one in front of it",
+        (Patch(_CHOICE, "max(now, load.reserved_at + self.estimate.delay_seconds)", "now"),),
+        tested(_EXPECTATIONS),
     ),
     Mutant(
         "awaited-before-it-is-known",

@@ -14,6 +14,7 @@ _STAGED = "kv_connector/transfer/paths/staged.py"
 _ENGINE = "kv_connector/transfer/engine.py"
 _QUEUE = "kv_connector/transfer/submission/queue.py"
 _TIMING = "kv_connector/transfer/submission/timing.py"
+_COPIER = "kv_connector/transfer/cuda/copier.py"
 _DRIVER = "kv_connector/transfer/cuda/driver.py"
 _GEOMETRY = "kv_connector/transfer/memory/geometry.py"
 _LAYOUT = "tests/transfer/memory/test_layout.py"
@@ -455,13 +456,19 @@ TRANSFER: tuple[Mutant, ...] = (
     Mutant(
         "lock-kept-for-a-whole-load",
         "the thread that launches a step gets Python's lock when all of a long load is submitted",
-        (Patch("kv_connector/transfer/cuda/copier.py", " and self._num_kept <= MOST_IN_A_ROW", ""),),
+        (Patch(_COPIER, "            let_go()\n", "            pass\n"),),
         tested("tests/transfer/cuda/test_copier.py"),
     ),
     Mutant(
         "short-calls-not-counted",
         "calls of one segment keep Python's lock two thousand times in a row",
-        (Patch("kv_connector/transfer/cuda/copier.py", "number + CALL_DESCRIPTORS", "number"),),
+        (Patch(_COPIER, "self._num_kept += number + CALL_DESCRIPTORS", "self._num_kept += number"),),
+        tested("tests/transfer/cuda/test_copier.py"),
+    ),
+    Mutant(
+        "lock-let-go-of-too-shortly",
+        "the lock is let go of, and taken back before the thread that waits for it has woken up",
+        (Patch(_DRIVER, "time.sleep(1e-6)", "time.sleep(0)"),),
         tested("tests/transfer/cuda/test_copier.py"),
     ),
     Mutant(
