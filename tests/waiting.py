@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-SECONDS = 60.0
+SECONDS = 30.0
 ANSWER_SECONDS = 300.0
 """Where models compute meanwhile."""
 _LEAST_TURNS = 500  # a machine that stands still meanwhile has lost nothing

@@ -138,7 +138,10 @@ class VllmEngine:
         """Ask until all host memory is in use: it is page-locked in the background."""
         num_blocks = min(self.llm.collective_rpc(_num_host_blocks))
         until(
-            lambda: self.stats()["host_capacity_blocks"] >= num_blocks, lambda: self.alone([[2, 3, 4]], 1), self.stats
+            lambda: self.stats()["host_capacity_blocks"] >= num_blocks,
+            lambda: self.alone([[2, 3, 4]], 1),
+            self.stats,
+            ANSWER_SECONDS,
         )
 
     def check_all_free(self) -> None:

@@ -397,6 +397,7 @@ def sharing(folder: Path, sizes: Sizes, *args: Any, **settings: Any) -> Iterator
             lambda: engine.stats()["host_capacity_blocks"] >= num_blocks,
             lambda: engine.ask([[2, 3, 4]], 1),
             engine.stats,
+            ANSWER_SECONDS,
         )
         yield engine
     finally:
