@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from typing import Any
+
+import zmq
+from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
 from integration.faults import break_loads
 from kv_connector.engines.sglang import TieredKVLinker
+from tests.waiting import until
 
 
 class WatchedLinker(TieredKVLinker):
@@ -18,11 +22,16 @@ class WatchedLinker(TieredKVLinker):
         control = settings.pop("control")
         super().__init__(server_args, params, extra_config=settings, **options)
         self._control = Client(control, "AF_UNIX")
+        _wake_for(self._control)
 
     def num_completed_offloads(self) -> int:
         while self._control.poll():
             name, args = self._control.recv()
-            self._control.send(getattr(self, name)(*args))
+            try:
+                answer = getattr(self, name)(*args)
+            except Exception as error:  # noqa: BLE001 - whoever asks has the words for it: here it would end the engine
+                answer = error
+            self._control.send(answer)
         return super().num_completed_offloads()
 
     def answer_stats(self) -> dict[str, float]:
@@ -47,8 +56,11 @@ class WatchedLinker(TieredKVLinker):
     def answer_check(self) -> None:
         """Wait for what is under way, let promises lapse, and look at every invariant. Of one rank only."""
         self._give_up(self._promises.clear())
-        while self._offers or self._half.has_pending_push_work():
-            super().num_completed_offloads()
+        until(
+            lambda: not self._offers and not self._half.has_pending_push_work(),
+            super().num_completed_offloads,
+            self.answer_stats,
+        )
         self._half.check()
         stats = self.stats()
         assert stats["host_leased_blocks"] == stats["jobs_in_flight"] == 0, stats
@@ -67,3 +79,14 @@ class WatchedLinker(TieredKVLinker):
         from sglang.srt.managers import scheduler
 
         scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, num_steps
+
+
+def _wake_for(control: Connection) -> None:
+    """An engine of this process that sleeps while it has nothing to do (`--sleep-on-idle`) wakes when it is asked."""
+    sleep = IdleSleeper.maybe_sleep
+
+    def sleep_until_asked(sleeper: Any) -> None:
+        sleeper.poller.register(control.fileno(), zmq.POLLIN)
+        sleep(sleeper)
+
+    IdleSleeper.maybe_sleep = sleep_until_asked

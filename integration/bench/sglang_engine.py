@@ -87,6 +87,8 @@ class SglangOptions(EngineOptions):
             "random_seed": 1,
             "log_level": "info",
         }
+        if self.tiny:
+            arguments["sleep_on_idle"] = True  # or those that are not measured take the processors of a small machine
         if self.tiny or self.eager:
             arguments["disable_cuda_graph"] = True
         else:

@@ -10,13 +10,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+from integration.bench import engines
 
 _IMPORTS_OF_SGLANG = [
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
+    # What these and we import when it is needed: a second of each engine's start.
+    "sglang.srt.function_call.function_call_parser",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.models.registry",
+    "torch.utils.cpp_extension",
     "integration.sglang_watched",
+    "kv_connector.build",
+    "kv_connector.scheduler",
+    "kv_connector.transfer.form_choice",
+    "kv_connector.transfer.paths.choice",
+    "kv_connector.worker",
 ]
 _IMPORTS_OF_VLLM = [
     "vllm.v1.executor.multiproc_executor",
@@ -32,13 +45,18 @@ def _start_fork_server(imports: Sequence[str]) -> None:
     forkserver.ensure_running()
 
 
+def start_forks_of_sglang() -> None:
+    """Have SGLang imported in the process whose forks `forking_sglang` is about, beside what this one does."""
+    _start_fork_server(_IMPORTS_OF_SGLANG)
+
+
 @contextmanager
 def forking_sglang() -> Iterator[None]:
     """SGLang's engines that are started meanwhile have forks for processes."""
     from sglang.srt.entrypoints.engine import Engine
 
     multiprocessing.set_start_method("forkserver", force=True)
-    _start_fork_server(_IMPORTS_OF_SGLANG)
+    start_forks_of_sglang()
     with (
         patch.object(multiprocessing, "set_start_method"),  # SGLang would have them spawned
         patch.object(Engine, "run_scheduler_process_func", _InThisEnvironment(Engine.run_scheduler_process_func)),
@@ -48,24 +66,43 @@ def forking_sglang() -> Iterator[None]:
 
 
 @contextmanager
+def forking_benchmarks() -> Iterator[None]:
+    """Engines of SGLang's benchmarks that are started meanwhile are forks, and so are the processes of each."""
+    start_forks_of_sglang()
+    forks = SimpleNamespace(get_context=lambda _: _ForkContext())
+    with patch.object(engines, "multiprocessing", forks), patch.object(engines, "_serve", _serve_with_forks):
+        yield
+
+
+@contextmanager
 def forking_vllm() -> Iterator[None]:
     """Ranks of vLLM's engines that are started meanwhile are forks."""
     from vllm.v1.executor import multiproc_executor
 
     _start_fork_server(_IMPORTS_OF_VLLM)
-    with patch.object(multiproc_executor, "get_mp_context", _RankContext):
+    with patch.object(multiproc_executor, "get_mp_context", _ForkContext):
         yield
 
 
-class _RankProcess(ForkServerProcess):
+def _serve_with_forks(*args: Any) -> None:
+    """In the benchmark's process of an engine, before that has threads."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.register("integration.bench.sglang_models")  # it has looked at the environment of the fork server
+    multiprocessing.set_start_method("fork", force=True)
+    with patch.object(multiprocessing, "set_start_method"):  # SGLang would have them spawned
+        engines._serve(*args)
+
+
+class _ForkProcess(ForkServerProcess):
     """With the environment of the process that starts it."""
 
     def __init__(self, target: Callable[..., Any], **options: Any) -> None:
         super().__init__(target=_InThisEnvironment(target), **options)
 
 
-class _RankContext(ForkServerContext):
-    Process = _RankProcess  # type: ignore[assignment]
+class _ForkContext(ForkServerContext):
+    Process = _ForkProcess  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

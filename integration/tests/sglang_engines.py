@@ -19,9 +19,10 @@ import torch
 
 from integration.bench.sglang_engine import ROOT, SHIMS
 from integration.models import tiny
-from integration.tests.forks import forking_sglang
+from integration.tests.forks import forking_sglang, start_forks_of_sglang
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Answer, Expected
+from tests.waiting import until
 
 if find_spec("sglang") is None:
     pytest.skip("real SGLang runs in a virtual environment of its own: make test-sglang", allow_module_level=True)
@@ -31,6 +32,8 @@ if ON_GPU:
 else:
     sys.path.insert(0, str(SHIMS))  # before it is imported, here and in its processes
     os.environ["PYTHONPATH"] = f"{SHIMS}:{ROOT}"
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # several ranks would compile a line of SGLang's, for seconds in each
+    start_forks_of_sglang()  # it imports SGLang meanwhile
 
 PAGE_SIZE = 16
 SETTINGS = {"host_memory": "64MiB", "write_policy": "write_through"}
@@ -117,17 +120,24 @@ class SglangEngine:
         if len(self.controls) == 1:
             self.tell("answer_check")
             return
-        while True:
-            first, *others = self.tell("answer_decided")
-            if all(other["rounds"] == first["rounds"] for other in others):  # else one was a round ahead
-                assert others == [first] * len(others)
-                return
+        decided: list[dict[str, float]] = []
+
+        def are_in_one_round() -> bool:
+            decided[:] = self.tell("answer_decided")
+            return len({each["rounds"] for each in decided}) == 1  # else one was a round ahead
+
+        until(are_in_one_round, told=lambda: decided)
+        assert decided == decided[:1] * len(decided)
 
     def tell(self, name: str, *args: object) -> list[Any]:
-        """Call a method of the linker on every rank; the answers of all."""
+        """Call a method of the linker on every rank; the answers of all. Raises what one of them has raised."""
         for control in self.controls:
             control.send((name, args))
-        return [control.recv() for control in self.controls]
+        answers = [control.recv() for control in self.controls]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
 
     def _turn(self, num_turns: int) -> None:
         """Let requests that were started be sent off."""

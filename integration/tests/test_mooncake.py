@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,9 @@ import pytest
 from integration.mooncake_master import MemoryOwner, MooncakeMaster, store_config, why_not
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from kv_connector.storage.objects.backend import ObjectStorage
-from tests.storage.objects.stores import connected, until
+from tests.storage.objects.stores import connected
 from tests.storage.storages import IDENTITY, SECONDS, buffers, content, exists, get, key, put
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 ROOT = Path(__file__).parents[2]
@@ -121,10 +122,15 @@ def test_a_killed_master_costs_misses_and_is_found_again(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "StoreUnreachable" in warnings[0]
     master.start()
-    until(lambda: not storage.stats()["breaker_is_open"])
-    until(lambda: all(put(storage, keys, block_bytes)))  # once the owner has lent its memory again
-    until(lambda: all(get(storage, keys, block_bytes)))
+    comes_back(storage, lambda: not storage.stats()["breaker_is_open"])
+    comes_back(storage, lambda: all(put(storage, keys, block_bytes)))  # once the owner has lent its memory again
+    comes_back(storage, lambda: all(get(storage, keys, block_bytes)))
     storage.close()
+
+
+def comes_back(storage: ObjectStorage, holds: Callable[[], bool]) -> None:
+    """A store that begins anew takes its time."""
+    until(holds, told=storage.stats, seconds=120.0)
 
 
 @pytest.mark.parametrize("master", [15], indirect=True)
@@ -137,7 +143,7 @@ def test_a_killed_owner_costs_its_blocks_and_others_are_found(master: MooncakeMa
     assert not any(get(storage, keys, block_bytes))
     another = MemoryOwner(master.address, MEMORY)
     # Until the master has forgotten the dead one, it says that the blocks are there.
-    until(lambda: all(put(storage, keys, block_bytes)) and all(get(storage, keys, block_bytes)))
+    comes_back(storage, lambda: all(put(storage, keys, block_bytes)) and all(get(storage, keys, block_bytes)))
     another.kill()
     storage.close()
 

@@ -14,6 +14,7 @@ from integration.mini_engine.model import ModelConfig, PagedLlama
 from integration.mini_engine.pd import EngineShape, make_engine, peer_settings
 from integration.mini_engine.request import EngineRequest
 from kv_connector.peer.carriers.nixl_agent import why_not
+from tests.waiting import until
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 24
 PROMPT = [(31 * i + 7) % 499 for i in range(12 * BLOCK_SIZE + 3)]
@@ -41,9 +42,16 @@ def ask(*engines: MiniEngine, params: dict[str, Any] | None = None, num_tokens: 
     """The first engine is asked for the prompt; the others work beside it."""
     request = engines[0].add(PROMPT, num_tokens, kv_transfer_params=params)
     ended: list[EngineRequest] = []
-    while request not in ended or any(engine.scheduler.has_work for engine in engines):
+
+    def step() -> None:
         for engine in engines:
-            ended += engine.step()
+            ended.extend(engine.step())
+
+    until(
+        lambda: request in ended and not any(engine.scheduler.has_work for engine in engines),
+        step,
+        lambda: [engine.connector.get_kv_connector_stats() for engine in engines if engine.connector is not None],
+    )
     return request
 
 
@@ -73,8 +81,7 @@ def test_bytes_are_those_that_were_computed(here: str, there: str, kind: str, mo
         assert len(set(computed)) == 12
         forget(producer)
         offered = producer.add(PROMPT, 1, kv_transfer_params={"do_remote_decode": True})
-        while offered.transfer is None:
-            producer.step()
+        until(lambda: offered.transfer is not None, producer.step)
         assert offered.host_hit_tokens == 12 * BLOCK_SIZE
         continued = ask(consumer, producer, params=offered.transfer, num_tokens=6)
         assert (continued.device_hit_tokens, continued.host_hit_tokens) == (0, 12 * BLOCK_SIZE)
@@ -105,8 +112,7 @@ def test_bytes_that_are_coded_on_their_way_are_those_that_were_computed(
     ):
         computed = blocks(producer, ask(producer))
         offered = producer.add(PROMPT, 1, kv_transfer_params={"do_remote_decode": True})
-        while offered.transfer is None:
-            producer.step()
+        until(lambda: offered.transfer is not None, producer.step)
         continued = ask(consumer, producer, params=offered.transfer, num_tokens=6)
         assert continued.host_hit_tokens == 12 * BLOCK_SIZE
         assert blocks(consumer, continued) == computed

@@ -17,7 +17,9 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 
 
 @pytest.mark.skipif(vllm_python() is None, reason="vLLM has a virtual environment of its own: make vllm")
-def test_each_finds_its_own_blocks_in_a_folder_of_two(models: Path, expected: Expected, tmp_path: Path) -> None:
+def test_each_finds_its_own_blocks_in_a_folder_of_two(
+    models: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """SGLang and vLLM, of one model's weights: after a restart each finds what it has stored last, nothing that the
     other has, and the folder never holds more than it may. One engine without us says what both must answer."""
     python, folder = vllm_python(), tmp_path / "kv"
@@ -25,7 +27,8 @@ def test_each_finds_its_own_blocks_in_a_folder_of_two(models: Path, expected: Ex
     storage = {"path": str(folder), "capacity": CAPACITY, "prefetch": "timeout", "timeout_ms": 10000}
     settings = {"storage": storage}
     with vllm_process(python, models) as open_vllm:
-        with running(models, settings) as sglang, open_vllm(settings) as vllm:
+        expected: Expected = request.getfixturevalue("expected")  # it starts while vLLM is imported
+        with running(models, settings, sleep_on_idle=True) as sglang, open_vllm(settings) as vllm:
             engines: list[ContractEngine] = [sglang, vllm]
             asked = [prompts(engine, 12, seed=name) for engine, name in zip(engines, ("sglang", "vllm"), strict=True)]
             for each in zip(*asked, strict=True):
@@ -36,7 +39,7 @@ def test_each_finds_its_own_blocks_in_a_folder_of_two(models: Path, expected: Ex
                 engine.check_idle()
             assert sum(stored_bytes(engine) for engine in engines) > CAPACITY
             assert num_bytes(folder) <= CAPACITY
-        with running(models, settings) as sglang, open_vllm(settings) as vllm:
+        with running(models, settings, sleep_on_idle=True) as sglang, open_vllm(settings) as vllm:
             last = [each[-3:] for each in asked]
             for engine, own, others in ((sglang, *last), (vllm, *last[::-1])):
                 check_finds(engine, expected, own, [loadable(engine, prompt) for prompt in own])

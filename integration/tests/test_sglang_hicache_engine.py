@@ -16,7 +16,7 @@ from integration.tests.sglang_engines import PAGE_SIZE, SglangEngine, running_al
 from integration.tests.sglang_host_tiers import BACKEND
 from kv_connector.storage.filesystem.survey import survey
 from kv_connector.testing.engine_contract import Expected, evict, prompts
-from tests.storage.objects.stores import until
+from tests.waiting import until
 
 PROMPT = 200
 HIT = PROMPT // PAGE_SIZE * PAGE_SIZE

@@ -15,7 +15,7 @@ from kv_connector.testing.engine_contract import Check, Expected
 @pytest.fixture(scope="module")
 def engine(models: Path) -> Iterator[SglangEngine]:
     """One for all checks."""
-    with running(models, {"host_form": "lossless"}, dtype="bfloat16") as engine:
+    with running(models, {"host_form": "lossless"}, dtype="bfloat16", sleep_on_idle=True) as engine:
         yield engine
 
 

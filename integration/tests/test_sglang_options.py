@@ -25,8 +25,11 @@ from kv_connector.testing.engine_contract import Expected, loadable, prompts
     ("options", "settings"),
     [
         ({"page_size": 1, "disable_overlap_schedule": True}, {"write_policy": "adaptive"}),
-        ({"page_size": 64, "chunked_prefill_size": 128, "max_total_tokens": 2048}, {"keep_on_flush": True}),
-        ({"tp_size": 2}, {}),
+        (
+            {"page_size": 64, "chunked_prefill_size": 128, "max_total_tokens": 2048, "sleep_on_idle": True},
+            {"keep_on_flush": True},
+        ),
+        ({"tp_size": 2, "sleep_on_idle": True}, {}),
     ],
     ids=["page of one token, no overlap", "page of 64, in chunks", "two ranks"],
 )

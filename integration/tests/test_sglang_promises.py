@@ -11,6 +11,7 @@ import pytest
 from integration.faults import break_loads
 from integration.tests.sglang_driver import Driver, Make, keys, linkers
 from kv_connector.engines.sglang import fragments, ranks
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -220,8 +221,7 @@ def test_a_request_that_waits_hears_of_storage_what_it_lacks_by_now(make: Make, 
     storage = {"path": str(tmp_path), "capacity": "64MiB", "prefetch": "timeout", "timeout_ms": 10000}
     before = make(storage=storage)
     before.save(keys(6), range(1, 7))
-    while before.linker.stats()["backed_up_blocks"] < 6:
-        before.round()
+    until(lambda: before.linker.stats()["backed_up_blocks"] >= 6, before.round, before.linker.stats)
     driver = make(storage=storage)
     assert driver.lookup("request", keys(4, first=2)) == 4
     assert driver.load("request", keys(6), range(10, 16))

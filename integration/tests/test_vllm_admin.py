@@ -24,6 +24,7 @@ from kv_connector.config.admin import ADMIN_TOKEN
 from kv_connector.engines.vllm.admin import RequestPrefixes
 from kv_connector.engines.vllm.stats import PREFIX
 from kv_connector.metrics import GAUGES
+from tests.waiting import until
 
 TOKEN = "known-to-operators-alone"
 
@@ -43,8 +44,7 @@ class SteeredEngine:
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Answer:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.client.call, method, path, body)
-            while not answer.done():
-                self.engine.drain()
+            until(answer.done, self.engine.drain, self.engine.stats)
             return answer.result()
 
 
@@ -109,13 +109,16 @@ def test_the_host_is_resized_and_reset_while_requests_are_served(tmp_path: Path)
     with steered(tmp_path) as steering:
         engine = steering.engine
         expected = engine.alone(asked)
+
+        def same_answers() -> None:
+            assert engine.alone(asked) == expected
+
         capacity = engine.stats()["host_capacity_blocks"]
         for share in (0.25, 0.0, 0.5):
             size = int(share * (4 << 20))
             with ThreadPoolExecutor(1) as pool:
                 resized = pool.submit(steering.client.call, "POST", "/v1/resize", {"host_memory": size})
-                while not resized.done():
-                    assert engine.alone(asked) == expected
+                until(resized.done, same_answers, engine.stats)
             small = resized.result()
             assert small["host_memory_bytes"] <= size and small["host_capacity_blocks"] == int(share * capacity)
             assert engine.alone(asked) == expected
@@ -132,10 +135,10 @@ def test_statistics_are_those_of_the_metrics(tmp_path: Path) -> None:
     from prometheus_client import REGISTRY
 
     with steered(tmp_path, settings={"host_memory": "64MiB"}) as steering:
-        steering.engine.alone([*prompts(6), *prompts(6)])
-        while steering.engine.stats()["jobs_in_flight"]:
-            steering.engine.alone([[2, 3, 4]], 1)
-        steering.engine.alone([[2, 3, 4]], 1)  # counters are told with answers
+        engine = steering.engine
+        engine.alone([*prompts(6), *prompts(6)])
+        until(lambda: not engine.stats()["jobs_in_flight"], lambda: engine.alone([[2, 3, 4]], 1), engine.stats)
+        engine.alone([[2, 3, 4]], 1)  # counters are told with answers
         tiers = steering.call("GET", "/v1/stats")["tiers"]
         shown = {name: value for tier in tiers.values() for name, value in tier.items()}
         samples = [sample for family in REGISTRY.collect() for sample in family.samples]

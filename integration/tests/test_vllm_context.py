@@ -16,6 +16,7 @@ from kv_connector.engines.vllm.groups import tokens_per_block
 from kv_connector.engines.vllm.identity import read_identity
 from kv_connector.errors import TransferError
 from kv_connector.types import Direction
+from tests.waiting import until
 
 SHAPES = [
     Sizes(tensor=2, decode=2),
@@ -160,8 +161,7 @@ def test_an_engine_of_the_same_sizes_is_sent_every_part_and_another_is_refused(
         assert (decode.stats()["received_blocks"] > 0) is is_sent
         assert (decode.stats()["failed_receive_jobs"] > 0) is not is_sent
         assert prefill.ask([prompt]) == [answer]
-        while prefill.half.has_pending_push_work():
-            prefill.step()
+        until(lambda: not prefill.half.has_pending_push_work(), prefill.step, prefill.stats)
         prefill.check_all_free()
         decode.check_all_free()
     assert prefill.wrong == decode.wrong == []

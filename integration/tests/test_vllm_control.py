@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
 from kv_connector.index import BlockState
+from tests.waiting import until
 
 PROMPT_BLOCKS = 13
 HOST_BLOCKS = 6 * PROMPT_BLOCKS
@@ -134,8 +135,7 @@ def test_an_operator_drains_the_host_and_warms_it_again(engine: VllmEngine) -> N
     tree, host = engine.half.tree, engine.half.host
     nodes = [node for node in tree.nodes() if host.node_state(node) is BlockState.RESIDENT]
     path = tree.hashes_of(sorted(nodes, key=tree.depth.__getitem__))
-    while engine.half.drain():
-        engine.core.step_fn()
+    until(lambda: not engine.half.drain(), engine.core.step_fn, engine.stats)
     assert engine.half.clear_tenant("default") == PROMPT_BLOCKS
     assert engine.half.warm(path)
     engine.drain()

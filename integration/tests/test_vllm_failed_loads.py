@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 from integration.tests.vllm_engines import VllmEngine, prompts, running, schedule_ahead, transfer_config, vllm_version
 from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 from kv_connector.errors import KVConnectorError
+from tests.waiting import until
 
 
 def give_up(engine: VllmEngine) -> None:
@@ -40,8 +41,7 @@ def fail_and_give_up(engine: VllmEngine, prompt: list[int], in_the_step: bool) -
     llm.add_request("given up", {"prompt_token_ids": prompt}, params)
     llm.step()
     give_up(engine)
-    while llm.has_unfinished_requests():
-        llm.step()
+    until(lambda: not llm.has_unfinished_requests(), llm.step, engine.stats)
     engine.break_loads(False)
     engine.drain()
 

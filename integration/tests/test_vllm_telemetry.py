@@ -22,6 +22,7 @@ from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, runn
 from kv_connector.engines.stats import StatsFeed
 from kv_connector.engines.vllm.groups import TELLS_STATES
 from kv_connector.metrics import TENANT_DOCUMENTATION, CacheMetrics
+from tests.waiting import until
 
 
 def test_prometheus_counts_what_we_count(tmp_path: Path) -> None:
@@ -235,8 +236,8 @@ def test_a_reset_that_vllm_refused_for_the_device_says_nothing_of_the_device(
         engine.llm.llm_engine.step()
         assert not engine.llm.reset_prefix_cache(reset_connector=True)
         assert engine.stats()["host_cached_blocks"] == 0
-        while engine.llm.llm_engine.has_unfinished_requests():
-            engine.llm.llm_engine.step()
+        core = engine.llm.llm_engine
+        until(lambda: not core.has_unfinished_requests(), core.step, engine.stats)
         engine.drain()
         assert not [event for event in events if isinstance(event, kv_events.AllBlocksCleared)]
         assert len(host_blocks(events)) == engine.stats()["host_cached_blocks"]
@@ -317,8 +318,7 @@ def test_spans_reach_a_collector_in_the_clients_trace(tmp_path: Path, monkeypatc
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
         headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
         core.add_request("traced", {"prompt_token_ids": asked}, params, trace_headers=headers)
-        while core.has_unfinished_requests():
-            core.step()
+        until(lambda: not core.has_unfinished_requests(), core.step, engine.stats)
         engine.drain()
         found: dict[str, Any] = {}
         while not {"kv_connector.request", "kv_connector.load"} <= found.keys():

@@ -13,6 +13,7 @@ from integration.models import tiny
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, running, transfer_config
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Answer, ContractEngine, Expected
+from tests.waiting import ANSWER_SECONDS, until
 
 NUM_BLOCKS = 33  # one of them is vLLM's own
 
@@ -56,8 +57,7 @@ class ContractVllm:
 
     def finish(self, request_ids: Sequence[str]) -> list[Answer]:
         """Step until these are over."""
-        while any(name not in self._outputs for name in request_ids):
-            self._step()
+        until(lambda: all(name in self._outputs for name in request_ids), self._step, self.stats, ANSWER_SECONDS)
         return [self._answer(name) for name in request_ids]
 
     def abort(self, request_ids: Sequence[str]) -> None:

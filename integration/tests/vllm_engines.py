@@ -17,6 +17,7 @@ from integration.faults import break_loads
 from integration.models import tiny
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import connected
+from tests.waiting import ANSWER_SECONDS, until
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -109,8 +110,7 @@ class VllmEngine:
     def drain(self) -> None:
         """Step until nothing is under way, as an engine in a process of its own does by itself; vLLM's logger hears of
         every step."""
-        while self.scheduler.has_requests():
-            self.llm.llm_engine.step()
+        until(lambda: not self.scheduler.has_requests(), self.llm.llm_engine.step, self.stats, ANSWER_SECONDS)
 
     def cached_bytes(self) -> dict[bytes, bytes]:
         """What lies in the device blocks that vLLM has cached, by its name of the block (hash and group).
@@ -137,8 +137,12 @@ class VllmEngine:
     def warm_up(self) -> None:
         """Ask until all host memory is in use: it is page-locked in the background."""
         num_blocks = min(self.llm.collective_rpc(_num_host_blocks))
-        while self.stats()["host_capacity_blocks"] < num_blocks:
-            self.alone([[2, 3, 4]], 1)
+        until(
+            lambda: self.stats()["host_capacity_blocks"] >= num_blocks,
+            lambda: self.alone([[2, 3, 4]], 1),
+            self.stats,
+            ANSWER_SECONDS,
+        )
 
     def check_all_free(self) -> None:
         """No block is pinned or leased on either side, and every invariant of the index holds."""

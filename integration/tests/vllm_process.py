@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -75,6 +76,7 @@ def main() -> None:
     from integration.tests.vllm_contract import opened
     from kv_connector.scheduler.storage import reading
 
+    import_module("vllm.entrypoints.llm")  # at once: it takes seconds, in which other engines start
     reading.STALL_SECONDS = 60.0  # engines share the machine: one that stands still is not a storage that is lost
     with Connection(int(sys.argv[1])) as control:
         while True:

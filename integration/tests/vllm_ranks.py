@@ -39,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from integration.models import tiny
 from integration.tests.vllm_engines import transfer_config
+from tests.waiting import ANSWER_SECONDS, until
 
 KEEPS_COPIES = hasattr(kv_cache_utils, "resolve_dcp_kv_block_size")
 """Whether ranks of prefill context parallel have copies of one another's rows; older ones share them out."""
@@ -328,16 +329,17 @@ class Engine:
             self._running[name] = Running(name, request)
             asked.append(request)
             self.scheduler.add_request(request)
-        while not all(request.is_finished() for request in asked):
-            self.step()
-            for other in beside:
-                other.step()
+
+        def step_all() -> None:
+            for engine in (self, *beside):
+                engine.step()
+
+        until(lambda: all(request.is_finished() for request in asked), step_all, self.stats, ANSWER_SECONDS)
         return [list(request.output_token_ids) for request in asked]
 
     def drain(self) -> None:
         """Step until nothing is under way."""
-        while self.scheduler.has_requests():
-            self.step()
+        until(lambda: not self.scheduler.has_requests(), self.step, self.stats, ANSWER_SECONDS)
 
     def forget_device(self) -> None:
         """vLLM forgets what it has cached, and the memory holds nothing."""
@@ -390,10 +392,13 @@ def sharing(folder: Path, sizes: Sizes, *args: Any, **settings: Any) -> Iterator
     engine = Engine(folder, sizes, *args, **settings)
     try:
         engine.tell_ready()
-        while engine.stats()["host_capacity_blocks"] < min(
-            rank.connector._worker.half._host.num_blocks for rank in engine.ranks
-        ):
-            engine.ask([[2, 3, 4]], 1)
+        num_blocks = min(rank.connector._worker.half._host.num_blocks for rank in engine.ranks)
+        until(
+            lambda: engine.stats()["host_capacity_blocks"] >= num_blocks,
+            lambda: engine.ask([[2, 3, 4]], 1),
+            engine.stats,
+            ANSWER_SECONDS,
+        )
         yield engine
     finally:
         engine.shutdown()

@@ -22,6 +22,7 @@ from kv_connector.admin.server import MOST_BODY_BYTES, MOST_CONNECTIONS, AdminSe
 from kv_connector.config import AdminConfig
 from kv_connector.types import BlockHash
 from tests.admin.stepping import TOKEN
+from tests.waiting import until
 
 
 class Echo:
@@ -349,9 +350,14 @@ def test_more_of_them_than_can_be_told_cost_no_more(
 
 def until_served(path: str) -> tuple[int, Any]:
     """Of connections that have ended the server hears in its own time."""
-    while (found := ask(path, "GET", "/v1/health", token=""))[0] == 503:
-        pass
-    return found
+    found: list[tuple[int, Any]] = []
+
+    def is_served() -> bool:
+        found.append(ask(path, "GET", "/v1/health", token=""))
+        return found[-1][0] != 503
+
+    until(is_served, told=lambda: found[-1])
+    return found[-1]
 
 
 def test_a_broken_route_is_an_error_and_no_end(path: str) -> None:

@@ -11,10 +11,12 @@ import pytest
 
 from kv_connector.admin.actions import ListPins, ReadStats, tier_of
 from kv_connector.admin.base import Answer, Refusal, SteeredEngine
+from kv_connector.admin.client import AdminClient
 from kv_connector.admin.inbox import Inbox
 from kv_connector.metrics import DOCUMENTATION
 from tests.admin.stepping import stepping
 from tests.storage.storages import HeldStorage
+from tests.waiting import until
 
 SYSTEM = list(range(100, 116))  # four blocks
 
@@ -27,6 +29,11 @@ def admin(tmp_path: Path) -> dict[str, str]:
 def others(count: int) -> list[list[int]]:
     """Prompts that share nothing, of six blocks each."""
     return [[200 + 24 * number + position for position in range(24)] for number in range(count)]
+
+
+def host_tier(client: AdminClient) -> Any:
+    """What is told of the host."""
+    return client.call("GET", "/v1/stats")["tiers"]["host"]
 
 
 def test_a_pinned_prefix_outlasts_a_flood(admin: dict[str, str]) -> None:
@@ -59,9 +66,9 @@ def test_a_prefix_is_pinned_once_however_often_it_is_asked_for(admin: dict[str, 
         assert by_text == by_tokens == client.call("POST", "/v1/pins", {"hashes": hashes, "ttl_s": 2000})
         (pin,) = client.call("GET", "/v1/pins")["pins"]
         assert 1000 < pin["seconds_left"] <= 2000
-        assert client.call("GET", "/v1/stats")["tiers"]["host"]["pinned_blocks"] == 3
+        assert host_tier(client)["pinned_blocks"] == 3
         client.call("DELETE", f"/v1/pins/{by_text['id']}")
-        assert client.call("GET", "/v1/stats")["tiers"]["host"]["pinned_blocks"] == 0
+        assert host_tier(client)["pinned_blocks"] == 0
 
 
 def test_hashes_are_taken_once_requests_have_shown_them_as_a_prompts_first_blocks(admin: dict[str, str]) -> None:
@@ -89,14 +96,13 @@ def test_a_pin_ends_when_its_time_is_over(admin: dict[str, str]) -> None:
     """Time of this engine passes as it is looked at; in the end it is as if the prefix had never been pinned."""
     with stepping(admin=admin) as (engine, client):
         client.call("POST", "/v1/pins", {"token_ids": SYSTEM, "ttl_s": 0.05})
-        while client.call("GET", "/v1/pins")["pins"]:
-            pass
+        until(lambda: not client.call("GET", "/v1/pins")["pins"], told=lambda: client.call("GET", "/v1/pins"))
         client.call("POST", "/v1/pins", {"token_ids": SYSTEM})
         (pin,) = client.call("GET", "/v1/pins")["pins"]
         assert pin["seconds_left"] is None
         client.call("DELETE", f"/v1/pins/{pin['id']}")
         engine.generate(others(1))
-        assert client.call("GET", "/v1/stats")["tiers"]["host"]["pinned_blocks"] == 0
+        assert host_tier(client)["pinned_blocks"] == 0
 
 
 def test_the_host_is_made_smaller_and_larger_while_requests_run(admin: dict[str, str]) -> None:
@@ -161,8 +167,7 @@ def test_what_is_drained_is_warm_again_after_a_reset(admin: dict[str, str], tmp_
         engine.do(lambda: engine.engine.connector.host.reset())  # type: ignore[union-attr]
         warmed = client.call("POST", "/v1/warm", {"token_ids": SYSTEM})
         assert warmed == {"started": True, "num_blocks": 4}
-        while client.call("GET", "/v1/stats")["tiers"]["host"]["host_cached_blocks"] < 4:
-            pass
+        until(lambda: host_tier(client)["host_cached_blocks"] >= 4, told=lambda: host_tier(client))
         (again,) = engine.generate([[*SYSTEM, 1]])
         assert again.output_token_ids == first.output_token_ids
 
@@ -223,10 +228,12 @@ def test_many_operators_at_once_disturb_nobody(admin: dict[str, str]) -> None:
             client.call("POST", "/v1/reset")
             client.call("POST", "/v1/resize", {"host_memory": None})
 
+        def same_answers() -> None:
+            assert [request.output_token_ids for request in engine.generate(prompts, 6)] == alone
+
         with ThreadPoolExecutor(4) as pool:
             operators = [pool.submit(steer, number) for number in range(16)]
-            while not all(operator.done() for operator in operators):
-                assert [request.output_token_ids for request in engine.generate(prompts, 6)] == alone
+            until(lambda: all(operator.done() for operator in operators), same_answers)
             for operator in operators:
                 operator.result()
         assert client.call("GET", "/v1/pins") == {"pins": []}
@@ -274,8 +281,7 @@ def test_whatever_a_command_raises_is_an_answer(caplog: pytest.LogCaptureFixture
         inbox = Inbox(lambda: None)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(inbox.ask, Command(error), 30)
-            while not inbox.has_waiting:
-                pass
+            until(lambda inbox=inbox: inbox.has_waiting)  # type: ignore[misc]
             inbox.serve(ENGINE)
             with pytest.raises(Refusal) as refused:
                 answer.result()
@@ -288,8 +294,7 @@ def test_the_inbox_is_bounded_and_closes() -> None:
     inbox = Inbox(lambda: None)
     with ThreadPoolExecutor(64) as pool:
         waiting = [pool.submit(inbox.ask, ListPins(), 60) for _ in range(64)]
-        while len(inbox._waiting) < 64:
-            pass
+        until(lambda: len(inbox._waiting) >= 64, told=lambda: len(inbox._waiting))
         with pytest.raises(Refusal, match="64 commands wait for the engine already: ask again later"):
             inbox.ask(ReadStats(), 60)
         inbox.close()
@@ -314,8 +319,7 @@ def test_an_engine_that_ends_answers_whoever_waits(admin: dict[str, str]) -> Non
             busy = pool.submit(engine.do, rest)
             is_resting.wait()
             answer = pool.submit(client.call, "GET", "/v1/stats")
-            while not engine.endpoint.has_waiting:
-                pass
+            until(lambda: engine.endpoint.has_waiting)
             engine.endpoint.close()
             with pytest.raises(Refusal, match="the engine is shutting down"):
                 answer.result()

@@ -11,6 +11,7 @@ from kv_connector.peer.identity import PeerIdentity
 from kv_connector.peer.shards import MOST_PARTNERS
 from kv_connector.testing.loopback import LoopbackNet
 from tests.peer.tp_engines import Engines, Layer, Rank, Reached, apart, heads_outside, hnd, mla, nhd
+from tests.waiting import until
 
 MODELS = {
     "NHD": [nhd(), nhd()],
@@ -221,6 +222,17 @@ def test_as_many_kv_transfers_may_be_wanted_before_they_begin_whatever_the_sizes
         assert all(engines.until_ended(asked[number], engines.consumer))
 
 
+def turn_until_ended(first: Engines, second: Engines, job_id: int) -> None:
+    """Both engines, until the consumer of the second knows what has become of the job."""
+
+    def turn() -> None:
+        first.turn()
+        second.turn()
+
+    consumer = second.consumer
+    until(lambda: all(job_id in rank.ended for rank in consumer), turn, lambda: [rank.ended for rank in consumer])
+
+
 def test_heads_that_an_engine_of_another_size_has_asked_for_are_refused_to_the_next() -> None:
     """It is told at once, and computes; else one waits for what the other keeps from it."""
     net = LoopbackNet()
@@ -231,9 +243,7 @@ def test_heads_that_an_engine_of_another_size_has_asked_for_are_refused_to_the_n
     for _ in range(10):
         first.turn()
     refused = second.ask(TARGETS, len(SOURCES), first.ports)
-    while not all(refused in rank.ended for rank in second.consumer):
-        first.turn()
-        second.turn()
+    turn_until_ended(first, second, refused)
     first.ready(sent)
     assert first.until_ended(received, first.consumer) == [True]
     assert [rank.ended[refused] for rank in second.consumer] == [False, False]
@@ -252,9 +262,7 @@ def test_of_engines_of_two_sizes_that_ask_early_the_first_is_served() -> None:
     for _ in range(10):
         first.turn()
     refused = second.ask(TARGETS, len(SOURCES), first.ports)
-    while refused not in second.consumer[0].ended:
-        first.turn()
-        second.turn()
+    turn_until_ended(first, second, refused)
     first.compute(SOURCES)
     sent = first.offer(SOURCES)
     first.ready(sent)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from integration.servers import SHARED
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from kv_connector.storage.objects.backend import ObjectStorage
 from kv_connector.storage.objects.client import Answer, StoreUnreachable, Transfer
+from tests.waiting import until
 
 SECONDS = 120.0
 
@@ -117,28 +118,13 @@ def make_mooncake(folder: Path, block_bytes: int = 16384) -> ObjectStorage:
 def connected(storage: ObjectStorage) -> ObjectStorage:
     """The same, once it has reached its store."""
     assert storage.connected.wait(SECONDS)
-    until(lambda: not storage.stats()["breaker_is_open"])
+    until(lambda: not storage.stats()["breaker_is_open"], told=storage.stats, seconds=SECONDS)
     return storage
 
 
 def identity_of(folder: Path) -> bytes:
     """One for each folder."""
     return hashlib.sha256(str(folder).encode()).digest()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread or process does."""
-    for _ in _ticks():
-        if condition():
-            return
-    raise AssertionError("it never came")
-
-
-def _ticks() -> Iterator[None]:
-    pause = threading.Event()
-    for _ in range(int(SECONDS / 0.005)):
-        yield
-        pause.wait(0.005)
 
 
 @functools.cache

@@ -16,8 +16,9 @@ from kv_connector.storage.breaker import BreakerState
 from kv_connector.storage.mooncake.client import MooncakeClient, MooncakeOptions
 from kv_connector.storage.objects.backend import ObjectStorage
 from kv_connector.storage.objects.client import StoreUnreachable
-from tests.storage.objects.stores import ImitatedStore, connected, until
+from tests.storage.objects.stores import ImitatedStore, connected
 from tests.storage.storages import IDENTITY, SECONDS, buffers, content, exists, get, key, put
+from tests.waiting import until
 
 SMALL, LARGE = 128 << 10, 1 << 20
 PER_GROUP = 8

@@ -15,10 +15,11 @@ import pytest
 
 from integration.s3_server import SECRET_KEY, S3Server, running_s3, why_not
 from kv_connector.storage.objects.backend import ObjectStorage
-from tests.storage.objects.stores import connected, identity_of, until
+from tests.storage.objects.stores import connected, identity_of
 from tests.storage.s3.buckets import open_s3, shared_server
 from tests.storage.s3.proxy import FaultProxy
 from tests.storage.storages import SECONDS, exists, get, key, put
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 ROOT = Path(__file__).parents[3]
