@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 _IMPORTS_OF_SGLANG = [
     "sglang.srt.managers.scheduler",
@@ -23,6 +25,7 @@ _IMPORTS_OF_VLLM = [
     "vllm.v1.worker.cpu_worker",
     "kv_connector.engines.vllm",
     "integration.tests.vllm_engines",
+    "integration.tests.vllm_preloaded",
 ]
 
 
@@ -49,23 +52,35 @@ def forking_sglang() -> Iterator[None]:
 
 @contextmanager
 def forking_vllm() -> Iterator[None]:
-    """Ranks of vLLM's engines that are started meanwhile are forks."""
+    """Engines of vLLM in processes of their own, and ranks, that are started meanwhile are forks."""
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
     _start_fork_server(_IMPORTS_OF_VLLM)
-    with patch.object(multiproc_executor, "get_mp_context", _RankContext):
+    with (
+        patch.object(utils, "get_mp_context", ForkingVllm),
+        patch.object(multiproc_executor, "get_mp_context", ForkingVllm),
+    ):
         yield
 
 
-class _RankProcess(ForkServerProcess):
+def vllm_context() -> BaseContext:
+    """For processes of tests that start vLLM's engines: forks, but where there are GPUs."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    _start_fork_server(_IMPORTS_OF_VLLM)
+    return ForkingVllm()
+
+
+class _VllmProcess(ForkServerProcess):
     """With the environment of the process that starts it."""
 
     def __init__(self, target: Callable[..., Any], **options: Any) -> None:
         super().__init__(target=_InThisEnvironment(target), **options)
 
 
-class _RankContext(ForkServerContext):
-    Process = _RankProcess  # type: ignore[assignment]
+class ForkingVllm(ForkServerContext):
+    Process = _VllmProcess  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
