@@ -95,14 +95,21 @@ def whole_blocks_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def two_ranks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """They share two cores, with a thread each; skipped where they do not run."""
+def forked_engines() -> Iterator[None]:
+    """Processes of vLLM are forks, but where there are GPUs."""
     from integration.tests.forks import forking_vllm
+
+    with nullcontext() if torch.cuda.is_available() else forking_vllm():
+        yield
+
+
+@pytest.fixture
+def two_ranks_on_the_cpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """They share two cores, with a thread each; skipped where they do not run."""
     from integration.tests.vllm_engines import vllm_version
 
     if vllm_version().startswith("0.20"):
         pytest.skip("two CPU ranks of vLLM 0.20 need more than two cores")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with nullcontext() if torch.cuda.is_available() else forking_vllm():
-        yield
+    request.getfixturevalue("forked_engines")

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from integration.bench import engines
 
@@ -36,6 +38,7 @@ _IMPORTS_OF_VLLM = [
     "vllm.v1.worker.cpu_worker",
     "kv_connector.engines.vllm",
     "integration.tests.vllm_engines",
+    "integration.tests.vllm_preloaded",
 ]
 
 
@@ -69,19 +72,31 @@ def forking_sglang() -> Iterator[None]:
 def forking_benchmarks() -> Iterator[None]:
     """Engines of SGLang's benchmarks that are started meanwhile are forks, and so are the processes of each."""
     start_forks_of_sglang()
-    forks = SimpleNamespace(get_context=lambda _: _ForkContext())
+    forks = SimpleNamespace(get_context=lambda _: ForkContext())
     with patch.object(engines, "multiprocessing", forks), patch.object(engines, "_serve", _serve_with_forks):
         yield
 
 
 @contextmanager
 def forking_vllm() -> Iterator[None]:
-    """Ranks of vLLM's engines that are started meanwhile are forks."""
+    """Engines of vLLM in processes of their own, and ranks, that are started meanwhile are forks."""
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
     _start_fork_server(_IMPORTS_OF_VLLM)
-    with patch.object(multiproc_executor, "get_mp_context", _ForkContext):
+    with (
+        patch.object(utils, "get_mp_context", ForkContext),
+        patch.object(multiproc_executor, "get_mp_context", ForkContext),
+    ):
         yield
+
+
+def vllm_context() -> BaseContext:
+    """For processes of tests that start vLLM's engines: forks, but where there are GPUs."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    _start_fork_server(_IMPORTS_OF_VLLM)
+    return ForkContext()
 
 
 def _serve_with_forks(*args: Any) -> None:
@@ -101,7 +116,9 @@ class _ForkProcess(ForkServerProcess):
         super().__init__(target=_InThisEnvironment(target), **options)
 
 
-class _ForkContext(ForkServerContext):
+class ForkContext(ForkServerContext):
+    """What is started with it is forked from the fork server, whose imports `_start_fork_server` has said."""
+
     Process = _ForkProcess  # type: ignore[assignment]
 
 

@@ -168,6 +168,7 @@ def test_a_text_is_pinned_as_the_engine_reads_it(tmp_path: Path) -> None:
         assert by_text["num_blocks"] == len(hashes) > 0
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_an_engine_that_rests_wakes_for_an_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own it waits for requests, and none comes: it answers and writes to storage all the same.
     When it is killed, the next one takes its place."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
-from integration.bench import regimes, vllm_serving
+from integration.bench import engines, regimes, vllm_serving
 from integration.bench.vllm_peers import unknown_settings
 from integration.report import COMMIT
+from integration.tests.forks import vllm_context
 
 
 def test_a_small_run_names_who_is_missing_and_rotates_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +23,7 @@ def test_a_small_run_names_who_is_missing_and_rotates_the_rest(tmp_path: Path, m
     files = ["--json", str(target), "--logs", str(tmp_path / "logs")]
     monkeypatch.setattr(sys, "argv", ["vllm_serving", "--connectors", "none,lmcache,ours", *sizes, *files])
     monkeypatch.setenv(COMMIT, "c" * 40)
+    monkeypatch.setattr(engines, "multiprocessing", SimpleNamespace(get_context=lambda _: vllm_context()))
     assert vllm_serving.main() == 0
     assert str(tmp_path) not in target.read_text()
     result = json.loads(target.read_text())

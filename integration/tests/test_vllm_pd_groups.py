@@ -6,7 +6,6 @@ all of it, to the token, and rest on the blocks of every group.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -17,6 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration.tests.forks import vllm_context
 from integration.tests.test_vllm_hybrid import Answer, options
 from integration.tests.vllm_engines import VllmEngine, prompts, running
 from kv_connector.engines.vllm.groups import TELLS_STATES
@@ -98,7 +98,7 @@ class Prefill:
     """A prefill engine in a process of its own."""
 
     def __init__(self, folder: Path, model: str) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = vllm_context()
         self._pipe, there = context.Pipe()
         self.process = context.Process(target=_prefill, args=(there, folder, model), daemon=True)
         self.process.start()

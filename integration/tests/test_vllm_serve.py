@@ -1,7 +1,7 @@
 """A real vLLM server with SmolLM2 on the CPU, and clients that talk to it over HTTP as users do.
 
-It is started as `vllm serve` starts it, but through the module: builds for the CPU lack the metadata that the command
-asks for.
+One is started as `vllm serve` starts it, but through the module: builds for the CPU lack the metadata that the command
+asks for. The others have forks for processes (`vllm_server`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ from integration.servers import free_ports
 from kv_connector.cli import main
 
 pytest.importorskip("vllm")
+
+import torch
+
+from kv_connector.engines.vllm.groups import TELLS_STATES
+
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(not is_converted(default_folder()), reason="needs the converted SmolLM2 (make model)"),
@@ -47,16 +52,23 @@ VLLM_LEFTOVER = re.compile(
     r"vllm_dist_.*|psm_.*|sem\..*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\w{52}\.(h|h\.gch|lock)"
 )
 ROOT = Path(__file__).parents[2]
+FORKING = Path(__file__).with_name("vllm_server.py")
+FORKS = TELLS_STATES and not torch.cuda.is_available()
+"""Only of vLLM 0.32 and newer: older versions bind threads in ways of their own."""
 FACTS = "Lyon lies where two rivers meet. Its old town is known for covered passages, silk and good food. "
 
 
 class Server:
-    """A server process of its own group; `log` is what it has printed. It starts at once, `settle` waits for it."""
+    """A server process of its own group; `log` is what it has printed. It starts at once, `settle` waits for it. Where
+    it `spawns`, each of its processes imports vLLM, and finds our plugin, by itself."""
 
-    def __init__(self, transfer_config: str, folder: Path, port: int = 0, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self, transfer_config: str, folder: Path, port: int = 0, num_blocks: int = NUM_BLOCKS, spawns: bool = False
+    ) -> None:
         self.port = port or free_ports(1)[0]
         self.folder = folder
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_folder())]
+        module = [str(FORKING)] if FORKS and not spawns else ["-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, *module, "--model", str(default_folder())]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "smollm2"]
         command += ["--dtype", "float32", "--max-model-len", "512", "--block-size", "32", "--enforce-eager"]
         command += ["--num-gpu-blocks-override", str(num_blocks), "--max-num-seqs", "8"]
@@ -170,7 +182,8 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
     try:
         storage = json.dumps(STORAGE | {"path": str(tmp_path_factory.mktemp("shared") / "store")})
         for config in (BY_MODULE, BY_NAME, MISSPELT):
-            servers[config] = Server(config.replace("STORAGE", storage), tmp_path_factory.mktemp("server"))
+            folder, spawns = tmp_path_factory.mktemp("server"), config is BY_NAME
+            servers[config] = Server(config.replace("STORAGE", storage), folder, spawns=spawns)
         yield servers
     finally:
         for server in servers.values():

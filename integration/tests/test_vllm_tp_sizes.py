@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration.tests.forks import vllm_context
 from integration.tests.test_vllm_pd_groups import ask, settings_of
 from integration.tests.vllm_engines import prompts, running
 from kv_connector.engines.vllm.groups import TELLS_STATES
@@ -70,7 +70,7 @@ def test_a_prompt_computed_by_another_number_of_ranks_is_continued(
     if torch.cuda.is_available():
         monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has used CUDA, and a fork could not
     asked = [prompt[:161] for prompt in prompts(3, 200)]
-    context = multiprocessing.get_context("spawn")
+    context = vllm_context()
     pipe, there = context.Pipe()
     process = context.Process(target=_prefill, args=(there, folder, model, producer))
     process.start()

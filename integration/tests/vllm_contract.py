@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from integration.models import tiny
+from integration.tests.forks import vllm_context
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, running, transfer_config
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Answer, ContractEngine, Expected
@@ -137,7 +137,7 @@ def opened(folder: Path, settings: Mapping[str, Any] | None = None, **options: A
 def answers_alone(folder: Path, **options: Any) -> Iterator[Expected]:
     """What vLLM answers without us to each prompt alone, in a process of its own."""
     arguments = folder, options
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_start_alone, initargs=arguments) as process:
+    with ProcessPoolExecutor(1, vllm_context(), initializer=_start_alone, initargs=arguments) as process:
         yield engine_contract.answered_once(lambda prompt, num: process.submit(_answer_alone, prompt, num).result())
 
 

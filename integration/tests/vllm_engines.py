@@ -15,6 +15,7 @@ import torch
 from integration.bench.vllm_engine import register_weights
 from integration.faults import break_loads
 from integration.models import tiny
+from integration.tests.vllm_starts import prepare_start, started
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import connected
 from tests.waiting import ANSWER_SECONDS, until
@@ -188,6 +189,7 @@ def running(
     if torch.cuda.is_available():
         # What is free is not measured: engines of other tests come and go on the same GPU.
         settings |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+    prepare_start()
     try:
         llm = LLM(**(settings | weights(model, folder) | options))
     except Exception:  # the next one of this process would have what it has begun
@@ -195,6 +197,7 @@ def running(
         cleanup_dist_env_and_memory()
         raise
     try:
+        started(llm)
         engine = VllmEngine(llm)
         if warm_up and hasattr(engine.scheduler.connector, "_scheduler"):
             engine.warm_up()

@@ -1,0 +1,14 @@
+"""Imported by the process that vLLM's are forked from: what each of them would do for itself is done by then."""
+
+from __future__ import annotations
+
+import vllm.model_executor.models.llama
+import vllm.v1.attention.backends.cpu_attn  # noqa: F401
+from vllm.v1.engine import utils
+from vllm.v1.executor import multiproc_executor
+
+from integration.tests.forks import ForkContext
+from integration.tests.vllm_starts import prepare_start
+
+prepare_start()
+utils.get_mp_context = multiproc_executor.get_mp_context = ForkContext  # of the forks' own ranks
