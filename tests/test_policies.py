@@ -12,7 +12,7 @@ import pytest
 from integration.bench import policies
 from integration.bench.policies import OURS
 from integration.bench.policy_baselines import GDSF, LRU, S3FIFO, SLRU, Belady, HostCache, PrefixCache
-from integration.bench.policy_traces import DAY_REQUESTS, NIGHT_DOCUMENTS, nightly, synthetic_traces
+from integration.bench.policy_traces import NIGHTS, nightly, synthetic_traces
 from kv_connector.errors import ConfigError
 from kv_connector.replay import Trace, read_trace, write_through_lru, write_through_selective
 from kv_connector.types import BlockHash
@@ -147,12 +147,15 @@ def test_a_trace_is_read_and_played_through_the_device(tmp_path: Path) -> None:
         read_trace(file)
 
 
-def test_documents_are_read_every_night_behind_another_day() -> None:
-    requests = nightly(2)
-    night = requests[DAY_REQUESTS:-DAY_REQUESTS][:NIGHT_DOCUMENTS]
-    assert len({tuple(document) for document in night}) == NIGHT_DOCUMENTS and requests[-NIGHT_DOCUMENTS:] == night
-    days = requests[:DAY_REQUESTS], requests[DAY_REQUESTS + NIGHT_DOCUMENTS : -NIGHT_DOCUMENTS]
-    assert days[0] != days[1] and len(days[1]) == DAY_REQUESTS
+@pytest.mark.parametrize("name", NIGHTS)
+def test_documents_are_read_every_night_behind_another_day(name: str) -> None:
+    _, day, documents, num_blocks, _ = NIGHTS[name]
+    requests = nightly(NIGHTS[name]._replace(num_nights=2))
+    night = requests[day : day + documents]
+    assert len({tuple(document) for document in night}) == documents and requests[-documents:] == night
+    assert {len(document) for document in night} == {num_blocks}
+    days = requests[:day], requests[day + documents : -documents]
+    assert days[0] != days[1] and len(days[1]) == day
     assert {block for document in night for block in document}.isdisjoint(chain.from_iterable(chain(*days)))
 
 
@@ -165,6 +168,7 @@ def test_synthetic_traces_are_the_same_every_time() -> None:
         (16000, 2216, 3948),
         (16000, 2224, 3940),
         (19200, 5416, 3948),
+        (15000, 5032, 2992),
         (11000, 9312, 880),
     ]
 
@@ -175,7 +179,7 @@ def test_a_small_run_says_the_worst_row_first(tmp_path: Path, capsys: pytest.Cap
     assert policies.main(arguments) == 0
     written = json.loads(result.read_text())
     margins = [row["margin"] for row in written["rows"]]
-    assert len(margins) == 14 and margins == sorted(margins)
+    assert len(margins) == 16 and margins == sorted(margins)
     for row in written["rows"]:
         found = row["host_hits_percent"]
         assert list(found) == [*policies.RIVALS, *OURS, policies.BOUND]

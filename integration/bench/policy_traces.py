@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable
 from itertools import accumulate
+from typing import NamedTuple
 
 from kv_connector.replay import Trace
 
@@ -29,10 +30,6 @@ NUM_PROMPT_REQUESTS = 40_000
 NUM_PROMPTS = 300
 PROMPT_BLOCKS = 8
 PROMPTS_DEVICE_BLOCKS = 100
-NUM_NIGHTS = 17
-DAY_REQUESTS = 2000
-"""For prompts whose popularity is Zipf's; then each document is asked for once, in the order of every night."""
-NIGHT_DOCUMENTS = 400
 NUM_PHASE_REQUESTS = 10_000
 """In each of four phases."""
 PHASES_ONE_OFFS = 0.6
@@ -42,6 +39,21 @@ BURST_CHATS = 1000
 BURST_TURNS = 4
 BURST_TURN_BLOCKS = 3
 PHASES_DEVICE_BLOCKS = 400
+
+
+class Nights(NamedTuple):
+    """Each behind a day of requests for prompts whose popularity is Zipf's: then each document is asked for once, in
+    the order of every night."""
+
+    num_nights: int
+    day_requests: int
+    num_documents: int
+    document_blocks: int
+    seed: int
+
+
+NIGHTS = {"nightly": Nights(17, 2000, 400, PROMPT_BLOCKS, 3), "nightly_crowded": Nights(14, 1500, 500, 6, 11)}
+"""By name. The policy that the package has by default was chosen before the second one was there."""
 
 
 def synthetic_traces(share: float = 1.0) -> list[Trace]:
@@ -54,7 +66,9 @@ def synthetic_traces(share: float = 1.0) -> list[Trace]:
     traces += [
         Trace.of(name, prompts(num_requests, lasting), PROMPTS_DEVICE_BLOCKS) for name, lasting in PROMPTS.items()
     ]
-    traces.append(Trace.of("nightly", nightly(_share_of(NUM_NIGHTS, share)), PROMPTS_DEVICE_BLOCKS))
+    for name, nights in NIGHTS.items():
+        some = nights._replace(num_nights=_share_of(nights.num_nights, share))
+        traces.append(Trace.of(name, nightly(some), PROMPTS_DEVICE_BLOCKS))
     traces.append(Trace.of("phases", phases(_share_of(NUM_PHASE_REQUESTS, share)), PHASES_DEVICE_BLOCKS))
     return traces
 
@@ -97,13 +111,14 @@ def prompts(num_requests: int, lasting: int, seed: int = 3) -> list[list[Hashabl
     return requests
 
 
-def nightly(num_nights: int) -> list[list[Hashable]]:
-    """Days of prompts whose popularity is Zipf's, and after each of them the same documents, one after the other."""
-    documents = [[("document", number, index) for index in range(PROMPT_BLOCKS)] for number in range(NIGHT_DOCUMENTS)]
-    days = prompts(num_nights * DAY_REQUESTS, 0)
+def nightly(nights: Nights) -> list[list[Hashable]]:
+    """Days of prompts, and after each of them the same documents, one after the other."""
+    blocks = range(nights.document_blocks)
+    documents = [[("document", number, index) for index in blocks] for number in range(nights.num_documents)]
+    days = prompts(nights.num_nights * nights.day_requests, 0, nights.seed)
     requests: list[list[Hashable]] = []
-    for night in range(num_nights):
-        requests += [*days[night * DAY_REQUESTS : (night + 1) * DAY_REQUESTS], *documents]
+    for first in range(0, len(days), nights.day_requests):
+        requests += [*days[first : first + nights.day_requests], *documents]
     return requests
 
 
