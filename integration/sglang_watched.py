@@ -67,8 +67,10 @@ class WatchedLinker(TieredKVLinker):
         assert not self._queued and not self._loading
 
     def answer_break_loads(self, broken: bool) -> None:
-        """Loads fail, twice over, until they are mended."""
-        break_loads(self._replica.worker, broken)
+        """Loads of the last rank fail, twice over, until they are mended: what one has not loaded none has."""
+        ranks = self._replica._ranks
+        if ranks.rank == ranks.count - 1:
+            break_loads(self._replica.worker, broken)
 
     def answer_limit_host(self, num_blocks: int | None) -> None:
         """Use so many host blocks only."""

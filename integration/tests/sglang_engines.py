@@ -97,7 +97,7 @@ class SglangEngine:
         assert self.engine.loop.run_until_complete(flush).success
 
     def break_loads(self, broken: bool) -> None:
-        """Loads fail from now on, or do so no more."""
+        """Loads of the last rank fail from now on, or do so no more."""
         self.tell("answer_break_loads", broken)
 
     def limit_host(self, num_blocks: int | None) -> None:
