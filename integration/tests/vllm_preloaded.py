@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import vllm.model_executor.models.llama
 import vllm.v1.attention.backends.cpu_attn  # noqa: F401
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
-from integration.tests.forks import ForkContext
 from integration.tests.vllm_starts import prepare_start
 
 prepare_start()
-utils.get_mp_context = multiproc_executor.get_mp_context = ForkContext  # of the forks' own ranks
+# Of the forks' own ranks: a fork server that a fork starts would be another one, and would have imported nothing.
+utils.get_mp_context = multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
