@@ -3,8 +3,10 @@ GPUs, which may be in use by the import."""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ _IMPORTS_OF_VLLM = [
     "integration.tests.vllm_engines",
     "integration.tests.vllm_preloaded",
 ]
+_SIGNAL_OF_PARENTS_END = 1  # PR_SET_PDEATHSIG of Linux
 
 
 def _start_fork_server(imports: Sequence[str]) -> None:
@@ -133,6 +136,17 @@ class _InThisEnvironment:
 
 
 def _with_environment(variables: dict[str, str], function: Callable[..., Any]) -> Callable[..., Any]:
+    _end_with_the_fork_server()
     os.environ.clear()
     os.environ.update(variables)
     return function
+
+
+def _end_with_the_fork_server() -> None:
+    """Of this fork, and let that one end with the tests, however they end. The pipe whose end it waits for is open here
+    too, and an engine that waits for requests would keep both for good."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_END, signal.SIGKILL)
