@@ -69,6 +69,32 @@ def test_a_fetch_of_groups_fills_the_host_blocks_of_those_that_are_wanted(missin
     jobs.close()
 
 
+class Slow(MemoryStorage):
+    """Ends a write, and a read, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK, 64 * BLOCK)
+        self.moved: Future[list[bool]] = Future()
+
+    def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
+        return self.moved
+
+    def write(self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
+        return self.moved
+
+
+@pytest.mark.parametrize("action", [StorageAction.FETCH, StorageAction.BACK_UP])
+def test_a_job_is_told_of_when_it_has_ended_and_not_before(action: StorageAction) -> None:
+    """Until then its host blocks are read or written: whoever is given them sooner has them stored, or overwritten."""
+    storage = Slow()
+    jobs = StorageJobs(storage, np.zeros((1, BLOCK), np.uint8))
+    jobs.begin(StorageJob(1, action, key(0), np.array([0])))
+    assert jobs.poll() == []
+    storage.moved.set_result([True])
+    assert [(job.job_id, job.ok, job.missing) for job in jobs.poll()] == [(1, True, ())]
+    jobs.close()
+
+
 class Telling(MemoryStorage):
     """Says of each call whether blocks were to be kept singly."""
 
