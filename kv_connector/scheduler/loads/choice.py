@@ -138,11 +138,8 @@ class LoadPlanner:
         return load
 
     def release(self, load: BackgroundLoad) -> None:
-        """It ended, or will not be."""
-        load.is_over = True
-        for block_id in load.host_ids:
-            if self._reading.get(block_id) is load:
-                del self._reading[block_id]
+        """It was reserved and will not be planned."""
+        self._set_over(load)
         self._see_free_link()
 
     def begin(self, load: BackgroundLoad, job_id: int) -> None:
@@ -154,9 +151,10 @@ class LoadPlanner:
         self._background[job_id].is_wanted = False
 
     def end(self, job: CopyJob, ok: bool = True) -> None:
-        """A load in the background was reported by every rank. What one has taken that failed is not known."""
+        """A load in the background was reported by every rank. What one has taken that failed is not known. Those
+        behind it are told when it is known how long it has taken, as that counts once: `observe`, `note_reported`."""
         load = self._background.pop(job.job_id)
-        self.release(load)
+        self._set_over(load)
         if not ok:
             return
         self._expected_seconds += load.seconds
@@ -205,7 +203,14 @@ class LoadPlanner:
         planned_at = 0.0
         while self._planned and self._planned[0][0] <= step:
             planned_at = self._planned.popleft()[1]
+        self._see_free_link()  # also where a load failed, and nothing was observed
         self._see_under_way(planned_at)
+
+    def _set_over(self, load: BackgroundLoad) -> None:
+        load.is_over = True
+        for block_id in load.host_ids:
+            if self._reading.get(block_id) is load:
+                del self._reading[block_id]
 
     def _see_under_way(self, at: float) -> None:
         """Some rank has looked later than that, and the first load on the link had not ended. Where it should have, it
@@ -224,7 +229,7 @@ class LoadPlanner:
         sooner, failed, or were dropped. So it begins at once, unless it was admitted a moment ago."""
         now = self._clock()
         load = next(iter(self._background.values()), None)
-        if not self._reading:  # nor will any load be planned
+        if load is None and not self._reading:  # nor will any load be planned
             self._busy_until = min(self._busy_until, now)
         if load is not None and load.expected_end is not None:
             begin = max(now, load.reserved_at + self.estimate.delay_seconds)

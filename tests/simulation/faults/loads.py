@@ -273,8 +273,26 @@ LOADS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "dropped-load-expected",
-        "loads are expected behind such as were dropped before they were planned, and behind such as failed",
+        "loads are expected behind such as were dropped before they were planned",
         (Patch(_CHOICE, "        self._see_free_link()\n\n    def begin", "\n    def begin"),),
+        tested(_EXPECTATIONS),
+    ),
+    Mutant(
+        "failed-load-expected",
+        "loads are expected behind such as failed",
+        (Patch(_CHOICE, "        self._see_free_link()  # also where a load failed, and nothing was observed\n", ""),),
+        tested(_EXPECTATIONS),
+    ),
+    Mutant(
+        "faster-load-counted-twice",
+        "a load behind one that was faster than expected is announced before it begins",
+        (Patch(_CHOICE, "        self._set_over(load)\n        if not ok:", "        self.release(load)\n        if not ok:"),),
+        tested(_EXPECTATIONS),
+    ),
+    Mutant(
+        "free-while-it-reads",
+        "a link is taken to be free while a load is under way whose blocks another one was to read, too",
+        (Patch(_CHOICE, "        if load is None and not self._reading:", "        if not self._reading:"),),
         tested(_EXPECTATIONS),
     ),
     Mutant(
