@@ -54,6 +54,8 @@ class FolderLayout:
         self.index = root / "index"
         self._marker = root / f"{_MARKER}{FORMAT}"
         self._turn = threading.Lock()
+        # Seconds in which threads of ours were within, and since when one is. In one: it is read without the lock.
+        self._within: tuple[float, float | None] = 0.0, None
 
     def _sub_folders(self) -> list[str]:
         return [f"{self.root}/{name}" for name in _SUB_FOLDERS]
@@ -137,18 +139,39 @@ class FolderLayout:
         """Within, no other thread or process is. Makes the folder anew where it was deleted. Raises OSError, and
         TimeoutError where another process is within and does not leave.
 
-        A thread of this process is waited for as long as it takes: it waits for others no longer than this one would,
-        and it may well need minutes, as to list a large folder beside a thread that never rests. Who gave up would have
-        lost a batch for nothing.
+        A thread of this process that is within is waited for as long as it takes: it may well need minutes, as to list
+        a large folder beside a thread that never rests, and who gave up would have lost a batch for nothing. The time
+        in which another process is within counts for all threads that wait, or each would wait for it anew.
         """
-        deadline = time.monotonic() + LOCK_SECONDS
-        with self._turn:
+        deadline = self._seconds_outside() + LOCK_SECONDS
+        self._take_turn(deadline)
+        try:
             descriptor = self._open_marker()
             try:
                 self._lock(descriptor, deadline)
-                yield
+                seconds, since = self._within[0], time.monotonic()
+                self._within = seconds, since
+                try:
+                    yield
+                finally:
+                    self._within = seconds + time.monotonic() - since, None
             finally:
                 os.close(descriptor)
+        finally:
+            self._turn.release()
+
+    def _seconds_outside(self) -> float:
+        """A clock that stands still while a thread of this process is within."""
+        seconds, since = self._within
+        return (time.monotonic() if since is None else since) - seconds
+
+    def _take_turn(self, deadline: float) -> None:
+        while not self._turn.acquire(timeout=max(_LONGEST_PAUSE, deadline - self._seconds_outside())):
+            if self._seconds_outside() > deadline:
+                raise self._timeout()
+
+    def _timeout(self) -> TimeoutError:
+        return TimeoutError(f"another process has kept {self.root} locked for {LOCK_SECONDS:.0f} s")
 
     def _open_marker(self) -> int:
         if not self.temporaries.is_dir() or not self.is_ours():  # somebody deleted everything
@@ -161,10 +184,8 @@ class FolderLayout:
             try:
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"another process has kept {self.root} locked for {LOCK_SECONDS:.0f} s"
-                    ) from None
+                if self._seconds_outside() >= deadline:
+                    raise self._timeout() from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

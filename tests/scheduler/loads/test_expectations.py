@@ -31,7 +31,7 @@ class Link:
         self._seen: list[tuple[int, float]] = []  # steps, and when ranks looked
         self._step = self._next = 0
         self._free_at = 0.0
-        self.rate = RATE  # of loads that come from now on; what is known of the link follows
+        self.rate = float(RATE)  # of loads that come from now on; what is known of the link follows
 
     @property
     def announced(self) -> set[int]:

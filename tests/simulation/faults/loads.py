@@ -286,7 +286,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "faster-load-counted-twice",
         "a load behind one that was faster than expected is announced before it begins",
-        (Patch(_CHOICE, "        self._set_over(load)\n        if not ok:", "        self.release(load)\n        if not ok:"),),
+        (Patch(_CHOICE, "self._set_over(load)\n        if not ok:", "self.release(load)\n        if not ok:"),),
         tested(_EXPECTATIONS),
     ),
     Mutant(

@@ -14,6 +14,7 @@ _SIMULATED_DISK = "tests/simulation/test_disk.py"
 _DAMAGE = "tests/storage/filesystem/test_damage.py"
 _FOREIGN = "tests/storage/filesystem/test_foreign.py"
 _JOURNAL = "tests/storage/filesystem/test_journal.py"
+_LOCK = "tests/storage/filesystem/test_lock.py"
 _TESTS = "tests/scheduler/storage/test_companion.py"
 
 _CHECKED = "kv_connector/storage/checked.py"
@@ -610,5 +611,23 @@ STORAGE: tuple[Mutant, ...] = (
             "tests/scheduler/storage/test_backups.py"
             "::test_what_a_fetch_takes_the_place_of_was_not_written_and_what_it_brings_need_not_be"
         ),
+    ),
+    Mutant(
+        "own-thread-timed-out",
+        "a batch is lost that has waited for a thread of its own process, where another one is within for a moment",
+        (Patch(f"{_FILESYSTEM}/layout.py", "                self._within = seconds, since\n", ""),),
+        tested(_LOCK),
+    ),
+    Mutant(
+        "own-time-not-counted",
+        "time in which a thread of this process was within counts when it has left",
+        (Patch(f"{_FILESYSTEM}/layout.py", "seconds + time.monotonic() - since, None", "seconds, None"),),
+        tested(_LOCK),
+    ),
+    Mutant(
+        "stopped-neighbour-waited-for-in-turn",
+        "of threads that wait for another process some wait for as long as any come",
+        (Patch(f"{_FILESYSTEM}/layout.py", "if self._seconds_outside() > deadline:", "if False:"),),
+        tested(_LOCK),
     ),
 )

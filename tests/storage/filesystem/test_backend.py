@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -346,25 +345,6 @@ def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_for_ever(
         assert all(get(store, keys_of("a")))
         assert "another process has kept" in caplog.text
     assert all(put(store, keys_of("b")))
-
-
-def test_a_thread_of_ours_that_has_the_lock_is_waited_for_as_long_as_it_takes(
-    store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside a thread that never rests a start lists the folder for seconds: a batch that gave up would be lost."""
-    store.recovered.result(SECONDS)
-    monkeypatch.setattr(layout, "LOCK_SECONDS", 0.0)
-    exclusive, comes = store.folder.layout.exclusive, threading.Event()
-
-    def tell() -> AbstractContextManager[None]:
-        comes.set()
-        return exclusive()
-
-    with exclusive():
-        monkeypatch.setattr(store.folder.layout, "exclusive", tell)
-        written = store.write(keys_of("a"), buffers(PER_PACK))
-        assert comes.wait(SECONDS)
-    assert all(written.result(SECONDS))
 
 
 def test_a_start_lists_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
