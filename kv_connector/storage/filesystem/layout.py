@@ -109,21 +109,24 @@ class FolderLayout:
                 return
 
     def pack_names(self) -> list[str]:
-        """Of every pack that lies there, each once, in any order. Raises OSError."""
+        """Of every pack that lies there, each once, in any order. Raises OSError, also where a sub-folder is a link."""
         names: list[str] = []
         for folder, path in zip(_SUB_FOLDERS, self._sub_folders(), strict=True):
             try:
-                entries = os.scandir(path)
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:  # somebody deleted it
                 continue
-            with entries:
-                names += {  # some systems give an entry twice where others add or delete meanwhile
-                    name[: -len(SUFFIX)]
-                    for entry in entries
-                    if _PACK.fullmatch(name := entry.name)
-                    and name.startswith(folder)
-                    and entry.is_file(follow_symlinks=False)
-                }
+            try:
+                with os.scandir(descriptor) as entries:
+                    names += {  # some systems give an entry twice where others add or delete meanwhile
+                        name[: -len(SUFFIX)]
+                        for entry in entries
+                        if _PACK.fullmatch(name := entry.name)
+                        and name.startswith(folder)
+                        and entry.is_file(follow_symlinks=False)
+                    }
+            finally:
+                os.close(descriptor)
         return names
 
     def clear_the_way(self, name: str) -> None:

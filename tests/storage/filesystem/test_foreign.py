@@ -113,6 +113,19 @@ def test_one_of_our_folders_that_is_a_link_is_not_used(tmp_path: Path) -> None:
         open_store(root)
 
 
+def test_a_sub_folder_that_becomes_a_link_is_not_listed(tmp_path: Path) -> None:
+    """While it is used: what lies behind the link is not taken for ours, nor deleted to make room."""
+    root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    store = open_store(root)
+    store.recovered.result(SECONDS)
+    (root / "00").rename(elsewhere)
+    (elsewhere / f"00{'0' * 62}.pack").write_text("dear to somebody")
+    (root / "00").symlink_to(elsewhere)
+    with pytest.raises(OSError, match="00"):
+        store.folder.layout.pack_names()
+    store.close()
+
+
 def test_a_mark_that_is_a_link_does_not_make_a_folder_ours(theirs: Path, tmp_path: Path) -> None:
     """Somebody links to what they cannot copy: what is behind it is no mark of this folder."""
     (tmp_path / "mark").write_text("dear to somebody")
