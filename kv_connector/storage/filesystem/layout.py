@@ -113,20 +113,18 @@ class FolderLayout:
         names: list[str] = []
         for folder, path in zip(_SUB_FOLDERS, self._sub_folders(), strict=True):
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                _require_folder(path)
+                entries = os.scandir(path)
             except FileNotFoundError:  # somebody deleted it
                 continue
-            try:
-                with os.scandir(descriptor) as entries:
-                    names += {  # some systems give an entry twice where others add or delete meanwhile
-                        name[: -len(SUFFIX)]
-                        for entry in entries
-                        if _PACK.fullmatch(name := entry.name)
-                        and name.startswith(folder)
-                        and entry.is_file(follow_symlinks=False)
-                    }
-            finally:
-                os.close(descriptor)
+            with entries:
+                names += {  # some systems give an entry twice where others add or delete meanwhile
+                    name[: -len(SUFFIX)]
+                    for entry in entries
+                    if _PACK.fullmatch(name := entry.name)
+                    and name.startswith(folder)
+                    and entry.is_file(follow_symlinks=False)
+                }
         return names
 
     def clear_the_way(self, name: str) -> None:
@@ -197,8 +195,13 @@ def _make_folder(path: str) -> None:
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise ForeignFolderError(f"{path} is not a folder: delete it, it has the name of one of ours") from None
+        _require_folder(path)
+
+
+def _require_folder(path: str) -> None:
+    """Raises ForeignFolderError where it is none, as a link to one, and OSError."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        raise ForeignFolderError(f"{path} is not a folder: delete it, it has the name of one of ours")
 
 
 def _refusal(root: Path, others: list[str]) -> str:
