@@ -86,12 +86,8 @@ def test_while_a_thread_of_ours_is_within_nobodys_time_runs_out(
     """Beside a thread that never rests a start lists the folder for seconds: a batch that gave up would be lost. So it
     would be where another process, too, has waited for ours, and is within before it for a moment."""
     monkeypatch.setattr(layout, "LOCK_SECONDS", 0.05)
-    open_marker, of_others, seconds_outside, looks = (
-        mine._open_marker,
-        ExitStack(),
-        mine._seconds_outside,
-        list[float](),
-    )
+    open_marker, seconds_outside = mine._open_marker, mine._seconds_outside
+    of_others, looks = ExitStack(), list[float]()
 
     def look() -> float:
         looks.append(seconds_outside())
