@@ -52,8 +52,12 @@ class Nights(NamedTuple):
     seed: int
 
 
-NIGHTS = {"nightly": Nights(17, 2000, 400, PROMPT_BLOCKS, 3), "nightly_crowded": Nights(14, 1500, 500, 6, 11)}
-"""By name. The policy that the package has by default was chosen before the second one was there."""
+NIGHTS = {
+    "nightly": Nights(17, 2000, 400, PROMPT_BLOCKS, 3),
+    "nightly_crowded": Nights(14, 1500, 500, 6, 11),
+    "nightly_long": Nights(12, 2500, 300, 10, 23),
+}
+"""By name. The policy that the package has by default was chosen before the third one was there."""
 
 
 def synthetic_traces(share: float = 1.0) -> list[Trace]:

@@ -39,6 +39,8 @@ class Rates:
 
     def __init__(self, num_classes: int, half_widths: Table) -> None:
         shape = len(_FADING), num_classes, len(half_widths)
+        self.mean = np.zeros(shape[1:])
+        """Of each class and age, what the memories believe; 0.0 until something is learned."""
         self._half_widths = half_widths
         self._events = np.zeros(shape)
         self._exposure = np.zeros(shape)
@@ -62,16 +64,22 @@ class Rates:
         rates = np.divide(smoothed, seen_by_all, out=np.zeros_like(smoothed), where=seen_by_all > 0)
         # What a memory has never seen is not impossible: one event in all of its exposure.
         self._rates = np.maximum(rates, 1 / np.maximum(1.0, self._exposure.sum(axis=(1, 2), keepdims=True)))
+        self.mean = np.tensordot(self._beliefs(), self._rates, axes=1)
 
     def best(self, num_ages: int) -> Table:
         """Of each class and age, (classes, ages), the best rate from there to any later age, of the first `num_ages`
         ages alone: nothing is of a later one yet, and 0.0 stands there."""
-        likelihoods = np.exp(_OBSERVATIONS * (self._scores - self._scores.max()) / max(1.0, self._num_scored))
-        beliefs = likelihoods / likelihoods.sum()
+        beliefs = self._beliefs()
         best = np.zeros((self._events.shape[1], num_ages))
         for memory in np.flatnonzero(beliefs >= _LEAST_BELIEF):
             best += beliefs[memory] * self._best_of(int(memory), num_ages)
         return np.pad(best, ((0, 0), (0, len(self._half_widths) - num_ages)))
+
+    def _beliefs(self) -> Table:
+        """How much each memory is believed, one in all."""
+        likelihoods = np.exp(_OBSERVATIONS * (self._scores - self._scores.max()) / max(1.0, self._num_scored))
+        beliefs: Table = likelihoods / likelihoods.sum()
+        return beliefs
 
     def _best_of(self, memory: int, num_ages: int) -> Table:
         """By one memory."""

@@ -1,9 +1,9 @@
 """How likely a block is to be asked for again soon, learned from the blocks that were.
 
     time          counts blocks that requests have asked for, so an idle hour ages nothing
-    class         by visits, 0, 1 to 2, 3 to 6, ...: how often a block was asked for again, or the chat whose newest it
-                  is; they fade as other blocks are visited, or whatever is old would be of the highest class some day,
-                  and prompts that come once make nothing less popular
+    class         by visits, in half octaves: how often a block was asked for again, or the chat whose newest it is;
+                  they fade as other blocks are visited, or whatever is old would be of the highest class some day, and
+                  prompts that come once make nothing less popular
     age           time since it was asked for last, in buckets of half an octave
 
 For each class and age two sums are kept (`Rates`): `events`, blocks that were asked for at that age and were not on the
@@ -11,7 +11,9 @@ device, so that the host was of use or would have been; and `exposure`, how many
 Older parts fade, the sooner the less they foretold of the latest ones. A block's worth is the best rate of events over
 exposure that it meets from its age on, up to any later one (the index of Gittins 1979, which orders what is to be kept
 for how likely and how soon it pays off). Blocks that are known without a copy count like all others, so that what was
-evicted too early shows; a tree remembers twice as many as the host holds.
+evicted too early shows; a tree remembers twice as many as the host holds. What comes new is let in by what its class
+is worth when it is asked for, and is worth less there while what came lately returns less often than it should
+(`Frailty`): what is there has shown what it is, and only what comes is taken for what others were.
 
 What is asked for again and again while it is on the device pays off never, a one-off prompt neither, and a chat whose
 user reads for a minute does so in a minute: nothing of that is a setting.
@@ -19,6 +21,7 @@ user reads for a minute does so in a minute: nothing of that is a setting.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -26,16 +29,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import BlockHash
+from .frailty import LOOKS, Frailty
 from .rates import Rates, Table
 from .terms import NUM_PRIORITIES, PRIORITY_STEP
 from .tree import ROOT, PrefixTree, rows_of
 
-_CLASSES = 6
-_CLASS_OF = bytes(min(_CLASSES - 1, (visits + 1).bit_length() - 1) for visits in range(1 << (_CLASSES - 1)))
-_MOST_VISITS = len(_CLASS_OF) - 1
+_CLASS_BEGINS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # visits
+_CLASSES = len(_CLASS_BEGINS)
+_MOST_VISITS = _CLASS_BEGINS[-1]
+_CLASS_OF = bytes(bisect_right(_CLASS_BEGINS, visits) - 1 for visits in range(_MOST_VISITS + 1))
 _PER_OCTAVE = 2
 _OCTAVES = 48
 _BUCKETS = _PER_OCTAVE * _OCTAVES
+_SHAPE = _CLASSES, _BUCKETS
 _PARTS = 4
 """In the time in which as many blocks are asked for as the tier holds."""
 _LEAST_PART = 256  # blocks
@@ -57,10 +63,12 @@ class ReuseModel:
         self._asked = tree.asked
         self._visits = tree.visits
         self._priority = tree.terms.priority
-        self._new = np.zeros(_CLASSES * _BUCKETS)
         self._rates = Rates(_CLASSES, _HALF_WIDTHS)
+        self._frailty = Frailty()
+        self._events = np.zeros(_SHAPE)  # since the last look
+        self._part_events, self._part_exposure = np.zeros(_SHAPE), np.zeros(_SHAPE)  # of the part, until that look
         self._worth = [[0.0] * _BUCKETS for _ in range(_CLASSES)]
-        self._learned_at = 0
+        self._looked_at = self._learned_at = 0
         self._capacity = 0
         self.least_part = _LEAST_PART
         """So many blocks are asked for, at least, before more is learned; few only where a whole run has few."""
@@ -85,12 +93,13 @@ class ReuseModel:
         return worth + PRIORITY_STEP * priority if priority else worth
 
     def worth_of(self, path: Sequence[BlockHash], index: int, priority: int = 0) -> float:
-        """Of this block of a path, at the moment in which it is asked for with this priority."""
+        """Of this block of a path, which comes new at the moment in which it is asked for with this priority."""
         tree = self._tree
         node = tree.get(path[index])
         parent = tree.get(path[index - 1]) if node is None and index else ROOT
         visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
-        return self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0] + PRIORITY_STEP * priority
+        worth = self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0]
+        return worth * self._frailty.factor + PRIORITY_STEP * priority
 
     def distances(self, nodes: Sequence[int]) -> list[int]:
         """How many blocks were asked for since these nodes of a path were, once for each part of the path that was
@@ -106,7 +115,7 @@ class ReuseModel:
         visited = np.frombuffer(tree.visited, np.int64)
         faded, since = visits[nodes], tree.num_visits - visited[nodes]
         cells = _cells(faded, tree.time - asked[nodes])
-        self._new += np.bincount(cells[is_of_use], minlength=len(self._new))
+        self._events += _table(cells[is_of_use])
         self.used(nodes)
         visits[nodes] = faded * np.exp2(-since / (_HALF_LIFE * max(1, self._capacity))) + 1
         visited[nodes] = tree.num_visits
@@ -123,16 +132,33 @@ class ReuseModel:
         """A request asks for so many blocks, known or not, and `visited` was told which are: so time passes."""
         tree = self._tree
         tree.time += num_blocks
-        if self._capacity and tree.time - self._learned_at >= max(self.least_part, self._capacity // _PARTS):
+        if self._capacity and tree.time - self._looked_at >= max(1, self._part_length // LOOKS):
+            self._look()
+
+    @property
+    def _part_length(self) -> int:
+        return max(self.least_part, self._capacity // _PARTS)
+
+    def _look(self) -> None:
+        time = self._tree.time
+        exposure = self._open() * (time - self._looked_at)
+        lately = slice(_bucket(self._part_length))
+        expected = (exposure * self._rates.mean)[:, lately].sum()
+        self._frailty.add(float(self._events[:, lately].sum()), float(expected))
+        self._part_events += self._events
+        self._part_exposure += exposure
+        self._events[:] = 0.0
+        self._looked_at = time
+        if time - self._learned_at >= self._part_length:
             self._learn()
 
     def _learn(self) -> None:
-        passed, self._learned_at = self._tree.time - self._learned_at, self._tree.time
-        shape = _CLASSES, _BUCKETS
-        self._rates.add(self._new.reshape(shape), self._open().reshape(shape) * passed, passed)
-        self._new[:] = 0.0
+        time = self._tree.time
+        self._rates.add(self._part_events, self._part_exposure, time - self._learned_at)
+        self._part_events[:] = self._part_exposure[:] = 0.0
+        self._learned_at = time
         # No age is above the time, and nothing is known of later ones.
-        self._worth = self._rates.best(_bucket(self._tree.time) + 1).tolist()
+        self._worth = self._rates.best(_bucket(time) + 1).tolist()
 
     def _open(self) -> Table:
         """How many known blocks are of each class and age now."""
@@ -142,7 +168,7 @@ class ReuseModel:
         sampled = slice(tree.time % stride, None, stride)  # every so many: a prefix lies in neighbouring rows
         is_known = asked[sampled] >= 0
         cells = _cells(visits[sampled][is_known], tree.time - asked[sampled][is_known])
-        return stride * np.bincount(cells, minlength=len(self._new)).astype(np.float64)
+        return stride * _table(cells)
 
 
 def _bucket(age: int) -> int:
@@ -153,8 +179,13 @@ def _bucket(age: int) -> int:
 
 
 def _cells(visits: NDArray[np.float32], ages: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in a table of classes and ages blocks belong."""
+    """Where in a table of classes and ages, made flat, blocks belong."""
     classes = np.frombuffer(_CLASS_OF, np.uint8)[np.minimum(visits, _MOST_VISITS).astype(np.intp)].astype(np.int64)
     fraction, octave = np.frexp(ages.astype(np.float64))  # age = fraction * 2 ** octave, and fraction from 0.5 to 1
     buckets = _PER_OCTAVE * octave + (2 * _PER_OCTAVE * fraction).astype(np.int64) - _PER_OCTAVE
     return classes * _BUCKETS + np.where(ages > 0, buckets, 0)
+
+
+def _table(cells: NDArray[np.int64]) -> Table:
+    """How many blocks are of each class and age."""
+    return np.bincount(cells, minlength=_CLASSES * _BUCKETS).reshape(_SHAPE).astype(np.float64)
