@@ -121,6 +121,49 @@ def test_what_is_worth_less_than_all_that_is_there_is_declined() -> None:
     host.check()
 
 
+LASTING = 150
+
+
+def day(host: Host, rng: random.Random, number: int) -> None:
+    """New prompts, each asked for four times, soon and not at once, and between them those of every day."""
+    names = [f"day {number} {index // 4}" for index in range(800)]
+    for index in range(len(names)):
+        other = min(len(names) - 1, index + rng.randrange(40))
+        names[index], names[other] = names[other], names[index]
+    for name in names:
+        host.ask(name, "a", "b", "c")
+        host.ask(f"lasting {rng.randrange(LASTING)}", "a", "b", "c")
+
+
+def test_a_batch_at_night_drives_out_little_and_by_day_new_prompts_are_let_in_again() -> None:
+    """What is new by day comes back, so that what is new at night is taken for such until it is seen not to."""
+    rng, host = random.Random(1), Host(800, declines=True)
+    for number in range(6):
+        day(host, rng, number)
+    new = hashed(("never seen",))
+    by_day = host.reuse.worth_of(new, 0)
+    for number in range(300):
+        host.ask(f"night {number}", "a", "b", "c")
+    assert host.reuse.worth_of(new, 0) < by_day / 10
+    assert sum(host.holds(f"lasting {number}", "a", "b", "c") for number in range(LASTING)) > LASTING / 2
+    day(host, rng, 6)
+    assert host.reuse.worth_of(new, 0) > by_day / 2
+    host.check()
+
+
+def test_how_often_a_block_was_asked_for_is_told_apart_by_half_octaves() -> None:
+    tree = PrefixTree()
+    reuse = ReuseModel(tree)
+    (node,) = tree.insert_path(hashed(("one",)), 0.0)
+    classes = []
+    for visits in range(40):
+        tree.visits[node] = visits + 0.9
+        classes.append(reuse.class_of(node))
+    begins = [visits for visits in range(40) if not visits or classes[visits] != classes[visits - 1]]
+    assert begins == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    assert classes == sorted(classes) and classes[-1] == 10
+
+
 def test_what_was_declined_is_known_and_saved_when_its_kind_turns_out_to_come_back() -> None:
     host = Host(12, declines=True)
     teach(host)

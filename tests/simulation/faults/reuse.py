@@ -7,11 +7,13 @@ from .mutant import Mutant, Patch, tested
 _EVICTION = "kv_connector/index/eviction.py"
 _REUSE = "kv_connector/index/reuse.py"
 _RATES = "kv_connector/index/rates.py"
+_FRAILTY = "kv_connector/index/frailty.py"
 _TIER = "kv_connector/index/tier.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _TESTS = "tests/index/test_reuse.py"
 _LEARNED = "tests/index/test_rates.py"
+_LATELY = "tests/index/test_frailty.py"
 _RUNS = "tests/index/test_eviction.py"
 _DECLINED = "tests/scheduler/saves/test_declined.py"
 
@@ -24,6 +26,30 @@ REUSE: tuple[Mutant, ...] = (
             Patch(_EVICTION, "if time == NEVER or worth > most:", "if time == NEVER:"),
         ),
         tested(f"{_TESTS}::test_what_is_worth_less_than_all_that_is_there_is_declined"),
+    ),
+    Mutant(
+        "a-night-is-a-day",
+        "what comes new is worth what its kind is, though nothing comes back of what came lately",
+        (Patch(_REUSE, "return worth * self._frailty.factor + PRIORITY", "return worth + PRIORITY"),),
+        tested(f"{_TESTS}::test_a_batch_at_night_drives_out_little_and_by_day_new_prompts_are_let_in_again"),
+    ),
+    Mutant(
+        "a-night-without-end",
+        "what was expected lately never fades, and so nothing new is ever let in again",
+        (Patch(_FRAILTY, "self._expected = _FADING * self._expected + expected", "self._expected += expected"),),
+        tested(f"{_LATELY}::test_a_morning_makes_good_for_a_night_in_twice_the_time_that_is_lately"),
+    ),
+    Mutant(
+        "better-than-its-kind",
+        "where more comes back than should, what is new drives out what has shown that it comes back",
+        (Patch(_FRAILTY, "return min(1.0, (_SHAPE", "return (1.0 * (_SHAPE"),),
+        tested(f"{_LATELY}::test_where_as_much_comes_back_as_should_or_more_nothing_is_worth_less"),
+    ),
+    Mutant(
+        "all-popular-alike",
+        "what was asked for eight times is taken for what was asked for five times",
+        (Patch(_REUSE, "(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)", "(0, 1, 3, 7, 15, 31)"),),
+        tested(f"{_TESTS}::test_how_often_a_block_was_asked_for_is_told_apart_by_half_octaves"),
     ),
     Mutant(
         "of-use-or-not",
