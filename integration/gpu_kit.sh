@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Bundle vLLM 0.32.0 for a Hopper GPU host that reaches no package index.
 #
-#   integration/gpu_kit.sh OUT [BYTES]      parts of at most BYTES (default: 62000000) go to OUT: kit.part.00, ...
+#   integration/gpu_kit.sh OUT [BYTES]      parts of at most BYTES (default: 48000000) go to OUT: kit.part.00, ...
 #
 # The host is to have Python 3.12 on x86-64, a driver for CUDA 13, and PyTorch for CUDA 13 of any version with its CUDA
 # libraries and transformers 5. Move the parts there, and then:
@@ -14,7 +14,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?where the parts go}
-bytes=${2:-62000000}
+bytes=${2:-48000000}
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -65,66 +65,59 @@ def earlier_chats() -> Iterator[str]:
 
 
 def copies() -> Iterator[str]:
-    slow, fast = "copies_turns_h200", "copies_h200"
-    longer, shares = [], {}
-    for direction in ("load", "save"):
-        for piece in (16 << 10, 64 << 10, 256 << 10):
-            of = {
-                name: next(row for row in rows_of_copies(direction, piece, name) if row["way"] == "loop")
-                for name in (slow, fast, "copies_h100")
-            }
-            longer.append(median(of[slow]["all_ms"]) / median(of[fast]["all_ms"]))
-            shares |= {(name, direction, piece): row["share_of_link"] for name, row in of.items()}
-    yield f"took {min(longer):.1f} to {max(longer):.1f} times as long there as on the host of e8175df"
-    at = {
-        name: "{:.3f} and {:.3f}".format(*(shares[name, way, 64 << 10] for way in ("load", "save")))
-        for name in (slow, fast, "copies_h100")
+    now, before = "copies_h200", "copies_before_h200"
+    shares = {
+        (piece, way): claim(before, f"share_of_link_{way}_{piece}")
+        for piece in ("2MiB", "64KiB")
+        for way in ("load", "save")
     }
-    yield f"at 64 KiB that reached {at[slow]} of the link, and {at[fast]} at e8175df"
-    yield f"nothing did, has {at['copies_h100']}."
-    link = {
-        name: [ms for row in result(name)["rows"] if row.get("part") == "duplex" for ms in row["link_ms"]]
-        for name in (slow, fast)
-    }
-    yield (
-        f"two large copies at once took {min(link[slow]):.0f} to {max(link[slow]):.0f} ms, and {min(link[fast]):.0f} "
-        f"to {max(link[fast]):.0f} in the run above"
-    )
-    own, later, other = (claim(name, "submitting_thread_share_save_64KiB") for name in (fast, slow, "copies_h100"))
-    yield f"for **{own:.2f}** of the copy's time, **{later:.2f}** on the slow host and **{other:.2f}** on the H100's"
+    large = "loaded at {:.3f} and saved at {:.3f} of the link".format(shares["2MiB", "load"], shares["2MiB", "save"])
+    yield f"2 MiB were {large}, pieces of 64 KiB at {shares['64KiB', 'load']:.3f} and **{shares['64KiB', 'save']:.3f}**"
+    claims = result(before)["claims"].values()
+    yield f"and {sum(one['holds'] for one in claims)} of {len(claims)} goals held"
+    longer = []
+    for way in ("load", "save"):
+        loops = [
+            median(next(row["all_ms"] for row in rows_of_copies(way, 64 << 10, name) if row["way"] == "loop"))
+            for name in (now, before)
+        ]
+        longer.append(loops[0] / loops[1])
+    yield "took {:.2f} and {:.2f} times as long as on that host".format(*longer)
+    own, older, other = (claim(name, "submitting_thread_share_save_64KiB") for name in (now, before, "copies_h100"))
+    yield f"for **{own:.2f}** of the copy's time, **{older:.2f}** before and **{other:.2f}** on the H100's host"
 
 
 def submitting() -> Iterator[str]:
     spent: dict[str, list[float]] = {}
     slower = []
-    for name in ("submitting_turns_h200", "submitting_h100", "submitting_paced_h200"):
+    for name in ("submitting_h200", "submitting_h100"):
         for row in rows_of("long", result(name)):
             busy, resting = (median(row["all_ms"][which][1:]) for which in ("in_python", "resting"))
             slower.append(busy / resting)
             if row["case"].startswith("load"):
                 spent.setdefault(name, []).append(resting * median(row["submitting_share"]))
-    turns, before = spent["submitting_turns_h200"], spent["submitting_h100"]
-    yield f"A load of 1 GiB takes {min(turns):.1f} to {max(turns):.1f} ms of the submitting thread on the slow host"
-    yield f"took {min(before):.1f} to {max(before):.1f} on the H100's"
+    *others, large = spent["submitting_h200"]
+    yield f"a load of 1 GiB takes {large:.1f} ms of the submitting thread"
+    yield f"in the other sizes {min(others):.1f} to {max(others):.1f}, and"
+    yield "and {:.1f} to {:.1f} on the H100's host".format(min(spent["submitting_h100"]), max(spent["submitting_h100"]))
     yield f"copies take {min(slower):.1f} to {max(slower):.1f} times as long**"
+    awaited = [
+        one["value"]
+        for name, one in result("submitting_h200")["claims"].items()
+        if name.startswith("share_of_link_of_an_awaited_load")
+    ]
+    yield "reaches {:.3f}, {:.3f}, **{:.3f}** and {:.3f} of the link".format(*awaited)
 
 
 def beside_a_model() -> Iterator[str]:
-    most = {
-        name: max(
-            100 * one["value"]
-            for which, one in result(name)["claims"].items()
-            if which.startswith("prefill_slower") and which.endswith("_64KiB")
-        )
-        for name in ("interference_turns_h200", "interference_h200", "interference_h100")
-    }
-    later, before, other = most.values()
-    yield f"slower by up to **{later:.1f} %** beside copies in pieces of 64 KiB"
-    yield f"by up to {before:.1f} on the host of e8175df and {other:.1f} on the H100's"
+    claims = result("interference_h200")["claims"]
+    assert all(one["holds"] for name, one in claims.items() if "2048KiB" in name)
+    most = max(100 * one["value"] for name, one in claims.items() if name.startswith("prefill_slower"))
+    yield f"prefill up to **{most:.1f} %** with loads and saves at once"
 
 
 def small_copies() -> Iterator[str]:
-    found = {row["case"]: row["us"]["ours"] for row in rows_of("small copies", result("interference_turns_h200"))}
+    found = {row["case"]: row["us"]["ours"] for row in rows_of("small copies", result("interference_h200"))}
     ms = {
         way: [[us / 1e3 for us in times] for case, times in found.items() if case.endswith(way)]
         for way in ("load", "save")
@@ -132,7 +125,8 @@ def small_copies() -> Iterator[str]:
     middle = {way: [median(times) for times in of] for way, of in ms.items()}
     longest = {way: max(max(times) for times in of) for way, of in ms.items()}
     yield f"takes {min(middle['load']):.2f} to {max(middle['load']):.2f} ms beside loads and"
-    yield f"loads and {min(middle['save']):.1f} to {max(middle['save']):.1f} beside saves, medians, and"
+    (beside_saves,) = {f"{ms:.1f}" for ms in middle["save"]}
+    yield f"loads and {beside_saves} beside saves, medians, and"
     yield f"medians, and {longest['load']:.1f} and {longest['save']:.1f} ms at most"
 
 

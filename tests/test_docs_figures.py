@@ -25,7 +25,6 @@ from tests.kept_results import (
     over_none,
     result,
     rows,
-    rows_of_copies,
     sglang_host_hits,
     sglang_over_hicache,
     window,
@@ -39,8 +38,6 @@ def benchmarks() -> Iterator[str]:
     yield f"came after {packed:.1f} ms with loads that are packed, and {kernel:.1f} by the kernel"
     demo = result("demo_1000_h200")["claims"]["ttft_speedup_of_1000_token_host_hit"]
     yield f"Sooner by {demo['goal']} times was the goal, and **the last line, {demo['value']:.1f}, misses it**"
-    packed = next(row for row in rows_of_copies("save", 64 << 10) if row["way"] == "staged")
-    yield f"although packing reaches {packed['share_of_link']:.3f}"
     for name, form in (
         ("vllm_misses_0251_h200", "have **{:.3f}** ({:.3f} to {:.3f}) of the throughput"),
         ("vllm_misses_later_0251_h200", "**{:.3f}** ({:.3f} to {:.3f}), OffloadingConnector"),

@@ -82,7 +82,7 @@ def test_goals_of_first_tokens_are_of_their_rows(name: str) -> None:
     assert {what: claim for what, claim in found["claims"].items() if what in report.claims} == close(report.claims)
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200", "turns_h200"])
+@pytest.mark.parametrize("gpu", ["h100", "h200", "before_h200"])
 def test_goals_of_copies_are_those_that_are_asked_for(gpu: str) -> None:
     claims = kept(f"copies_{gpu}")["claims"]
     sizes = {f"{size >> 20}MiB" if size >= 1 << 20 else f"{size >> 10}KiB": goal for size, goal in copies.GOALS.items()}

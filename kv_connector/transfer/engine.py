@@ -163,8 +163,8 @@ class TransferEngine:
     def submit_save(self, jobs: Sequence[CopyJob]) -> frozenset[int]:
         """Queue a step's saves, merged, after the current stream's position; call it after the forward pass.
 
-        The link moves both ways at once, each at 0.86 of its rate alone or more, by the size of pieces (0.866 to 0.988,
-        H200, `copies_h200.json`): waiting for the loads under way would cost a save their whole time to win them 14 %
+        The link moves both ways at once, each at 0.81 of its rate alone or more, by the size of pieces (0.814 to 0.945,
+        H200, `copies_h200.json`): waiting for the loads under way would cost a save their whole time to win them 19 %
         at most. Their kernels have a higher stream priority, and `save_bandwidth` bounds what is planned. Errors and
         result are those of `submit_background_load`.
         """
