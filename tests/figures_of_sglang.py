@@ -6,90 +6,104 @@ from collections.abc import Iterator
 
 from integration.figures.results import Row, rows_of
 from tests.kept_results import (
+    claim,
     goal,
+    host_hits,
     over_none,
     result,
-    sglang_host_hits,
+    sglang_by_path,
+    sglang_chats,
     sglang_over_hicache,
-    sglang_packed,
 )
 
+LENGTHS = (2048, 8192, 32768)
+SLOW = tuple(f"sglang_serving_turns_{host}_h200" for host in ("05x", "1x", "2x"))
+HERE = "sglang_serving_1x_h200", "sglang_serving_2x_h200"
 
-def sglang() -> Iterator[str]:
-    over, ms = sglang_over_hicache(), sglang_host_hits()
-    yield "**{:.3f}, {:.3f} and {:.3f}** times what it takes".format(*(over[n, "ours"] for n in (2048, 8192, 32768)))
-    longer = [100 * (ms[n, "computed", "ours"] / ms[n, "computed", "none"] - 1) for n in (2048, 8192, 32768)]
+
+def chats() -> Iterator[str]:
+    found = sglang_chats(*HERE)
+    (seconds,) = {round(row["seconds"]) for row in found.values()}
+    yield f"one window of {seconds} s for each engine and length of answers"
+    answered = [found[2.01, 32, name]["arrived"] for name in ("ours", "hicache")]
+    yield "by {} turns against {} in a window".format(*answered)
+    (cached,) = {round(100 * row["cached_share"]) for (host, *_), row in found.items() if host > 2}
+    yield f"both have {cached} % cached"
+    assert found[2.01, 8, "ours"]["arrived"] == found[2.01, 8, "hicache"]["arrived"]
+    for answer in (8, 32):
+        assert found[1, answer, "ours"]["cached_share"] > found[1, answer, "hicache"]["cached_share"] + 0.05
+    rates = load_rates(*HERE)
+    yield f"Loads moved at {min(rates):.0f} to {max(rates):.0f} GB/s in all four windows of ours"
+    assert len(rates) == 4
+    half = claim(SLOW[0], "turns_over_best_of_1_peers_host_0.5x_answers_8_sglang_0523")
+    yield f"older code had {half:.2f} times HiCache's turns there"
+    assert over_none("sglang_misses_h200")["ours"] >= float(goal("sglang_misses_h200", "miss_path"))
+
+
+def first_tokens() -> Iterator[str]:
+    rows = {(row["tokens"], row["kind"], row["connector"]): row for row in rows_of("hits", result("sglang_ttft_h200"))}
+    ms = {key: row["ms"] for key, row in rows.items()}
+    late = (100 * (over - 1) for over in sglang_over_hicache())
+    yield "misses HiCache's time, by {:.0f}, {:.0f} and {:.0f} %**".format(*late)
+    longer = (100 * (ms[size, "computed", "ours"] / ms[size, "computed", "none"] - 1) for size in LENGTHS)
     yield "takes {:.1f}, {:.1f} and {:.1f} % longer than without the linker".format(*longer)
-    packed = 'ours:copy_path="staged"'
-    yield f"are copied now, takes {over[32768, packed]:.3f} times it there"
-    assert min(over[size, packed] for size in (2048, 8192)) > 1
-
-    long, short = sglang_packed(32), sglang_packed(8)
-    yield f"`staged` answers **{long:.2f}** times the turns of HiCache with answers of 32, and {short:.2f} with"
-    long, short = (sglang_packed(answer, "ttft_p50_ms") for answer in (32, 8))
-    yield f"its p50 is **{long:.2f}** and {short:.2f} times HiCache's"
-    counted = [
-        (row["connector"], row["counted"])
-        for name in ("1x", "2x")
-        for row in result(f"sglang_serving_{name}_h200")["rows"]
-        if row.get("counted")
-    ]
-    rates = {name: [] for name, _ in counted}
-    for name, of in counted:
-        rates[name].append(round(of["loaded_bytes"] / of["load_milliseconds"] / 1e6))
-    (rate,) = set(rates[packed])
-    yield f"loads moved at {rate} GB/s, those of ours at {min(rates['ours'])} to {max(rates['ours'])} there"
-    chats = [row for row in result("sglang_serving_05x_h200")["rows"] if row.get("connector") == "ours"]
-    half = [row["counted"] for row in chats]
-    slow = sorted(of["loaded_bytes"] / of["load_milliseconds"] / 1e6 for of in half)
-    yield f"at {slow[0]:.0f} to {slow[1]:.0f} with half"
-    yield "with half of them {:,.0f} and {:,.0f}".format(*(of["host_hit_tokens"] / of["sync_loads"] for of in half))
-    names = [f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x")]
-    seconds = [row["seconds"] for name in names for row in result(name)["rows"] if row["part"] == "chats"]
-    yield f"Before copies yielded, windows of {min(seconds):.0f} to {max(seconds):.0f} s, and"
-    later = [rows_of("chats", result(f"sglang_serving_later_{host}_h200")) for host in ("1x", "2x")]
-    seconds = [row["seconds"] for found in later for row in found]
-    yield f"in the second run of {min(seconds):.0f} to {max(seconds):.0f} s:"
-    missed, asked = over_none("sglang_misses_h200"), float(goal("sglang_misses_h200", "miss_path"))
-    assert missed["ours"] < asked <= missed["hicache"]
-    yield "There HiCache meets it"
-    held = over_none("sglang_serving_turns_2x_h200")
-    assert min(held.values()) >= asked
-    before, later = over_none(names[1]), over_none("sglang_serving_later_1x_h200")
-    assert before["ours"] < asked <= before["hicache"]
-    yield f"ours had **{before['ours']:.4f}** (HiCache {before['hicache']:.4f}) at e8175df, and"
-    yield f"**{later['ours']:.4f}** (**{later['hicache']:.4f}**) at 1fbf2ab"
-    tokens = [of["loaded_bytes"] / of["sync_loads"] / (128 << 10) for name, of in counted if name == "ours"]
-    yield f"a load had {min(tokens):,.0f} to {max(tokens):,.0f} tokens on average"
+    device, *others = (ms[2048, "device_hit", name] for name in ("ours", "hicache", "none"))
+    yield f"device took {device:.1f} ms, with HiCache {others[0]:.1f} and without a host cache {others[1]:.1f}"
+    ours, peer = (rows[2048, "host_hit", name] for name in ("ours", "hicache"))
+    on_device = rows[2048, "device_hit", "ours"]["all_ms"]
+    quick = on_device.index(min(on_device))
+    assert min(on_device) <= max(others) < sorted(on_device)[1]
+    yield f"{min(ours['all_ms']):.1f} to {max(ours['all_ms']):.1f} ms, and {ours['all_ms'][quick]:.1f} for the one"
+    first, last = peer["all_ms"][:2], peer["all_ms"][2:]
+    yield f"took {first[0]:.1f} and {first[1]:.1f}, of the last four {min(last):.1f} to {max(last):.1f}"
+    yield f"took {ours['ms'] - device:.1f} ms longer than its device hit, one of HiCache's {peer['ms'] - others[0]:.1f}"
+    long = rows[32768, "host_hit", "ours"]
+    rate = long["load_bytes_per_second"] / 1e9
+    yield f"load itself moved at {rate:.0f} GB/s, and a host hit took {long['ms']:.1f} ms"
 
 
-def sglang_with_turns() -> Iterator[str]:
-    slow = [rows_of("chats", result(f"sglang_serving_turns_{host}_h200")) for host in ("05x", "1x", "2x")]
-    chats = {(row["host_share"], row["answer"], row["connector"]): row for rows in slow for row in rows}
-    seconds = [row["seconds"] for row in chats.values()]
-    yield f"windows of {max(seconds):.0f} s, and of {min(seconds):.1f} s where the host holds twice"
-    answered = [chats[2.01, answer, name]["arrived"] for answer in (8, 32) for name in ("ours", "hicache")]
-    yield "host memory**, {} turns against {} in a window, and {} against {}.".format(*answered)
-    rates = [load_rate(row) for row in chats.values() if row["connector"] == "ours"]
-    yield f"Its loads moved at {min(rates):.0f} to {max(rates):.0f} GB/s in all three runs"
+def paths() -> Iterator[str]:
+    ms, staged = sglang_by_path(), 'ours:copy_path="staged"'
+    packed, kernel, peer = ([ms[size, "host_hit", name] for size in LENGTHS] for name in (staged, "ours", "hicache"))
+    yield f"took {packed[2]:.1f} packed and {kernel[2]:.1f} by the kernel, HiCache's {peer[2]:.1f}"
+    over = "**{:.3f}** and **{:.3f}** of HiCache's".format(*sglang_over_hicache("ttft_paths", *LENGTHS[:2]))
+    yield f"8,192 {kernel[0]:.1f} and {kernel[1]:.1f} by the kernel, which was {over}, and {packed[0]:.1f} and"
+    yield f"and {packed[1]:.1f} packed"
+
+
+def slow_host() -> Iterator[str]:
+    found = sglang_chats(*SLOW)
+    seconds = [row["seconds"] for row in found.values()]
+    yield f"Windows of {max(seconds):.0f} s, and of {min(seconds):.1f} s where the host holds twice"
+    answered = [found[2.01, answer, name]["arrived"] for answer in (8, 32) for name in ("ours", "hicache")]
+    yield "host memory**, {} turns against {} in a window, and {} against {};".format(*answered)
+    rates = load_rates(*SLOW)
+    yield f"Its loads moved at {min(rates):.0f} to {max(rates):.0f} GB/s beside the model"
     rows = [row for row in result("sglang_ttft_turns_h200")["rows"] if "all_load_bytes_per_second" in row]
     alone = [rate / 1e9 for row in rows for rate in row["all_load_bytes_per_second"]]
     yield f"though at {min(alone):.0f} to {max(alone):.0f} without"
-    before = rows_of("chats", *(result(f"sglang_serving_{host}_h200") for host in ("05x", "1x", "2x")))
-    of_before = {(row["host_share"], row["answer"], row["connector"]): row["turns_per_second"] for row in before}
-    shares = [row["turns_per_second"] / of_before[key] for key, row in chats.items() if key[2] == "hicache"]
-    yield f"HiCache had {min(shares):.2f} to {max(shares):.2f} of the turns that it had at e8175df"
-    claims = result("sglang_ttft_turns_h200")["claims"]
-    late = (100 * (claims[f"ours_host_hit_over_hicache_{size}"]["value"] - 1) for size in (2048, 8192, 32768))
-    yield "misses HiCache's time there, by {:.0f}, {:.0f} and {:.0f} %".format(*late)
+    above = sglang_chats(*HERE)
+    shares = [
+        row["turns_per_second"] / above[key]["turns_per_second"]
+        for key, row in found.items()
+        if key[2] == "hicache" and key in above
+    ]
+    yield f"HiCache had {min(shares):.2f} to {max(shares):.2f} of the turns that it has above"
+    first = (host_hits("sglang_ttft_turns_h200")[size, "host_hit", "ours"] for size in LENGTHS)
+    yield "took {:.1f}, {:.1f} and {:.1f} ms".format(*first)
+    yield "**{:.3f}, {:.3f} and {:.3f}** times HiCache's".format(*sglang_over_hicache("ttft_turns"))
+    of_link = (claim("sglang_ttft_turns_h200", f"ours_load_over_link_{size}") for size in LENGTHS)
+    yield "**{:.3f}, {:.3f} and {:.3f}** of the link".format(*of_link)
+    held = over_none(SLOW[2])
+    yield f"it had {held['ours']:.4f} of the throughput without a host cache, HiCache {held['hicache']:.4f}"
 
 
-def sglang_on_other_hosts() -> Iterator[str]:
+def other_hosts() -> Iterator[str]:
     without = []
     for name, turns, rate, window in (
         (
             "15x",
-            "a later p50**: {ours:.2f} and {hicache:.2f} a second with",
+            "a later p50: {ours:.2f} and {hicache:.2f} a second with",
             "at {:.0f} GB/s",
             "one window of {:.1f} s",
         ),
@@ -103,7 +117,7 @@ def sglang_on_other_hosts() -> Iterator[str]:
         p50 = found["ours"]["ttft_p50_ms"] / found["hicache"]["ttft_p50_ms"]
         yield f"(p50 **{p50:.3f}**"
         yield window.format(found["ours"]["seconds"])
-    yield "On the two other hosts ours had {:.2f} and {:.2f} of HiCache's turns with".format(*without)
+    yield "do not yield ours had **{:.2f} and {:.2f}** of HiCache's turns".format(*without)
     found = {row["connector"]: row for row in rows_of("chats", result("sglang_calibrations_15x_h200"))}
     turns = {name: row["turns_per_second"] for name, row in found.items()}
     bad = (turns[f'ours:calibration="/tmp/{name}.json"'] for name in ("bad1", "bad2"))
@@ -111,9 +125,13 @@ def sglang_on_other_hosts() -> Iterator[str]:
     yield f"on a host where loads move at {load_rate(found['ours']):.0f} GB/s"
 
 
+def load_rates(*names: str) -> list[float]:
+    """GB/s of all loads of each window of the default."""
+    return [load_rate(row) for (*_, name), row in sglang_chats(*names).items() if name == "ours"]
+
+
 def load_rate(row: Row) -> float:
-    """GB/s of all loads of a window."""
     return float(row["counted"]["loaded_bytes"] / row["counted"]["load_milliseconds"] / 1e6)
 
 
-TOLD = (sglang, sglang_with_turns, sglang_on_other_hosts)
+TOLD = (chats, first_tokens, paths, slow_host, other_hosts)

@@ -100,24 +100,20 @@ def window(row: dict[str, Any]) -> str:
     return f"{row['turns_per_second']:.2f}, {row['ttft_p50_ms']:,.0f} ms, {100 * row['cached_share']:.0f} %"
 
 
-def sglang_host_hits() -> dict[tuple[int, str, str], float]:
-    return host_hits("sglang_ttft_h200") | host_hits("sglang_ttft_32k_h200")
+def sglang_by_path() -> dict[tuple[int, str, str], float]:
+    """Host hits of older code by a kernel, `ours`, and packed."""
+    return host_hits("sglang_ttft_paths_h200") | host_hits("sglang_ttft_paths_32k_h200")
 
 
-def sglang_over_hicache() -> dict[tuple[int, str], float]:
-    """What a host hit takes of HiCache's, by tokens and connector."""
-    ms = sglang_host_hits()
-    return {
-        (size, name): value / ms[size, "host_hit", "hicache"]
-        for (size, kind, name), value in ms.items()
-        if kind == "host_hit"
-    }
+def sglang_over_hicache(name: str = "ttft", *sizes: int) -> list[float]:
+    """What a host hit of each length takes of HiCache's."""
+    lengths = sizes or (2048, 8192, 32768)
+    return [claim(f"sglang_{name}_h200", f"ours_host_hit_over_hicache_{size}") for size in lengths]
 
 
 def sglang_turns() -> dict[tuple[float, int], float]:
     """Turns of the default over HiCache's, by size of the host and length of answers."""
-    chats = rows_of("chats", *(result(f"sglang_serving_{name}_h200") for name in ("05x", "1x", "2x")))
-    found = {(row["host_share"], row["answer"], row["connector"]): row for row in chats}
+    found = sglang_chats("sglang_serving_1x_h200", "sglang_serving_2x_h200")
     return {
         (host, answer): row["turns_per_second"] / found[host, answer, "hicache"]["turns_per_second"]
         for (host, answer, name), row in found.items()
@@ -125,8 +121,7 @@ def sglang_turns() -> dict[tuple[float, int], float]:
     }
 
 
-def sglang_packed(answer: int, figure: str = "turns_per_second") -> float:
-    """Turns, or another figure, with loads that are packed over HiCache's, where the host holds all chats."""
-    chats = [row for row in result("sglang_serving_1x_h200")["rows"] if row.get("answer") == answer]
-    found = {row["connector"]: row[figure] for row in chats}
-    return found['ours:copy_path="staged"'] / found["hicache"]
+def sglang_chats(*names: str) -> dict[tuple[float, int, str], Row]:
+    """Windows by size of the host, length of answers and connector."""
+    chats = rows_of("chats", *map(result, names))
+    return {(row["host_share"], row["answer"], row["connector"]): row for row in chats}

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from integration.bench.peers import LOSSLESS
-from integration.figures.results import ROOT
+from integration.figures.results import ROOT, rows_of
 from tests import figures_of_readme, figures_of_sglang, figures_of_turns
 from tests.kept_results import (
     by_regime,
@@ -25,7 +25,7 @@ from tests.kept_results import (
     over_none,
     result,
     rows,
-    sglang_host_hits,
+    sglang_by_path,
     sglang_over_hicache,
     window,
 )
@@ -33,7 +33,7 @@ from tests.kept_results import (
 
 def benchmarks() -> Iterator[str]:
     yield from chats_0251()
-    ms = sglang_host_hits()
+    ms = sglang_by_path()
     packed, kernel = (ms[32768, "host_hit", name] for name in ('ours:copy_path="staged"', "ours"))
     yield f"came after {packed:.1f} ms with loads that are packed, and {kernel:.1f} by the kernel"
     demo = result("demo_1000_h200")["claims"]["ttft_speedup_of_1000_token_host_hit"]
@@ -258,16 +258,22 @@ def policies() -> Iterator[str]:
 def changes() -> Iterator[str]:
     hits = [row["host_hits_percent"] for row in result("policies")["rows"] if row["trace"] == "phases"]
     yield f"{max(of['adaptive'] - of['LRU'] for of in hits):.1f} points more on the smallest (`policies.json`)"
-    missed, over = over_none("sglang_misses_h200"), sglang_over_hicache()
+    missed = over_none("sglang_misses_h200")
     ours, peer = (f"{missed[name]:.4f}" for name in ("ours", "hicache"))
     yield f"it has {ours} of the throughput without a host cache (goal 0.99), HiCache {peer}"
-    chats = [row for row in result("sglang_serving_05x_h200")["rows"] if row["part"] == "chats"]
-    cached = {(row["connector"], row["answer"]): f"{100 * row['cached_share']:.0f}" for row in chats}
-    (half,) = {cached["ours", answer] for answer in (8, 32)}
-    yield f"have {half} % cached, with HiCache {cached['hicache', 8]} and {cached['hicache', 32]}"
-    yield f"after {over[2048, 'ours']:.3f} and {over[8192, 'ours']:.3f} times what it takes with HiCache"
-    slow = [claim("sglang_ttft_turns_h200", f"ours_host_hit_over_hicache_{size}") for size in (2048, 8192)]
-    yield "on a slow host, with copies that yield, after {:.2f} and {:.2f} times".format(*slow)
+    half = rows_of("chats", result("sglang_serving_turns_05x_h200"))
+    cached = {row["connector"]: 100 * row["cached_share"] for row in half}
+    yield "have {ours:.0f} % cached, with HiCache {hicache:.0f} (".format_map(cached)
+    for name, form in (
+        ("ttft_paths", "after {:.3f} and {:.3f} times what it took with HiCache"),
+        ("ttft", "with copies that yield it comes after {:.2f} and {:.2f} times"),
+        ("ttft_turns", "on a slow host came after {:.2f} and {:.2f} times"),
+    ):
+        yield form.format(*sglang_over_hicache(name, 2048, 8192))
+    rates = figures_of_sglang.load_rates("sglang_serving_1x_h200", "sglang_serving_2x_h200")
+    yield f"In SGLang chats loads move at {min(rates):.0f} to {max(rates):.0f} GB/s so"
+    before = (figures_of_sglang.load_rates(f"sglang_turns_off_{size}_h200")[0] for size in ("2x", "15x"))
+    yield "had {:.0f} and {:.0f} without it".format(*before)
 
 
 TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {

@@ -22,7 +22,7 @@ RESULTS = sorted(path.stem for path in FOLDER.glob("*.json"))
 CHATS_0320 = [f"vllm_serving_0320_{host}_h200" for host in ("05x", "075x", "1x", "2x")]
 CHATS_TURNS = [f"vllm_serving_0320_turns_{host}_h200" for host in ("05x", "1x", "2x")]
 CHATS_SGLANG = [
-    *(f"sglang_serving_{host}_h200" for host in ("05x", "1x", "2x", "later_1x", "later_2x")),
+    *(f"sglang_serving_{host}_h200" for host in ("1x", "2x")),
     *(f"sglang_serving_turns_{host}_h200" for host in ("05x", "1x", "2x")),
     *(f"sglang_{what}_h200" for what in ("turns_off_15x", "turns_off_2x", "calibrations_15x")),
 ]
@@ -68,8 +68,8 @@ def test_a_table_of_regimes_is_of_its_results(name: str, parts: list[str]) -> No
         "vllm_ttft_0320_h200",
         "vllm_lossless_0320_h200",
         "sglang_ttft_h200",
-        "sglang_ttft_32k_h200",
-        "sglang_ttft_later_h200",
+        "sglang_ttft_paths_h200",
+        "sglang_ttft_paths_32k_h200",
         "sglang_ttft_turns_h200",
     ],
 )
