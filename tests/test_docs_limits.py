@@ -82,7 +82,7 @@ LIMITS = {
             *(turns.TURN_BYTES[pace] >> 20 for pace in ((Direction.LOAD, False), (Direction.SAVE, False), AWAITED))
         ),
         f"which writes a word {'four' if turns._NUM_WRITES == 4 else turns._NUM_WRITES} times",
-        f"calls of at most {copier.MOST_KEEPING_LOCK} segments keep it",
+        f"calls of the driver for at most {copier.MOST_KEEPING_LOCK} segments keep Python's lock",
     ),
     "docs/control.md": (
         f"An object of more than {hints._MOST_HINTS} hints has no effect",
