@@ -30,6 +30,16 @@ def test_a_load_that_becomes_another_for_good_is_learned_in_a_few_parts() -> Non
     assert (now > before).all()
 
 
+def test_what_is_expected_is_what_the_memories_say_that_are_believed() -> None:
+    """A rate for each age, while a load stays what it is and after it has become another."""
+    rates = settled()
+    assert np.allclose(rates.mean[0], 0.02, rtol=0.15)
+    for _ in range(60):
+        rates.add(*part(np.full(4, 2.0), 1))
+    before, now = rates.mean
+    assert (now > 0.018).all() and (before < 0.002).all(), "the longest memory alone says 0.002 and 0.018"
+
+
 def test_what_nobody_has_seen_before_leaves_the_memories_to_be_compared() -> None:
     """The same where the second class is asked for at ages at which nothing ever was."""
     rates = Rates(2, np.full(4, 0.5))

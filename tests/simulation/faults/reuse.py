@@ -14,6 +14,7 @@ _REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _TESTS = "tests/index/test_reuse.py"
 _LEARNED = "tests/index/test_rates.py"
 _LATELY = "tests/index/test_frailty.py"
+_LOOKS = "tests/index/test_looks.py"
 _RUNS = "tests/index/test_eviction.py"
 _DECLINED = "tests/scheduler/saves/test_declined.py"
 
@@ -44,6 +45,42 @@ REUSE: tuple[Mutant, ...] = (
         "where more comes back than should, what is new drives out what has shown that it comes back",
         (Patch(_FRAILTY, "return min(1.0, (_SHAPE", "return (1.0 * (_SHAPE"),),
         tested(f"{_LATELY}::test_where_as_much_comes_back_as_should_or_more_nothing_is_worth_less"),
+    ),
+    Mutant(
+        "parts-without-end",
+        "what was seen at the looks of a part is learned again with each later part",
+        (Patch(_REUSE, "        self._part_events[:] = self._part_exposure[:] = 0.0\n", ""),),
+        tested(f"{_LOOKS}::test_a_part_is_learned_once_from_all_that_was_seen_at_its_looks"),
+    ),
+    Mutant(
+        "looks-back-to-the-part",
+        "at each look exposure is counted from where the part began, so that less comes back than is expected",
+        (Patch(_REUSE, "self._open() * (time - self._looked_at)", "self._open() * (time - self._learned_at)"),),
+        tested(f"{_LOOKS}::test_a_part_is_learned_once_from_all_that_was_seen_at_its_looks"),
+    ),
+    Mutant(
+        "lately-is-ever",
+        "what was asked for long ago is expected to come back, too, and counts as missing where that does not count",
+        (Patch(_REUSE, "(exposure * self._rates.mean)[:, lately].sum()", "(exposure * self._rates.mean).sum()"),),
+        tested(f"{_LOOKS}::test_between_two_looks_what_is_known_is_expected_to_come_back_as_often_as_its_kind"),
+    ),
+    Mutant(
+        "a-night-without-priority",
+        "a priority adds less to what comes new while little comes back",
+        (
+            Patch(
+                _REUSE,
+                "return worth * self._frailty.factor + PRIORITY_STEP * priority",
+                "return (worth + PRIORITY_STEP * priority) * self._frailty.factor",
+            ),
+        ),
+        tested(f"{_LOOKS}::test_a_priority_adds_what_it_does_however_little_comes_back"),
+    ),
+    Mutant(
+        "expected-of-long-ago",
+        "what is expected is what the longest memory says, long after a load has become another",
+        (Patch(_RATES, "np.tensordot(self._beliefs(), self._rates, axes=1)", "self._rates[0]"),),
+        tested(f"{_LEARNED}::test_what_is_expected_is_what_the_memories_say_that_are_believed"),
     ),
     Mutant(
         "all-popular-alike",
