@@ -24,6 +24,7 @@ from integration.models.smollm2 import default_folder, is_converted
 pytest.importorskip("vllm")
 from integration.servers import free_ports
 from integration.tests.test_vllm_serve import Server
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.model,
@@ -153,12 +154,12 @@ class Cluster:
 
     def wait_for_transfers(self, count: int = 1) -> None:
         """Until the proxy has seen so many more."""
-        end, first = time.monotonic() + 60, self.proxy.num_transferred()
-        while self.proxy.num_transferred() < first + count:
-            assert time.monotonic() < end, "nothing is transferred"
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                self.proxy.complete("Is anybody there? " * 8, 1)
-            time.sleep(0.05)
+        first = self.proxy.num_transferred()
+        until(lambda: self.proxy.num_transferred() >= first + count, self._ask, lambda: "nothing is transferred", 60)
+
+    def _ask(self) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            self.proxy.complete("Is anybody there? " * 8, 1)
 
     def close(self) -> None:
         self.proxy.end()

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,7 @@ import pytest
 from integration.models.smollm2 import default_folder, is_converted
 from integration.servers import free_ports
 from kv_connector.cli import main
+from tests.waiting import until
 
 pytest.importorskip("vllm")
 
@@ -95,8 +95,8 @@ class Server:
     def settle(self) -> None:
         """Until it answers, or has ended."""
         self._settled.wait(500)
-        while self.is_ready and self.process.poll() is None and not self._listens():
-            time.sleep(0.05)  # the line comes just before the socket
+        # The line comes just before the socket.
+        until(lambda: not self.is_ready or self.process.poll() is not None or self._listens(), told=lambda: self.log)
 
     @property
     def log(self) -> str:
