@@ -37,7 +37,7 @@ from kv_connector.storage.objects import groups
 from kv_connector.storage.s3 import backend as s3
 from kv_connector.transfer import form_choice
 from kv_connector.transfer.costs import curves
-from kv_connector.transfer.cuda import copier, turns
+from kv_connector.transfer.cuda import turns
 from kv_connector.transfer.paths import base as paths
 from kv_connector.types import Direction
 
@@ -82,7 +82,6 @@ LIMITS = {
             *(turns.TURN_BYTES[pace] >> 20 for pace in ((Direction.LOAD, False), (Direction.SAVE, False), AWAITED))
         ),
         f"which writes a word {'four' if turns._NUM_WRITES == 4 else turns._NUM_WRITES} times",
-        f"calls of the driver for at most {copier.MOST_KEEPING_LOCK} segments keep Python's lock",
     ),
     "docs/control.md": (
         f"An object of more than {hints._MOST_HINTS} hints has no effect",

@@ -8,19 +8,11 @@ from typing import Any
 
 import torch
 
-from .driver import check, let_go, libcuda, quick_libcuda
+from .driver import check, libcuda, quick_libcuda
 
 MAX_COPIES_PER_CALL = 2048
 """Descriptors in one driver call. On an H200, driver 580 (2026-11-21), submitting 16,384 at once stalls the host for
 51 ms while 8,192 take 3.6 ms; a tenth of that keeps each call well below a millisecond."""
-MOST_KEEPING_LOCK = 256
-"""Descriptors in a call that keeps Python's lock, where calls do: some 0.1 ms, 0.2 on a host whose driver is slow."""
-MOST_IN_A_ROW = 2048
-"""Descriptors in calls that keep the lock, one behind the other: some 1 ms. Then whoever waits for it gets it, or the
-thread that launches the step would launch nothing until all of a load is submitted: 10,400 descriptors of 256 KiB are
-2.6 GB. Not by a call that lets go of it, which may be one of 30 us: see `driver.let_go`."""
-CALL_DESCRIPTORS = 64
-"""As many take as long as a call does anyway."""
 _ACCESS_IN_STREAM_ORDER = 1
 
 
@@ -38,36 +30,28 @@ class _Attributes(ctypes.Structure):
 
 
 @cache
-def driver_copier(keeps_lock: bool = False) -> DriverCopier:
+def driver_copier() -> DriverCopier:
     """The CUDA driver's copier. Raises TransferError where there is no driver."""
-    return DriverCopier(keeps_lock=keeps_lock)
+    return DriverCopier()
 
 
 class DriverCopier:
     """`cuMemcpyBatchAsync` on one stream, or one `cuMemcpyAsync` a segment where that does not serve.
 
     Through ctypes and not cuda.bindings: NumPy arrays go to the driver as they are, where the bindings take a Python
-    object for every address, a microsecond each on the model-runner thread; and ctypes drops the GIL.
-
-    With `keeps_lock` calls of few segments keep it. What a step waits for is submitted beside the thread that launches
-    the step from Python: a call that lets go of the lock has it back after 0.3 to 1.5 ms there, and a load has one for
-    each chunk, 0.5 ms of the link. To submit 2.6 GB, which take 49 ms, took 37 to 51 ms on one host and 57 to 89 on
-    another (SGLang, H200, profiled, 2026-11-26).
-
-    A call blocks while the driver's queue is full. One that keeps the lock must not, for ever, wait for Python: nothing
-    that the stream waits for may be behind a host function (`cuLaunchHostFunc`) that is written in Python.
+    object for every address, a microsecond each on the model-runner thread; and ctypes drops the GIL. A call blocks
+    while the driver's queue is full; for one with the GIL, what the stream waits for might be in Python. Nor is a load
+    faster whose short calls keep it: a host hit of 4 GiB took 109.5 ms with such calls and 108.0 without (SGLang, H200,
+    `sglang_ttft_variants_h200.json`).
     """
 
-    def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL, keeps_lock: bool = False) -> None:
+    def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL) -> None:
         self._max_copies = max_copies_per_call
-        self._most_keeping = MOST_KEEPING_LOCK if keeps_lock else 0
-        self._num_kept = 0  # descriptors, since somebody else could have the lock
         self._driver = libcuda()
         # CUDA 13 dropped the index of the failing copy from the arguments; 12.8 brought the call.
         self._takes_fail_index = not hasattr(self._driver, "cuMemcpyBatchAsync_v2")
         name = "cuMemcpyBatchAsync" if self._takes_fail_index else "cuMemcpyBatchAsync_v2"
         self._batch: Any = getattr(self._driver, name, None)
-        self._quick_batch: Any = self._batch
         self._attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
         self._first, self._fail_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
         # Made once: a call is submitted for every couple of megabytes.
@@ -75,11 +59,9 @@ class DriverCopier:
         if self._takes_fail_index:
             self._constant = (*self._constant, ctypes.byref(self._fail_index))
         if self._batch is not None:
-            self._quick_batch = getattr(quick_libcuda(), name)
             pointer, size = ctypes.c_void_p, ctypes.c_size_t
             fail_index = [pointer] if self._takes_fail_index else []
-            for batch in (self._batch, self._quick_batch):
-                batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, *fail_index, pointer]
+            self._batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, *fail_index, pointer]
         self._one = quick_libcuda().cuMemcpyAsync
         for call in (self._driver.cuMemcpyAsync, self._one):
             call.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
@@ -94,24 +76,12 @@ class DriverCopier:
             return
         for start in range(0, count, self._max_copies):
             skipped, number = 8 * start, min(self._max_copies, count - start)
-            call = self._call_for(number)
-            code = call(targets + skipped, sources + skipped, sizes + skipped, number, *self._constant, stream)
+            code = self._batch(targets + skipped, sources + skipped, sizes + skipped, number, *self._constant, stream)
             check(code, "cuMemcpyBatchAsync")
 
     def copy_one(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Copy so few bytes that giving up Python's lock for the call, and waiting for it again, would take longer."""
         check(self._one(target, source, num_bytes, stream), "cuMemcpyAsync")
-
-    def _call_for(self, number: int) -> Any:
-        """The driver's call for so many descriptors."""
-        if number > self._most_keeping:
-            self._num_kept = 0
-            return self._batch
-        if self._num_kept + number + CALL_DESCRIPTORS > MOST_IN_A_ROW:
-            let_go()
-            self._num_kept = 0
-        self._num_kept += number + CALL_DESCRIPTORS
-        return self._quick_batch
 
     def _copy_each(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:
         arrays = [(ctypes.c_uint64 * count).from_address(address) for address in (targets, sources, sizes)]

@@ -106,15 +106,10 @@ class DriverTurns:
         check(self._wait(stream, after, 0), "cuStreamWaitEvent")
 
 
-def turn_taking_copiers(
-    turn_taking: Mapping[Pace, TurnTaking], copier: Copier | None, *, keeps_lock: bool
-) -> dict[Pace, Copier]:
-    """Of each pace, by the driver or, in tests, by `copier`. What a step waits for is submitted with Python's lock, and
-    with `keeps_lock` all else."""
-    return {
-        pace: TurnTakingCopier(copier if copier is not None else driver_copier(keeps_lock or pace[1]), each)
-        for pace, each in turn_taking.items()
-    }
+def turn_taking_copiers(turn_taking: Mapping[Pace, TurnTaking], copier: Copier | None) -> dict[Pace, Copier]:
+    """Of each pace, by the driver or, in tests, by `copier`."""
+    copier = copier if copier is not None else driver_copier()
+    return {pace: TurnTakingCopier(copier, each) for pace, each in turn_taking.items()}
 
 
 def make_turn_taking(device: torch.device) -> dict[Pace, TurnTaking]:

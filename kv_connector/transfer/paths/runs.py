@@ -79,8 +79,7 @@ class RunsPath:
         self._form = form
         self._host = host
         self._turn_taking = make_turn_taking(form.layout.device)
-        # A slice is a few calls, one from each turn to the next: nobody else waits for the lock for long.
-        self._copiers = turn_taking_copiers(self._turn_taking, copier, keeps_lock=True)
+        self._copiers = turn_taking_copiers(self._turn_taking, copier)
         self._pitched = pitched
         self._least_pitched = least_pitched
         self._is_refused = False  # a pitched copy was

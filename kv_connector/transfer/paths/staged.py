@@ -149,8 +149,7 @@ class StagedPath:
         device = form.layout.device
         self._form = form
         self._host = host
-        # A slice is many chunks: where no step waits for it, whoever wants Python's lock gets it between two.
-        self._copiers = turn_taking_copiers(make_turn_taking(device), copier, keeps_lock=False)
+        self._copiers = turn_taking_copiers(make_turn_taking(device), copier)
         self._packing = Packing(form)
         self._ids = {way: IdUploads(device, sides=1, in_order=True) for way in Direction}
         self._rings = {way: _Ring(device, staging_memory // 2, _PRIORITIES[way]) for way in Direction}

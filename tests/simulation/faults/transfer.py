@@ -14,7 +14,6 @@ _STAGED = "kv_connector/transfer/paths/staged.py"
 _ENGINE = "kv_connector/transfer/engine.py"
 _QUEUE = "kv_connector/transfer/submission/queue.py"
 _TIMING = "kv_connector/transfer/submission/timing.py"
-_COPIER = "kv_connector/transfer/cuda/copier.py"
 _DRIVER = "kv_connector/transfer/cuda/driver.py"
 _GEOMETRY = "kv_connector/transfer/memory/geometry.py"
 _LAYOUT = "tests/transfer/memory/test_layout.py"
@@ -452,18 +451,6 @@ TRANSFER: tuple[Mutant, ...] = (
             ),
         ),
         tested("tests/transfer/paths/test_paths.py"),
-    ),
-    Mutant(
-        "lock-kept-for-a-whole-load",
-        "the thread that launches a step gets Python's lock when all of a long load is submitted",
-        (Patch(_COPIER, "            let_go()\n", "            pass\n"),),
-        tested("tests/transfer/cuda/test_copier.py"),
-    ),
-    Mutant(
-        "short-calls-not-counted",
-        "calls of one segment keep Python's lock two thousand times in a row",
-        (Patch(_COPIER, "self._num_kept += number + CALL_DESCRIPTORS", "self._num_kept += number"),),
-        tested("tests/transfer/cuda/test_copier.py"),
     ),
     Mutant(
         "lock-let-go-of-too-shortly",

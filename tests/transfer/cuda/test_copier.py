@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from kv_connector.transfer.cuda import copier, driver, pitched
-from kv_connector.transfer.cuda.copier import CALL_DESCRIPTORS, MOST_IN_A_ROW, MOST_KEEPING_LOCK, DriverCopier
-from kv_connector.transfer.cuda.pitched import COPY, copy_pitched
-from kv_connector.transfer.cuda.pitched import MOST_IN_A_ROW as MOST_PITCHED_IN_A_ROW
+from kv_connector.transfer.cuda.copier import MAX_COPIES_PER_CALL, DriverCopier
+from kv_connector.transfer.cuda.pitched import COPY, MOST_IN_A_ROW, copy_pitched
 
 STREAM = 7
 
@@ -63,55 +62,22 @@ def copy(used: DriverCopier, count: int) -> list[int]:
 
 
 def test_calls_let_go_of_the_lock(libraries: SimpleNamespace) -> None:
-    few, many = (copy(DriverCopier(), count) for count in (1, MOST_KEEPING_LOCK + 1))
-    assert (libraries.lets_go.calls, libraries.keeps.calls) == ([few, many], [])
+    """What their stream waits for may be in Python."""
+    one, most = (copy(DriverCopier(), count) for count in (1, MAX_COPIES_PER_CALL))
+    assert (libraries.lets_go.calls, libraries.keeps.calls) == ([one, most], [])
 
 
-def test_short_calls_for_a_step_keep_the_lock(libraries: SimpleNamespace) -> None:
-    """Long ones do not: nobody else would run Python meanwhile."""
-    used = DriverCopier(keeps_lock=True)
-    one, most, many = (copy(used, count) for count in (1, MOST_KEEPING_LOCK, MOST_KEEPING_LOCK + 1))
-    assert (libraries.keeps.calls, libraries.lets_go.calls) == ([one, most], [many])
-
-
-def test_what_is_long_is_cut_and_its_end_is_short(libraries: SimpleNamespace) -> None:
-    used = DriverCopier(max_copies_per_call=MOST_KEEPING_LOCK + 1, keeps_lock=True)
-    every = copy(used, MOST_KEEPING_LOCK + 4)
-    assert libraries.lets_go.calls == [every[: MOST_KEEPING_LOCK + 1]]
-    assert libraries.keeps.calls == [every[MOST_KEEPING_LOCK + 1 :]]
+def test_what_is_long_is_cut(libraries: SimpleNamespace) -> None:
+    every = copy(DriverCopier(max_copies_per_call=5), 12)
+    assert libraries.lets_go.calls == [every[:5], every[5:10], every[10:]]
 
 
 @pytest.fixture
 def given(libraries: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Behind how many calls that keep the lock it was given to whoever waits for it, each time."""
     times: list[int] = []
-    for module in (copier, pitched):
-        monkeypatch.setattr(module, "let_go", lambda: times.append(len(libraries.keeps.calls)))
+    monkeypatch.setattr(pitched, "let_go", lambda: times.append(len(libraries.keeps.calls)))
     return times
-
-
-@pytest.mark.parametrize("count", [1, 20, MOST_KEEPING_LOCK])
-def test_the_thread_that_launches_gets_the_lock_while_a_long_load_is_submitted(
-    libraries: SimpleNamespace, given: list[int], count: int
-) -> None:
-    """However short its calls are: launching would begin when all is submitted. A call that lets go of the lock is too
-    short to give it away."""
-    used = DriverCopier(keeps_lock=True)
-    for _ in range(300):
-        copy(used, count)
-    longest = max(np.diff([0, *given, 300])) * (count + CALL_DESCRIPTORS)
-    assert MOST_IN_A_ROW // 2 < longest <= MOST_IN_A_ROW
-    assert len(given) <= 300 * (count + CALL_DESCRIPTORS) / longest, "and no more often"
-    assert (len(libraries.keeps.calls), libraries.lets_go.calls) == (300, [])
-
-
-def test_a_long_call_gives_the_lock_away_by_itself(libraries: SimpleNamespace, given: list[int]) -> None:
-    used = DriverCopier(keeps_lock=True)
-    for _ in range(20):
-        for count in (MOST_KEEPING_LOCK, MOST_KEEPING_LOCK + 1):
-            copy(used, count)
-    assert given == []
-    assert len(libraries.lets_go.calls) == 20
 
 
 def test_whoever_waits_for_the_lock_has_the_time_to_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +94,8 @@ def test_the_thread_that_launches_gets_the_lock_between_pitched_copies(
     """Also where each call has few, as many as come in between two turns."""
     for _ in range(40):
         copy_pitched(np.zeros(20, dtype=COPY), STREAM)
-    assert len(given) >= 800 // MOST_PITCHED_IN_A_ROW
-    assert max(np.diff([0, *given, 800])) <= MOST_PITCHED_IN_A_ROW
+    assert len(given) >= 800 // MOST_IN_A_ROW
+    assert max(np.diff([0, *given, 800])) <= MOST_IN_A_ROW
 
 
 def test_pitched_copies_keep_the_lock(libraries: SimpleNamespace) -> None:

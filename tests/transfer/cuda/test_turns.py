@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from kv_connector.config import Config
 from kv_connector.errors import TransferError
 from kv_connector.transfer.cuda import turns
-from kv_connector.transfer.cuda.driver import Copier
 from kv_connector.transfer.cuda.turns import (
     TURN_BYTES,
     Pace,
     TurnTaking,
     TurnTakingCopier,
     make_turn_taking,
-    turn_taking_copiers,
 )
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.memory.host_form import raw_form
@@ -223,21 +221,3 @@ def test_a_small_copy_of_another_stream_comes_in_between(direction: Direction, n
     assert is_early
     engine.close()
     pool.close()
-
-
-@pytest.mark.parametrize("keeps_lock", [False, True])
-def test_what_a_step_waits_for_is_submitted_with_pythons_lock(
-    monkeypatch: pytest.MonkeyPatch, keeps_lock: bool
-) -> None:
-    """And all else where that is asked for."""
-    used: list[bool] = []
-
-    def make(keeps: bool) -> Copier:
-        return lambda *_: used.append(keeps)
-
-    monkeypatch.setattr(turns, "driver_copier", make)
-    copiers = turn_taking_copiers(make_turn_taking(torch.device("cpu")), None, keeps_lock=keeps_lock)
-    size = np.ones(1, dtype=np.int64)
-    for pace in TURN_BYTES:
-        copiers[pace](0, 0, size.ctypes.data, 1, True, 7)
-    assert used == [keeps_lock or in_step for _, in_step in TURN_BYTES]

@@ -183,7 +183,7 @@ def test_pieces_that_lie_evenly_apart_are_one_copy_a_block(direction: Direction,
 
 def test_long_pieces_that_lie_evenly_apart_need_no_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     pitched = PitchedNow()
-    monkeypatch.setattr(turns, "driver_copier", lambda _: copy_now)
+    monkeypatch.setattr(turns, "driver_copier", lambda: copy_now)
     layout = evenly_apart(torch.device("cpu"), piece=LEAST_PITCHED_BYTES)
     pool = make_pool(layout)
     slow_pieces = Curve((LEAST_PITCHED_BYTES, 4 * LEAST_PITCHED_BYTES), (1.0, 50.0), 0.0)
@@ -197,7 +197,7 @@ def test_long_pieces_that_lie_evenly_apart_need_no_packing(monkeypatch: pytest.M
 
 def test_copies_that_are_packed_are_cut_into_longer_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two of them the ring runs empty. Directions differ, and memory that is pageable is never packed."""
-    monkeypatch.setattr(turns, "driver_copier", lambda _: copy_now)
+    monkeypatch.setattr(turns, "driver_copier", lambda: copy_now)
     layout = filled(bf16_apart, torch.device("cpu"))
     pool = make_pool(layout)
     slow_pieces = replace(BUILT_IN.save, dma=Curve((1 << 7, 1 << 9), (1.0, 50.0), 0.0))
@@ -210,7 +210,7 @@ def test_copies_that_are_packed_are_cut_into_longer_slices(monkeypatch: pytest.M
 
 def test_pieces_are_packed_for_an_engine_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast DMA is; not what DMA takes in one copy, and what the model waits for goes by its costs."""
-    monkeypatch.setattr(turns, "driver_copier", lambda _: copy_now)
+    monkeypatch.setattr(turns, "driver_copier", lambda: copy_now)
     fast, slow = Curve((1 << 7,), (1e5,), 0.0), Curve((1 << 7,), (1e-3,), 0.0)
     load, save = (replace(BUILT_IN.of(direction), dma=fast, direct=slow) for direction in (LOAD, SAVE))
     costs = replace(BUILT_IN, load=load, save=save)
