@@ -270,10 +270,6 @@ def changes() -> Iterator[str]:
         ("ttft_turns", "on a slow host came after {:.2f} and {:.2f} times"),
     ):
         yield form.format(*sglang_over_hicache(name, 2048, 8192))
-    rates = figures_of_sglang.load_rates("sglang_serving_1x_h200", "sglang_serving_2x_h200")
-    yield f"In SGLang chats loads move at {min(rates):.0f} to {max(rates):.0f} GB/s so"
-    before = (figures_of_sglang.load_rates(f"sglang_turns_off_{size}_h200")[0] for size in ("2x", "15x"))
-    yield "had {:.0f} and {:.0f} without it".format(*before)
 
 
 TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {

@@ -7,9 +7,10 @@
     ROOT/pins/                   prefixes that engines have pinned, for their next start (`pin_file.py`)
     ROOT/identities/             what the digests in packs stand for, for people (`identities.py`)
 
-An empty folder is claimed by making the first of these files. One that holds anything and lacks it belongs to somebody
-else, or to another version of this format, and is refused: nothing in it is read, written or deleted. Within a folder
-that is ours only what has our names is looked at, links are not followed, and sub-folders of others are left alone.
+An empty folder is claimed by making the first of these files, and so is one that holds nothing but empty folders of our
+names, as who deletes old files leaves them. One that holds anything else and lacks it belongs to somebody else, or to
+another version of this format, and is refused: nothing in it is read, written or deleted. Within a folder that is ours
+only what has our names is looked at, links are not followed, and sub-folders of others are left alone.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ LOCK_SECONDS = 10.0
 _MARKER = "kv_connector.format-"
 _TEXT = b"This folder is storage of kv_connector, which deletes files in it. Keep nothing else here.\n"
 _SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
+_OURS = frozenset({*_SUB_FOLDERS, "tmp", "pins", "identities"})
 _PACK = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 _NOBODYS = frozenset({"lost+found"})  # a file system makes it at its root
 _OTHERS_WRITE = 0o022
@@ -82,7 +84,7 @@ class FolderLayout:
         else's, and OSError."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.is_ours():
-            others = sorted(set(os.listdir(self.root)) - _NOBODYS)
+            others = sorted(name for name in os.listdir(self.root) if not self._is_left(name))
             if others and not self.is_ours():  # nobody else has claimed it meanwhile
                 raise ForeignFolderError(_refusal(self.root, others))
             descriptor = os.open(self._marker, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -92,6 +94,17 @@ class FolderLayout:
                 os.close(descriptor)
         for path in (*self._sub_folders(), str(self.temporaries)):  # where the last is there, all are
             _make_folder(path)
+
+    def _is_left(self, name: str) -> bool:
+        """Whether this entry of a folder without our marker is nobody's: what a file system makes, or an empty folder
+        of ours. Raises OSError."""
+        if name in _NOBODYS:
+            return True
+        path = self.root / name
+        try:
+            return name in _OURS and stat.S_ISDIR(os.lstat(path).st_mode) and not os.listdir(path)
+        except FileNotFoundError:  # it is being deleted
+            return True
 
     def warn_of_others(self) -> None:
         """Say so where others may write to the folder: CRCs find damage, not forgery. Raises OSError."""

@@ -42,7 +42,7 @@ class DriverCopier:
     object for every address, a microsecond each on the model-runner thread; and ctypes drops the GIL. A call blocks
     while the driver's queue is full; for one with the GIL, what the stream waits for might be in Python. Nor is a load
     faster whose short calls keep it: a host hit of 4 GiB took 109.5 ms with such calls and 108.0 without (SGLang, H200,
-    `sglang_ttft_variants_h200.json`).
+    `sglang_ttft_variants_eager_h200.json`).
     """
 
     def __init__(self, max_copies_per_call: int = MAX_COPIES_PER_CALL) -> None:

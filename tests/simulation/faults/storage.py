@@ -269,6 +269,18 @@ STORAGE: tuple[Mutant, ...] = (
         tested("tests/storage/filesystem/test_backend.py::test_nobody_else_makes_room_or_publishes_meanwhile"),
     ),
     Mutant(
+        "folder-never-left",
+        "a folder of which somebody has deleted all files stores nothing any more, and no engine starts with it",
+        (Patch(f"{_FILESYSTEM}/layout.py", "return name in _OURS and ", "return False and "),),
+        tested(f"{_FOREIGN}::test_who_deletes_all_files_leaves_a_folder_that_can_be_used"),
+    ),
+    Mutant(
+        "folder-taken-from-others",
+        "a folder with files of somebody else in folders of our names is taken for ours",
+        (Patch(f"{_FILESYSTEM}/layout.py", " and not os.listdir(path)", ""),),
+        tested(f"{_FOREIGN}::test_empty_folders_of_our_names_do_not_make_ours_what_lies_beside_them"),
+    ),
+    Mutant(
         "packs-named-by-keys",
         "two packs of the same blocks have one name, whatever their bytes",
         (

@@ -225,6 +225,41 @@ def test_who_tidies_up_empty_folders_costs_nothing(tmp_path: Path) -> None:
     store.close()
 
 
+def test_who_deletes_all_files_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    """As tools do that delete old files and keep folders: engines that run store again, and others start."""
+    store = open_store(tmp_path)
+    store.recovered.result(SECONDS)
+    assert all(put(store, keys_of("a")))
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        path.unlink()
+    assert not any(get(store, keys_of("a")))
+    assert all(put(store, keys_of("b"))) and all(get(store, keys_of("b")))
+    store.close()
+    again = open_store(tmp_path)
+    again.recovered.result(SECONDS)
+    assert all(get(again, keys_of("b")))
+    again.close()
+
+
+@pytest.mark.parametrize("name", ["00/notes", "notes", "tmp/notes", f"00/{64 * '0'}.pack"])
+def test_empty_folders_of_our_names_do_not_make_ours_what_lies_beside_them(tmp_path: Path, name: str) -> None:
+    (tmp_path / "00").mkdir()
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / name).write_text("dear to somebody")
+    with pytest.raises(ForeignFolderError, match="is not empty"):
+        open_store(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted({"00", "tmp", name.split("/")[0]})
+
+
+def test_links_with_our_names_are_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folder = tmp_path / "storage"
+    folder.mkdir()
+    (folder / "00").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ForeignFolderError, match="is not empty"):
+        open_store(folder)
+
+
 def test_a_folder_in_the_place_of_a_pack_makes_way(tmp_path: Path) -> None:
     """But for one that somebody uses."""
     store = open_store(tmp_path)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from kv_connector.config import Config, Prefetch, StorageConfig, WritePolicy
+from kv_connector.scheduler.storage import reading
 from kv_connector.storage.filesystem.backend import FilesystemStorage
 from tests.fakes import PatternModel, make_engine
 from tests.storage.storages import IDENTITY, PER_PACK, SECONDS, capacity_for, get, keys_of, open_store, put, size_of
@@ -87,6 +88,8 @@ def documents() -> list[list[int]]:
 
 def serve_for_ever(root: Path, seed: int, pipe: Connection) -> None:
     """An engine that is asked about documents until it is killed; says if an answer is right, and what was fetched."""
+    # An engine that waits looks at its clock thousands of times before a busy disk answers: that is no silence.
+    reading.STALL_SECONDS = reading.LOST_SECONDS = 1e9
     model = PatternModel(num_layers=2)
     config = Config(
         host_memory=16 * PAGE,
