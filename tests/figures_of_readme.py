@@ -39,6 +39,9 @@ def chats_of_readme() -> Iterator[str]:
     before = sorted(row["over_best_peer"] for row in by_regime().values())
     middle = claim("vllm_regimes_0320_h200", f"turns_over_best_peer_median_of_{len(before)}_regimes")
     yield f"{len(before)} regimes before †, **{before[0]:.2f}** to {before[-1]:.2f}, **{middle:.2f}** in the median"
+    latest = sorted(row["over_best_peer"] for row in by_regime("vllm_regimes_latest_0320_h200").values())
+    assert len(latest) == 6
+    yield f"on another host, **{latest[0]:.2f}** to **{latest[-1]:.2f}**, **{median(latest):.2f}** in the median"
     short, middling, long = lossless_over_raw()
     over_raw = goal("vllm_regimes_0320_h200", "turns_lossless_over_raw")
     yield f"over raw, goal {over_raw} | {short:.2f} and {middling:.2f} times the turns | **{long:.2f}** with long"

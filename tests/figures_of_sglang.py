@@ -71,6 +71,26 @@ def paths() -> Iterator[str]:
     yield f"and {packed[1]:.1f} packed"
 
 
+def variants() -> Iterator[str]:
+    ms, eager = (host_hits(f"sglang_ttft_variants{which}_h200") for which in ("", "_eager"))
+    own = {
+        name: [ms[size, "host_hit", name] for size in LENGTHS]
+        for name in ("hicache", "ours", 'ours:variant="old"', 'ours:variant="noturn nolock"')
+    }
+    peer, now, old, without = own.values()
+    yield "{:.1f}, {:.1f} and {:.1f} ms with HiCache".format(*peer)
+    yield "{:.1f}, **{:.1f}** and **{:.1f}** with ours of 10fb6ee".format(*now)
+    yield "{:.1f}, {:.1f} and {:.1f} with ours of e8175df".format(*old)
+    yield "{:.1f}, {:.1f} and {:.1f} with a copy of 10fb6ee".format(*without)
+    # A token has 128 KiB.
+    (cost,) = {f"{(now[i] - without[i]) / (LENGTHS[i] * 128 / 65536):.1f}" for i in (1, 2)}
+    yield f"cost {cost} ms for each 64 MiB of the longer loads"
+    names = ("ours", *(f'ours:variant="{name}"' for name in ("noturn", "nolock", "noturn nolock")))
+    both, turnless, lockless, neither = (eager[32768, "host_hit", name] for name in names)
+    yield f"{both:.1f} ms with both, {turnless:.1f} without yielding, {lockless:.1f} with calls that let go of the lock"
+    yield f"and {neither:.1f} with neither"
+
+
 def slow_host() -> Iterator[str]:
     found = sglang_chats(*SLOW)
     seconds = [row["seconds"] for row in found.values()]
@@ -134,4 +154,4 @@ def load_rate(row: Row) -> float:
     return float(row["counted"]["loaded_bytes"] / row["counted"]["load_milliseconds"] / 1e6)
 
 
-TOLD = (chats, first_tokens, paths, slow_host, other_hosts)
+TOLD = (chats, first_tokens, paths, variants, slow_host, other_hosts)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from statistics import median
 
 from integration.figures.results import rows_of
-from tests.kept_results import by_regime, claim, result, rows_of_copies
+from tests.kept_results import by_regime, claim, goal, result, rows_of_copies
 
 REGIMES = "vllm_regimes_turns_0320_h200"
 EARLIER = "vllm_serving_0320_later_1x_h200"
+LATEST = "vllm_regimes_latest_0320_h200"
 
 
 def chats() -> Iterator[str]:
@@ -33,6 +34,18 @@ def chats() -> Iterator[str]:
     yield f"and the others {min(peers):.2f} to {max(peers):.2f} of theirs"
     late = [found[1, answer]["p50_over_soonest_peer"] for answer in (128, 32)]
     yield f"In the table these are {over[1, 128]:.2f}, {late[0]:.2f}, {over[1, 32]:.2f} and {late[1]:.2f}"
+
+
+def latest_chats() -> Iterator[str]:
+    before, latest = ([of[size, 8]["engines"] for size in (1, 2)] for of in (by_regime(REGIMES), by_regime(LATEST)))
+    ahead = [
+        [100 * (engines[one]["turns_per_second"] / engines[other]["turns_per_second"] - 1) for engines in of]
+        for of, one, other in ((latest, "lmcache", "ours"), (before, "ours", "lmcache"))
+    ]
+    (lost,) = {f"{share:.0f}" for share in ahead[0]}
+    yield f"LMCache was ahead there, by {lost} % in both sizes**"
+    assert all(row["over_best_peer"] < float(goal(LATEST, "turns_over_best_of")) for row in by_regime(LATEST).values())
+    yield "ahead of LMCache in these two, by {:.0f} and {:.0f} %".format(*ahead[1])
 
 
 def decoding(size: str) -> float:
@@ -145,4 +158,4 @@ def worth_in_sglang() -> Iterator[str]:
     yield f"yielding is worth {min(more):.0f} to {max(more):.0f} % more"
 
 
-TOLD = (chats, earlier_chats, copies, submitting, beside_a_model, small_copies, worth_in_sglang)
+TOLD = (chats, latest_chats, earlier_chats, copies, submitting, beside_a_model, small_copies, worth_in_sglang)

@@ -21,6 +21,7 @@ from integration.report import Report
 RESULTS = sorted(path.stem for path in FOLDER.glob("*.json"))
 CHATS_0320 = [f"vllm_serving_0320_{host}_h200" for host in ("05x", "075x", "1x", "2x")]
 CHATS_TURNS = [f"vllm_serving_0320_turns_{host}_h200" for host in ("05x", "1x", "2x")]
+CHATS_LATEST = [f"vllm_serving_0320_latest_{host}_h200" for host in ("1x", "2x")]
 CHATS_SGLANG = [
     *(f"sglang_serving_{host}_h200" for host in ("1x", "2x")),
     *(f"sglang_serving_turns_{host}_h200" for host in ("05x", "1x", "2x")),
@@ -45,7 +46,9 @@ def test_a_goal_holds_where_its_value_reaches_it(name: str) -> None:
         assert claim["holds"] == (value <= goal if claim["better"] == "lower" else value >= goal), what
 
 
-@pytest.mark.parametrize("name", [*CHATS_0320, *CHATS_TURNS, "vllm_serving_0320_later_1x_h200", *CHATS_SGLANG])
+@pytest.mark.parametrize(
+    "name", [*CHATS_0320, *CHATS_TURNS, *CHATS_LATEST, "vllm_serving_0320_later_1x_h200", *CHATS_SGLANG]
+)
 def test_goals_of_chats_are_of_their_windows(name: str) -> None:
     found = kept(name)
     report = merged([found])
@@ -54,7 +57,12 @@ def test_goals_of_chats_are_of_their_windows(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"), [("vllm_regimes_0320_h200", CHATS_0320), ("vllm_regimes_turns_0320_h200", CHATS_TURNS)]
+    ("name", "parts"),
+    [
+        ("vllm_regimes_0320_h200", CHATS_0320),
+        ("vllm_regimes_turns_0320_h200", CHATS_TURNS),
+        ("vllm_regimes_latest_0320_h200", CHATS_LATEST),
+    ],
 )
 def test_a_table_of_regimes_is_of_its_results(name: str, parts: list[str]) -> None:
     found, report = kept(name), merged([kept(part) for part in parts])

@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .layout import IDENTITIES
+
 logger = logging.getLogger("kv_connector.storage")
 
-_FOLDER = "identities"
 _OURS = re.compile(r"[0-9a-f]{16}\.json")
 _MOST_BYTES = 64 << 10
 _SAME = ("model", "rank", "pool")
@@ -32,7 +33,7 @@ def note_identity(root: Path, digest: bytes, parts: Mapping[str, str]) -> None:
     and pool in this folder. A disk that fails costs a line in the log."""
     own = f"{digest.hex()[:16]}.json"
     try:
-        with _opened(root / _FOLDER) as folder:
+        with _opened(root / IDENTITIES) as folder:
             names = _last_used_first(folder)
             _warn_of_change(root, parts, next(_alike(folder, names, parts), parts))
             _write(folder, own, parts)

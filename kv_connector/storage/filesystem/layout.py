@@ -33,7 +33,8 @@ LOCK_SECONDS = 10.0
 _MARKER = "kv_connector.format-"
 _TEXT = b"This folder is storage of kv_connector, which deletes files in it. Keep nothing else here.\n"
 _SUB_FOLDERS = tuple(f"{i:02x}" for i in range(256))
-_OURS = frozenset({*_SUB_FOLDERS, "tmp", "pins", "identities"})
+_TEMPORARIES, PINS, IDENTITIES = "tmp", "pins", "identities"
+_OURS = frozenset({*_SUB_FOLDERS, _TEMPORARIES, PINS, IDENTITIES})
 _PACK = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 _NOBODYS = frozenset({"lost+found"})  # a file system makes it at its root
 _OTHERS_WRITE = 0o022
@@ -52,7 +53,7 @@ class FolderLayout:
     def __init__(self, root: Path) -> None:
         """Looks at nothing yet."""
         self.root = root
-        self.temporaries = root / "tmp"
+        self.temporaries = root / _TEMPORARIES
         self.index = root / "index"
         self._marker = root / f"{_MARKER}{FORMAT}"
         self._turn = threading.Lock()

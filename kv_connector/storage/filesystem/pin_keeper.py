@@ -16,10 +16,9 @@ from pathlib import Path
 from ...types import BlockHash, KeptPin
 from ...values import shortened
 from ..checksums import BlockCheck
-from .layout import FolderLayout
+from .layout import PINS, FolderLayout
 from .pin_file import PinFile, TimedPin, most_lasting
 
-FOLDER = "pins"
 _PAUSE_SECONDS = 1.0
 """Changes within it are written at once: what a kill takes is no older."""
 _CLOSE_SECONDS = 10.0
@@ -36,7 +35,7 @@ class FolderPinKeeper:
         """`root` is made storage's where it is not yet, `clock` is in seconds since 1970, `check` that of this
         identity. Raises OSError where no file can be had."""
         FolderLayout(root).claim()
-        self._desk = _Desk(PinFile(root / FOLDER, identity, check), root, clock)
+        self._desk = _Desk(PinFile(root / PINS, identity, check), root, clock)
         self._clock = clock
         self.close = weakref.finalize(self, self._desk.close)
         """Returns when all is written; idempotent."""
@@ -78,7 +77,7 @@ class _Desk:
         try:
             found = self._file.read()
         except (OSError, ValueError) as error:
-            logger.warning("%s: the pins of the last start are lost: %s", self._root / FOLDER, shortened(str(error)))
+            logger.warning("%s: the pins of the last start are lost: %s", self._root / PINS, shortened(str(error)))
             return []
         pins = [pin for pin in found if pin.ends > now]
         self._pins = {(len(pin.block_hashes), pin.block_hashes[-1], pin.is_of_request): pin for pin in pins}
@@ -120,13 +119,13 @@ class _Desk:
         except Exception as error:  # noqa: BLE001 - a thread's top: pins are worth no engine
             if not self._has_failed:
                 text = "%s: pins cannot be written, and may end with this engine: %s"
-                logger.warning(text, self._root / FOLDER, shortened(str(error)))
+                logger.warning(text, self._root / PINS, shortened(str(error)))
             self._has_failed = True
             return
         self._has_failed = False
         if num_left_out and not self._was_full:
             text = "%s: a file has no room for %d of the pins, which end with this engine"
-            logger.warning(text, self._root / FOLDER, num_left_out)
+            logger.warning(text, self._root / PINS, num_left_out)
         self._was_full = num_left_out > 0
 
     def close(self) -> None:

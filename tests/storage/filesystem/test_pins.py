@@ -12,9 +12,9 @@ import pytest
 
 from kv_connector.storage.checksums import CRC32, BlockCheck
 from kv_connector.storage.filesystem import pin_file, pin_keeper
-from kv_connector.storage.filesystem.layout import FolderLayout
+from kv_connector.storage.filesystem.layout import PINS, FolderLayout
 from kv_connector.storage.filesystem.pin_file import MOST_BYTES, PinFile, TimedPin
-from kv_connector.storage.filesystem.pin_keeper import FOLDER, FolderPinKeeper
+from kv_connector.storage.filesystem.pin_keeper import FolderPinKeeper
 from kv_connector.storage.macs import choose_check
 from kv_connector.types import BlockHash, KeptPin
 
@@ -48,7 +48,7 @@ def keep(root: Path, *pins: KeptPin) -> Path:
     for each in pins:
         one.kept(each)
     one.close()
-    (path,) = (root / FOLDER).glob("*.pins")
+    (path,) = (root / PINS).glob("*.pins")
     return path
 
 
@@ -219,10 +219,10 @@ def test_what_a_killed_engine_was_writing_is_written_over(tmp_path: Path, monkey
             with pytest.raises(KeyboardInterrupt):
                 file.write(pins)
         file.close()
-        assert len(list((tmp_path / FOLDER).glob("*.new"))) == 1
+        assert len(list((tmp_path / PINS).glob("*.new"))) == 1
     assert taken(tmp_path) == [pin("a")]
     keep(tmp_path, pin("b"))
-    assert sorted(path.suffix for path in (tmp_path / FOLDER).iterdir()) == [".lock", ".pins"]
+    assert sorted(path.suffix for path in (tmp_path / PINS).iterdir()) == [".lock", ".pins"]
 
 
 def test_what_a_file_has_no_room_for_is_what_requests_pinned_for_the_shortest(
