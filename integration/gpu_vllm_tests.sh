@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests of the connector in real vLLM on a GPU, six at a time: an engine needs little of one, and most of its time is
-# its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a line for
+# The tests of the connector in real vLLM on a GPU, six or more at a time: an engine needs little of one, and most of its
+# time is its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a line for
 # each test and, of those that failed, what they said was wrong.
 #
 #   [TESTS="FILE ..."] [GPU=N] bash integration/gpu_vllm_tests.sh SITE [SECONDS]
@@ -46,7 +46,7 @@ in_turn() { # HOW MANY AT ONCE
     timeout -k 5 "$seconds" xargs -r -d '\n' -P "$1" -I{} bash -c 'one "$1"' _ {}
 }
 {
-    grep -v sleep "$logs/all" | in_turn 6
+    grep -v sleep "$logs/all" | in_turn "$(($(nproc) > 30 ? $(nproc) / 5 : 6))"
     grep sleep "$logs/all" | tac | in_turn 1
 } | tee "$logs/results"
 printf '%s of %s passed, %s skipped\n' "$(grep -c '^passed' "$logs/results")" "$(wc -l <"$logs/all")" \

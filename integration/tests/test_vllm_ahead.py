@@ -16,6 +16,7 @@ from integration.tests.vllm_engines import (
     transfer_config,
     vllm_version,
 )
+from kv_connector.engines.vllm import specs
 from kv_connector.errors import KVConnectorError
 
 pytestmark = pytest.mark.skipif(vllm_version().startswith("0.20"), reason="its runner plans ahead on GPUs only")
@@ -98,3 +99,19 @@ def test_a_failed_load_never_gives_a_wrong_token_where_the_next_step_is_planned_
         engine.check_all_free()
     assert broken == (expected if failure == "recompute" else [[], []])
     assert again == expected
+
+
+def test_a_failed_load_ends_an_engine_whose_runner_counts_a_requests_tokens_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Model Runner V2 does, which runs on GPUs only: ours is told that it runs here. Nothing is planned ahead."""
+    monkeypatch.setattr(specs, "runs_model_runner_v2", lambda vllm_config: True)
+    config = transfer_config({"write_policy": "write_through"}, kv_load_failure_policy="recompute")
+    asked = prompts(2)
+    with running(folder, num_blocks=100, kv_transfer_config=config, async_scheduling=False) as engine:
+        engine.alone(asked)
+        engine.drain()
+        engine.llm.reset_prefix_cache()
+        engine.break_loads(True)
+        with pytest.raises(KVConnectorError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+            engine.alone(asked)

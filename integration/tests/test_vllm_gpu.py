@@ -21,6 +21,7 @@ from integration.tests.vllm_engines import (
     running,
     transfer_config,
 )
+from kv_connector.errors import KVConnectorError
 from kv_connector.transfer.cuda.streams import Event
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.types import CopyJob, Direction
@@ -110,6 +111,28 @@ def test_draft_layers_are_saved_and_loaded(tmp_path: Path) -> None:
 def test_quantised_caches_are_bytes_like_any_other(tmp_path: Path, dtype: str) -> None:
     """The second has the scale of every token and head behind its keys and values."""
     check_loaded_bytes_and_tokens(tmp_path, "dense", "sync", kv_cache_dtype=dtype)
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_failed_load_ends_an_engine_whose_runner_would_go_on_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """Model Runner V2 does not hear that tokens were not computed after all; the runner before it computes them."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1" if runner == "V2" else "0")
+    config = transfer_config({"write_policy": "write_through"}, kv_load_failure_policy="recompute")
+    asked = prompts(2)
+    with running(tmp_path, num_blocks=160, kv_transfer_config=config, async_scheduling=False) as engine:
+        computed = engine.alone(asked)
+        engine.drain()
+        engine.llm.reset_prefix_cache()
+        engine.break_loads(True)
+        if runner == "V2":
+            with pytest.raises(KVConnectorError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+                engine.alone(asked)
+            return
+        assert engine.alone(asked) == computed
+        assert engine.stats()["failed_load_jobs"] == 2
+        engine.check_all_free()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")

@@ -155,9 +155,9 @@ class SchedulerRole:
         """Raises KVConnectorError where a request would continue with bytes that never came. When a load fails vLLM
         looks for its request among those that load or run: not where the load was announced and the request waits for
         room, nor where the next step's plan has preempted it. And where it has planned on it takes the answer of the
-        next step for the request's, and caches what that computes. Raised here and not by a worker: other stages of a
-        pipeline wait for what it computes. With a window alone, and told of blocks, as older versions are, it goes on
-        behind blocks that were never loaded.
+        next step for the request's, and caches what that computes; so it does where its runner counts on. Raised here
+        and not by a worker: other stages of a pipeline wait for what it computes. With a window alone, and told of
+        blocks, as older versions are, it goes on behind blocks that were never loaded.
         """
         if output.invalid_block_ids:
             for request_id in self.half.holding(output.invalid_block_ids):
@@ -174,11 +174,12 @@ class SchedulerRole:
                     )
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
-            if self.shape.recomputes_ahead and any(report.has_failed_in_step for report in meta.reports):
+            if self.shape.recomputes_wrongly and any(report.has_failed_in_step for report in meta.reports):
                 raise KVConnectorError(
                     f"the load of {len(output.invalid_block_ids)} blocks failed twice in a step, and vLLM, which plans "
-                    "ahead, would go on with wrong tokens: with kv_load_failure_policy=fail the request would end "
-                    "instead, and with --no-async-scheduling and no pipeline it would be computed"
+                    "ahead or runs Model Runner V2, would go on with wrong tokens: with kv_load_failure_policy=fail "
+                    "the request would end instead, and with --no-async-scheduling, VLLM_USE_V2_MODEL_RUNNER=0 and no "
+                    "pipeline it would be computed"
                 )
             self.half.update_connector_output(meta.reports)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.v1.core import kv_cache_utils
 
 from ...config import Config, PeerRole
@@ -27,8 +28,9 @@ class EngineShape:
     `block_size`: tokens of a block hash; a block of group g has `groups[g].hashes_per_block` of them, over all ranks.
     `layer_names` are those of the cache's tensors, one for each, as cross-layer tensors have them.
     `group_ids[g]` is vLLM's number of our block group g; ours begin with full attention, whose prefix is the longest.
-    `plans_ahead`: it plans a step of a request before it knows how the last one ended, or the next chunk of its prompt,
-    as pipelines do. `recomputes`: it is to compute what was not loaded.
+    `takes_nothing_back`: it plans a step of a request before it knows how the last one ended, or the next chunk of its
+    prompt, as pipelines do; or its runner counts a request's tokens itself, and is not told that some were not computed
+    after all (Model Runner V2, vLLM's issue 49250). `recomputes`: it is to compute what was not loaded.
     The caches of `num_replicas` ranks, from a multiple of that on, hold the same bytes.
     `group_kinds[g]` is what this vLLM's events say of the group beside its number. `publishes_events`: to anybody.
     `kv_heads` are this rank's, by layer, where it is known how they lie: see `read_kv_heads`.
@@ -44,7 +46,7 @@ class EngineShape:
     group_ids: tuple[int, ...]
     group_kinds: tuple[Mapping[str, Any], ...]
     publishes_events: bool
-    plans_ahead: bool
+    takes_nothing_back: bool
     recomputes: bool
     drop_last_block: bool
     kv_heads: Mapping[str, int]
@@ -57,9 +59,9 @@ class EngineShape:
         return any(group.states_are_told for group in self.groups)
 
     @property
-    def recomputes_ahead(self) -> bool:
-        """Whether it is to compute what was not loaded, and has planned on by then."""
-        return self.recomputes and self.plans_ahead
+    def recomputes_wrongly(self) -> bool:
+        """Whether it is to compute what a step has not loaded, and goes on behind it instead."""
+        return self.recomputes and self.takes_nothing_back
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -125,7 +127,9 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         group_ids=tuple(entry.group_id for entry in served),
         group_kinds=tuple(entry.event_kind for entry in served),
         publishes_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
-        plans_ahead=bool(vllm_config.scheduler_config.async_scheduling) or parallel.pipeline_parallel_size > 1,
+        takes_nothing_back=bool(vllm_config.scheduler_config.async_scheduling)
+        or parallel.pipeline_parallel_size > 1
+        or runs_model_runner_v2(vllm_config),
         recomputes=getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
         drop_last_block=speculative is not None and _drops_last_block(speculative),
         kv_heads=read_kv_heads(kv_cache_config),
@@ -133,6 +137,13 @@ def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Engin
         unpins_when_idle=not getattr(kv_cache_config, "needs_kv_cache_zeroing", False),
         engine_id=str(getattr(vllm_config.kv_transfer_config, "engine_id", None) or ""),
     )
+
+
+def runs_model_runner_v2(vllm_config: VllmConfig) -> bool:
+    """Whether workers run vLLM's Model Runner V2: newer versions choose it themselves on GPUs, older ones do as the
+    environment says."""
+    asked_for = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False)
+    return bool(getattr(vllm_config, "use_v2_model_runner", asked_for))
 
 
 def _has_stable_hashes(vllm_config: VllmConfig) -> bool:

@@ -174,8 +174,15 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "planned-on",
         "vLLM goes on with the step that it has planned behind a load that failed",
-        Patch(f"{_FOLDER}/scheduler.py", "if self.shape.recomputes_ahead and any(", "if False and any("),
+        Patch(f"{_FOLDER}/scheduler.py", "if self.shape.recomputes_wrongly and any(", "if False and any("),
         f"{_TESTS}/test_vllm_pipeline.py::test_a_step_that_must_not_be_planned_on_ends_the_engine_and_says_why",
+    ),
+    _mutant(
+        "counted-on",
+        "Model Runner V2 goes on behind a load that failed",
+        Patch(f"{_FOLDER}/specs.py", "        or runs_model_runner_v2(vllm_config),\n", "        or False,\n"),
+        f"{_TESTS}/test_vllm_ahead.py"
+        "::test_a_failed_load_ends_an_engine_whose_runner_counts_a_requests_tokens_itself",
     ),
     _mutant(
         "hashes-for-blocks",
