@@ -33,8 +33,9 @@ def test_each_stage_has_its_layers_back(tmp_path: Path, model: str, choice: str)
     check_loaded_bytes_and_tokens(tmp_path, model, choice, **STAGES)
 
 
-def test_requests_come_and_go_while_stages_are_apart(tmp_path: Path) -> None:
+def test_requests_come_and_go_while_stages_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks of a prompt are under way at a time, in one stage each, and requests lose their blocks in between."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")  # a GPU adds up in another order beside other requests
     config = transfer_config({"write_policy": "write_through"})
     asked = prompts(6, 700)
     with running(tmp_path, num_blocks=60, kv_transfer_config=config, max_num_batched_tokens=256, **STAGES) as engine:
@@ -53,8 +54,7 @@ def test_what_one_stage_has_not_loaded_no_stage_has(tmp_path: Path, choice: str,
     config = transfer_config(settings, kv_load_failure_policy=failure)
     asked = prompts(2)
     with running(tmp_path, num_blocks=160, kv_transfer_config=config, **STAGES) as engine:
-        engine.alone(asked)
-        expected = engine.alone(asked)
+        computed, cached = engine.alone(asked), engine.alone(asked)  # GPUs add up otherwise in a step of another shape
         engine.llm.reset_prefix_cache()
         engine.break_loads(True, rank=1)
         broken = engine.alone(asked)
@@ -64,10 +64,11 @@ def test_what_one_stage_has_not_loaded_no_stage_has(tmp_path: Path, choice: str,
         engine.check_all_free()
     assert stats["failed_load_jobs"] == 2
     if failure == "recompute":
-        assert broken == expected
+        assert broken == computed
+        assert again == cached
     else:
         assert all(len(answer) < 8 for answer in broken)
-    assert again == expected
+        assert again == computed, "what failed once is not tried again"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
