@@ -60,7 +60,7 @@ class Answers:
             first_blocks = self._shared.host.blocks_of(hit.nodes[0])
         num_hit, num_copies = num_blocks * size, self._lookup.num_copies(first, num_blocks)
         num_new = request.num_tokens - num_computed_tokens - num_hit
-        others = len(self._requests) > (request.request_id in self._requests)
+        others = len(self._requests) - (request.request_id in self._requests)
         may_wait = not self._shared.ledger.has_failed(request.request_id) and self._has_room_to_wait(request)
         return self._loads.choose(request.request_id, num_copies, num_hit, num_new, others, first_blocks, may_wait)
 

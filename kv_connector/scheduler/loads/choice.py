@@ -87,20 +87,23 @@ class LoadPlanner:
         num_blocks: int,
         num_hit_tokens: int,
         num_new_tokens: int,
-        others_running: bool,
+        num_others: int,
         first_blocks: Sequence[int],
         may_wait: bool = True,
     ) -> LoadMode:
-        """How this hit comes to the device. `first_blocks`: host blocks of the first group where the hit begins. One
-        that may not wait, since it has waited in vain, is loaded in the step or computed: an engine may refuse blocks
-        to a request that waits for as long as others behind it hold theirs, and those may have waited in vain, too."""
+        """How this hit comes to the device. `num_others`: requests that have blocks there. `first_blocks`: host blocks
+        of the first group where the hit begins. A request that asks again has found no room on the device. One that may
+        not wait, since it has waited in vain, is loaded in the step or computed: an engine may refuse blocks to a
+        request that waits for as long as others behind it hold theirs, and those may have waited in vain, too."""
         load = self._reading.get(first_blocks[0]) if first_blocks else None
         if load is not None and self._is_overdue(load):
             load = None
-        mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, others_running, load)
+        before = self._asked.get(request_id)
+        found_no_room = before not in (None, LoadMode.COALESCED)
+        mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, num_others, load, found_no_room)
         if mode is LoadMode.ASYNC and not may_wait:
             mode = LoadMode.SYNC if self._fails_by_block else LoadMode.RECOMPUTE
-        before, self._asked[request_id] = self._asked.get(request_id), mode
+        self._asked[request_id] = mode
         if mode is LoadMode.COALESCED and load is not None:
             self._coalesced[request_id] = load
             self._metrics.coalesced_loads += before is not mode
@@ -246,7 +249,7 @@ class LoadPlanner:
         return self._clock() - load.reserved_at > OVERDUE_SECONDS
 
     def _choose(
-        self, num_blocks: int, num_hit: int, num_new: int, others_running: bool, load: BackgroundLoad | None
+        self, num_blocks: int, num_hit: int, num_new: int, num_others: int, load: BackgroundLoad | None, is_short: bool
     ) -> LoadMode:
         if self._choice is LoadChoice.SYNC and self._fails_by_block:
             mode = LoadMode.SYNC
@@ -256,5 +259,5 @@ class LoadPlanner:
             coalesced_seconds = None if load is None else 0.0
             if load is not None and load.expected_end is not None:
                 coalesced_seconds = max(0.0, load.expected_end - self._clock())
-            mode = self.estimate.choose(num_blocks, num_hit, num_new, others_running, coalesced_seconds)
+            mode = self.estimate.choose(num_blocks, num_hit, num_new, num_others, coalesced_seconds, is_short)
         return LoadMode.ASYNC if mode is LoadMode.SYNC and not self._fails_by_block else mode

@@ -21,10 +21,15 @@ def make_estimate(blocks_per_second: float = 1000, tokens_per_second: float = 10
 
 
 def choose(
-    estimate: LoadEstimate, blocks: int = 100, new: int = 1, others: bool = True, coalesced: float | None = None
+    estimate: LoadEstimate,
+    blocks: int = 100,
+    new: int = 1,
+    others: int = 1,
+    coalesced: float | None = None,
+    is_short: bool = False,
 ) -> LoadMode:
     """A hit of blocks of 16 tokens."""
-    return estimate.choose(blocks, 16 * blocks, new, others, coalesced)
+    return estimate.choose(blocks, 16 * blocks, new, others, coalesced, is_short)
 
 
 def test_as_long_as_a_rate_is_unknown_hits_are_loaded_at_once() -> None:
@@ -37,9 +42,37 @@ def test_as_long_as_a_rate_is_unknown_hits_are_loaded_at_once() -> None:
 def test_a_load_that_holds_others_up_runs_beside_them() -> None:
     estimate = make_estimate()
     assert choose(estimate) is LoadMode.ASYNC
-    assert choose(estimate, others=False) is LoadMode.SYNC, "there is nobody to hold up"
+    assert choose(estimate, others=0) is LoadMode.SYNC, "there is nobody to hold up"
     assert choose(estimate, new=100) is LoadMode.SYNC, "it hides behind what the request computes"
     assert choose(estimate, blocks=5) is LoadMode.SYNC, "5 ms are allowed"
+
+
+@pytest.mark.parametrize(("num_others", "step", "mode"), [(1, 0.06, "sync"), (1, 0.04, "async"), (3, 0.06, "async")])
+def test_where_blocks_are_scarce_what_counts_is_for_how_long_they_lie_idle(
+    num_others: int, step: float, mode: str
+) -> None:
+    """A load of 0.1 s: in the step for as long as that, those of everybody; else for two steps more, its own alone."""
+    estimate = make_estimate(tokens_per_second=10_000)
+    for number in range(2, 8):
+        estimate.step_planned(number, 1, 0, now=20.0 + number * step)
+    assert choose(estimate, others=num_others, is_short=True).value == mode
+    assert choose(estimate, others=num_others) is LoadMode.ASYNC, "there are more blocks"
+
+
+def test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again() -> None:
+    planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
+    planner.estimate.observe_load(1000, 1.0)
+    for number in range(1, 8):
+        planner.estimate.step_planned(number, 1000, 0, now=10.0 + 0.1 * number)
+        planner.estimate.step_ended(number, now=10.1 + 0.1 * number)
+    asked = [planner.choose("a", 100, 1600, 1, 1, ()) for _ in range(3)]
+    assert asked == [LoadMode.ASYNC, LoadMode.SYNC, LoadMode.SYNC]
+    assert planner.admit("a") is LoadMode.SYNC
+    assert planner.choose("a", 100, 1600, 1, 1, ()) is LoadMode.ASYNC, "it was preempted, and asks anew"
+    load = planner.reserve(range(7, 17))
+    assert planner.choose("b", 10, 1600, 1, 1, first_blocks=(7,)) is LoadMode.COALESCED
+    planner.release(load)
+    assert planner.choose("b", 100, 1600, 1, 1, first_blocks=(7,)) is LoadMode.ASYNC
 
 
 def test_what_is_sooner_computed_is_computed_but_not_for_ever() -> None:
@@ -255,19 +288,19 @@ def test_with_an_unknown_rate_nothing_is_announced() -> None:
 def test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request(choice: str) -> None:
     """Such an engine ends where blocks of a step failed: none is in a step, nor said to be there before it is."""
     planner = LoadPlanner(Config(load_choice=choice), CacheMetrics(), lambda: 10.0, fails_by_block=False)
-    assert planner.choose("r1", 10, 160, 1, others_running=False, first_blocks=(0,)) is LoadMode.ASYNC
+    assert planner.choose("r1", 10, 160, 1, num_others=0, first_blocks=(0,)) is LoadMode.ASYNC
     planner.estimate.observe_load(10**6, 1.0)
     planner.begin(planner.reserve(range(10)), 1)
     assert planner.announce(1) == ((), ()), "it would end in 10 us"
-    assert planner.choose("r2", 10, 160, 1, others_running=True, first_blocks=(0,)) is LoadMode.COALESCED
+    assert planner.choose("r2", 10, 160, 1, num_others=1, first_blocks=(0,)) is LoadMode.COALESCED
 
 
 @pytest.mark.parametrize(("fails_by_block", "mode"), [(True, LoadMode.SYNC), (False, LoadMode.RECOMPUTE)])
 def test_who_has_waited_in_vain_does_not_wait_again(fails_by_block: bool, mode: LoadMode) -> None:
     """vLLM refuses blocks to a request that is to wait while others have theirs reserved, and looks at nobody else."""
     planner = LoadPlanner(Config(load_choice="async"), CacheMetrics(), lambda: 10.0, fails_by_block)
-    assert planner.choose("r", 10, 160, 1, True, ()) is LoadMode.ASYNC
-    assert planner.choose("r", 10, 160, 1, True, (), may_wait=False) is mode
+    assert planner.choose("r", 10, 160, 1, 1, ()) is LoadMode.ASYNC
+    assert planner.choose("r", 10, 160, 1, 1, (), may_wait=False) is mode
 
 
 def test_who_asks_again_and_again_rides_on_a_load_once() -> None:
@@ -277,7 +310,7 @@ def test_who_asks_again_and_again_rides_on_a_load_once() -> None:
     planner.reserve(range(10))
     for request_id in ("a", "b"):
         for _ in range(3):
-            assert planner.choose(request_id, 10, 160, 1, True, first_blocks=(0,)) is LoadMode.COALESCED
+            assert planner.choose(request_id, 10, 160, 1, 1, first_blocks=(0,)) is LoadMode.COALESCED
     assert metrics.coalesced_loads == 2
 
 

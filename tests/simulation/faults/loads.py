@@ -153,6 +153,24 @@ LOADS: tuple[Mutant, ...] = (
         tested(_GONE),
     ),
     Mutant(
+        "scarce-blocks-idle",
+        "a request has its blocks for as long as its load takes in the background, however many wait for them",
+        (Patch(_CHOICE, "found_no_room = before not in (None, LoadMode.COALESCED)", "found_no_room = False"),),
+        tested(f"{_TESTS}::test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again"),
+    ),
+    Mutant(
+        "told-to-ask-again-for-no-room",
+        "a request that was told to ask again counts as one that has found no room",
+        (Patch(_CHOICE, "before not in (None, LoadMode.COALESCED)", "before is not None"),),
+        tested(f"{_TESTS}::test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again"),
+    ),
+    Mutant(
+        "everybody-held-up",
+        "where blocks are scarce a load holds up any number of others",
+        (Patch(_RATES, "stall * (1 + num_others) <= idle", "stall <= idle"),),
+        tested(f"{_TESTS}::test_where_blocks_are_scarce_what_counts_is_for_how_long_they_lie_idle"),
+    ),
+    Mutant(
         "failed-by-request-in-the-step",
         "an engine that hears of failed loads by request only has loads in its steps",
         (
