@@ -68,7 +68,7 @@ def first_tokens_of_readme() -> Iterator[str]:
     again = (host_hits("vllm_lossless_0320_h200")[size, "host_hit", "ours"] for size in sizes)
     asked = goal("vllm_ttft_0320_h200", "ours_host_hit_over_offloading_32768")
     yield f"**{over:.2f}** of its at 32,768 (goal {asked});"
-    yield "(goal 0.9); {:.1f}, {:.1f}, {:.1f} ms in another run; what is computed".format(*again)
+    yield "(goal 0.9); {:.1f}, {:.1f}, {:.1f} ms in another run;".format(*again)
     yield f"what is computed takes {longer()} % longer"
 
 

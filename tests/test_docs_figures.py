@@ -10,7 +10,7 @@ import pytest
 
 from integration.bench.peers import LOSSLESS
 from integration.figures.results import ROOT, rows_of
-from tests import figures_of_readme, figures_of_sglang, figures_of_turns
+from tests import figures_of_latest, figures_of_readme, figures_of_sglang, figures_of_turns
 from tests.kept_results import (
     by_regime,
     claim,
@@ -139,7 +139,7 @@ def chats() -> Iterator[str]:
     yield f"little where it is not, {min(large):.2f} to {max(large):.2f}."
     turns = [engine["arrived"] for row in found.values() for engine in row["engines"].values()]
     yield f"A window has {min(turns)} to {max(turns)} turns"
-    yield f"In vLLM 0.32 that is {over_none(name)['ours']:.3f}, before copies yielded"
+    yield f"In vLLM 0.32 that was {over_none(name)['ours']:.3f} before copies yielded"
     older = "vllm_serving_0251_h200"
     turns, missed = claim(older, "ours_chat_throughput_over_offloading"), claim(older, "ours_miss_path_throughput")
     yield f"`{older}.json`: {turns:.2f}, and {missed:.3f} where nothing is hit"
@@ -274,12 +274,12 @@ def changes() -> Iterator[str]:
 
 TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "CHANGELOG.md": (changes,),
-    "README.md": figures_of_readme.TOLD,
-    "docs/benchmarks.md": (benchmarks, first_tokens, chats, policies, *figures_of_turns.TOLD),
+    "README.md": (*figures_of_readme.TOLD, figures_of_latest.of_readme),
+    "docs/benchmarks.md": (benchmarks, first_tokens, chats, policies, *figures_of_turns.TOLD, *figures_of_latest.TOLD),
     "docs/choosing.md": (choosing,),
     "docs/lossless.md": (lossless,),
     "docs/peers.md": (transfers,),
-    "docs/sglang.md": figures_of_sglang.TOLD,
+    "docs/sglang.md": (*figures_of_sglang.TOLD, figures_of_latest.in_sglang),
     "docs/storage.md": (attacks_on_storage,),
     "docs/vllm.md": (vllm,),
 }

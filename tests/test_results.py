@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from integration.bench import copies, steps
+from integration.bench import copies, steps, vllm_replicas
 from integration.bench.first_tokens import claim_length
 from integration.bench.regimes import merged
 from integration.figures import scheduler
@@ -22,6 +22,7 @@ RESULTS = sorted(path.stem for path in FOLDER.glob("*.json"))
 CHATS_0320 = [f"vllm_serving_0320_{host}_h200" for host in ("05x", "075x", "1x", "2x")]
 CHATS_TURNS = [f"vllm_serving_0320_turns_{host}_h200" for host in ("05x", "1x", "2x")]
 CHATS_LATEST = [f"vllm_serving_0320_latest_{host}_h200" for host in ("1x", "2x")]
+CHATS_SHORT = [f"vllm_serving_0320_{which}_h200" for which in ("short_1x", "short_2x", "sync_1x")]
 CHATS_SGLANG = [
     *(f"sglang_serving_{host}_h200" for host in ("1x", "2x")),
     *(f"sglang_serving_turns_{host}_h200" for host in ("05x", "1x", "2x")),
@@ -47,7 +48,7 @@ def test_a_goal_holds_where_its_value_reaches_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*CHATS_0320, *CHATS_TURNS, *CHATS_LATEST, "vllm_serving_0320_later_1x_h200", *CHATS_SGLANG]
+    "name", [*CHATS_0320, *CHATS_TURNS, *CHATS_LATEST, *CHATS_SHORT, "vllm_serving_0320_later_1x_h200", *CHATS_SGLANG]
 )
 def test_goals_of_chats_are_of_their_windows(name: str) -> None:
     found = kept(name)
@@ -74,11 +75,15 @@ def test_a_table_of_regimes_is_of_its_results(name: str, parts: list[str]) -> No
     "name",
     [
         "vllm_ttft_0320_h200",
+        "vllm_ttft_0320_latest_h200",
         "vllm_lossless_0320_h200",
+        "vllm_lossless_0320_latest_h200",
         "sglang_ttft_h200",
         "sglang_ttft_paths_h200",
         "sglang_ttft_paths_32k_h200",
         "sglang_ttft_turns_h200",
+        "sglang_ttft_beside_four_h200",
+        "sglang_ttft_beside_two_h200",
     ],
 )
 def test_goals_of_first_tokens_are_of_their_rows(name: str) -> None:
@@ -88,6 +93,13 @@ def test_goals_of_first_tokens_are_of_their_rows(name: str) -> None:
     for length in dict.fromkeys(row["tokens"] for row in found["rows"] if "kind" in row):
         claim_length(report, length, length * (128 << 10) / rate)
     assert {what: claim for what, claim in found["claims"].items() if what in report.claims} == close(report.claims)
+
+
+def test_goals_of_ranks_that_share_one_copy_are_of_their_rows() -> None:
+    found, report = kept("vllm_replicas_h200"), Report("vllm_replicas")
+    report.rows = found["rows"]
+    vllm_replicas.claim(report)
+    assert found["claims"] == close(report.claims)
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200", "before_h200"])

@@ -70,7 +70,8 @@ class Config:
     save_bandwidth: bytes a second, over all ranks, that saves may take; what is over it is saved in later steps. 0 sets
         no limit, and there is none for the saves of `write_back` before a device block is reused.
     load_choice: how a hit is loaded.
-    max_load_stall_ms: under `auto`, a load that would hold running requests up for longer is asynchronous.
+    max_load_stall_ms: under `auto`, a load that would hold running requests up for longer is asynchronous, unless
+        blocks of the device are scarce.
     block_major: ask the engine for a device cache in which the layers of a block are neighbours, where it offers one:
         a block is then one long copy.
     copy_path: how bytes move between device and host.

@@ -1,0 +1,116 @@
+"""Phrases of documents with figures of the results of 3f6acac and 2ab0c9c, for `test_docs_figures.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from integration.figures.results import Row
+from tests.kept_results import claim, host_hits, over_none, result
+
+LENGTHS = (2048, 8192, 32768)
+TTFT, LOSSLESS = "vllm_ttft_0320_latest_h200", "vllm_lossless_0320_latest_h200"
+MISSES, RANKS = "vllm_misses_0320_h200", "vllm_replicas_h200"
+SHORT, SYNC = ("vllm_serving_0320_short_1x_h200", "vllm_serving_0320_short_2x_h200"), "vllm_serving_0320_sync_1x_h200"
+OURS = "ours", 'ours:host_form="lossless"'
+FOUR, TWO = "sglang_ttft_beside_four_h200", "sglang_ttft_beside_two_h200"
+
+
+def windows(name: str, connector: str) -> list[Row]:
+    return [row for row in result(name)["rows"] if row["part"] == "chats" and row["connector"] == connector]
+
+
+def turns(name: str, connector: str) -> list[str]:
+    return [f"{row['turns_per_second']:.2f}" for row in windows(name, connector)]
+
+
+def held(row: Row) -> float:
+    """Milliseconds for which a request has its blocks."""
+    spent = row["phases"]
+    return sum(spent.get(f"{phase}_ms", 0.0) for phase in ("loading", "idle", "prefill", "decoding"))
+
+
+def first_tokens() -> Iterator[str]:
+    ms = host_hits(TTFT)
+    for name, form in (
+        ("ours", "host hits of ours took {:.1f}, {:.1f} and {:.1f} ms"),
+        ("offloading", "OffloadingConnector's {:.1f}, {:.1f} and {:.1f}"),
+        ("simple", "SimpleCPUOffloadConnector's {:.1f}, {:.1f} and {:.1f}"),
+    ):
+        yield form.format(*(ms[size, "host_hit", name] for size in LENGTHS))
+    over, whole, share = (
+        [claim(TTFT, f"ours_{what}_{size}") for size in LENGTHS]
+        for what in ("host_hit_over_offloading", "host_hit_over_nones_device_hit_plus_link", "load_over_link")
+    )
+    yield "{:.2f}, {:.2f} and **{:.2f}** of OffloadingConnector's time".format(*over)
+    yield "{:.2f}, {:.2f} and **{:.2f}** of a device hit without a connector and the link".format(*whole)
+    yield "Loads moved at **{:.2f}**, **{:.2f}** and **{:.3f}** of the link".format(*share)
+    device = (ms[32768, "device_hit", name] for name in ("ours", "none"))
+    yield "our device hits of 32,768 tokens took {:.1f} ms and those without a connector {:.1f}".format(*device)
+    raw, coded = ([host_hits(LOSSLESS)[size, "host_hit", name] for size in LENGTHS] for name in OURS)
+    yield "{:.1f}, {:.1f} and {:.1f} ms raw".format(*raw)
+    yield "{:.1f}, {:.1f} and {:.1f} lossless".format(*coded)
+
+
+def short_answers() -> Iterator[str]:
+    seconds = sorted({row["seconds"] for name in SHORT for row in windows(name, "ours")})
+    yield f"Two windows of {seconds[0]:.1f} to {seconds[-1]:.1f} s for each of three engines"
+    forms = "{} and {} turns a second against LMCache's {} and {}", "{} and {} against {} and {}"
+    for name, form in zip(SHORT, forms, strict=True):
+        yield form.format(*turns(name, "ours"), *turns(name, "lmcache"))
+    in_step, default = windows(SYNC, 'ours:load_choice="sync"'), windows(SYNC, "ours")
+    yield "{} and {} turns a second in the step".format(*turns(SYNC, 'ours:load_choice="sync"'))
+    yield "{} and {} by default".format(*turns(SYNC, "ours"))
+    yield "{} and {} with LMCache".format(*turns(SYNC, "lmcache"))
+    assert windows(SYNC, "ours")[0]["seconds"] == in_step[0]["seconds"]
+    yield f"windows of {in_step[0]['seconds']:.1f} s"
+    more = [one["turns_per_second"] / other["turns_per_second"] for one, other in zip(in_step, default, strict=True)]
+    yield "**{:.2f} and {:.2f} times the default's**".format(*more)
+    loading, idle = (median(row["phases"][name] for row in default) for name in ("loading_ms", "idle_ms"))
+    longer, less = (median(held(row) for row in rows) for rows in (default, in_step))
+    yield f"had its blocks for {longer:.0f} ms by default, {loading:.0f} of them while its load ran and {idle:.0f} until"
+    yield f"in the step {less:.0f}"
+
+
+def misses() -> Iterator[str]:
+    over, ours = over_none(MISSES), {row.get("connector"): row for row in result(MISSES)["rows"]}["ours"]
+    yield f"**{over['ours']:.4f}** ({ours['over_none_p10']:.3f} to {ours['over_none_p90']:.3f})"
+    yield (
+        f"OffloadingConnector {over['offloading']:.3f}, SimpleCPUOffloadConnector {over['simple']:.3f} and LMCache "
+        f"{over['lmcache']:.3f}"
+    )
+
+
+def ranks() -> Iterator[str]:
+    rows = {row["ranks"]: row for row in result(RANKS)["rows"]}
+    spread = (value for number in (1, 2) for value in (min(rows[number]["load_ms"]), max(rows[number]["load_ms"])))
+    yield "took {:.1f} to {:.1f} ms on one rank and {:.1f} to {:.1f} on two".format(*spread)
+    yield f"**{claim(RANKS, 'load_of_two_ranks_over_one'):.2f}** times as long in the median (goal 1.1)"
+    (tokens,) = {row["host_tokens"] for row in rows.values()}
+    yield f"the host holds {tokens:,} tokens of both"
+
+
+def in_sglang() -> Iterator[str]:
+    for name, form in (
+        (FOUR, "{:.1f} and **{:.1f}** ms against HiCache's {:.1f} and {:.1f}"),
+        (TWO, "{:.1f} and **{:.1f}** against {:.1f} and {:.1f}"),
+    ):
+        ms = host_hits(name)
+        yield form.format(*(ms[size, "host_hit", who] for who in ("ours", "hicache") for size in LENGTHS[:2]))
+    overs = [claim(name, f"ours_host_hit_over_hicache_{size}") for name in (FOUR, TWO) for size in LENGTHS[:2]]
+    yield "{:.2f} and **{:.2f}**, and {:.2f} and **{:.2f}** of its".format(*overs)
+    shares = [claim(name, f"ours_load_over_link_{size}") for name in (FOUR, TWO) for size in LENGTHS[:2]]
+    yield f"Loads moved at **{min(shares):.2f}** to **{max(shares):.2f}** of the link"
+
+
+def of_readme() -> Iterator[str]:
+    ms = host_hits(TTFT)
+    yield "{:.1f}, {:.1f}, {:.1f} ms on a host with other engines".format(*(ms[n, "host_hit", "ours"] for n in LENGTHS))
+    yield f"**{claim(TTFT, 'ours_host_hit_over_offloading_32768'):.2f}** of its there"
+    yield f"**{over_none(MISSES)['ours']:.4f}** in 0.32 now"
+    rates = ([float(rate) for rate in turns(SYNC, name)] for name in ('ours:load_choice="sync"', "ours"))
+    better = [one / other for one, other in zip(*rates, strict=True)]
+    yield f"{min(better):.2f} and {max(better):.2f} times the default's turns with `load_choice` `sync`"
+
+
+TOLD = (first_tokens, short_answers, misses, ranks)
