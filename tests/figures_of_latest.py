@@ -68,7 +68,8 @@ def short_answers() -> Iterator[str]:
     yield "**{:.2f} and {:.2f} times the default's**".format(*more)
     loading, idle = (median(row["phases"][name] for row in default) for name in ("loading_ms", "idle_ms"))
     longer, less = (median(held(row) for row in rows) for rows in (default, in_step))
-    yield f"had its blocks for {longer:.0f} ms by default, {loading:.0f} of them while its load ran and {idle:.0f} until"
+    yield f"had its blocks for {longer:.0f} ms by default, {loading:.0f} of them while its load ran"
+    yield f"and {idle:.0f} until a step began"
     yield f"in the step {less:.0f}"
 
 
