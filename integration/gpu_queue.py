@@ -3,11 +3,11 @@
     python3 integration/gpu_queue.py OUT [--vllm SITE] [--peers FOLDER] [--sglang SITE] [--gpus N] [--seconds S] PART...
 
 A part is `gpu:PART`, `vllm:PART` or `sglang:PART`, as those scripts name them, and with `=SECONDS` behind it takes no
-longer than so many; `vllm:ranks` and `vllm:replicas` take two GPUs. They begin in the order in which they are named, as
-GPUs are free, and one that waits for two holds up those behind it. After `--seconds` none begins, and what runs then is
-ended: what it had written until then is in its folder, OUT/SCRIPT_PART, with all that it printed in `log`. Parts share
-the machine's cores and host memory, which a figure that depends on them should say. The exit status says whether a part
-failed.
+longer than so many; `vllm:ranks`, `vllm:families` and `vllm:replicas` take two GPUs. They begin in the order in which
+they are named, as GPUs are free, and one that waits for two holds up those behind it. After `--seconds` none begins,
+and what runs then is ended: what it had written until then is in its folder, OUT/SCRIPT_PART, with all that it printed
+in `log`. Parts share the machine's cores and host memory, which a figure that depends on them should say. The exit
+status says whether a part failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PART_SECONDS = 590
 _GRACE_SECONDS = 20  # that a script has to end its part itself
-_TWO_GPUS = {"vllm:ranks", "vllm:replicas"}
+_TWO_GPUS = {"vllm:ranks", "vllm:families", "vllm:replicas"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests of the connector in real vLLM on a GPU, six or more at a time: an engine needs little of one, and most of its
-# time is its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a line for
-# each test and, of those that failed, what they said was wrong.
+# time is its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a
+# line for each test and, of those that failed, what they said was wrong.
 #
 #   [TESTS="FILE ..."] [GPU=N] bash integration/gpu_vllm_tests.sh SITE [SECONDS]
 #

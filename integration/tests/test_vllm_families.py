@@ -45,10 +45,13 @@ KERNELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_answered_from_the_host_and_from_storage(folder: Path, tmp_path: Path, family: str) -> None:
-    """Hits are as long as vLLM's own, and each group decides the answer."""
-    model = FAMILIES[family]
+    check_host_and_storage(folder, tmp_path, FAMILIES[family])
+
+
+def check_host_and_storage(folder: Path, tmp_path: Path, model: str, **ranks: Any) -> None:
+    """Hits are as long as vLLM's own, and each group decides the answer. `ranks`: of vLLM's options."""
     storage = {"path": str(tmp_path / "store"), "capacity": "1GiB", "prefetch": "wait_complete"}
-    settings: dict[str, Any] = options(model, storage=storage) | KERNELS.get(model, {}) | {"num_blocks": 120}
+    settings: dict[str, Any] = options(model, storage=storage) | KERNELS.get(model, {}) | {"num_blocks": 120} | ranks
     asked = [prompt[:577] for prompt in prompts(2, 600)]
     with running(folder, model, **settings) as engine:
         computed, _ = ask_and_hit(engine, asked)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
@@ -76,12 +77,13 @@ def _zero_blocks(worker: Any, block_ids: list[int]) -> None:
         region.view[block_ids] = 0
 
 
-def _prefill(pipe: Connection, folder: Path, model: str) -> None:
+def _prefill(pipe: Connection, folder: Path, model: str, more: dict[str, Any]) -> None:
     """The process of a prefill engine: answers what it is asked until it is asked nothing."""
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-    del MambaMixer2.get_kv_cache_spec  # see test_vllm_hybrid
-    with running(folder, model, **settings_of(model, "producer")) as engine:
+    if not torch.cuda.is_available():
+        del MambaMixer2.get_kv_cache_spec  # see test_vllm_hybrid
+    with running(folder, model, **(settings_of(model, "producer") | more)) as engine:
         pipe.send(len(engine.half._grouped.groups))
         while (asked := pipe.recv()) is not None:
             prompt, zeroed, forgets = asked
@@ -95,12 +97,12 @@ def _prefill(pipe: Connection, folder: Path, model: str) -> None:
 
 
 class Prefill:
-    """A prefill engine in a process of its own."""
+    """A prefill engine in a process of its own; `more` of vLLM's options."""
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, model: str, **more: Any) -> None:
         context = vllm_context()
         self._pipe, there = context.Pipe()
-        self.process = context.Process(target=_prefill, args=(there, folder, model), daemon=True)
+        self.process = context.Process(target=_prefill, args=(there, folder, model, more), daemon=True)
         self.process.start()
         there.close()
         self.num_groups = int(self._pipe.recv())

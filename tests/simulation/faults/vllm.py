@@ -181,8 +181,7 @@ VLLM: tuple[Mutant, ...] = (
         "counted-on",
         "Model Runner V2 goes on behind a load that failed",
         Patch(f"{_FOLDER}/specs.py", "        or runs_model_runner_v2(vllm_config),\n", "        or False,\n"),
-        f"{_TESTS}/test_vllm_ahead.py"
-        "::test_a_failed_load_ends_an_engine_whose_runner_counts_a_requests_tokens_itself",
+        f"{_TESTS}/test_vllm_ahead.py::test_a_failed_load_ends_an_engine_whose_runner_counts_a_requests_tokens_itself",
     ),
     _mutant(
         "hashes-for-blocks",

@@ -1,0 +1,65 @@
+"""The families of `test_vllm_families.py` on two GPUs, and in two engines of which one computes the prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="real vLLM is needed")
+
+from integration.tests.test_vllm_families import FAMILIES, KERNELS, check_host_and_storage
+from integration.tests.test_vllm_hybrid import ask_and_hit
+from integration.tests.test_vllm_pd_groups import Prefill, ask, settings_of
+from integration.tests.vllm_engines import prompts, running
+from kv_connector.engines.vllm.groups import TELLS_STATES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer"),
+    pytest.mark.usefixtures("stable_hashes", "slow_machine", "whole_blocks_are_copied"),
+    pytest.mark.timeout(1200),
+]
+
+RANKS = {"tensor parallel": "tensor_parallel_size", "pipeline": "pipeline_parallel_size"}
+
+
+@pytest.fixture(autouse=True)
+def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has used CUDA, and a fork could not."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_on_two_ranks_is_answered_from_the_host_and_from_storage(
+    folder: Path, tmp_path: Path, family: str, ranks: str
+) -> None:
+    check_host_and_storage(folder, tmp_path, FAMILIES[family], **{RANKS[ranks]: 2})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_another_engine_has_computed_answers_as_a_hit_on_the_device(folder: Path, family: str) -> None:
+    """Of as many tokens: a GPU adds up otherwise in steps of other shapes."""
+    model = FAMILIES[family]
+    more: dict[str, Any] = KERNELS.get(model, {}) | {"num_blocks": 120}
+    with running(folder, model, **(settings_of(model, "consumer") | more)) as engine:
+        prefill = Prefill(folder, model, **more)
+        try:
+            for prompt in (prompt[:577] for prompt in prompts(2, 600)):
+                _, (on_device, hits) = (ask_and_hit(engine, [prompt], 12) for _ in range(2))
+                engine.drain()
+                assert engine.llm.reset_prefix_cache(reset_connector=True)
+                with prefill.computed(prompt) as params:
+                    assert params is not None
+                    before = engine.stats()["peer_hit_tokens"]
+                    assert ask(engine, prompt, 12, params)[0] == on_device[0]
+                    assert engine.stats()["peer_hit_tokens"] - before == hits[0] >= 384
+            assert not engine.stats().get("failed_receive_jobs")
+            engine.drain()
+            engine.check_all_free()
+        finally:
+            prefill.end()
