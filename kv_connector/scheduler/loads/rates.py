@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from statistics import fmean, median
+from statistics import median
 
 _SMOOTHING = 0.25  # share of a slower observation in a rate
 MOST_SKIPPED = 8
@@ -23,10 +23,9 @@ MOST_SKIPPED = 8
 _STEPS = 5  # whose durations are remembered
 _LOADS = 8  # whose delays are remembered
 _PREFILL_TOKENS = 64  # a step of fewer tokens says nothing about the speed of prefill
-_IDLE_STEPS = 2
-"""In which a request has its blocks and does nothing, beside its load in the background: until a step begins behind the
-load's end, and for the one of its own that follows. Two short of blocks took 51 ms for loads of 24, with steps of 14
-(vLLM 0.32, an 8B model, one H200)."""
+_IDLE = 2.0
+"""Times the load, for which a request has blocks that nobody computes on where it is loaded in the background: it waits
+behind other loads, and then for a step. Two at a time took 51 ms with loads of 24 (vLLM 0.32, 8B model, H200)."""
 
 
 class LoadMode(Enum):
@@ -151,5 +150,5 @@ class LoadEstimate:
         stall = load - (self._prefill.seconds(num_new_tokens) or 0.0)
         if not num_others or stall <= self._max_stall:
             return LoadMode.SYNC
-        idle = load + _IDLE_STEPS * fmean(self._intervals)
-        return LoadMode.SYNC if is_short_of_blocks and stall * (1 + num_others) <= idle else LoadMode.ASYNC
+        holds_up_less = is_short_of_blocks and stall * (1 + num_others) <= _IDLE * load
+        return LoadMode.SYNC if holds_up_less else LoadMode.ASYNC

@@ -47,16 +47,17 @@ def test_a_load_that_holds_others_up_runs_beside_them() -> None:
     assert choose(estimate, blocks=5) is LoadMode.SYNC, "5 ms are allowed"
 
 
-@pytest.mark.parametrize(("num_others", "step", "mode"), [(1, 0.06, "sync"), (1, 0.04, "async"), (3, 0.06, "async")])
+@pytest.mark.parametrize(
+    ("num_others", "new", "mode"), [(1, 1, "sync"), (2, 1, "async"), (2, 400, "sync"), (20, 1, "async")]
+)
 def test_where_blocks_are_scarce_what_counts_is_for_how_long_they_lie_idle(
-    num_others: int, step: float, mode: str
+    num_others: int, new: int, mode: str
 ) -> None:
-    """A load of 0.1 s: in the step for as long as that, those of everybody; else for two steps more, its own alone."""
+    """A load of 100 ms, of which 10 hide behind each 100 new tokens: in the step it holds up what everybody has, and in
+    the background what the request has for 200 ms."""
     estimate = make_estimate(tokens_per_second=10_000)
-    for number in range(2, 8):
-        estimate.step_planned(number, 1, 0, now=20.0 + number * step)
-    assert choose(estimate, others=num_others, is_short=True).value == mode
-    assert choose(estimate, others=num_others) is LoadMode.ASYNC, "there are more blocks"
+    assert choose(estimate, others=num_others, new=new, is_short=True).value == mode
+    assert choose(estimate, others=num_others, new=new) is LoadMode.ASYNC, "there are more blocks"
 
 
 def test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again() -> None:
