@@ -1,4 +1,4 @@
-"""A soak of the connector inside a real vLLM engine, on the CPU: `python -m integration.soak_vllm --seconds 600`.
+"""A soak of the connector inside a real vLLM engine: `python -m integration.soak_vllm --seconds 600`.
 
 Users chat about shared documents with a small random model, more than fits on the device and than fits on the host.
 They come, pause, give up in every phase, the operator resets caches and copies fail. Every answer must be that of a
