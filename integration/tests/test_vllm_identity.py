@@ -149,6 +149,16 @@ def test_how_states_are_computed_and_rounded_is_named(tmp_path: Path) -> None:
         assert identity_of(folder, mamba={name: value}) == none
 
 
+def test_who_looks_for_drafts_in_tokens_caches_what_others_do(tmp_path: Path) -> None:
+    """vLLM names the model itself as that of the drafts, and a draft model is named."""
+    folder = tiny.write_weights("dense", tmp_path)
+    plain = identity_of(folder)
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    assert identity_of(folder, speculative_config=ngram) == plain
+    eagle = {"method": "eagle", "num_speculative_tokens": 2, "model": str(tiny.write_draft(tmp_path))}
+    assert identity_of(folder, speculative_config=eagle).draft_weights
+
+
 def test_which_weights_of_a_folder_are_read_is_named(tmp_path: Path) -> None:
     folder = tiny.write_weights("dense", tmp_path)
     plain = identity_of(folder)

@@ -144,6 +144,7 @@ WINDOW, LATENT_WINDOW = (
         ([DENSE], {"heads": 16, "heads_of_a_rank": 2}, 1),
         ([DENSE], {"architecture": "Gemma4ForCausalLM"}, 1),
         ([DENSE], {"speculative_config": "a draft model, which may have other heads"}, 1),
+        ([DENSE], {"speculative_config": SimpleNamespace(method="ngram")}, 4),
         ([("HiddenStateCacheSpec", {})], {}, 1),
     ],
 )

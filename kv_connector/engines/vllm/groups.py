@@ -37,6 +37,8 @@ _CHUNK = "ChunkedLocalAttentionManager"
 _STATE = "MambaManager"
 _OF_ALL_HEADS = {"MLAAttentionSpec", "SlidingWindowMLASpec"}
 """Specs of what every rank computes as a whole; those derived from them may be of anything."""
+_WITHOUT_LAYERS = {"ngram", "ngram_gpu", "suffix"}
+"""Methods of speculation that look for drafts in tokens."""
 _OF_OWN_HEADS = {"FullAttentionSpec", "SlidingWindowSpec"}
 _REFUSED = {
     "RSWAManager": "it drops blocks from the middle of a request",
@@ -148,6 +150,12 @@ def read_kv_heads(kv_cache_config: Any) -> dict[str, int]:
     return found
 
 
+def has_draft(vllm_config: VllmConfig) -> bool:
+    """Whether drafts come from layers; in place of those of n-grams and suffixes vLLM names the model itself."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and getattr(speculative, "method", None) not in _WITHOUT_LAYERS
+
+
 def num_replicas(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
     """How many ranks, one behind the other, hold the same bytes.
 
@@ -164,7 +172,7 @@ def num_replicas(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int
     if kinds <= _OF_ALL_HEADS:
         return ranks
     has_one_head = kinds <= _OF_OWN_HEADS and all(spec.num_kv_heads == 1 for spec in specs)
-    is_known = vllm_config.speculative_config is None and set(model.architectures) <= HEADS_ALIKE
+    is_known = not has_draft(vllm_config) and set(model.architectures) <= HEADS_ALIKE
     return max(1, ranks // model.get_total_num_kv_heads()) if has_one_head and is_known else 1
 
 

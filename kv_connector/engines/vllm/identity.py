@@ -19,7 +19,7 @@ from vllm.distributed.utils import get_pp_indices
 from ...errors import ConfigError
 from ...index import CacheIdentity
 from ..weights import local_fingerprint
-from .groups import layer_specs
+from .groups import has_draft, layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -62,7 +62,7 @@ def read_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block
             "blocks mean nothing to others; leave it out, and take the scales of the checkpoint"
         )
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None)
+    draft = getattr(speculative, "draft_model_config", None) if has_draft(vllm_config) else None
     load, states = vllm_config.load_config, _states(kv_cache_config)
     draft_load = getattr(speculative, "draft_load_config", None) or load
     return CacheIdentity(

@@ -24,6 +24,12 @@ VLLM: tuple[Mutant, ...] = (
         f"{_TESTS}/test_vllm_steps.py",
     ),
     _mutant(
+        "drafts-of-nobody",
+        "vLLM names the model itself in place of a draft model: with n-grams an engine finds nothing of one without",
+        Patch(f"{_FOLDER}/identity.py", " if has_draft(vllm_config) else None", ""),
+        f"{_TESTS}/test_vllm_identity.py::test_who_looks_for_drafts_in_tokens_caches_what_others_do",
+    ),
+    _mutant(
         "windows-in-the-step",
         "a model of several groups loads in the step, where a failure ends the engine",
         Patch(f"{_FOLDER}/scheduler.py", "not TELLS_FAILED_REQUESTS or may_truncate(shape.groups)", "True"),
