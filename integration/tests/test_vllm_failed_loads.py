@@ -74,41 +74,6 @@ def test_what_a_given_up_request_has_not_loaded_is_hit_by_nobody(
         engine.check_all_free()
 
 
-@pytest.mark.parametrize("failure", ["recompute", "fail"])
-def test_requests_that_share_what_was_not_loaded_go_on_behind_it_in_no_case(folder: Path, failure: str) -> None:
-    """vLLM computes the blocks for the first one alone, and lets the second go on behind them: its tokens would be
-    wrong once the first is given up. So the engine ends, or under `fail` both requests do."""
-    from vllm import SamplingParams
-
-    settings = {"write_policy": "write_through", "load_choice": "sync"}
-    config = transfer_config(settings, kv_load_failure_policy=failure)
-    (shared,) = prompts(1, seed=5)
-    asked = [[*shared, 7, 8, 9], [*shared, 11, 12, 13, 14]]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    with running(folder, num_blocks=100, kv_transfer_config=config, async_scheduling=False) as engine:
-        engine.alone(asked)
-        expected = engine.alone(asked)
-        engine.drain()
-        assert engine.llm.reset_prefix_cache()
-        engine.break_loads(True)
-        llm = engine.llm.llm_engine
-        first, second = (
-            llm.add_request(f"{number}", {"prompt_token_ids": prompt}, params) for number, prompt in enumerate(asked)
-        )
-        if failure == "recompute":
-            with pytest.raises(KVConnectorError, match="share them") as raised:
-                llm.step()
-            assert all(request_id in str(raised.value) for request_id in (first, second))
-            return
-        llm.step()
-        until(lambda: not llm.has_unfinished_requests(), llm.step, engine.stats)
-        engine.break_loads(False)
-        assert engine.alone(asked) == expected
-        assert engine.stats()["failed_load_jobs"] == 1
-        engine.drain()
-        engine.check_all_free()
-
-
 @pytest.mark.parametrize("choice", ["sync", "async"])
 def test_with_windows_alone_a_load_that_fails_gives_no_wrong_token(folder: Path, choice: str) -> None:
     """Nothing was loaded in front of the window, where vLLM would go on if it were told of blocks: the whole prompt is

@@ -282,10 +282,6 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         fill them. Asked before the report is taken in that says that the load has failed."""
         return self._requests.holding(block_ids)
 
-    def sharing(self, block_ids: Collection[int]) -> list[str]:
-        """Requests that hold one of these device blocks that another one holds, too."""
-        return self._requests.sharing(block_ids)
-
     def reset_cache(self) -> bool:
         self.host.reset()
         self._log_removed()

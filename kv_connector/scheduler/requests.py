@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -95,17 +94,6 @@ class RequestTable:
         held = [(request_id, [t.block_ids for t in state.tables]) for request_id, state in self._states.items()]
         lost = ((request_id, tables) for request_id, tables in self._leases.dropped_since(wanted) if request_id in self)
         return [i for i, tables in (*held, *lost) if any(not wanted.isdisjoint(ids) for ids in tables)]
-
-    def sharing(self, block_ids: Collection[int]) -> list[str]:
-        """Requests that hold one of these device blocks that another one holds, too."""
-        wanted = set(block_ids)
-        counts = Counter(i for state in self for table in state.tables for i in wanted.intersection(table.block_ids))
-        shared = {block_id for block_id, count in counts.items() if count > 1}
-        return [
-            request_id
-            for request_id, state in self._states.items()
-            if any(not shared.isdisjoint(table.block_ids) for table in state.tables)
-        ]
 
     def num_missing(self, groups: Sequence[BlockGroup], block_size: int) -> int:
         """Device blocks that requests which wait for a load would take over those that they hold, if they began anew:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -155,10 +155,9 @@ class SchedulerRole:
         """Raises KVConnectorError where a request would continue with bytes that never came. When a load fails vLLM
         looks for its request among those that load or run: not where the load was announced and the request waits for
         room, nor where the next step's plan has preempted it. And where it has planned on it takes the answer of the
-        next step for the request's, and caches what that computes; so it does where its runner counts on, and for all
-        but the first one of requests that share the blocks. Raised here and not by a worker: other stages of a pipeline
-        wait for what it computes. With a window alone, and told of blocks, as older versions are, it goes on behind
-        blocks that were never loaded.
+        next step for the request's, and caches what that computes; so it does where its runner counts on. Raised here
+        and not by a worker: other stages of a pipeline wait for what it computes. With a window alone, and told of
+        blocks, as older versions are, it goes on behind blocks that were never loaded.
         """
         if output.invalid_block_ids:
             for request_id in self.half.holding(output.invalid_block_ids):
@@ -175,25 +174,14 @@ class SchedulerRole:
                     )
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
-            if self.shape.recomputes and any(report.has_failed_in_step for report in meta.reports):
-                self._refuse_wrong_tokens(output.invalid_block_ids)
+            if self.shape.recomputes_wrongly and any(report.has_failed_in_step for report in meta.reports):
+                raise KVConnectorError(
+                    f"the load of {len(output.invalid_block_ids)} blocks failed twice in a step, and vLLM, which plans "
+                    "ahead or runs Model Runner V2, would go on with wrong tokens: with kv_load_failure_policy=fail "
+                    "the request would end instead, and with --no-async-scheduling, VLLM_USE_V2_MODEL_RUNNER=0 and no "
+                    "pipeline it would be computed"
+                )
             self.half.update_connector_output(meta.reports)
-
-    def _refuse_wrong_tokens(self, block_ids: Collection[int]) -> None:
-        """Raises KVConnectorError where vLLM would go on behind what a step has not loaded, and not compute it."""
-        what = f"the load of {len(block_ids)} blocks failed twice in a step, and"
-        end = "with kv_load_failure_policy=fail"
-        if self.shape.takes_nothing_back:
-            raise KVConnectorError(
-                f"{what} vLLM, which plans ahead or runs Model Runner V2, would go on with wrong tokens: {end} the "
-                "request would end instead, and with --no-async-scheduling, VLLM_USE_V2_MODEL_RUNNER=0 and no pipeline "
-                "it would be computed"
-            )
-        if sharing := self.half.sharing(block_ids):
-            raise KVConnectorError(
-                f"{what} requests {', '.join(sharing)} share them: vLLM computes them for the first one alone, and the "
-                f"others would go on with wrong tokens where that one ends before: {end} all would end instead"
-            )
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)

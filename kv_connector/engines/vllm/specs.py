@@ -59,6 +59,11 @@ class EngineShape:
         return any(group.states_are_told for group in self.groups)
 
     @property
+    def recomputes_wrongly(self) -> bool:
+        """Whether it is to compute what a step has not loaded, and goes on behind it instead."""
+        return self.recomputes and self.takes_nothing_back
+
+    @property
     def block_sizes(self) -> tuple[int, ...]:
         """Tokens of a block, by our groups."""
         return tuple(self.block_size * group.hashes_per_block for group in self.groups)

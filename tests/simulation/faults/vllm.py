@@ -180,19 +180,8 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "planned-on",
         "vLLM goes on with the step that it has planned behind a load that failed",
-        Patch(f"{_FOLDER}/scheduler.py", "        if self.shape.takes_nothing_back:\n", "        if False:\n"),
+        Patch(f"{_FOLDER}/scheduler.py", "if self.shape.recomputes_wrongly and any(", "if False and any("),
         f"{_TESTS}/test_vllm_pipeline.py::test_a_step_that_must_not_be_planned_on_ends_the_engine_and_says_why",
-    ),
-    _mutant(
-        "shared-gone-on",
-        "vLLM computes what was not loaded for the first request that has it alone",
-        Patch(
-            f"{_FOLDER}/scheduler.py",
-            "        if sharing := self.half.sharing(block_ids):\n",
-            "        if sharing := ():\n",
-        ),
-        f"{_TESTS}/test_vllm_failed_loads.py"
-        "::test_requests_that_share_what_was_not_loaded_go_on_behind_it_in_no_case[recompute]",
     ),
     _mutant(
         "counted-on",
