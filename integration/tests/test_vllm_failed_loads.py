@@ -10,7 +10,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
-from integration.tests.vllm_engines import VllmEngine, prompts, running, schedule_ahead, transfer_config, vllm_version
+from integration.tests.vllm_engines import (
+    BLOCK_SIZE,
+    VllmEngine,
+    prompts,
+    running,
+    schedule_ahead,
+    transfer_config,
+    vllm_version,
+)
 from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 from kv_connector.errors import KVConnectorError
 from tests.waiting import until
@@ -71,6 +79,50 @@ def test_what_a_given_up_request_has_not_loaded_is_hit_by_nobody(
         fail_and_give_up(engine, prompt, in_the_step)
         assert engine.alone([prompt]) == expected
         assert engine.stats()["failed_load_jobs"] == 1
+        engine.check_all_free()
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_who_shares_what_was_not_loaded_does_not_count_on_another_to_compute_it(
+    folder: Path, is_given_up: bool
+) -> None:
+    """vLLM has the first request of a step compute shared blocks, also where that one goes away before it has, or takes
+    several steps for it; and what the other one computes is saved."""
+    from vllm import SamplingParams
+
+    settings = {"write_policy": "write_through", "load_choice": "sync"}
+    config = transfer_config(settings, kv_load_failure_policy="recompute")
+    options: dict[str, Any] = {} if is_given_up else {"long_prefill_token_threshold": 2 * BLOCK_SIZE}
+    (prompt,) = prompts(1, seed=5)
+    asked = {"first": [*prompt, 7], "second": [*prompt, 8]}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    with running(folder, num_blocks=100, kv_transfer_config=config, **options) as engine:
+        expected = dict(zip(asked, engine.alone([*asked.values()]), strict=True))
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
+        engine.alone(prompts(16, seed=9))  # other bytes in all blocks
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
+        engine.break_loads(True)
+        llm, answers = engine.llm.llm_engine, dict[str, list[int]]()
+        for name, tokens in asked.items():
+            llm.add_request(name, {"prompt_token_ids": tokens}, params)
+        llm.step()
+        engine.break_loads(False)
+        if is_given_up:
+            first, _ = engine.scheduler.requests
+            engine.abort([first])
+
+        def step() -> None:
+            answers.update({out.request_id: [*out.outputs[0].token_ids] for out in llm.step() if out.finished})
+
+        until(lambda: not llm.has_unfinished_requests(), step, engine.stats)
+        assert answers.pop("second") == expected["second"]
+        assert answers.pop("first", None) == (None if is_given_up else expected["first"])
+        assert engine.stats()["failed_load_jobs"] == 1
+        engine.drain()
+        assert engine.llm.reset_prefix_cache()
+        assert engine.alone([*asked.values()]) == [*expected.values()], "from the host, where wrong bytes were saved"
         engine.check_all_free()
 
 

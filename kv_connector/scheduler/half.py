@@ -282,6 +282,10 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         fill them. Asked before the report is taken in that says that the load has failed."""
         return self._requests.holding(block_ids)
 
+    def block_ids(self, request_id: str) -> list[list[int]]:
+        """The device blocks of an admitted request, by block group; none where it was preempted."""
+        return [table.block_ids for table in self._requests[request_id].tables]
+
     def reset_cache(self) -> bool:
         self.host.reset()
         self._log_removed()

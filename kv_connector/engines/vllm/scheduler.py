@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -172,6 +172,8 @@ class SchedulerRole:
                         "tokens, as its model has sliding windows: with kv_load_failure_policy=fail the request would "
                         "end instead, and with vLLM 0.32 it would be computed"
                     )
+                if self.shape.recomputes:
+                    self._compute_from(request_id, output.invalid_block_ids)
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
             if self.shape.recomputes_wrongly and any(report.has_failed_in_step for report in meta.reports):
@@ -182,6 +184,15 @@ class SchedulerRole:
                     "pipeline it would be computed"
                 )
             self.half.update_connector_output(meta.reports)
+
+    def _compute_from(self, request_id: str, lost: Collection[int]) -> None:
+        """Of requests that share a block that was not loaded, vLLM has the first one compute it and has the others go
+        on behind it: with wrong tokens if that one is aborted, preempted or slower. So each computes for itself."""
+        tables, request = self.half.block_ids(request_id), self._live[request_id]
+        for size, ids in zip(self.shape.block_sizes, tables, strict=False):
+            first = next((n for n, block_id in enumerate(ids) if block_id in lost), None)
+            if first is not None:
+                request.num_computed_tokens = min(request.num_computed_tokens, first * size)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)

@@ -9,6 +9,7 @@ _FOLDER = "kv_connector/engines/vllm"
 _TESTS = "integration/tests"
 _HYBRID = f"{_TESTS}/test_vllm_hybrid.py"
 _CONTEXT = f"{_TESTS}/test_vllm_context.py"
+_SHARED = "test_who_shares_what_was_not_loaded_does_not_count_on_another_to_compute_it"
 _ALONE = "test_with_windows_alone_a_load_that_fails_gives_no_wrong_token"
 
 
@@ -34,6 +35,12 @@ VLLM: tuple[Mutant, ...] = (
         "a model of several groups loads in the step, where a failure ends the engine",
         Patch(f"{_FOLDER}/scheduler.py", "not TELLS_FAILED_REQUESTS or may_truncate(shape.groups)", "True"),
         f"{_TESTS}/test_vllm_engine.py::test_a_failed_load_is_a_miss_or_one_failed_request",
+    ),
+    _mutant(
+        "shared-failure",
+        "who shares a block that was not loaded goes on behind it, as vLLM has it",
+        Patch(f"{_FOLDER}/scheduler.py", "if first is not None:", "if False:"),
+        f"{_TESTS}/test_vllm_failed_loads.py::{_SHARED}",
     ),
     _mutant(
         "states-in-the-step",
