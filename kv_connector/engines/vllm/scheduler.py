@@ -187,8 +187,8 @@ class SchedulerRole:
 
     def _compute_from(self, request_id: str, lost: Collection[int]) -> None:
         """Of requests that share a block that was not loaded, vLLM has the first one compute it and has the others go
-        on behind it: with wrong tokens if that one is aborted, preempted or slower. So each computes for itself. vLLM has
-        looked at the failure before it calls, and has thrown away what the step has sampled for all of them."""
+        on behind it: with wrong tokens if that one is aborted, preempted or slower. So each computes for itself. vLLM
+        has looked at the failure before it calls, and has thrown away what the step has sampled for all of them."""
         tables, request = self.half.block_ids(request_id), self._live[request_id]
         for size, ids in zip(self.shape.block_sizes, tables, strict=False):
             first = next((n for n, block_id in enumerate(ids) if block_id in lost), None)
