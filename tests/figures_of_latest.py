@@ -111,7 +111,7 @@ def of_readme() -> Iterator[str]:
     yield f"**{over_none(MISSES)['ours']:.4f}** in 0.32 now"
     rates = ([float(rate) for rate in turns(SYNC, name)] for name in ('ours:load_choice="sync"', "ours"))
     better = [one / other for one, other in zip(*rates, strict=True)]
-    yield f"(`load_choice` `sync`) had {min(better):.2f} and {max(better):.2f} times the default's turns with answers of 8"
+    yield f"(`load_choice` `sync`) had {min(better):.2f} and {max(better):.2f} times the default's turns"
 
 
 BEFORE = [f"vllm_serving_0320_{host}_h200" for host in ("1x", "2x")]
