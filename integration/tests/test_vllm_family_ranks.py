@@ -1,4 +1,4 @@
-"""The families of `test_vllm_families.py` on two GPUs, and in two engines of which one computes the prompts."""
+"""The families of `test_vllm_families.py` on two ranks, and in two engines of which one computes the prompts."""
 
 from __future__ import annotations
 
@@ -13,34 +13,41 @@ pytest.importorskip("vllm", reason="real vLLM is needed")
 from integration.tests.test_vllm_families import FAMILIES, KERNELS, check_host_and_storage
 from integration.tests.test_vllm_hybrid import ask_and_hit
 from integration.tests.test_vllm_pd_groups import Prefill, ask, settings_of
+from integration.tests.test_vllm_pipeline import STAGES
 from integration.tests.vllm_engines import prompts, running
 from kv_connector.engines.vllm.groups import TELLS_STATES
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer"),
     pytest.mark.usefixtures("stable_hashes", "slow_machine", "whole_blocks_are_copied"),
     pytest.mark.timeout(1200),
 ]
 
-RANKS = {"tensor parallel": "tensor_parallel_size", "pipeline": "pipeline_parallel_size"}
+RANKS: dict[str, dict[str, Any]] = {"tensor parallel": {"tensor_parallel_size": 2}, "pipeline": STAGES}
+HAS_TWO_GPUS = torch.cuda.device_count() > 1
+ON_THE_CPU = ("Gemma 4", "Llama 4", "LFM2")
+"""Whose layers vLLM shares out there; dense models and windows have tests of their own."""
 
 
 @pytest.fixture(autouse=True)
-def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process has used CUDA, and a fork could not."""
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+def ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """On GPUs, which this process has used, a fork could not use them."""
+    if torch.cuda.is_available():
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    else:
+        request.getfixturevalue("two_ranks_on_the_cpu")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.skipif(torch.cuda.is_available() and not HAS_TWO_GPUS, reason="two GPUs are needed")
+@pytest.mark.parametrize("split", RANKS)
+@pytest.mark.parametrize("family", FAMILIES if HAS_TWO_GPUS else ON_THE_CPU)
 def test_a_family_on_two_ranks_is_answered_from_the_host_and_from_storage(
-    folder: Path, tmp_path: Path, family: str, ranks: str
+    folder: Path, tmp_path: Path, family: str, split: str
 ) -> None:
-    check_host_and_storage(folder, tmp_path, FAMILIES[family], **{RANKS[ranks]: 2})
+    check_host_and_storage(folder, tmp_path, FAMILIES[family], **RANKS[split])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_another_engine_has_computed_answers_as_a_hit_on_the_device(folder: Path, family: str) -> None:
     """Of as many tokens: a GPU adds up otherwise in steps of other shapes."""

@@ -125,7 +125,9 @@ class Prefill:
         self.process.join(60)
 
 
-@pytest.mark.parametrize("model", ["two_sizes", "mamba", "states_apart", "states_only", "conv"])
+@pytest.mark.parametrize(
+    "model", ["windows", "chunks", "sinks", "delta", "two_sizes", "mamba", "states_apart", "states_only", "conv"]
+)
 def test_a_prompt_computed_there_is_continued_here(folder: Path, model: str) -> None:
     """Log-probabilities are those of computing to the last bit where a state is kept: the same shapes are run."""
     asked = [prompt[:577] for prompt in prompts(3, 600)]
