@@ -25,8 +25,8 @@ pytestmark = [
 
 RANKS: dict[str, dict[str, Any]] = {"tensor parallel": {"tensor_parallel_size": 2}, "pipeline": STAGES}
 HAS_TWO_GPUS = torch.cuda.device_count() > 1
-ON_THE_CPU = ("Gemma 4", "Llama 4", "LFM2")
-"""Whose layers vLLM shares out there; dense models and windows have tests of their own."""
+ON_THE_CPU = ("Gemma 3", "Gemma 4", "Llama 4", "LFM2")
+"""Whose layers vLLM shares out there; dense models have tests of their own."""
 
 
 @pytest.fixture(autouse=True)
