@@ -252,6 +252,7 @@ def a_load_that_fails_gives_no_wrong_token(engine: ContractEngine, expected: Exp
         (said,) = engine.generate([prompt])
         assert said.token_ids in (None, answer)
     engine.break_loads(False)
+    engine.check_idle()  # until ranks have told of the last one
     assert engine.stats()["failed_load_jobs"] > 0, "no load has failed"
     assert _tokens(engine.generate(asked)) == answers
     evict(engine, "failed")
