@@ -220,4 +220,4 @@ class WatchedPath:
             device = region.view[torch.tensor(copy.device_ids)]
             host = column[torch.tensor(copy.host_ids)]
             self.seen["compared_bytes"] += device.numel()
-            self.seen["different_bytes"] += int((device != host).sum())
+            self.seen["different_bytes"] += int((device.cpu() != host).sum())

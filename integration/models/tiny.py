@@ -180,7 +180,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_num_key_heads": 1,
+        "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,

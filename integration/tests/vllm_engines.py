@@ -16,6 +16,7 @@ from integration.bench.vllm_engine import register_weights
 from integration.faults import break_loads
 from integration.models import tiny
 from integration.tests.vllm_starts import prepare_start, started
+from integration.tests.vllm_workers import KnowsWeights
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import connected
 from tests.waiting import ANSWER_SECONDS, until
@@ -161,7 +162,8 @@ def weights(model: str | Path, folder: Path) -> dict[str, Any]:
     if isinstance(model, Path):
         return {"model": str(model)}
     if model in tiny.ENGINES_OWN:
-        return {"model": str(tiny.write(model, folder)), "load_format": register_weights()}
+        drawn = {"load_format": register_weights(), "worker_extension_cls": f"{KnowsWeights.__module__}.KnowsWeights"}
+        return {"model": str(tiny.write(model, folder)), **drawn}
     return {"model": str(tiny.write_weights(model, folder))}
 
 
