@@ -108,7 +108,6 @@ def of_readme() -> Iterator[str]:
     ms = host_hits(TTFT)
     yield "{:.1f}, {:.1f}, {:.1f} ms on a host with other engines".format(*(ms[n, "host_hit", "ours"] for n in LENGTHS))
     yield f"**{claim(TTFT, 'ours_host_hit_over_offloading_32768'):.2f}** of its there"
-    yield f"**{over_none(MISSES)['ours']:.4f}** in 0.32 now"
     rates = ([float(rate) for rate in turns(SYNC, name)] for name in ('ours:load_choice="sync"', "ours"))
     better = [one / other for one, other in zip(*rates, strict=True)]
     yield f"(`load_choice` `sync`) had {min(better):.2f} and {max(better):.2f} times the default's turns"

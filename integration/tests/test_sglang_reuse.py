@@ -181,7 +181,9 @@ def test_the_host_is_of_no_use_for_what_the_device_serves(make: Make) -> None:
         driver.lookup(f"request {number}", keys(1, f"tail {number}"))
         insert(driver, front, keys(1, f"tail {number}"))
         driver.round()
-    for node in tree.match(fragments.page_hashes(front)):
+    nodes = tree.match(fragments.page_hashes(front))
+    assert len(nodes) == len(front)
+    for node in nodes:
         assert tree.visits[node] > 1
         assert reuse.worth(node) == 0
     driver.check()

@@ -8,10 +8,11 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from kv_connector.storage import jobs as jobs_module
 from kv_connector.storage.jobs import EndedStorageJob, StorageJobs
 from kv_connector.testing.memory import MemoryStorage
 from kv_connector.types import StorageAction, StorageJob
-from tests.storage.storages import BLOCK, content, key, put
+from tests.storage.storages import BLOCK, HeldStorage, content, key, put
 
 
 @pytest.mark.parametrize("missing", [(), (0,), (1,), (0, 1)])
@@ -130,3 +131,18 @@ def test_a_look_up_says_what_exists_in_front_of_a_gap_or_singly_all_of_it(singly
     storage.close()
     assert found == {0: None, 1: None, 2: 0b01011 if singly else 0b00011}
     assert storage.told == [("write", singly), ("read", singly)]
+
+
+def test_a_job_took_until_storage_was_done_and_not_until_somebody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [10.0]
+    monkeypatch.setattr(jobs_module.time, "perf_counter", lambda: seconds[0])
+    held = HeldStorage()
+    held.hold = True
+    jobs = StorageJobs(held, np.zeros((1, BLOCK), np.uint8))
+    jobs.begin(StorageJob(1, StorageAction.LOOK_UP, key(0), np.array([], np.int64)))
+    seconds[0] = 12.0
+    assert jobs.poll() == []
+    held.release()
+    seconds[0] = 60.0  # of a worker whose step was long
+    (ended,) = jobs.poll()
+    assert ended.seconds == 2.0

@@ -171,7 +171,7 @@ def test_launches_go_through_the_driver_and_a_profiler_hears_of_them() -> None:
     table = RegionTable.upload(views, offsets)
     ids, flat = torch.tensor([4, 1], device=device), torch.zeros((2, row_bytes), dtype=torch.uint8, device=device)
     gather_pieces(table, ids, flat)
-    assert all(launch.__name__ == "by_driver" for launch in copy_pieces._launches.values())
+    assert {launch.__name__ for launch in copy_pieces._launches.values()} == {"by_driver"}
     heard: list[dict[str, Any]] = []
     hook = launch.knobs.runtime.launch_enter_hook
     hear = lambda metadata: heard.append(metadata.get())  # noqa: E731 - what is added is removed

@@ -226,3 +226,18 @@ def test_a_fence_that_was_over_before_its_owner_stood_still_is_over() -> None:
 
 def test_what_is_not_about_leases_is_for_others() -> None:
     assert not Pair().owner.hear(LINK, Stop(1))
+
+
+def test_links_that_were_lost_are_kept_until_nothing_of_them_can_land() -> None:
+    """And no longer: peers come and go for as long as an engine lives."""
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.read()
+    pair.owner.lost(LINK)
+    pair.owner.met(LINK + 1, pair)
+    assert pair.owner.quiet_in(LINK) == LEASE_SECONDS + LONGEST_SECONDS
+    for number in range(2, 10):
+        pair.owner.lost(LINK + number - 1)
+        pair.pass_time(LEASE_SECONDS + LONGEST_SECONDS)
+        pair.owner.met(LINK + number, pair)
+        assert list(pair.owner._links) == [LINK + number]

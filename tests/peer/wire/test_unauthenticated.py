@@ -233,6 +233,25 @@ def test_a_caller_does_not_answer_a_listener_without_the_secret() -> None:
         caller.take(challenge)
 
 
+def test_either_side_refuses_what_is_not_its_turn_to_hear() -> None:
+    caller, other = (Handshake(SECRET, info_of(Pool()), is_caller=True) for _ in range(2))
+    (hello,) = other.begin()
+    with pytest.raises(PeerError, match="where a challenge was expected"):
+        caller.take(hello)
+    listener = Handshake(SECRET, info_of(Pool()), is_caller=False)
+    (challenge,) = listener.take(hello)
+    with pytest.raises(PeerError, match="where a hello was expected"):
+        Handshake(SECRET, info_of(Pool()), is_caller=False).take(challenge)
+    said = decode(challenge)
+    assert isinstance(said, Challenge)
+    opening = decode(hello)
+    assert isinstance(opening, Hello)
+    session = Session(SECRET, opening.nonce, said.nonce, is_caller=True)
+    with pytest.raises(PeerError, match="where an introduction was expected"):
+        listener.take(session.seal(hello))
+    assert caller.peer is None and listener.peer is None
+
+
 def test_a_proof_cannot_be_used_again(listener: Side) -> None:
     """What one caller said is of no use to who heard it."""
     first = Handshake(SECRET, info_of(Pool()), is_caller=True)

@@ -74,6 +74,20 @@ def test_an_id_that_comes_again_waits_for_the_load_of_the_one_before() -> None:
     assert half.get_num_new_matched_tokens(again, 0) == (0, False)
 
 
+def test_another_s_load_is_waited_for_behind_what_the_device_has() -> None:
+    """Only of the same blocks: those behind the computed tokens."""
+    half, _ = make_half(load_choice="async")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    first = Asked("first", PROMPT)
+    assert half.get_num_new_matched_tokens(first, 4) == (4, True)
+    half.update_state_after_alloc(first, [[0, 1, 2]], 4, 4)
+    (job,) = run(half).background_loads
+    assert job.device_ids.tolist() == [1]
+    assert half.get_num_new_matched_tokens(Asked("behind", PROMPT), 4) == (None, False)
+    assert half.get_num_new_matched_tokens(Asked("in front", PROMPT), 0) == (8, True)
+    end(half, job)
+
+
 def test_what_could_not_be_loaded_is_computed_from_now_on() -> None:
     """A second try would most likely fail as well, and its request wait for it again."""
     half, blocks = make_half(load_choice="async")

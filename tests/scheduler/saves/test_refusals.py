@@ -236,6 +236,20 @@ def test_a_cache_is_judged_by_a_thousand_blocks() -> None:
         assert known.are_too_many is are_too_many
 
 
+def test_saves_of_before_a_reset_are_not_among_the_last_ones() -> None:
+    """Nor is what they refused taken from what was refused since then."""
+    known = refusals.Refusals()
+    known.judged_blocks = 8
+    unfit = [BlockHash(bytes([i]) * 32) for i in range(8)]
+    known.judge(0, unfit[:3])
+    known.reset()
+    known.judge(3, [])
+    known.judge(5, [])
+    assert not known.are_too_many
+    known.judge(3, unfit[3:])
+    assert known.are_too_many, "five of the last eight"
+
+
 def test_how_much_ever_did_not_fit_is_counted_over_resets() -> None:
     """A request of before one knows how many there were, and looks for its own where there are more."""
     known = refusals.Refusals()

@@ -222,6 +222,23 @@ def test_damage_and_foreign_bytes_are_misses(
     assert all(get(storage, keys, SMALL))
 
 
+def test_a_full_store_is_told_of_once_and_again_when_it_is_full_anew(
+    storage: ObjectStorage, store: ImitatedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, most = prefix(3 * PER_GROUP), store.max_objects
+    for _ in range(2):
+        store.max_objects = 0
+        for _ in range(3):
+            assert not any(put(storage, keys, SMALL))
+        store.max_objects = most
+        assert all(put(storage, keys, SMALL))
+        store.objects.clear()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    line = "mooncake storage: cannot write: OSError: the store has no room, or no engine has lent it memory"
+    assert told == [line] * 2
+    assert storage.stats()["failed_writes_blocks"] == 2 * 3 * len(keys)
+
+
 def test_models_are_told_apart(storage: ObjectStorage, store: ImitatedStore) -> None:
     keys = [key(i) for i in range(3)]
     put(storage, keys, SMALL)
