@@ -1,5 +1,5 @@
-"""Imported by each of vLLM's workers that is told so by `worker_extension_cls`: one that was spawned has nothing of what
-the test's own process has registered."""
+"""Imported by each worker of vLLM that is told so by `worker_extension_cls`: one that was spawned knows nothing of what
+the process of the test has registered."""
 
 from __future__ import annotations
 
