@@ -13,6 +13,7 @@ from integration.bench.engines import Engines, Ready, Sample
 from integration.bench.first_tokens import (
     OVER_PEERS,
     TAIL,
+    TIMED,
     claim_length,
     claim_loads,
     load_rates,
@@ -66,7 +67,7 @@ def test_a_hit_is_whole_and_brings_each_token_of_the_device_s() -> None:
 def test_goals_are_over_peers_and_over_the_engine_without_a_connector() -> None:
     none = [row("none", "computed", 200), row("none", "device_hit", 15)]
     peers = [row("offloading", "host_hit", 40), row("lmcache", "host_hit", 50)]
-    ours = [row("ours", "device_hit", 30), row("ours", "host_hit", 28)]
+    ours = [row("ours", "device_hit", 30), row("ours", "host_hit", 28), row(TIMED, "host_hit", 29)]
     found = claims(*none, *peers, *ours)
     assert found == {
         "ours_host_hit_over_nones_device_hit_plus_link_8192": pytest.approx(28 / 35),
@@ -85,7 +86,7 @@ def test_a_void_hit_is_compared_with_nothing(capsys: pytest.CaptureFixture[str])
 def test_loads_are_held_against_the_link_where_they_were_timed() -> None:
     assert load_rates([{}, {"loaded_bytes": 0.0, "load_milliseconds": 0.0}]) == {}
     counted = [{"loaded_bytes": loaded, "load_milliseconds": 2.0} for loaded in (90e6, 100e6, 104e6)]
-    timed = row("ours", "host_hit", 28) | load_rates(counted)
+    timed = row(TIMED, "host_hit", 28) | load_rates(counted)
     assert timed["load_bytes_per_second"] == pytest.approx(50e9)
     report = Report("sglang_ttft", rows=[{"part": "options"}, row("hicache", "host_hit", 30), timed])
     claim_loads(report, 8192, link=52e9)

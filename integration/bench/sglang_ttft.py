@@ -16,7 +16,7 @@ from integration.bench.sglang_engine import SglangOptions
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(SglangOptions, parser, host_memory="16GB", device_tokens=49152)
-    add_ttft_arguments(parser)
+    add_ttft_arguments(SglangOptions, parser)
     options = made_tiny(parser.parse_args())
     if reason := unavailable(SglangOptions, options):
         print(reason)

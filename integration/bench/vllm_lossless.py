@@ -42,7 +42,7 @@ class Bf16Options(VllmOptions):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(Bf16Options, parser, host_memory="16GiB", device_tokens=49152)
-    add_ttft_arguments(parser)
+    add_ttft_arguments(Bf16Options, parser)
     parser.set_defaults(connectors=["none", RAW, LOSSLESS])
     options = made_tiny(parser.parse_args())
     if reason := unavailable(Bf16Options, options):

@@ -21,7 +21,7 @@ from kv_connector.values import parse_size
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(VllmOptions, parser, host_memory="16GiB", device_tokens=49152)
-    add_ttft_arguments(parser)
+    add_ttft_arguments(VllmOptions, parser)
     parser.add_argument("--startup-connectors", default="ours", help="for the last part, such as ours,offloading")
     parser.add_argument("--startup-host-memory", default="48GiB", help="for the last part; 0 leaves it out")
     options = made_tiny(parser.parse_args())
