@@ -21,7 +21,7 @@ from integration.figures.results import RESULTS, ROOT, read
 PICTURE = RESULTS / "overview.png"
 CHATS = {
     "": tuple(f"vllm_serving_0320_turns_{size}_h200" for size in ("05x", "1x", "2x")),
-    "\nlatest": tuple(f"vllm_serving_0320_latest_{size}_h200" for size in ("1x", "2x")),
+    "\nnewest": tuple(f"vllm_serving_0320_choice_{size}_h200" for size in ("1x", "2x")),
 }
 MISSES = ("vllm_misses_0251_h200", "vllm_misses_0320_h200")
 FIRST_TOKENS = {"": "sglang_ttft_h200", "\nslow host": "sglang_ttft_turns_h200"}
@@ -131,7 +131,7 @@ def _caption() -> str:
     return (
         f"One {gpus.pop()}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: vLLM 0.32, "
         "12 chats of 8,000 to 12,288 tokens, host memory for 0.5 to 2 times of them, one window for each bar, the "
-        "latest run on another host, with room for all;\n"
+        "newest code on another host, with room for all, without SimpleCPUOffloadConnector;\n"
         f"middle: prompts that nobody repeats. Right: {sglang}, and on another host, whose calls of the "
         "driver are slow, older code. Older results, other workloads and more that lost: docs/benchmarks.md."
     )

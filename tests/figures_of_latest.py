@@ -6,13 +6,17 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from integration.figures.results import Row
-from tests.kept_results import claim, host_hits, over_none, result
+from tests.kept_results import by_regime, claim, host_hits, over_none, result
 
 LENGTHS = (2048, 8192, 32768)
 TTFT, LOSSLESS = "vllm_ttft_0320_latest_h200", "vllm_lossless_0320_latest_h200"
 MISSES, RANKS = "vllm_misses_0320_h200", "vllm_replicas_h200"
 SHORT, SYNC = ("vllm_serving_0320_short_1x_h200", "vllm_serving_0320_short_2x_h200"), "vllm_serving_0320_sync_1x_h200"
 OURS = "ours", 'ours:host_form="lossless"'
+CHOICE = ("vllm_serving_0320_choice_1x_h200", "vllm_serving_0320_choice_2x_h200")
+IN_BACKGROUND = 'ours:load_choice="async"'
+TURNS = {size: f"vllm_serving_0320_turn_{size}_2x_h200" for size in (16, 64, 1024)}
+CHATS, ALONE = "sglang_ttft_beside_chats_h200", "sglang_ttft_alone_32k_h200"
 FOUR, TWO = "sglang_ttft_beside_four_h200", "sglang_ttft_beside_two_h200"
 
 
@@ -73,6 +77,34 @@ def short_answers() -> Iterator[str]:
     yield f"in the step {less:.0f}"
 
 
+def by_choice() -> Iterator[str]:
+    pairs = zip(*(turns(name, IN_BACKGROUND) for name in CHOICE), strict=True)
+    forms = "**more turns than the default, {} and {} a second**", "with 32 {} and {}", "and with 128 {} and {}."
+    for form, pair in zip(forms, pairs, strict=True):
+        yield form.format(*pair)
+    for name in CHOICE:
+        assert [row["counted"]["async_loads"] for row in windows(name, "ours")] == [1, 1, 1], "all but one in the step"
+    ratios = [
+        row["over_best_peer"] for row in result("vllm_regimes_choice_0320_h200")["rows"] if row["part"] == "regime"
+    ]
+    late = [row["p50_over_soonest_peer"] for row in by_regime("vllm_regimes_choice_0320_h200").values()]
+    assert len(ratios) == 6 and min(ratios) > 1 > max(late) and sum(ratio < 1.05 for ratio in ratios) == 3
+    yield "**Ours is ahead in all six lines, with a sooner p50 in each, and misses 1.05 in three**"
+
+
+def by_turns() -> Iterator[str]:
+    found = {size: windows(name, IN_BACKGROUND) for size, name in TURNS.items()}
+    rates = {size: [f"{load_rate(row):.1f}" for row in rows] for size, rows in found.items()}
+    yield "moved at {} and {} GB/s with answers of 8 and 32 tokens".format(*rates[16])
+    yield "behind each 16 MiB, at {} and {} behind each 64".format(*rates[64])
+    yield "and at {} and {} behind each 1,024".format(*rates[1024])
+    yield "with {} and {}, {} and {}, and {} and {} turns a second".format(
+        *(each for name in TURNS.values() for each in turns(name, IN_BACKGROUND))
+    )
+    seconds = [row["seconds"] for rows in found.values() for row in rows]
+    yield f"windows of {min(seconds):.1f} to {max(seconds):.1f} s)"
+
+
 def misses() -> Iterator[str]:
     over, ours = over_none(MISSES), {row.get("connector"): row for row in result(MISSES)["rows"]}["ours"]
     yield f"**{over['ours']:.4f}** ({ours['over_none_p10']:.3f} to {ours['over_none_p90']:.3f})"
@@ -102,6 +134,21 @@ def in_sglang() -> Iterator[str]:
     yield "{:.2f} and **{:.2f}**, and {:.2f} and **{:.2f}** of its".format(*overs)
     shares = [claim(name, f"ours_load_over_link_{size}") for name in (FOUR, TWO) for size in LENGTHS[:2]]
     yield f"Loads moved at **{min(shares):.2f}** to **{max(shares):.2f}** of the link"
+    ms = host_hits(CHATS)
+    yield "{:.1f}, {:.1f} and {:.1f} ms against {:.1f}, {:.1f} and {:.1f}, or".format(
+        *(ms[size, "host_hit", who] for who in ("ours", "hicache") for size in LENGTHS)
+    )
+    yield "or **{:.2f}, {:.2f} and {:.2f}** of".format(
+        *(claim(CHATS, f"ours_host_hit_over_hicache_{n}") for n in LENGTHS)
+    )
+    parts = {row["connector"]: row for row in result(CHATS)["rows"] if row["part"] == "75_percent"}
+    yield "took {:.1f} ms against {:.1f}".format(*(parts[who]["ms"] for who in ("ours", "hicache")))
+    yield f"waited {parts['ours']['load_stall_ms']:.1f} ms for layers"
+    ms = host_hits(ALONE)
+    pair = (ms[32768, "host_hit", who] for who in ("ours", "hicache"))
+    yield "takes {:.1f} ms then, and HiCache's {:.1f}, or".format(*pair)
+    yield f"or {claim(ALONE, 'ours_host_hit_over_hicache_32768'):.2f}**"
+    yield f"its load moved at **{claim(ALONE, 'ours_load_over_link_32768'):.3f}** of the link"
 
 
 def of_readme() -> Iterator[str]:
@@ -111,6 +158,13 @@ def of_readme() -> Iterator[str]:
     rates = ([float(rate) for rate in turns(SYNC, name)] for name in ('ours:load_choice="sync"', "ours"))
     better = [one / other for one, other in zip(*rates, strict=True)]
     yield f"(`load_choice` `sync`) had {min(better):.2f} and {max(better):.2f} times the default's turns"
+    better = [float(turns(name, IN_BACKGROUND)[0]) / float(turns(name, "ours")[0]) for name in CHOICE]
+    yield "those in the background (`async`) had {:.2f} and {:.2f} |".format(*better)
+    found = by_regime("vllm_regimes_choice_0320_h200").values()
+    ratios, late = ([row[name] for row in found] for name in ("over_best_peer", "p50_over_soonest_peer"))
+    yield f"two peers: **{min(ratios):.2f}** to {max(ratios):.2f} times the better,"
+    yield f"times the better, **{median(ratios):.2f}** in the median"
+    yield f"p50 {min(late):.2f} to {max(late):.2f} of the sooner's"
 
 
 BEFORE = [f"vllm_serving_0320_{host}_h200" for host in ("1x", "2x")]
@@ -118,6 +172,8 @@ SINCE = [
     "vllm_serving_0320_later_1x_h200",
     SYNC,
     *SHORT,
+    *CHOICE,
+    TURNS[16],
     *(f"vllm_serving_0320_{what}_h200" for what in ("turns_1x", "turns_2x", "latest_1x", "latest_2x")),
 ]
 
@@ -129,8 +185,13 @@ def load_rates(names: Iterable[str], kind: str) -> list[float]:
         if row["connector"].startswith("ours") and "lossless" not in row["connector"]:
             counted = row["counted"]
             if counted[f"{kind}_loads"] > 0.9 * (counted["sync_loads"] + counted["async_loads"]):
-                found.append(counted["loaded_bytes"] / counted["load_milliseconds"] / 1e6)
+                found.append(load_rate(row))
     return found
+
+
+def load_rate(row: Row) -> float:
+    """GB/s of the loads of a window."""
+    return float(row["counted"]["loaded_bytes"] / row["counted"]["load_milliseconds"] / 1e6)
 
 
 def in_the_background() -> Iterator[str]:
@@ -141,4 +202,4 @@ def in_the_background() -> Iterator[str]:
     yield f"in the step it was {rate}"
 
 
-TOLD = (in_the_background, first_tokens, short_answers, misses, ranks)
+TOLD = (in_the_background, first_tokens, short_answers, by_choice, by_turns, misses, ranks)

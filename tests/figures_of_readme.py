@@ -33,7 +33,8 @@ def chats_of_readme() -> Iterator[str]:
     won, lost = f"{ratios[3]:.2f} to {ratios[-1]:.2f}", ", ".join(f"{ratio:.2f}" for ratio in ratios[:3])
     each, whole = (goal(name, f"turns_over_best_{part}") for part in ("of", "peer_median"))
     regimes = f"{len(ratios)} regimes of host memory and length of answers, goal {each} in each, {whole} in the median"
-    yield f"{regimes} | {won} times the best peer in six, **{middle:.2f}** in the median | **{lost}** in"
+    yield f"{regimes} | {won} times the best peer in six, **{middle:.2f}** in the median;"
+    yield f"| **{lost}** in three"
     late = [row["p50_over_soonest_peer"] for row in by_regime(name).values() if row["p50_over_soonest_peer"] > 1]
     yield "p50 of the first token **{:.2f}** times the soonest's in one (goal {})".format(*late, goal(name, "p50_over"))
     before = sorted(row["over_best_peer"] for row in by_regime().values())
@@ -41,7 +42,8 @@ def chats_of_readme() -> Iterator[str]:
     yield f"{len(before)} regimes before †, **{before[0]:.2f}** to {before[-1]:.2f}, **{middle:.2f}** in the median"
     latest = sorted(row["over_best_peer"] for row in by_regime("vllm_regimes_latest_0320_h200").values())
     assert len(latest) == 6
-    yield f"on another host, **{latest[0]:.2f}** to **{latest[-1]:.2f}**, **{median(latest):.2f}** in the median"
+    spread = f"**{latest[0]:.2f}** to **{latest[-1]:.2f}**, **{median(latest):.2f}** in the median"
+    yield f"with room for all, on another host, {spread}"
     short, middling, long = lossless_over_raw()
     over_raw = goal("vllm_regimes_0320_h200", "turns_lossless_over_raw")
     yield f"over raw, goal {over_raw} | {short:.2f} and {middling:.2f} times the turns | **{long:.2f}** with long"

@@ -86,9 +86,10 @@ def test_a_void_hit_is_compared_with_nothing(capsys: pytest.CaptureFixture[str])
 def test_loads_are_held_against_the_link_where_they_were_timed() -> None:
     assert load_rates([{}, {"loaded_bytes": 0.0, "load_milliseconds": 0.0}]) == {}
     counted = [{"loaded_bytes": loaded, "load_milliseconds": 2.0} for loaded in (90e6, 100e6, 104e6)]
-    timed = row(TIMED, "host_hit", 28) | load_rates(counted)
+    timed = row("ours", "host_hit", 28) | load_rates(counted)
     assert timed["load_bytes_per_second"] == pytest.approx(50e9)
     report = Report("sglang_ttft", rows=[{"part": "options"}, row("hicache", "host_hit", 30), timed])
+    report.rows.append(row(TIMED, "host_hit", 29) | load_rates([{"loaded_bytes": 1e6, "load_milliseconds": 2.0}]))
     claim_loads(report, 8192, link=52e9)
     assert {name: claim["value"] for name, claim in report.claims.items()} == {
         "ours_load_over_link_8192": pytest.approx(50 / 52)
@@ -148,13 +149,15 @@ def test_prompts_of_which_a_part_is_on_the_host_come_to_each_engine_first_equall
     def engine(name: str) -> Any:
         def call(*args: Any) -> Any:
             asked.append(name)
-            return Sample(1.0, 6144, 0), {}
+            return Sample(1.0, 6144, 0), {"load_milliseconds": 20.0, "load_stall_milliseconds": 3.0 * (name == TIMED)}
 
         return SimpleNamespace(name=name, call=call)
 
-    engines.update({name: engine(name) for name in ("none", "offloading", "ours")})
-    measure_part(Report("vllm_ttft"), engines, 8192, 5)
-    assert asked[::2] == ["offloading", "ours"] * 3 and sorted(asked) == ["offloading"] * 6 + ["ours"] * 6
+    engines.update({name: engine(name) for name in ("none", "ours", TIMED)})
+    measure_part(report := Report("vllm_ttft"), engines, 8192, 5)
+    assert asked[::2] == ["ours", TIMED] * 3 and sorted(asked) == ["ours"] * 6 + [TIMED] * 6
+    found = {name: claim["value"] for name, claim in report.claims.items()}
+    assert found == {"ours_exposed_wait_over_load_at_75_percent": 0.15}, "one that is not timed says 0"
 
 
 @pytest.mark.parametrize(("gib", "tokens", "most"), [(79, 24576, 3), (79, 49152, 3), (140, 24576, 6), (140, 49152, 6)])

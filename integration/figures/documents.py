@@ -35,6 +35,7 @@ WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "lossless_chats": ("vllm_serving_0320_075x_h200", lossless.chats),
     "regimes_turns": ("vllm_regimes_turns_0320_h200", vllm.regimes),
     "regimes_latest": ("vllm_regimes_latest_0320_h200", vllm.regimes),
+    "regimes_choice": ("vllm_regimes_choice_0320_h200", vllm.regimes),
     "regimes_0320": ("vllm_regimes_0320_h200", vllm.regimes),
     "older_chats": ("vllm_serving_older_h200", vllm.older_chats),
     "ttft_0320": ("vllm_ttft_0320_h200", vllm.host_hits),
