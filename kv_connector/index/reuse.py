@@ -130,9 +130,11 @@ class ReuseModel:
 
     def asked(self, num_blocks: int) -> None:
         """A request asks for so many blocks, known or not, and `visited` was told which are: so time passes."""
-        tree = self._tree
-        tree.time += num_blocks
-        if self._capacity and tree.time - self._looked_at >= max(1, self._part_length // LOOKS):
+        self._tree.time += num_blocks
+
+    def learn(self) -> None:
+        """What is due to be learned: up to a millisecond in which no request should wait."""
+        if self._capacity and self._tree.time - self._looked_at >= max(1, self._part_length // LOOKS):
             self._look()
 
     @property

@@ -35,6 +35,7 @@ class HostTier:
         if self._learns:
             self._reuse.visited(np.array(known, np.intc), np.arange(len(known)) >= first)
             self._reuse.asked(len(hashes))
+            self._reuse.learn()
         num_hits = self.host.resident_prefix(known[first:])
         self._save(hashes, known, now)
         return num_hits

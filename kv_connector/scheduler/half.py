@@ -258,6 +258,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
             self._loads.estimate.step_ended(step, self._shared.clock())
             self._loads.note_reported(step)
             self._steps.reported(step)
+            self.reuse.learn()  # here, as no request of the step waits any more
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._loads.withdraw(request.request_id)

@@ -33,6 +33,7 @@ def evicted(seed: int) -> list[list[BlockHash]]:
         if rng.random() < 0.7:  # else storage brings it
             reuse.visited(np.array(known, np.intc), np.ones(len(known), bool))
             reuse.asked(len(path))
+            reuse.learn()
         tree.touch(known[rng.choice([0, len(known) // 2, len(known)]) :], now)
         absent = [*host.absent(known), *range(len(known), len(path))][: rng.choice([5, 100])]
         block_ids = host.allocate_behind(len(absent), (path,), now, rng.choice([float("inf"), 0.01]))

@@ -48,6 +48,7 @@ class Model:
             node = self.nodes[number % ASKED]
             self.reuse.visited(np.array([node], np.intc), np.array([is_of_use]))
             self.reuse.asked(1)
+            self.reuse.learn()
 
 
 def test_a_part_is_learned_once_from_all_that_was_seen_at_its_looks() -> None:

@@ -70,4 +70,19 @@ def test_what_the_device_serves_makes_no_use_of_the_host() -> None:
     for on_device, is_worth in ((True, False), (False, True)):
         for _ in range(20):
             half.note_asked(asked.block_hashes, on_device)
+            report(half, half.build_connector_meta(SchedulerOutput()))
         assert (half.reuse.worth(node) > 0) is is_worth
+
+
+def test_what_a_request_teaches_is_learned_when_its_step_has_ended() -> None:
+    """While it is looked up it waits."""
+    half, _ = make_half(num_host_blocks=50)
+    asked = Asked("chat", [*PROMPT, 0])
+    save(half, asked, first_block=40)
+    half.reuse.least_part = 1
+    for _ in range(20):
+        half.note_asked(asked.block_hashes)
+    (node, _) = half.tree.match(asked.block_hashes)
+    assert half.reuse.worth(node) == 0
+    report(half, half.build_connector_meta(SchedulerOutput()))
+    assert half.reuse.worth(node) > 0

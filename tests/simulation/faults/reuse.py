@@ -47,6 +47,12 @@ REUSE: tuple[Mutant, ...] = (
         tested(f"{_LATELY}::test_where_as_much_comes_back_as_should_or_more_nothing_is_worth_less"),
     ),
     Mutant(
+        "nothing-is-learned",
+        "what is due to be learned when a step has ended is not",
+        (Patch("kv_connector/scheduler/half.py", "            self.reuse.learn()  #", "            #"),),
+        tested("tests/scheduler/test_hits.py::test_what_a_request_teaches_is_learned_when_its_step_has_ended"),
+    ),
+    Mutant(
         "parts-without-end",
         "what was seen at the looks of a part is learned again with each later part",
         (Patch(_REUSE, "        self._part_events[:] = self._part_exposure[:] = 0.0\n", ""),),
