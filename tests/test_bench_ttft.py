@@ -160,6 +160,18 @@ def test_prompts_of_which_a_part_is_on_the_host_come_to_each_engine_first_equall
     assert found == {"ours_exposed_wait_over_load_at_75_percent": 0.15}, "one that is not timed says 0"
 
 
+def test_a_part_of_which_another_number_of_tokens_is_hit_is_void() -> None:
+    engines = Engines()
+    for name, cached in (("offloading", 6144), (TIMED, 6160)):
+        sample = Sample(1.0, cached, 0), {"load_milliseconds": 20.0, "load_stall_milliseconds": 3.0}
+        engine: Any = SimpleNamespace(name=name, call=lambda *given, sample=sample: sample)
+        engines[name] = engine
+    measure_part(report := Report("vllm_ttft"), engines, 8192, 2)
+    void = {row["connector"]: row.get("void") for row in report.rows}
+    assert void == {"offloading": None, TIMED: "6160 of 8192 tokens were a hit, not 6144"}
+    assert not report.claims
+
+
 @pytest.mark.parametrize(("gib", "tokens", "most"), [(79, 24576, 3), (79, 49152, 3), (140, 24576, 6), (140, 49152, 6)])
 def test_engines_that_a_gpu_has_no_room_for_are_not_begun(
     monkeypatch: pytest.MonkeyPatch, gib: int, tokens: int, most: int

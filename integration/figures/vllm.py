@@ -24,8 +24,8 @@ _RATIOS = ("turns_", "p50_")
 
 def host_hits(result: Result) -> list[str]:
     """Times to the first token, whose are void and why, a prompt of which a part is on the host, and missed goals."""
-    void = {row["connector"]: row["void"] for row in result["rows"] if "void" in row}
-    parts = [row for row in rows_of("75_percent", result) if row["connector"] not in void]
+    void = {row["connector"]: row["void"] for row in rows_of("hits", result) if "void" in row}
+    parts = [row for row in rows_of("75_percent", result) if row["connector"] not in void and "void" not in row]
     told = ", ".join(f"{row['connector']} {row['ms']:.1f}" for row in parts)
     whose = "".join(f"Host hits of {name} are void: {why}. " for name, why in void.items())
     part = f"With {parts[0]['hit_tokens']:,} of {parts[0]['tokens']:,} tokens on the host: {told}. " if parts else ""
