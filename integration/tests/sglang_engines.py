@@ -73,7 +73,8 @@ class SglangEngine:
 
     def start(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, salt: str = "") -> list[str]:
         """Ask, and do not wait; they run while something else is waited for."""
-        rids = [f"request {self._num_requests + i}" for i in range(len(prompts))]
+        # Of one length: SGLang aborts every request whose id begins with the one that is given.
+        rids = [f"request {self._num_requests + i:06}" for i in range(len(prompts))]
         self._num_requests += len(prompts)
         for rid, prompt in zip(rids, prompts, strict=True):
             self._started[rid] = self.engine.loop.create_task(self._ask(rid, list(prompt), num_tokens, salt))
