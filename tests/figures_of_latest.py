@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from integration.figures.results import Row
-from tests.kept_results import by_regime, claim, host_hits, over_none, result
+from tests.kept_results import by_regime, claim, host_hits, load_rate, over_none, result
 
 LENGTHS = (2048, 8192, 32768)
 TTFT, LOSSLESS = "vllm_ttft_0320_latest_h200", "vllm_lossless_0320_latest_h200"
@@ -77,6 +77,12 @@ def short_answers() -> Iterator[str]:
     yield f"in the step {less:.0f}"
 
 
+def over_peers() -> tuple[list[float], list[float]]:
+    """Turns of the default over the best peer's, and its p50 over the soonest's, by regime."""
+    found = by_regime("vllm_regimes_choice_0320_h200").values()
+    return [row["over_best_peer"] for row in found], [row["p50_over_soonest_peer"] for row in found]
+
+
 def by_choice() -> Iterator[str]:
     pairs = zip(*(turns(name, IN_BACKGROUND) for name in CHOICE), strict=True)
     forms = "**more turns than the default, {} and {} a second**", "with 32 {} and {}", "and with 128 {} and {}."
@@ -84,10 +90,7 @@ def by_choice() -> Iterator[str]:
         yield form.format(*pair)
     for name in CHOICE:
         assert [row["counted"]["async_loads"] for row in windows(name, "ours")] == [1, 1, 1], "all but one in the step"
-    ratios = [
-        row["over_best_peer"] for row in result("vllm_regimes_choice_0320_h200")["rows"] if row["part"] == "regime"
-    ]
-    late = [row["p50_over_soonest_peer"] for row in by_regime("vllm_regimes_choice_0320_h200").values()]
+    ratios, late = over_peers()
     assert len(ratios) == 6 and min(ratios) > 1 > max(late) and sum(ratio < 1.05 for ratio in ratios) == 3
     yield "**Ours is ahead in all six lines, with a sooner p50 in each, and misses 1.05 in three**"
 
@@ -160,8 +163,7 @@ def of_readme() -> Iterator[str]:
     yield f"(`load_choice` `sync`) had {min(better):.2f} and {max(better):.2f} times the default's turns"
     better = [float(turns(name, IN_BACKGROUND)[0]) / float(turns(name, "ours")[0]) for name in CHOICE]
     yield "those in the background (`async`) had {:.2f} and {:.2f} |".format(*better)
-    found = by_regime("vllm_regimes_choice_0320_h200").values()
-    ratios, late = ([row[name] for row in found] for name in ("over_best_peer", "p50_over_soonest_peer"))
+    ratios, late = over_peers()
     yield f"two peers: **{min(ratios):.2f}** to {max(ratios):.2f} times the better,"
     yield f"times the better, **{median(ratios):.2f}** in the median"
     yield f"p50 {min(late):.2f} to {max(late):.2f} of the sooner's"
@@ -187,11 +189,6 @@ def load_rates(names: Iterable[str], kind: str) -> list[float]:
             if counted[f"{kind}_loads"] > 0.9 * (counted["sync_loads"] + counted["async_loads"]):
                 found.append(load_rate(row))
     return found
-
-
-def load_rate(row: Row) -> float:
-    """GB/s of the loads of a window."""
-    return float(row["counted"]["loaded_bytes"] / row["counted"]["load_milliseconds"] / 1e6)
 
 
 def in_the_background() -> Iterator[str]:

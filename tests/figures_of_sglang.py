@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from integration.figures.results import Row, rows_of
+from integration.figures.results import rows_of
 from tests.kept_results import (
     claim,
     goal,
     host_hits,
+    load_rate,
     over_none,
     result,
     sglang_by_path,
@@ -148,10 +149,6 @@ def other_hosts() -> Iterator[str]:
 def load_rates(*names: str) -> list[float]:
     """GB/s of all loads of each window of the default."""
     return [load_rate(row) for (*_, name), row in sglang_chats(*names).items() if name == "ours"]
-
-
-def load_rate(row: Row) -> float:
-    return float(row["counted"]["loaded_bytes"] / row["counted"]["load_milliseconds"] / 1e6)
 
 
 TOLD = (chats, first_tokens, paths, variants, slow_host, other_hosts)

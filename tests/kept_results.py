@@ -34,6 +34,11 @@ def host_hits(name: str) -> dict[tuple[int, str, str], float]:
     return {(row["tokens"], row["kind"], row["connector"]): row["ms"] for row in rows_of("hits", result(name))}
 
 
+def load_rate(row: Row) -> float:
+    """GB/s of the loads of a window of chats."""
+    return float(row["counted"]["loaded_bytes"] / row["counted"]["load_milliseconds"] / 1e6)
+
+
 def over_none(name: str) -> dict[str, float]:
     """Throughput where nothing is hit, over that without a connector."""
     return {row["connector"]: row["over_none"] for row in result(name)["rows"] if "over_none" in row}

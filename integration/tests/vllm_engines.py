@@ -16,7 +16,6 @@ from integration.bench.vllm_engine import register_weights
 from integration.faults import break_loads
 from integration.models import tiny
 from integration.tests.vllm_starts import prepare_start, started
-from integration.tests.vllm_workers import KnowsWeights
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import connected
 from tests.waiting import ANSWER_SECONDS, until
@@ -162,7 +161,8 @@ def weights(model: str | Path, folder: Path) -> dict[str, Any]:
     if isinstance(model, Path):
         return {"model": str(model)}
     if model in tiny.ENGINES_OWN:
-        drawn = {"load_format": register_weights(), "worker_extension_cls": f"{KnowsWeights.__module__}.KnowsWeights"}
+        workers = "integration.tests.vllm_workers.KnowsWeights"
+        drawn = {"load_format": register_weights(), "worker_extension_cls": workers}
         return {"model": str(tiny.write(model, folder)), **drawn}
     return {"model": str(tiny.write_weights(model, folder))}
 

@@ -183,7 +183,6 @@ def test_the_newest_blocks_of_a_chat_are_of_its_visits_and_those_of_a_branch_are
     for _ in range(3):
         reuse.visited(np.array(first, np.intc), np.ones(2, bool))
         reuse.asked(2)
-        reuse.learn()
     longer = tree.insert_path(hashed(("system", "hello", "there", "you")), 1.0)
     assert [tree.visits[node] for node in longer] == [3, 3, 3, 3]
     other = tree.insert_path(hashed(("system", "goodbye")), 2.0)
@@ -198,7 +197,6 @@ def test_the_newest_blocks_of_a_chat_that_is_pinned_are_of_its_visits() -> None:
     tree.pin(first)
     reuse.visited(np.array(first, np.intc), np.ones(1, bool))
     reuse.asked(1)
-    reuse.learn()
     assert [tree.visits[node] for node in tree.insert_path(hashed(("hello", "there")), 1.0)] == [1, 1]
 
 
@@ -211,7 +209,6 @@ def test_what_is_asked_for_now_and_then_never_counts_as_much_as_what_is_asked_fo
     for number in range(20_000):
         reuse.visited(np.array([often if number % 100 else rarely], np.intc), np.ones(1, bool))
         reuse.asked(8)
-        reuse.learn()
     assert reuse.class_of(rarely) < reuse.class_of(often)
 
 
@@ -237,16 +234,13 @@ def test_what_goes_on_where_nobody_did_is_as_popular_as_the_chat_it_belongs_to()
     for _ in range(100):
         reuse.visited(np.array([other], np.intc), np.ones(1, bool))
         reuse.asked(1)
-        reuse.learn()
     for _ in range(3):
         reuse.visited(np.array([first], np.intc), np.ones(1, bool))
         reuse.asked(1)
-        reuse.learn()
     longer = tree.insert_path(hashed(("hello", "there")), 1.0)
     at_first = tree.visits[longer[-1]]
     reuse.visited(np.array(longer[1:], np.intc), np.ones(1, bool))
     reuse.asked(1)
-    reuse.learn()
     assert tree.visits[longer[-1]] == at_first + 1 > 3
 
 

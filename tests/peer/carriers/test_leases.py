@@ -44,6 +44,15 @@ class Pair:
                 assert leases.hear(LINK, inbox.pop(0))
 
 
+def that_has_lost_its_link() -> Pair:
+    """With a lease on it."""
+    pair = Pair()
+    pair.writer.may_write(LINK)
+    pair.read()
+    pair.owner.lost(LINK)
+    return pair
+
+
 def test_a_writer_without_a_lease_asks_once_and_writes_when_it_has_one() -> None:
     pair = Pair()
     assert not pair.writer.may_write(LINK)
@@ -107,10 +116,7 @@ def test_who_never_had_a_lease_has_written_nothing() -> None:
 
 
 def test_a_process_that_has_ended_is_waited_for_no_longer_than_what_is_on_its_way() -> None:
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.owner.lost(LINK)
+    pair = that_has_lost_its_link()
     pair.has_ended = True
     pair.seconds += 0.5
     assert pair.owner.quiet_in(LINK) == GONE_SECONDS
@@ -119,10 +125,7 @@ def test_a_process_that_has_ended_is_waited_for_no_longer_than_what_is_on_its_wa
 
 
 def test_a_lost_link_is_remembered_for_as_long_as_something_can_land() -> None:
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.owner.lost(LINK)
+    pair = that_has_lost_its_link()
     pair.owner.met(LINK + 1, pair)
     assert pair.owner.quiet_in(LINK) == LEASE_SECONDS + LONGEST_SECONDS
     pair.pass_time(LEASE_SECONDS + LONGEST_SECONDS)
@@ -134,10 +137,7 @@ def test_a_lost_link_is_remembered_for_as_long_as_something_can_land() -> None:
 @pytest.mark.parametrize("after", [0.5, LEASE_SECONDS + LONGEST_SECONDS - 0.1])
 def test_the_fence_counts_only_time_in_which_its_owner_runs(after: float, is_seen_first_by: str) -> None:
     """An owner that was paused for an hour: what was posted to it has waited, and lands once it goes on."""
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.owner.lost(LINK)
+    pair = that_has_lost_its_link()
     pair.pass_time(after)
     pair.seconds += 3600.0
     if is_seen_first_by == "a turn":
@@ -155,10 +155,7 @@ def test_the_fence_counts_only_time_in_which_its_owner_runs(after: float, is_see
 def test_the_fence_ends_whatever_stalls_its_owner_has(between: float, stall: float) -> None:
     """A thread that waits for Python's lock or for a core, at every turn or once in every transfer; a shutdown waits
     for the fence."""
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.owner.lost(LINK)
+    pair = that_has_lost_its_link()
     counted = 0.0
     while pair.owner.quiet_in(LINK):
         pair.seconds += stall
@@ -171,10 +168,7 @@ def test_the_fence_ends_whatever_stalls_its_owner_has(between: float, stall: flo
 
 @pytest.mark.parametrize("stall", [STILL_SECONDS + 0.1, 3600.0])
 def test_the_fence_of_a_process_that_has_ended_ends_whatever_stalls_its_owner_has(stall: float) -> None:
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.owner.lost(LINK)
+    pair = that_has_lost_its_link()
     pair.has_ended = True
     counted = 0.0
     while pair.owner.quiet_in(LINK):
@@ -186,10 +180,7 @@ def test_the_fence_of_a_process_that_has_ended_ends_whatever_stalls_its_owner_ha
 
 def test_an_owner_that_was_paused_again_does_not_count_its_pauses() -> None:
     """Behind the last time that its stalls put the fence off."""
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.owner.lost(LINK)
+    pair = that_has_lost_its_link()
     pair.pass_time(LEASE_SECONDS + LONGEST_SECONDS - 1.0)
     pair.seconds += 3600.0
     pair.pass_time(LONGEST_SECONDS - 1.0)
@@ -202,10 +193,7 @@ def test_an_owner_that_was_paused_again_does_not_count_its_pauses() -> None:
 
 def test_what_is_on_its_way_from_a_process_that_has_ended_waits_for_an_owner_that_stands_still() -> None:
     """Bytes of a writer that was killed meanwhile are in the owner's own buffers, which it reads when it goes on."""
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.owner.lost(LINK)
+    pair = that_has_lost_its_link()
     pair.has_ended = True
     assert pair.owner.quiet_in(LINK) == GONE_SECONDS
     pair.seconds += 2 * GONE_SECONDS
@@ -215,10 +203,7 @@ def test_what_is_on_its_way_from_a_process_that_has_ended_waits_for_an_owner_tha
 
 
 def test_a_fence_that_was_over_before_its_owner_stood_still_is_over() -> None:
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.owner.lost(LINK)
+    pair = that_has_lost_its_link()
     pair.pass_time(LEASE_SECONDS + LONGEST_SECONDS)
     pair.seconds += 3600.0
     assert pair.owner.quiet_in(LINK) == 0.0
@@ -230,10 +215,7 @@ def test_what_is_not_about_leases_is_for_others() -> None:
 
 def test_links_that_were_lost_are_kept_until_nothing_of_them_can_land() -> None:
     """And no longer: peers come and go for as long as an engine lives."""
-    pair = Pair()
-    pair.writer.may_write(LINK)
-    pair.read()
-    pair.owner.lost(LINK)
+    pair = that_has_lost_its_link()
     pair.owner.met(LINK + 1, pair)
     assert pair.owner.quiet_in(LINK) == LEASE_SECONDS + LONGEST_SECONDS
     for number in range(2, 10):

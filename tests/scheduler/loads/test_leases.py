@@ -23,10 +23,10 @@ def end(half: SchedulerHalf, job: CopyJob, ok: bool = True) -> None:
     half.update_connector_output([StepReport(half._step, 0, done, failed, num_host_blocks=10, load_milliseconds=1e3)])
 
 
-def begin(half: SchedulerHalf, request: Asked) -> CopyJob:
-    """The load of a request that was admitted with a hit of two blocks."""
-    assert half.get_num_new_matched_tokens(request, 0) == (8, True)
-    half.update_state_after_alloc(request, [[0, 1, 2]], 0, 8)
+def begin(half: SchedulerHalf, request: Asked, num_on_device: int = 0) -> CopyJob:
+    """The load of a request that was admitted with a hit of two blocks; the device has so many tokens of them."""
+    assert half.get_num_new_matched_tokens(request, num_on_device) == (8 - num_on_device, True)
+    half.update_state_after_alloc(request, [[0, 1, 2]], num_on_device, 8 - num_on_device)
     (job,) = run(half).background_loads
     return job
 
@@ -78,10 +78,7 @@ def test_another_s_load_is_waited_for_behind_what_the_device_has() -> None:
     """Only of the same blocks: those behind the computed tokens."""
     half, _ = make_half(load_choice="async")
     save(half, Asked("warm", PROMPT), first_block=40)
-    first = Asked("first", PROMPT)
-    assert half.get_num_new_matched_tokens(first, 4) == (4, True)
-    half.update_state_after_alloc(first, [[0, 1, 2]], 4, 4)
-    (job,) = run(half).background_loads
+    job = begin(half, Asked("first", PROMPT), 4)
     assert job.device_ids.tolist() == [1]
     assert half.get_num_new_matched_tokens(Asked("behind", PROMPT), 4) == (None, False)
     assert half.get_num_new_matched_tokens(Asked("in front", PROMPT), 0) == (8, True)
