@@ -4,7 +4,9 @@
 #   source integration/gpu_vllm_setup.sh SITE [PEERS]      SITE: where vLLM was unpacked; PEERS: LMCache, in front of it
 #
 # Either may be "". See gpu_setup.sh.
-source integration/gpu_setup.sh vllm "${2:-}" "$1"
+dsl=$1/nvidia_cutlass_dsl/dsl_packages  # which its wheel adds to the path by a file that counts in site-packages alone
+[ -d "$dsl" ] || dsl=
+source integration/gpu_setup.sh vllm "${2:-}" "$dsl" "$1"
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1
 if [ -d "$1/nccl" ]; then
     libraries=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
