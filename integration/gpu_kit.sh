@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Bundle vLLM 0.32.0 for a Hopper GPU host that reaches no package index.
 #
-#   integration/gpu_kit.sh OUT [BYTES]      parts of at most BYTES (default: 48000000) go to OUT: kit.part.00, ...
+#   integration/gpu_kit.sh OUT [BYTES]      parts of at most BYTES (default: 48000000) go to OUT: kit.part.00, ... and
+#                                           cutlass.part.00, ...
 #
 # The host is to have Python 3.12 on x86-64, a driver for CUDA 13, and PyTorch for CUDA 13 of any version with its CUDA
 # libraries and transformers 5. Move the parts there, and then:
@@ -10,7 +11,8 @@
 #
 # In it are vLLM, the packages that it imports, PyTorch 2.13, Triton, torchvision and NCCL. Left out are FlashAttention 2
 # (Hopper has 3), DeepGEMM, FlashMLA, FlashInfer, what serves AMD's GPUs, profilers, and the code of GPUs that are no
-# Hopper.
+# Hopper. Kimi-Linear needs CUTLASS's DSL, whose parts go to SITE in the same way; without them other models start sooner,
+# as vLLM then compiles no kernels with it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?where the parts go}
@@ -40,6 +42,12 @@ strip --strip-unneeded "$site/triton/_C/libtriton.so"  # half of it is for debug
 mkdir "$site/nccl"
 unzip -q -j "$work"/nvidia_nccl*.whl '*/libnccl.so.2' -d "$site/nccl"
 find "$site" -name '*.so*' -type f -size +1M -print0 | xargs -0 python3 -m integration.one_architecture 90
-rm -f "$out"/kit.part.*
+dsl=$work/dsl
+python3 -m pip install -qqq --no-compile "${target[@]}" --target "$dsl" nvidia-cutlass-dsl==4.8.0 \
+    nvidia-cutlass-dsl-libs-{base,core,cu13}==4.8.0 quack-kernels==0.6.5 cuda-bindings==13.5.0 cuda-pathfinder==1.9.1 \
+    protobuf==7.36.2
+unzip -q "$work"/vllm-*.whl 'vllm/_flashkda*' -d "$dsl"
+rm -f "$out"/{kit,cutlass}.part.*
 tar -C "$site" -cf - . | xz -T0 -4 | split -b "$bytes" -d - "$out/kit.part."
+tar -C "$dsl" -cf - . | xz -T0 -4 | split -b "$bytes" -d - "$out/cutlass.part."
 ls -l "$out"

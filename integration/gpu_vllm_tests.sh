@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests of the connector in real vLLM on a GPU, six or more at a time: an engine needs little of one, and most of its
 # time is its start. Those in which it sleeps come last, one by one: vLLM counts what others allocate meanwhile. Prints a
-# line for each test and, of those that failed, what they said was wrong.
+# line for each test and, of those that failed, what they said was wrong; of those that had no time to end, how far they
+# came.
 #
 #   [TESTS="FILE ..."] [GPU=N] bash integration/gpu_vllm_tests.sh SITE [SECONDS]
 #
@@ -15,12 +16,13 @@ cd "$(dirname "$0")/.." || exit 2
 source integration/gpu_vllm_setup.sh "$site"
 logs=$(mktemp -d) || exit 2
 export logs
-test_options='-q -c /dev/null --import-mode=importlib -p no:cacheprovider --disable-warnings -W ignore'
+test_options='-q -s -c /dev/null --import-mode=importlib -p no:cacheprovider --disable-warnings -W ignore'
 export test_options
 
 one() {
     local log
     log=$(mktemp -p "$logs")
+    printf '%s\n' "$1" >"$log.of"
     # shellcheck disable=SC2086
     if python3 -P -m pytest $test_options --rootdir "$PWD" "$1" >"$log" 2>&1; then
         printf '%-8s %s\n' "$(grep -qE '[0-9]+ passed' "$log" && echo passed || echo skipped)" "$1"
@@ -33,6 +35,7 @@ one() {
             tail -n 3 "$log"
         } | cut -c1-300
     fi
+    rm "$log.of"
 }
 export -f one
 
@@ -49,6 +52,11 @@ in_turn() { # HOW MANY AT ONCE
     grep -v sleep "$logs/all" | in_turn "$(($(nproc) > 30 ? $(nproc) / 5 : 6))"
     grep sleep "$logs/all" | tac | in_turn 1
 } | tee "$logs/results"
+for name in "$logs"/*.of; do
+    [ -e "$name" ] || continue
+    printf 'CUT OFF  %s\n' "$(cat "$name")"
+    tail -n 5 "${name%.of}" | cut -c1-300
+done
 printf '%s of %s passed, %s skipped\n' "$(grep -c '^passed' "$logs/results")" "$(wc -l <"$logs/all")" \
     "$(grep -c '^skipped' "$logs/results")"
 [ "$(grep -cE '^(passed|skipped)' "$logs/results")" = "$(wc -l <"$logs/all")" ]

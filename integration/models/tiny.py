@@ -240,7 +240,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 2048,
         },
     },
-    # Kimi delta attention in three layers of four, one latent vector a token in the fourth (Kimi-Linear).
+    # Kimi delta attention in three layers of four, one latent vector a token in the fourth (Kimi-Linear). No
+    # experts: vLLM compiles the kernels of their router for minutes, and they keep nothing of a prompt.
     "kimi": _SHAPE
     | {
         "architectures": ["KimiLinearForCausalLM"],
@@ -263,12 +264,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "mla_use_nope": True,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 64,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.0,
     },
     # Windows in blocks of 64 tokens, full attention with larger heads in blocks of 32 (Gemma 4).
     "two_sizes": _SHAPE
