@@ -38,6 +38,7 @@ ms for one that the step waits for anyway, behind what it reads; and 0.6 ms for 
 for what is read back. A turn takes some 14 us of the link. What lies between two is a call of the driver, whose first
 copy begins when the last was taken in: 2.25 GiB in segments of 1 MiB move at 0.99 of the link in calls of 42 MiB, and
 at 0.975 in two calls (H200, 2026-11-23)."""
+_PRIORITIES = {Direction.LOAD: Priority.TURN_LOAD, Direction.SAVE: Priority.TURN_SAVE}
 _NUM_WRITES = 4
 _WRITE_32_BITS = 2
 
@@ -74,8 +75,9 @@ class _Write(ctypes.Structure):
 class DriverTurns:
     """See `Turns`."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Raises TransferError where the driver cannot write to memory in a stream's order."""
+    def __init__(self, device: torch.device, direction: Direction) -> None:
+        """`direction`: of the copies. Raises TransferError where the driver cannot write to memory in a stream's
+        order."""
         driver = quick_libcuda()
         self._write: Any = getattr(driver, "cuStreamBatchMemOp_v2", None)
         if self._write is None:
@@ -86,7 +88,7 @@ class DriverTurns:
         self._write.argtypes = [pointer, number, pointer, number]
         self._record.argtypes = [pointer, pointer]
         self._wait.argtypes = [pointer, pointer, number]
-        self._beside: Any = make_stream(device, Priority.SAVE)
+        self._beside: Any = make_stream(device, _PRIORITIES[direction])
         self._word = device_tensor((1,), torch.int64, device)
         self._writes = (_Write * _NUM_WRITES)(*(_Write(_WRITE_32_BITS, self._word.data_ptr()),) * _NUM_WRITES)
         self._events: list[Any] = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -117,7 +119,7 @@ def make_turn_taking(device: torch.device) -> dict[Pace, TurnTaking]:
     made: list[Turns] = [NoTurns() for _ in TURN_BYTES]
     if device.type == "cuda":
         try:
-            made = [DriverTurns(device) for _ in TURN_BYTES]
+            made = [DriverTurns(device, direction) for direction, _ in TURN_BYTES]
         except TransferError as error:
             logger.warning("small copies of the engine wait until long ones of ours have ended: %s", error)
     return {

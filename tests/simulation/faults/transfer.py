@@ -49,10 +49,16 @@ TRANSFER: tuple[Mutant, ...] = (
         (
             Patch(
                 _TURNS,
-                "made = [DriverTurns(device) for _ in TURN_BYTES]",
-                "made = [DriverTurns(device)] * len(TURN_BYTES)",
+                "made = [DriverTurns(device, direction) for direction, _ in TURN_BYTES]",
+                "made = [DriverTurns(device, Direction.LOAD)] * len(TURN_BYTES)",
             ),
         ),
+        tested(_DRIVER_TURNS),
+    ),
+    Mutant(
+        "turns-behind-the-model",
+        "turns of loads share the driver's queues with streams of the engine, and wait for what these wait for",
+        (Patch(_TURNS, "{Direction.LOAD: Priority.TURN_LOAD,", "{Direction.LOAD: Priority.SAVE,"),),
         tested(_DRIVER_TURNS),
     ),
     Mutant(

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from kv_connector.transfer.cuda import turns
+from kv_connector.transfer.cuda.streams import Priority
 from kv_connector.transfer.cuda.turns import TURN_BYTES, DriverTurns, NoTurns, make_turn_taking
+from kv_connector.types import Direction
 from tests.simulation.clock import VirtualTime
 from tests.simulation.device import Device, SimulatedEvent
 
@@ -33,6 +35,7 @@ class Driver:
         self.events: dict[int, SimulatedEvent] = {}
         self.held: list[Any] = []  # stream, word and events
         self.done: list[str] = []
+        self.priorities: list[Priority] = []
 
         def record(event: int, stream: int) -> int:
             assert all(ref() is not None for ref in self.held)
@@ -56,6 +59,10 @@ class Driver:
         self.held.append(weakref.ref(made))
         return made
 
+    def make_stream(self, device: torch.device, priority: Priority) -> Any:
+        self.priorities.append(priority)
+        return self.hold(Made(cuda_stream=8))
+
     def make_event(self) -> Any:
         handle = len(self.events) + 1
         self.events[handle] = SimulatedEvent(self.device)
@@ -65,7 +72,7 @@ class Driver:
         """From CUDA's."""
         monkeypatch.setattr(turns, "quick_libcuda", lambda: self)
         monkeypatch.setattr(turns, "on_device", lambda _: nullcontext())
-        monkeypatch.setattr(turns, "make_stream", lambda *_: self.hold(Made(cuda_stream=8)))
+        monkeypatch.setattr(turns, "make_stream", self.make_stream)
         monkeypatch.setattr(turns, "device_tensor", lambda *_: self.hold(torch.zeros(1, dtype=torch.int64)))
         monkeypatch.setattr(torch.cuda, "Event", self.make_event)
 
@@ -76,7 +83,7 @@ def test_a_turn_is_behind_what_the_stream_held_and_in_front_of_what_comes(
 ) -> None:
     driver = Driver(seed)
     driver.take_over(monkeypatch)
-    made = DriverTurns(torch.device("cuda", 0))
+    made = DriverTurns(torch.device("cuda", 0), Direction.LOAD)
     driver.device.run_until(driver.streams[8].record())
     driver.done.clear()
     for number in range(3):
@@ -86,6 +93,17 @@ def test_a_turn_is_behind_what_the_stream_held_and_in_front_of_what_comes(
     driver.device.run_until(driver.device.compute.record())
     turn = ["write"] * 4
     assert driver.done == ["copy 0", *turn, "copy 1", *turn, "copy 2", *turn, "copy 3"]
+
+
+def test_streams_of_loads_share_no_queue_with_those_of_saves_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which have a priority in common: engines use 0 and -1."""
+    given = {Direction.LOAD: {Priority.LOAD, Priority.PACK_LOAD}, Direction.SAVE: {Priority.SAVE, Priority.PACK_SAVE}}
+    for direction, priorities in given.items():
+        driver = Driver(0)
+        driver.take_over(monkeypatch)
+        DriverTurns(torch.device("cuda", 0), direction)
+        priorities.update(driver.priorities)
+    assert max(given[Direction.LOAD]) < min(0, -1, *given[Direction.SAVE])
 
 
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent", "cuStreamBatchMemOp_v2"])
@@ -113,5 +131,7 @@ def test_a_driver_that_cannot_gives_none_and_says_so_once(
 
 def test_copies_that_threads_enqueue_at_once_have_turns_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the two directions: an event that another thread records meanwhile is another position."""
-    monkeypatch.setattr(turns, "DriverTurns", lambda _: object())
-    assert len({each._turns for each in make_turn_taking(torch.device("cuda", 0)).values()}) == len(TURN_BYTES)
+    monkeypatch.setattr(turns, "DriverTurns", lambda _, direction: Made(direction=direction))
+    made = {pace: each._turns for pace, each in make_turn_taking(torch.device("cuda", 0)).items()}
+    assert len({id(each) for each in made.values()}) == len(TURN_BYTES)
+    assert all(each.direction is direction for (direction, _), each in made.items())

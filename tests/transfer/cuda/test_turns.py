@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,11 @@ from hypothesis import strategies as st
 from kv_connector.config import Config
 from kv_connector.errors import TransferError
 from kv_connector.transfer.cuda import turns
+from kv_connector.transfer.cuda.driver import check, libcuda
+from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.cuda.turns import (
     TURN_BYTES,
+    DriverTurns,
     Pace,
     TurnTaking,
     TurnTakingCopier,
@@ -221,3 +226,38 @@ def test_a_small_copy_of_another_stream_comes_in_between(direction: Direction, n
     assert is_early
     engine.close()
     pool.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_load_and_its_turns_wait_for_nothing_that_streams_of_an_engine_wait_for(priority: int) -> None:
+    """Streams of one priority share queues of the driver: one that waits holds up others behind it. Here more of the
+    engine's wait than there are queues, until the host lets them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    word, there = torch.zeros(1, device=device), torch.zeros(1 << 20, device=device)
+    here = torch.zeros(1 << 20, pin_memory=True)
+    streams = [torch.cuda.Stream(device, priority=priority) for _ in range(32)]
+    load, given = make_lane(device, Priority.LOAD, timing=False), DriverTurns(device, Direction.LOAD)
+    given.give(load.handle)  # what the first use makes
+    torch.cuda.synchronize(device)
+    held = ctypes.c_void_p(gate.data_ptr())
+    try:
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                word.add_(0)
+                code = libcuda().cuStreamWaitValue32_v2(ctypes.c_void_p(stream.cuda_stream), held, 1, 0)
+                check(code, "cuStreamWaitValue32")
+                word.add_(0)
+        with torch.cuda.stream(load.stream):
+            there.copy_(here, non_blocking=True)
+        given.give(load.handle)
+        with torch.cuda.stream(load.stream):
+            there.copy_(here, non_blocking=True)
+        end, until = load.end(), time.monotonic() + 20
+        while not end.query() and time.monotonic() < until:
+            pass
+        assert end.query(), "the load waits for what the engine's streams wait for"
+    finally:
+        gate[0] = 1
+        torch.cuda.synchronize(device)
