@@ -135,7 +135,7 @@ class KVConnectorScheduler(ABC):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own `num_computed_tokens` can be loaded, and whether asynchronously.
 
-        Admits nothing and may be asked any number of times; it may start storage look-ups, and notes the answer for
+        Admits nothing and may be asked any number of times; it may start storage lookups, and notes the answer for
         `update_state_after_alloc`. `None` means "ask again in the next step". The blocks of an asynchronous load are
         allocated at once; the request is scheduled when every rank's `get_finished` has named it, and is not looked up
         again unless the load failed.
@@ -155,7 +155,7 @@ class KVConnectorScheduler(ABC):
         behind them receive `num_external_tokens`, which must be what `get_num_new_matched_tokens` answered just before,
         or less: whole blocks where every group is of full attention, else none. Called for every admission, also of a
         request that was preempted, and with 0 external tokens; after an asynchronous load once more, when the request
-        is scheduled; and without a look-up, with the blocks that it has kept in front, for a request that was at its
+        is scheduled; and without a lookup, with the blocks that it has kept in front, for a request that was at its
         end and goes on with more input.
         """
 

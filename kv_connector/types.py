@@ -52,7 +52,7 @@ class Direction(Enum):
     LOAD = "load"
     SAVE = "save"
 
-    __hash__ = object.__hash__  # there is one of each: Enum's own is Python's code, in every look-up of a dictionary
+    __hash__ = object.__hash__  # there is one of each: Enum's own is Python's code, in every lookup of a dictionary
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,11 +102,11 @@ class StorageJob:
     """Host blocks and their names in storage; like a copy job it ends exactly once on every rank.
 
     `keys` are 32 bytes each, one behind the other; `host_ids`, int64 of shape (num_blocks,), pair with those whose
-    places are not in `skipped`, and a look-up has none. Storage may keep blocks in groups of `group_blocks` (see
+    places are not in `skipped`, and a lookup has none. Storage may keep blocks in groups of `group_blocks` (see
     `StepReport`), neighbours of one prefix of which the first is at a multiple of that: then the keys are those of
     whole groups, one behind the other, of which only the last may be shorter. A fetch skips the members of a group
-    that are not wanted, and a look-up is of one prefix, whose leading blocks count. Where they are kept `singly`, since
-    they are of windows or states, which come and go one by one, each is a group of its own, and a look-up asks for
+    that are not wanted, and a lookup is of one prefix, whose leading blocks count. Where they are kept `singly`, since
+    they are of windows or states, which come and go one by one, each is a group of its own, and a lookup asks for
     each.
     """
 
@@ -241,7 +241,7 @@ class StepReport(NamedTuple):
 
     `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `block_bytes` are those of
     one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
-    belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, a number
+    belong to copies under way and are not known to have arrived. `found` has, for each lookup in `done`, a number
     whose bit i says that its key i exists here, and all in front of it unless they are kept `singly`. `missing` has,
     for jobs in `done`, those of their host blocks that were not moved here, or that their content did not fit into.
     `group_blocks` is a power of two: so many blocks of a prefix this rank's storage keeps as one.

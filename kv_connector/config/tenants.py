@@ -19,9 +19,9 @@ LONGEST_NAME = 64
 class TenantConfig:
     """What one tenant may hold of the host's memory.
 
-    weight: its share of the host is this over the sum of all tenants' weights: nobody else's requests push it below.
-        What others leave unused it may hold as well, until they need it.
-    quota: bytes, over all ranks, that it may hold at most, also where there is room; 0 sets no limit.
+    weight: its share of the host is its weight over the sum of all tenants' weights: no other tenant's requests push it
+        below. It may hold what others leave unused as well, until they need it.
+    quota: the most bytes, over all ranks, that it may hold, also where there is room; 0 sets no limit.
     """
 
     weight: int = 1

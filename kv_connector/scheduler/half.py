@@ -242,7 +242,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
             self._ranks.take_in(report)
-        self._ranks.fit_host()  # what a look-up has found needs room
+        self._ranks.fit_host()  # what a lookup has found needs room
         if self._budget.block_bytes != self._ranks.block_bytes:
             self._budget.block_bytes = self._ranks.block_bytes
             self._shared.tenants.fit(self.host, self._ranks.block_bytes)

@@ -20,7 +20,7 @@ from .observers import Job, JobObserver, JobTimes, Observers
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that every rank has reported. `ok`: it is done on all of them. `found`: of a look-up, a bit for each key,
+    """A job that every rank has reported. `ok`: it is done on all of them. `found`: of a lookup, a bit for each key,
     set where every rank has it. `missing`: of a job that is done, its host blocks that some rank has not moved."""
 
     job: Job

@@ -170,7 +170,7 @@ class JobTimes:
             histogram.observe(seconds)
 
     def ended(self, ended: EndedJob, seconds: float) -> None:
-        """What failed is counted elsewhere, and what moves no block, but for look-ups, nowhere."""
+        """What failed is counted elsewhere, and what moves no block, but for lookups, nowhere."""
         kind = kind_of(ended.job)
         if ended.ok and (ended.job.num_blocks or kind is StorageAction.LOOK_UP):
             self._of_jobs[kind].observe(seconds)

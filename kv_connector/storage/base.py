@@ -75,7 +75,7 @@ class GroupedStorage(Storage, Protocol):
 
     A group is `group_blocks` consecutive blocks of one prefix, the first of them at a multiple of `group_blocks` in it.
     The keys of a call begin with a group and go on group by group; only the last may have fewer blocks, and it is then
-    another group than the whole one. A look-up is of one prefix, and finds whole groups and at its end, where there is
+    another group than the whole one. A lookup is of one prefix, and finds whole groups and at its end, where there is
     one, the longest shorter group. In a read an empty buffer stands for a block of a group that is not wanted.
 
     Blocks of sliding windows and of recurrent states come and go one by one, so they are kept `singly`: each is a group
@@ -98,10 +98,10 @@ class GroupedStorage(Storage, Protocol):
 class ThreadedStorage(ABC):
     """A backend whose calls block, run on threads of its own: subclasses say what is done, and may raise OSError.
 
-    Look-ups wait for no reads, and reads for no writes: each kind has threads of its own that plan its batches, and
+    Lookups wait for no reads, and reads for no writes: each kind has threads of its own that plan its batches, and
     they share `num_threads` for the input and output itself. With `num_batches` above one, so many reads and as many
     writes run side by side, so that the disk has work while the last blocks of a batch are awaited; and `num_look_ups`
-    where a look-up waits for a network.
+    where a lookup waits for a network.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class ThreadedStorage(ABC):
 
     @abstractmethod
     def find(self, keys: list[bytes]) -> int:
-        """How many of the leading keys are stored; on the thread of look-ups."""
+        """How many of the leading keys are stored; on the thread of lookups."""
 
     @abstractmethod
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
@@ -179,7 +179,7 @@ class ThreadedStorage(ABC):
         """Remove blocks; on a writing thread."""
 
     def find_each(self, keys: list[bytes]) -> list[bool]:
-        """Which blocks are stored; on the thread of look-ups. A `find` for each gap, where nobody knows better."""
+        """Which blocks are stored; on the thread of lookups. A `find` for each gap, where nobody knows better."""
         there: list[bool] = []
         while len(there) < len(keys):
             there += [True] * self.find(keys[len(there) :]) + [False]

@@ -17,7 +17,7 @@ from .base import GroupedStorage
 
 @dataclass(frozen=True, slots=True)
 class EndedStorageJob:
-    """`ok`: it was carried out. `found`: of a look-up, see `StepReport`. `missing`: of a fetch or a backup, the
+    """`ok`: it was carried out. `found`: of a lookup, see `StepReport`. `missing`: of a fetch or a backup, the
     host blocks that were not moved all the same; where no block was, it was not carried out. `seconds`: how long it
     took, from when it was handed to the backend."""
 

@@ -50,7 +50,7 @@ def page_hashes(keys: Iterable[str]) -> list[BlockHash]:
 
 
 class PageOrder:
-    """Which page is in front of which. Look-ups show it, and offers do not: SGLang offers a prompt that it computes in
+    """Which page is in front of which. Lookups show it, and offers do not: SGLang offers a prompt that it computes in
     chunks one by one. The latest pages are remembered, as many as requests that are being computed may have."""
 
     def __init__(self) -> None:

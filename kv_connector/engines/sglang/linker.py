@@ -15,7 +15,7 @@
     pop_completed_offload    the save ended                                                       unlocked
 
 SGLang tells of pages and never of a request's whole prefix: see `index/fragments.py`. What is in front of pages that it
-offers is known from look-ups (`PageOrder`). What it offers is never called stored for good: it offers pages anew
+offers is known from lookups (`PageOrder`). What it offers is never called stored for good: it offers pages anew
 whenever a request uses them. So each use counts, and what the host has let go of meanwhile is saved again. What a
 request misses counts when it is looked up: once it has computed it, its pages are like any others.
 """

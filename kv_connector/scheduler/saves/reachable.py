@@ -1,4 +1,4 @@
-"""Of a request's blocks, those that somebody could reach if they were saved: no look-up goes beyond a hole."""
+"""Of a request's blocks, those that somebody could reach if they were saved: no lookup goes beyond a hole."""
 
 from __future__ import annotations
 

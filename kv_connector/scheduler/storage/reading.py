@@ -23,7 +23,7 @@ LOST_SECONDS = 30.0
 
 
 class Reading:
-    """Look-ups and fetches under way. `now` is in seconds and never goes back."""
+    """Lookups and fetches under way. `now` is in seconds and never goes back."""
 
     def __init__(self) -> None:
         self.rate = Rate()  # of fetching, in blocks a second

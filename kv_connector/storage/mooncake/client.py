@@ -1,7 +1,7 @@
 """Mooncake Store's Python client behind a few typed calls: the only file that knows its names and error codes.
 
 Every call blocks, and raises `StoreUnreachable` where the master does not answer. Requests by name and memory address;
-nothing is copied. Measured with 0.3.13: a read from a dead master is tried for 4.5 s and a look-up is not, so each
+nothing is copied. Measured with 0.3.13: a read from a dead master is tried for 4.5 s and a lookup is not, so each
 batch is looked up first; `setup` keeps the interpreter lock and tries a dead master for 90 s, so the master's port is
 tried first; a thread that waits for bytes spins, and four that read 8 MiB each are half as fast as one that reads
 32 MiB, so one call reads at a time and one writes.
