@@ -48,7 +48,9 @@ LATEST = tuple(leases.LEASE_SECONDS + leases.STILL_SECONDS + 2 * seconds for sec
 OBJECTS_MIB = groups.GROUP_BYTES >> 20, s3.GROUP_BYTES >> 20
 AWAITED = Direction.LOAD, True
 LAUNCHED_GIB = curves.MOST_LAUNCHED_BYTES >> 30
+DEFAULTS = config.Config()
 S3 = config.S3Config("bucket")
+STORAGE = config.StorageConfig(path="/data/kv", capacity="1GiB")  # type: ignore[arg-type]
 BREAKER = inspect.signature(Breaker).parameters
 LIMITS = {
     "ARCHITECTURE.md": (
@@ -83,7 +85,9 @@ LIMITS = {
         ),
         f"which writes a word {'four' if turns._NUM_WRITES == 4 else turns._NUM_WRITES} times",
     ),
+    "docs/choosing.md": (f"the connector takes `staging_memory`, {DEFAULTS.staging_memory >> 20} MiB",),
     "docs/control.md": (
+        f"They hold `pinned_share` of the host at most ({DEFAULTS.pinned_share} by default)",
         f"An object of more than {hints._MOST_HINTS} hints has no effect",
         f"beyond {pins._MOST_PINS:,} pins at a time",
         f"{expiry._MOST:,} prompts, and {expiry._MOST_HASHES:,} blocks of theirs, may wait",
@@ -119,7 +123,10 @@ LIMITS = {
         f"a load of up to {LAUNCHED_GIB} GiB ({(LAUNCHED_GIB << 30) // (128 << 10):,} tokens here), in front of a step "
         f"that computes a {'sixteenth' if choice._LIGHT == 16 else choice._LIGHT} of its tokens",
     ),
-    "docs/storage.md": (f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",),
+    "docs/storage.md": (
+        f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",
+        f"waits at most `storage.timeout_ms` ({STORAGE.timeout_ms}) after it was first seen",
+    ),
     "docs/storage_s3.md": (
         f"`PREFIX/{groups.Groups(b'', 1).name(b'').rpartition('.')[0]}.HASH`",
         f"An object has {OBJECTS_MIB[1]} MiB or more",
