@@ -116,7 +116,9 @@ def build_worker(
     _check_argument("rank", rank, 0, world_size - 1)
     _check_argument("num_replicas", num_replicas, 1)
     if world_size % num_replicas:
-        raise KVConnectorError(f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it")
+        raise KVConnectorError(
+            f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it; give a divisor"
+        )
     own = RankIdentity(identity, rank, world_size, backend, groups=describe_groups(groups))
     if config.storage is not None:
         options["open_storage"] = partial(

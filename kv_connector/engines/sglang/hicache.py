@@ -76,7 +76,7 @@ class TieredKVStorage(HiCacheStorage):
     # At the start.
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of keys and values. Raises ConfigError where it is not served or storage cannot be used."""
+        """The pool of keys and values. Raises ConfigError where it is not supported or storage cannot be used."""
         super().register_mem_pool_host(mem_pool_host)
         self._open(mem_pool_host, PoolName.KV)
 

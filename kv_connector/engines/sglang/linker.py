@@ -102,7 +102,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, Any],
         forward_stream: Any = None,
     ) -> None:
-        """Raises ConfigError for settings or a model that are not served, before any memory is taken."""
+        """Raises ConfigError for settings or a model that are not supported, before any memory is taken."""
         settings = read_settings(extra_config)
         refuse_unserved(params, components)
         config, self._keep_on_flush = settings.config, settings.keep_on_flush

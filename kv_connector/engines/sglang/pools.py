@@ -122,9 +122,9 @@ def _buffers(pool: Any) -> list[list[torch.Tensor]]:
         return [[buffer] for buffer in pool.kv_buffer]
     if type(pool) is not MHATokenToKVPool:
         raise ConfigError(
-            f"the cache of this model ({type(pool).__name__}) is not served yet: full attention with keys and values, "
-            "and MLA, are; start it without --enable-unified-cache-external-linker"
+            f"the cache of this model ({type(pool).__name__}) is not supported yet: full attention with keys and "
+            "values, and MLA, are; start it without --enable-unified-cache-external-linker"
         )
     if pool.k_scale_buffer is not None or pool.native_k_scale_buffer is not None:
-        raise ConfigError("a KV cache with scales of its own is not served yet: give --kv-cache-dtype auto or fp8_e4m3")
+        raise ConfigError("a KV cache with its own scales is not supported yet: give --kv-cache-dtype auto or fp8_e4m3")
     return [list(layer) for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)]

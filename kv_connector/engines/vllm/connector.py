@@ -56,7 +56,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV cache on pinned host memory and brings it back. See docs/vllm.md for its settings."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Raises ConfigError for settings or a model that are not served, before any memory is taken."""
+        """Raises ConfigError for settings or a model that are not supported, before any memory is taken."""
         super().__init__(vllm_config, role, kv_cache_config)
         config, shape = read_config(vllm_config), read_shape(vllm_config, kv_cache_config)
         refuse_unserved(config, shape)

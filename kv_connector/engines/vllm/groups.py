@@ -60,7 +60,7 @@ def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[int, list[Serve
     """Tokens of a block hash, and the groups that are kept: full attention first, whose prefixes are the longest.
 
     What vLLM itself caches no prefixes of is left out: it does without it behind every hit. Raises ConfigError, with
-    the reason, for a model with a group that is not served.
+    the reason, for a model with a group that is not supported.
     """
     groups, parallel = list(enumerate(kv_cache_config.kv_cache_groups)), vllm_config.parallel_config
     kept = [(index, group) for index, group in groups if not _is_left_out(group)]
@@ -94,7 +94,7 @@ def tokens_per_block(spec: Any, parallel: Any) -> int:
 
 def to_block_group(group: Any, block_size: int, hash_block_size: int) -> BlockGroup:
     """Our words for a group of vLLM's whose blocks span `block_size` tokens. Raises ConfigError, with the reason, for
-    one that is not served."""
+    one that is not supported."""
     specs = list(layer_specs(group.kv_cache_spec))
     layer = group.layer_names[0] if group.layer_names else "?"
     for spec in specs:
@@ -184,8 +184,8 @@ def _only_size(groups: Iterable[tuple[int, Any]], vllm_config: Any) -> int:
         sizes.add(finer)
     if len(sizes) > 1:
         raise ConfigError(
-            f"blocks or hashes of {sorted(sizes)} tokens in one model are served with vLLM 0.32 and newer; use that, "
-            "or --disable-hybrid-kv-cache-manager where the model allows it"
+            f"blocks or hashes of {sorted(sizes)} tokens in one model are supported with vLLM 0.32 and newer; use "
+            "that, or --disable-hybrid-kv-cache-manager where the model allows it"
         )
     return int(sizes.pop())
 

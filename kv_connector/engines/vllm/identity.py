@@ -137,8 +137,8 @@ def _hash(model: ModelConfig) -> str:
         return str(model.compute_hash())
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"the configuration of {model.model!r} has no name: {error}; its blocks cannot be told from others: "
-            "leave storage and peer out"
+            f"the configuration of {model.model!r} cannot be hashed: {error}; its blocks could be taken for those of "
+            "another: leave storage and peer out"
         ) from error
 
 

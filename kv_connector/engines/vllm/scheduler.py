@@ -178,10 +178,10 @@ class SchedulerRole:
         if isinstance(meta, ReportMetadata):
             if self.shape.recomputes_wrongly and any(report.has_failed_in_step for report in meta.reports):
                 raise KVConnectorError(
-                    f"the load of {len(output.invalid_block_ids)} blocks failed twice in a step, and vLLM, which plans "
-                    "ahead or runs Model Runner V2, would go on with wrong tokens: with kv_load_failure_policy=fail "
-                    "the request would end instead, and with --no-async-scheduling, VLLM_USE_V2_MODEL_RUNNER=0 and no "
-                    "pipeline it would be computed"
+                    f"the load of {len(output.invalid_block_ids)} blocks failed twice in a step, and vLLM, with "
+                    "asynchronous scheduling, a pipeline or Model Runner V2, would continue with wrong tokens: with "
+                    "kv_load_failure_policy=fail the request would end instead, and with --no-async-scheduling, "
+                    "VLLM_USE_V2_MODEL_RUNNER=0 and no pipeline it would be computed"
                 )
             self.half.update_connector_output(meta.reports)
 

@@ -96,7 +96,9 @@ class MooncakeClient:
             with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS) as link:
                 own_address = str(link.getsockname()[0])
         except (OSError, UnicodeError) as error:  # the latter where the name has a part that is empty or too long
-            raise StoreUnreachable(f"no master at {self._options.master}: {error}") from error
+            raise StoreUnreachable(
+                f"no master at {self._options.master}: {error}; start mooncake_master there, or mend storage.master"
+            ) from error
         with self._lock:
             if self._store is None:
                 self._store = self._join(self._options.hostname or own_address, regions)
@@ -158,7 +160,10 @@ class MooncakeClient:
             code = code or store.register_buffer(start, num_bytes)
         if code != 0:
             store.close()
-            raise StoreUnreachable(f"cannot join the store of {options.master} as {hostname}: error {code}")
+            raise StoreUnreachable(
+                f"cannot join the store of {options.master} as {hostname}: error {code}; see that others reach this "
+                "machine as storage.hostname, and that storage.protocol and storage.devices work here"
+            )
         self._regions = regions
         return store
 
