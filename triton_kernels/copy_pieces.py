@@ -183,7 +183,7 @@ def copy_pieces_reference(
     to_flat: bool,
 ) -> None:
     """What `gather_pieces` (`to_flat`) and `scatter_pieces` do, in torch: uint8 `views` of shape (num_blocks,
-    piece_bytes), `offsets` of pieces in a row in bytes, ids of shape (count,). Tests and the CPU path use it."""
+    piece_bytes), `offsets` of pieces in a row in bytes, ids of shape (count,). For tests."""
     for view, offset in zip(views, offsets, strict=True):
         column = flat[:, offset : offset + view.shape[1]]
         if to_flat:

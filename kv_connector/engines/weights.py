@@ -20,7 +20,7 @@ def local_fingerprint(name: str, revision: str | None = None, download_dir: str 
             path = Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
         return fingerprint_of(path)
     except (OSError, ValueError) as error:
-        logger.warning("the weights of %s cannot be looked at: %s", name, error)
+        logger.warning("the weights of %s cannot be read: %s", name, error)
         return None
 
 
@@ -29,6 +29,6 @@ def named_weights(name: str, load_format: object, revision: str | None = None, d
     found = local_fingerprint(name, revision, download_dir)
     if found is None:
         logger.warning(
-            "the weights of %s are known by this name alone: when they are replaced, clear the storage", name
+            "the weights of %s are identified by this name alone: when they are replaced, clear the storage", name
         )
     return f"{found or name} {load_format}"

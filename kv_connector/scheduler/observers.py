@@ -115,7 +115,9 @@ class GuardedObserver:
         try:
             return getattr(self._observer, what)(*told)
         except Exception:  # it may call others' code, such as an exporter of traces
-            logger.exception("%s ends, the engine goes on", type(self._observer).__name__)
+            logger.exception(
+                "%s raised and is not called any more, the engine continues", type(self._observer).__name__
+            )
             self._observer = None
             return None
 

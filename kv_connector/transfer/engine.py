@@ -331,4 +331,4 @@ def _end_copies(submitters: Sequence[Submitter], queues: Sequence[SubmissionQueu
         try:
             queue.lane.wait_idle()
         except TransferError as error:  # the device is lost, and with it what ran there
-            logger.warning("copies of an engine that nobody holds any more: %s", error)
+            logger.warning("copies of a transfer engine that was dropped failed: %s", error)

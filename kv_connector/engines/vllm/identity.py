@@ -127,7 +127,10 @@ class Adapters:
         if found is None:
             self._unsure.add(name)
             logger.warning(
-                "adapter %s at %s has no name: only this start finds in storage what it computes", name, path
+                "the weights of adapter %s at %s cannot be identified: only this engine, until it ends, finds in "
+                "storage what it computes",
+                name,
+                path,
             )
         return found or ""
 
@@ -214,7 +217,7 @@ def _choice(load: Any) -> str:
 def _say_unnamed(source: str) -> None:
     """Once a process."""
     logger.warning(
-        "the weights (%s) are known by this and the model's configuration alone: when they are replaced at the same "
-        "place, clear the storage",
+        "the weights (%s) are identified by this and the model's configuration alone: when they are replaced at the "
+        "same place, clear the storage (`kv-connector storage rm --all PATH`)",
         source,
     )

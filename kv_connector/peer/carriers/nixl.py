@@ -121,7 +121,7 @@ class NixlTransport(OneSided):
             for registered in self._registered:
                 self._agent.deregister_memory(registered)
         except Exception as error:  # noqa: BLE001 - as above; nothing is left to do about it
-            logger.warning("NIXL did not let go of its memory: %s: %s", type(error).__name__, error)
+            logger.warning("NIXL did not deregister its memory: %s: %s", type(error).__name__, error)
 
     def _register(self) -> list[Any]:
         """Register every byte of the pool once; regions may be interleaved.

@@ -221,7 +221,7 @@ class PeerJobs:
                 self.turn()
             self._stop_receives()
         except Exception:  # a thread's top: whatever went wrong, jobs fail and the engine goes on without peers.
-            logger.exception("the peer thread has ended: nothing is handed over any more")
+            logger.exception("the peer thread has ended: no blocks are exchanged any more")
         finally:
             self._close()
 
@@ -292,7 +292,7 @@ class PeerJobs:
         except PeerError as error:
             self._drop(link, str(error))
         except Exception:  # what a peer has found that nobody thought of
-            logger.exception("an error of this side, which costs a link")
+            logger.exception("an internal error costs a link to another engine")
             self._transport.counters.link_faults += 1
             self._drop(link, "an error of this side")
 

@@ -273,7 +273,9 @@ class PrefetchPlanner:
     def _abandon(self, job_id: int, now: float) -> None:
         """Storage has lost the job, by all appearances: its requests are computed, and what it was to bring may be
         saved or fetched anew. Its host blocks stay leased: they may be written to yet."""
-        logger.warning("storage has not answered job %d for %.0f s: it is not waited for", job_id, LOST_SECONDS)
+        logger.warning(
+            "storage has not answered job %d for %.0f s: requests wait for it no longer", job_id, LOST_SECONDS
+        )
         self._reading.forget(job_id, now)
         self._followers.abandon(job_id)
         self._host.discard(self._fetches.abandon(job_id))

@@ -87,7 +87,7 @@ def _measured_now(
             raise MemoryError("host memory cannot be page-locked: raise `ulimit -l`")
         return measure(device, host, pieces, coded_pieces)
     except Exception as error:  # noqa: BLE001 - a start does not fail for this
-        logger.warning("copies could not be measured and go by what is built in: %s: %s", type(error).__name__, error)
+        logger.warning("copies could not be measured, built-in figures are used: %s: %s", type(error).__name__, error)
         return BUILT_IN
     finally:
         host.close()

@@ -94,4 +94,4 @@ def _free(device: int, call: str, address: ctypes.c_uint64 | ctypes.c_void_p) ->
         with on_device(device) as driver:
             check(getattr(driver, call)(address), call)
     except TransferError as error:  # a finalizer's top: the device is lost, and its memory with it
-        logger.warning("memory is not given back: %s", error)
+        logger.warning("device memory cannot be freed: %s", error)

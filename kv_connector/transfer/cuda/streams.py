@@ -267,4 +267,4 @@ def _destroy(device: int, handle: ctypes.c_void_p) -> None:
         with on_device(device) as driver:
             check(driver.cuStreamDestroy_v2(handle), "cuStreamDestroy")
     except TransferError as error:  # a finalizer's top: the device is lost, and its streams with it
-        logger.warning("a stream is not given back: %s", error)
+        logger.warning("a CUDA stream cannot be destroyed: %s", error)
