@@ -1,4 +1,4 @@
-"""What appeared in and vanished from the cache, for routers that place requests (layer 0)."""
+"""Events of blocks that were stored or removed, for cache-aware routers (layer 0)."""
 
 from __future__ import annotations
 

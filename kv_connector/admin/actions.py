@@ -1,4 +1,4 @@
-"""What an operator can have done, each as a command for the engine's thread."""
+"""The operator's commands, each carried out on the engine's thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses from threads that serve an operator to the one that owns the halves, and back.
+"""Types that cross between the endpoint's server threads and the engine's thread, which owns the halves.
 
     server thread                              engine's thread
     a request is read and checked

@@ -1,4 +1,4 @@
-"""Commands on their way to the engine's thread, and their answers back. The engine waits for nobody here."""
+"""Commands on their way to the engine's thread, and their answers back. The engine's thread never waits here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of engines that ask once for what is cached, and load it in front of the step that needs it."""
+"""Settings of engines that look a request up once, and load a hit in the step that needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which terms a request's blocks are kept: what the tree notes of a block beside how often it was asked for."""
+"""Terms of a request's blocks (tenant, priority, whether transient), which the tree notes for each block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tier of the cache: its pool of blocks, the copies they hold, and which of them go when room is needed.
+"""One tier of the cache: its pool of blocks, the copies they hold, and which of them are evicted.
 
 A block of the pool is free, private (allocated, a copy of nothing), or a copy of a node in the tree. A copy may be
 evicted when it is resident, has no references (no request uses it and no copy job leases it), no child on this tier,

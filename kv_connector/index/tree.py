@@ -1,4 +1,4 @@
-"""The prefix tree: which blocks are known, how they follow one another, and on which tiers a copy of each lies.
+"""The prefix tree: which blocks are known, their parents, and the tiers that have a copy of each.
 
 A block's chained hash names its whole prefix, so one dictionary from hash to node finds any block and the tree needs
 no child links: a match is one lookup a block. Nodes are rows of flat arrays, not objects: about 237 bytes a block,

@@ -1,4 +1,4 @@
-"""When a remote store is left alone: a breaker that opens on faults and closes when a probe says that it is back.
+"""A circuit breaker for a remote store: it opens on faults, and closes when a probe is answered.
 
     CLOSED --faults--> OPEN --pause is over--> HALF_OPEN --the probe succeeds--> CLOSED
                         ^--------the probe fails, and the pause doubles----'

@@ -1,4 +1,4 @@
-"""Blocks that only who knows a secret can store: a MAC with each, in the place of the CRC-32.
+"""Blocks that only holders of a secret can store: a MAC with each, in place of the CRC-32.
 
 Whoever can write to a folder, bucket or store and does not know the secret cannot make an engine take other bytes for a
 block, nor one good block for another. He can delete and spoil what lies there, which costs misses.

@@ -1,4 +1,4 @@
-"""Loads and saves beside the forward pass: what was asked for, what is under way, what has ended.
+"""The transfer engine: submits loads and saves beside the forward pass, and reports which have ended.
 
     compute stream  -- submit_load --- wait_layer(0) --- wait_layer(n) ---- submit_save ------->
                             |               ^                 ^                 |

@@ -1,4 +1,4 @@
-"""Which form blocks have on the host: the one that a user names, or under `auto` the one that serves better here.
+"""Chooses the form of host blocks: the one that a user names, or under `auto` the better one here.
 
 Under `auto` each rank says what speaks against `lossless` for its own cache. They take it where none has anything to
 say, and `raw` where they cannot ask each other: a block of which one rank has no room is on no host.

@@ -1,4 +1,4 @@
-"""vLLM's groups of KV cache in our words: which of them are kept, and what of their blocks a prefix needs.
+"""vLLM's KV cache groups as block groups: which of them are cached, and which of their blocks a hit needs.
 
 How the blocks of a group come and go is its manager's doing (vLLM's `single_type_kv_cache_manager`), so a group is
 known by that class, and specs that are derived from others are what their manager makes of them.

@@ -1,4 +1,4 @@
-"""What is asked of storage and not answered: how fast it is, and whether it answers at all.
+"""Reads of storage in progress: how fast they are, and whether storage answers at all.
 
 A disk or a network that hangs must not hang every request with it, nor one answer that is lost its request.
 """

@@ -1,5 +1,5 @@
-"""What routers were told to be in storage, whose content is not tracked: what was written, and what a lookup or a
-fetch has found there or has not.
+"""Blocks that routers were told are in storage, whose content is not tracked: blocks that were written, and that a
+lookup or a fetch found or missed.
 
 So a block that was deleted, by this engine or another, is called stored until somebody asks for it in vain, and one
 that another engine has written is not until somebody asks for it. Nothing is kept where nobody reads events.

@@ -1,4 +1,4 @@
-"""Amazon S3, and whatever speaks its protocol, through obstore: the only file that knows that library's names.
+"""Amazon S3, and servers that speak its protocol, through obstore: the only file that knows that library's names.
 
 Every object is put and read by one request: a writer that is killed leaves nothing, and a reader sees all of one
 version or nothing. Requests of a call run side by side, on threads of this client, as many as `concurrency` says of

@@ -1,4 +1,4 @@
-"""Measures what copies take on this machine, in well under two seconds, and remembers it for later starts.
+"""Measures how long copies take on this machine, in well under two seconds, and remembers it for later starts.
 
 On page-locked memory of its own, and scratch memory on the device. Random places on both sides, medians. A result is
 kept for the GPU, its driver, its link, this module's version, and the length of a piece and of one that is coded.

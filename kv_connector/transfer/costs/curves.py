@@ -1,4 +1,4 @@
-"""What a copy takes on each path on this machine, and from that the path and the layer groups that serve best.
+"""How long a copy takes on each path on this machine, and from that the fastest path and layer groups.
 
 Four things are known of each direction, measured at start-up (`calibration.py`) or built in: DMA by the length of a
 segment, and the kernels that pack, that code and that go over the link, by the length of a piece. All else is sums of

@@ -1,4 +1,4 @@
-"""Memory from the CUDA driver itself, for what copies use as long as they are served: tables, ids, staging.
+"""Device memory from the CUDA driver itself, for tables, ids and staging buffers of copies.
 
 Not from torch, whose allocator gives what suits the context of the call: from a pool that the engine discards when it
 sleeps (`torch.cuda.use_mem_pool`), bytes whose last kernel is still queued on the stream that is current, or bytes that

@@ -1,4 +1,4 @@
-"""Turns: where copies of others in the same direction come in between ours.
+"""Turns: gaps between our copies in which the engine's copies of the same direction run.
 
 A copy engine goes on with one stream's copies as long as there are any, and those of all other streams wait. An engine
 makes small ones in front of each step, of what the step reads, and behind it, of the tokens that were sampled: beside
