@@ -94,22 +94,22 @@ class DevicePages:
         return read
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """SGLang has locked them."""
+        """Does nothing: SGLang has locked them."""
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """SGLang unlocks them."""
+        """Does nothing: SGLang unlocks them."""
 
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
-        """Nobody knows."""
+        """Nothing: SGLang does not tell."""
         return ()
 
     @property
     def num_available(self) -> int:
-        """Enough: loads are given their pages with the request."""
+        """A number that is always enough: SGLang allocates the pages of a load itself."""
         return self.num_pages
 
     def forget(self, block_ids: Collection[int]) -> None:
-        """Pages of a load that failed are the request's own, and SGLang aborts it."""
+        """Does nothing: pages of a failed load are the request's own, and SGLang aborts it."""
 
     def _as_pages(self, buffer: torch.Tensor) -> torch.Tensor:
         used = buffer[: self.num_pages * self.page_size]

@@ -95,12 +95,11 @@ def read_backend(vllm_config: VllmConfig) -> str:
 
 
 class Adapters:
-    """Fingerprints of LoRA adapters by request, as `Roots` wants them. The scheduler's thread calls.
-
-    An adapter is looked at when the first request with it comes: vLLM has read it by then, or is about to. Those that
-    cannot be looked at, or under a name whose weights have changed since the start, are known to this process alone:
-    vLLM's own cache tells adapters apart by name (and path, in newer versions), so what is computed on a hit there may
-    rest on either.
+    """Fingerprints of LoRA adapters by request, as `Roots` needs them. Called from the scheduler's thread. An adapter's
+    files are read when its first request comes: vLLM has read them by then, or is about to. Blocks of adapters that
+    cannot be read, or whose weights changed under the same name, are found by this process alone: vLLM's own cache
+    distinguishes adapters by name (and path, in newer versions), so blocks computed after a hit there may depend on
+    either.
     """
 
     def __init__(self) -> None:

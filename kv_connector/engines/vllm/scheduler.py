@@ -110,7 +110,7 @@ class SchedulerRole:
         return self.half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Behind an asynchronous load comes a second call without a lookup: all of it is on the device by then."""
+        """After an asynchronous load vLLM calls again, without a lookup: all of it is on the device by then."""
         num_local = self._local_tokens.pop(request.request_id, request.num_computed_tokens)
         block_ids = blocks.get_block_ids()
         tables = to_tables([block_ids[group_id] for group_id in self.shape.group_ids])
