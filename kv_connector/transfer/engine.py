@@ -56,9 +56,8 @@ class TransferEngine:
         fallback: CopyPath | None = None,
         costs: LinkCosts = BUILT_IN,
     ) -> None:
-        """`path` replaces the one that `config.copy_path` names; a load that fails on it is tried on `fallback`.
-
-        `costs` are those of this machine: by them paths are chosen and layer groups cut.
+        """`path` replaces the one that `config.copy_path` names; a load that fails on it is retried on `fallback`.
+        `costs` are those of this machine, by which paths are chosen and layer groups cut.
 
         Raises ConfigError where pool or path do not fit.
         """
@@ -139,7 +138,7 @@ class TransferEngine:
         return failed
 
     def wait_jobs(self, job_ids: Collection[int]) -> frozenset[int]:
-        """Make the current stream wait for those of these jobs that are under way; the host goes on.
+        """Make the current stream wait for those of these jobs that are in flight, without blocking the host.
 
         Returns those that are known to have failed: their device blocks hold nothing valid.
         """
@@ -210,7 +209,7 @@ class TransferEngine:
         return sum(entry.pending_bytes() for entry in self._in_flight if entry.direction is direction)
 
     def drain(self) -> list[Completion]:
-        """Block the host until every job has ended; returns what `poll` would."""
+        """Block the calling thread until every job has ended; returns what `poll` would."""
         self._synchronize()
         return self.poll()
 
