@@ -1,7 +1,7 @@
 """What is stored with each block, and compared when it is read: a CRC-32, or with a secret a MAC (`macs.py`).
 
 isal computes CRC-32 at the speed of memory, zlib at 1 to 4 GB/s, which is less than some disks have. The value is the
-same, so what was written with one is read with the other. Neither holds Python's lock while it works on a block.
+same, so what was written with one is read with the other. Neither holds the GIL while it works on a block.
 """
 
 from __future__ import annotations

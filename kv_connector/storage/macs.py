@@ -19,7 +19,7 @@ block is as good: its key covers the tokens, and the identity all that decides i
 of the identity says so, the secret is to be changed as well.
 
 HMAC-SHA256 is twice as fast as BLAKE2b where the processor has instructions for SHA, as those of servers have since
-2021. Neither holds Python's lock while it works on a block.
+2021. Neither holds the GIL while it works on a block.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class TransferEngine:
         self._load = load = self._begin(Direction.LOAD, moving, parts, groups, is_urgent)
         queue.put_first(load)
         if load.is_urgent:
-            queue.finish(load)  # else the link rests until the thread gets Python's lock, or the model asks for a layer
+            queue.finish(load)  # else the link rests until the thread gets the GIL, or the model asks for a layer
         if load.end is None:
             self._submitters[Direction.LOAD].wake()
         if self._traces is not None and load.start is not None and not load.is_lost:

@@ -132,7 +132,7 @@ class StepPeers:
         return self._jobs.poll()
 
     def rest(self) -> None:
-        """Nothing is computed in this step: leave the processor, and Python's lock, to those who hand blocks over."""
+        """Nothing is computed in this step: leave the processor, and the GIL, to those who hand blocks over."""
         self._jobs.rest()
 
     def load_failed(self, job_id: int) -> None:
