@@ -113,7 +113,7 @@ class EvictionQueue:
     def check_owners(self, block_ids: NDArray[np.intp], nodes: NDArray[np.intc]) -> None:
         """They are this one's."""
 
-    # What goes.
+    # Eviction.
 
     def push(self, node: int) -> None:
         """Queue a node that has become evictable; does nothing if it is queued already."""

@@ -89,7 +89,7 @@ class TenantQueues:
         for block_id in pool.live_ids():
             self.held[self._owner[block_id]] += 1
 
-    # What goes.
+    # Eviction.
 
     def push(self, node: int) -> None:
         """See `EvictionQueue.push`."""

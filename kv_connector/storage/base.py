@@ -180,7 +180,8 @@ class ThreadedStorage(ABC):
         """Remove blocks; on a writing thread."""
 
     def find_each(self, keys: list[bytes]) -> list[bool]:
-        """Which blocks are stored; on the thread of lookups. A `find` for each gap, where nobody knows better."""
+        """Which blocks are stored; on the thread of lookups. Calls `find` once for each gap, unless a subclass does
+        better."""
         there: list[bool] = []
         while len(there) < len(keys):
             there += [True] * self.find(keys[len(there) :]) + [False]
@@ -221,7 +222,7 @@ class ThreadedStorage(ABC):
             logger.warning("%s storage: %s: %s: %s", self._name, what, type(error).__name__, error)
 
     def note_success(self) -> None:
-        """Something worked: the next fault is told again."""
+        """A call succeeded: the next fault is logged again."""
         self._is_faulty = False
 
     def _run(self, pool: Executor, call: Callable[[], T], otherwise: T, **lost: int) -> Future[T]:

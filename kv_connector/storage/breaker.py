@@ -47,7 +47,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Where it is now."""
+        """The current state."""
         return self._state
 
     @property
@@ -86,7 +86,7 @@ class Breaker:
             return True
 
     def end_probe(self, ok: bool) -> None:
-        """What came of the probe that was granted."""
+        """Report the result of the granted probe."""
         with self._lock:
             assert self._state is BreakerState.HALF_OPEN, f"a probe ended in state {self._state}"
             if ok:

@@ -30,7 +30,7 @@ CRC_BYTES = CHECKSUM.size
 
 
 class BlockCheck(ABC):
-    """How the blocks of one storage are checked; chosen once, when it is opened. Any thread may call."""
+    """The kind of checksum of one storage, chosen when it is opened. Called from any thread."""
 
     size: ClassVar[int]
     """Bytes that are stored with a block."""
@@ -42,8 +42,7 @@ class BlockCheck(ABC):
         """`size` bytes for this content of the block with this key, which has `KEY_BYTES` bytes."""
 
     def fits(self, key: bytes, block: memoryview, stored: bytes) -> bool:
-        """Whether `stored`, which may be anything, is what belongs to this block. How long it takes does not say where
-        they differ."""
+        """Whether `stored`, any bytes, is the checksum of this block. Compared in constant time."""
         return compare_digest(self.of(key, block), stored)
 
 

@@ -48,7 +48,7 @@ _UNWANTED = memoryview(bytearray())
 
 
 class StorageJobs:
-    """Moves blocks between `storage` and host memory; one thread calls, and never waits."""
+    """Moves blocks between `storage` and host memory. Called from the model-runner thread; only `close` blocks."""
 
     def __init__(self, storage: GroupedStorage, blocks: NDArray[np.uint8]) -> None:
         """`blocks`: the host pool, of shape (num_blocks, block_bytes)."""

@@ -193,7 +193,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._end_loading()
         return has_come and not self._has_lost
 
-    # Behind it.
+    # After the forward pass.
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Offer these pages for saving. True if SGLang is to lock them until they are saved, as the host lacks some.
