@@ -28,7 +28,9 @@ from kv_connector.replay import recorder
 from kv_connector.scheduler.control import expiry, hints, pins
 from kv_connector.scheduler.loads import choice
 from kv_connector.scheduler.saves import budget, refusals
+from kv_connector.scheduler.storage import backups, prefetches
 from kv_connector.storage.breaker import Breaker
+from kv_connector.storage.filesystem import backend as filesystem
 from kv_connector.storage.filesystem import pin_file
 from kv_connector.storage.filesystem.layout import LOCK_SECONDS
 from kv_connector.storage.mooncake import client as mooncake
@@ -58,6 +60,7 @@ LIMITS = {
         f"one kernel is a copy, {paths.LONG_SLICE_BYTES >> 20} MiB",
         f"copies what takes {curves.DISTURBING_US:.0f} us at most",
         f"all of it, up to {LAUNCHED_GIB} GiB, where the step is light",
+        f"in jobs of {prefetches._FETCH_BLOCKS} that become matchable",
         f"at most {curves._WORTH_PACKING[Direction.LOAD]} of what DMA takes alone for loads and "
         f"{curves._WORTH_PACKING[Direction.SAVE]} for saves",
     ),
@@ -106,7 +109,12 @@ LIMITS = {
         f"after {BREAKER['first_pause'].default} seconds, then ever less often, down to once in "
         f"{BREAKER['longest_pause'].default:.0f} seconds",
     ),
-    "docs/observability.md": (f"more than {events._MAX_PENDING:,} events", f"holds, and {LEAST_REMEMBERED:,} at least"),
+    "docs/observability.md": (
+        f"more than {events._MAX_PENDING:,} events",
+        f"the host holds, and {LEAST_REMEMBERED:,} at least",
+        f"a read of up to {prefetches._FETCH_BLOCKS} blocks",
+        f"a write of up to {backups._JOB_BLOCKS} blocks",
+    ),
     "docs/peers.md": (
         f"at most {messages.MAX_MESSAGE >> 20} MiB ({frames.MAX_HELLO >> 10} KiB before the handshake is over)",
         f"read is bounded at {sockets.MAX_UNSENT >> 20} MiB",
@@ -125,6 +133,7 @@ LIMITS = {
     ),
     "docs/storage.md": (
         f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",
+        f"{filesystem.NUM_THREADS} threads read a folder",
         f"waits at most `storage.timeout_ms` ({STORAGE.timeout_ms}) after it was first seen",
     ),
     "docs/storage_s3.md": (
