@@ -56,6 +56,9 @@ STORAGE = config.StorageConfig(path="/data/kv", capacity="1GiB")  # type: ignore
 BREAKER = inspect.signature(Breaker).parameters
 LIMITS = {
     "ARCHITECTURE.md": (
+        "Long DMA copies yield every {} MiB of a background load, {} of a save and {} of a step's load".format(
+            *(turns.TURN_BYTES[pace] >> 20 for pace in ((Direction.LOAD, False), (Direction.SAVE, False), AWAITED))
+        ),
         f"Parts are slices of {paths.SLICE_BYTES >> 20} MiB",
         f"one kernel is a copy, {paths.LONG_SLICE_BYTES >> 20} MiB",
         f"copies what takes {curves.DISTURBING_US:.0f} us at most",
