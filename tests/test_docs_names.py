@@ -1,5 +1,5 @@
 """Names in documents that `test_docs.py` does not look at: options of commands, keys of settings with the object that
-they are in, and calls of the admin endpoint."""
+they are in, attributes of classes, and calls of the admin endpoint."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ OBJECTS = {
 _CODE = re.compile(r"```.*?```|`[^`]+`", re.DOTALL)
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]+")
 _COMMAND = re.compile(r"kv-connector((?: +[a-z][a-z-]*(?![\w.=/]))+)([^\n`;|&]*)")
+_ATTRIBUTE = re.compile(r"\b([A-Z][A-Za-z]+)\.([a-z_]\w*)\b")
 _KEY = re.compile(r"(?<![\w./-])(storage\.s3|storage|peer|admin|tenants\.NAME)\.([a-z]\w*)(?![\w./(])")
 
 
@@ -93,6 +94,19 @@ def test_other_options_are_of_a_script_here_or_of_an_engine() -> None:
     known = set(_OPTION.findall("\n".join(path.read_text() for path in (*sources, ROOT / "Makefile"))))
     code = [shown for path in DOCUMENTS for shown in _CODE.findall(path.read_text())]
     assert set(_OPTION.findall("\n".join(code))) - known == FOREIGN_OPTIONS
+
+
+def test_attributes_of_classes_that_documents_name_exist() -> None:
+    """`Class.name`, of classes that are defined here."""
+    paths = [path for folder in ("kv_connector", "integration") for path in (ROOT / folder).rglob("*.py")]
+    source = "\n".join(path.read_text() for path in paths)
+    named = {
+        pair for path in DOCUMENTS for code in _CODE.findall(path.read_text()) for pair in _ATTRIBUTE.findall(code)
+    }
+    ours = [(owner, name) for owner, name in sorted(named) if re.search(rf"(?m)^ *class {owner}\b", source)]
+    assert len(ours) > 20
+    missing = [pair for pair in ours if not re.search(rf"def {pair[1]}\b|\b{pair[1]}\b *[:=]", source)]
+    assert missing == [("ModelConfig", "compute_hash")], "this one is vLLM's"
 
 
 def test_calls_of_the_admin_endpoint_are_those_that_it_answers() -> None:
